@@ -1,4 +1,4 @@
-"""``python -m benchmarks [--quick] [--only NAME ...] [--out DIR]``: every question in a process of its own, one after another."""
+"""``python -m benchmarks [--quick] [--only NAME ...] [--out DIR] [--readme]``: one process for each question, one after another."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from benchmarks.answers import Answers
 from benchmarks.case import QUESTIONS
-from benchmarks.report import Answers, make_table, write_report
+from benchmarks.readme import write_readme
+from benchmarks.report import make_table, write_report
 from gradaccum_conformance.progress import run_with_progress
 from gradaccum_conformance.runner import Ended, Job
 
 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds.")] = False,
-    only: Annotated[list[str], typer.Option(help=f"One question; may be repeated. One of: {', '.join(QUESTIONS)}.")] = [],  # noqa: B006
+    only: Annotated[list[str], typer.Option(help=f"Questions, one or several. Known: {', '.join(QUESTIONS)}.")] = [],  # noqa: B006
+    more: Annotated[list[str], typer.Argument(help="Further questions, after --only.", hidden=True)] = [],  # noqa: B006
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmark-results"),
+    readme: Annotated[bool, typer.Option("--readme", help="Also put table and plot into README.md.")] = False,
 ) -> None:
-    """Measure, print the tables and write results.json and report.html."""
-    if unknown := set(only) - set(QUESTIONS):
-        raise typer.BadParameter(f"--only: expected one of {', '.join(QUESTIONS)}; got {', '.join(sorted(unknown))}.")
+    """Measure, print the tables and write results.json, a PNG for each plot and report.html."""
+    asked = [*only, *more]
+    if unknown := set(asked) - set(QUESTIONS):
+        raise typer.BadParameter(f"--only: expected some of {', '.join(QUESTIONS)}; got {', '.join(sorted(unknown))}.")
     console = Console()
-    names = [name for name in only or QUESTIONS if _can_be_asked(name, console)]
+    names = [name for name in asked or QUESTIONS if _can_be_asked(name, console)]
     ended = run_with_progress([_job(name, out, quick) for name in names], console, total="cases", each="case", at_once=1)
     answers = [Answers(process.backend, process.records) for process in ended]
     for answer in answers:
         console.print(make_table(answer))
     write_report(out, answers)
+    if readme:
+        write_readme(answers)
     console.print(Text(f"Written: {out / 'report.html'} and {out / 'results.json'}"))
     raise typer.Exit(int(any(_failed(process, console) for process in ended)))
 

@@ -1,8 +1,8 @@
-"""What a question measures: named contestants doing the same work, one of them the baseline."""
+"""What a question measures: named contestants doing the same work, one of them the baseline; or curves, where nothing is timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
@@ -16,14 +16,32 @@ class Case(NamedTuple):
     """The contestant that the others are divided by."""
     contestants: Mapping[str, Callable[[], object]]
     """Each does one whole window and waits for its result."""
-    counts: Mapping[str, Mapping[str, float]]
+    counts: Mapping[str, Mapping[str, float]] = {}
     """What is counted and not timed, by contestant: bytes, buffers, calls."""
+    x: float | None = None
+    """Where the case stands on the question's axis, if it has one: the cases are then drawn as lines."""
+    moved: Mapping[str, float] = {}
+    """Bytes that one run moves at least, by contestant: shown as GB/s."""
+
+
+class Curve(NamedTuple):
+    """One line of a plot in which nothing is timed."""
+
+    name: str
+    """The plot it belongs to."""
+    contestant: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    x_label: str
+    y_label: str
+    counts: Mapping[str, float] = {}
+    """What the line comes to: its last value, its distance to another."""
 
 
 class Question(Protocol):
     """A module of this package."""
 
-    def cases(self, quick: bool) -> Iterator[Case]:
+    def cases(self, quick: bool) -> Iterator[Case | Curve]:
         """The comparisons, one after another; `quick` leaves out the large ones."""
         ...
 
@@ -34,6 +52,8 @@ class Entry(NamedTuple):
     title: str
     needs: tuple[str, ...]
     """Packages without which it cannot be asked."""
+    axis: str = ""
+    """What the `x` of its cases is."""
 
 
 QUESTIONS = {

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("gradaccum", "torch", "jax", "jaxlib", "optax", "mindspore", "numpy", "accelerate", "lightning-fabric")
+PACKAGES = ("gradaccum", "torch", "jax", "jaxlib", "optax", "mindspore", "numpy", "accelerate", "lightning-fabric", "keras")
 
 
 def machine() -> dict[str, str]:
@@ -16,6 +16,7 @@ def machine() -> dict[str, str]:
     found = {
         "processor": _processor(),
         "cores": str(os.cpu_count()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "date": datetime.now(UTC).date().isoformat(),

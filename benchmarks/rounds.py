@@ -1,11 +1,12 @@
 """Timing in interleaved rounds: on a noisy machine two contestants are comparable only within one round.
 
-In each round every contestant does its work once, in an order that rotates, so that whatever else the machine does hits all of them.
+In each round every contestant has one turn, in an order that rotates, so that whatever else the machine does hits all of them.
 A ratio is the median over the rounds of (contestant / baseline in that round); its spread is the quartiles of those.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -15,8 +16,21 @@ import numpy as np
 WARM_UP = 3
 
 
+class Plan(NamedTuple):
+    """How long to measure."""
+
+    rounds: int
+    """At most."""
+    least: int = 1
+    """Rounds that are made however long they take."""
+    seconds: float = math.inf
+    """After which no further round begins."""
+    turn: float = 0.0
+    """Seconds that the baseline's turn should last at least: short work is repeated within a turn, the same number of times by all."""
+
+
 class Timing(NamedTuple):
-    """One contestant's times, in milliseconds for one window, and its ratios to the baseline."""
+    """One contestant's times, in milliseconds for one run, and its ratios to the baseline."""
 
     contestant: str
     median_ms: float
@@ -28,19 +42,32 @@ class Timing(NamedTuple):
     rounds: int
 
 
-def measure(contestants: Mapping[str, Callable[[], object]], baseline: str, rounds: int) -> list[Timing]:
-    """Time every contestant `rounds` times, after a warm-up that compiles and allocates."""
+def measure(contestants: Mapping[str, Callable[[], object]], baseline: str, plan: Plan) -> list[Timing]:
+    """Time every contestant as often as the `plan` says, after a warm-up that compiles and allocates."""
     for run in contestants.values():
         for _ in range(WARM_UP):
             run()
+    repeats = _repeats(contestants[baseline], plan.turn)
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
+    begin = time.perf_counter()
+    for turn in range(plan.rounds):
+        if turn >= plan.least and time.perf_counter() - begin > plan.seconds:
+            break
         for name in _rotated(names, turn):
-            begin = time.perf_counter()
-            contestants[name]()
-            seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(_time(contestants[name], repeats))
     return [_timing(name, seconds[name], seconds[baseline]) for name in names]
+
+
+def _repeats(baseline: Callable[[], object], turn: float) -> int:
+    return max(1, math.ceil(turn / _time(baseline, 1))) if turn else 1
+
+
+def _time(run: Callable[[], object], repeats: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - begin) / repeats
 
 
 def _rotated(names: Sequence[str], turn: int) -> list[str]:

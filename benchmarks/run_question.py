@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case import Case, load_question
-from benchmarks.rounds import measure
+from benchmarks.case import Case, Curve, load_question
+from benchmarks.rounds import Plan, measure
 
-ROUNDS = 40
-QUICK_ROUNDS = 9
+PLAN = Plan(rounds=40, least=7, seconds=15.0, turn=0.005)
+QUICK = Plan(rounds=9, least=5, seconds=3.0, turn=0.002)
 
 
 def main() -> None:
@@ -20,16 +21,28 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
-    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+    plan = QUICK if arguments.quick else PLAN
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
     with arguments.results.open("w", encoding="utf-8") as file:
         for case in load_question(arguments.name).cases(arguments.quick):
-            print(json.dumps(_record(arguments.name, case, rounds)), file=file, flush=True)
+            record = _timed(case, plan) if isinstance(case, Case) else _drawn(case)
+            print(json.dumps({"kind": "case", "question": arguments.name} | record), file=file, flush=True)
+            del case
+            gc.collect()
 
 
-def _record(question: str, case: Case, rounds: int) -> dict[str, Any]:
-    timings = measure(case.contestants, case.baseline, rounds)
-    rows = [timing._asdict() | {"counts": dict(case.counts.get(timing.contestant, {}))} for timing in timings]
-    return {"kind": "case", "question": question, "case": case.name, "baseline": case.baseline, "rows": rows}
+def _timed(case: Case, plan: Plan) -> dict[str, Any]:
+    rows = [timing._asdict() for timing in measure(case.contestants, case.baseline, plan)]
+    for row in rows:
+        name = row["contestant"]
+        row["counts"] = dict(case.counts.get(name, {}))
+        if name in case.moved:
+            row["counts"]["GB/s"] = case.moved[name] / row["median_ms"] / 1e6
+    return {"case": case.name, "baseline": case.baseline, "x": case.x, "rows": rows}
+
+
+def _drawn(curve: Curve) -> dict[str, Any]:
+    return {"case": curve.name, "curve": curve._asdict() | {"xs": list(curve.xs), "ys": list(curve.ys), "counts": dict(curve.counts)}}
 
 
 if __name__ == "__main__":
