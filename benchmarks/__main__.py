@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Annotated
 
 import typer
@@ -31,7 +32,7 @@ def main(
     if unknown := set(asked) - set(QUESTIONS):
         raise typer.BadParameter(f"--only: expected some of {', '.join(QUESTIONS)}; got {', '.join(sorted(unknown))}.")
     console = Console()
-    names = [name for name in asked or QUESTIONS if _can_be_asked(name, console)]
+    names = [name for name in asked or _usual() if _can_be_asked(name, console)]
     ended = run_with_progress([_job(name, out, quick) for name in names], console, total="cases", each="case", at_once=1)
     answers = [Answers(process.backend, process.records) for process in ended]
     for answer in answers:
@@ -41,6 +42,11 @@ def main(
         write_readme(answers)
     console.print(Text(f"Written: {out / 'report.html'} and {out / 'results.json'}"))
     raise typer.Exit(int(any(_failed(process, console) for process in ended)))
+
+
+def _usual() -> list[str]:
+    """All questions; those about GPUs only where there is one."""
+    return [name for name, entry in QUESTIONS.items() if which("nvidia-smi") or not entry.gpu]
 
 
 def _can_be_asked(name: str, console: Console) -> bool:

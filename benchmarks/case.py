@@ -22,6 +22,8 @@ class Case(NamedTuple):
     """Where the case stands on the question's axis, if it has one: the cases are then drawn as lines."""
     moved: Mapping[str, float] = {}
     """Bytes that one run moves at least, by contestant: shown as GB/s."""
+    rates: Mapping[str, Mapping[str, float]] = {}
+    """Work that one run does, by contestant and by the unit of what it comes to per second, such as ``tokens/s``."""
 
 
 class Curve(NamedTuple):
@@ -54,11 +56,15 @@ class Entry(NamedTuple):
     """Packages without which it cannot be asked."""
     axis: str = ""
     """What the `x` of its cases is."""
+    gpu: bool = False
+    """Whether it is about GPUs: without one it is asked by name only, and then small."""
 
 
 QUESTIONS = {
     "torch_streaming": Entry("torch: one window of 8 micro-batches, float32, AdamW", ("torch",)),
     "jax_streaming": Entry("JAX: one window of 8 micro-batches, float32, AdamW, jitted and donated", ("jax", "optax")),
+    "torch_transformer": Entry("torch: a transformer in bfloat16, AdamW fused, one window of 8 micro-batches", ("torch",), gpu=True),
+    "jax_transformer": Entry("JAX: a transformer in bfloat16, AdamW, one window of 8 micro-batches", ("jax", "optax"), gpu=True),
     "mindspore_streaming": Entry("MindSpore: one window of 8 micro-batches, float32, Adam, GRAPH_MODE", ("mindspore",)),
 }
 
