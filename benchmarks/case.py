@@ -66,6 +66,15 @@ QUESTIONS = {
     "torch_transformer": Entry("torch: a transformer in bfloat16, AdamW fused, one window of 8 micro-batches", ("torch",), gpu=True),
     "jax_transformer": Entry("JAX: a transformer in bfloat16, AdamW, one window of 8 micro-batches", ("jax", "optax"), gpu=True),
     "mindspore_streaming": Entry("MindSpore: one window of 8 micro-batches, float32, Adam, GRAPH_MODE", ("mindspore",)),
+    "torch_bandwidth": Entry("torch: the accumulation alone, in GB/s that must be moved, beside NumPy's triad", ("torch",)),
+    "jax_bandwidth": Entry("JAX: a micro-batch without its gradient, in GB/s that must be moved, beside NumPy's triad", ("jax", "optax")),
+    "mindspore_bandwidth": Entry("MindSpore: the accumulation alone, in GB/s that must be moved, beside NumPy's triad", ("mindspore",)),
+    "torch_scaling": Entry("torch: 256 micro-batches in windows of 1 to 256", ("torch",), "micro-batches per window"),
+    "torch_tensors": Entry("torch: a window of 4 micro-batches, 1 M parameters in ever more tensors", ("torch",), "tensors"),
+    "jax_scaling": Entry("JAX: 256 micro-batches in windows of 1 to 256", ("jax", "optax"), "micro-batches per window"),
+    "jax_tensors": Entry("JAX: a window of 4 micro-batches, 1 M parameters in ever more tensors", ("jax", "optax"), "tensors"),
+    "mindspore_scaling": Entry("MindSpore: 256 micro-batches in windows of 1 to 256", ("mindspore",), "micro-batches per window"),
+    "mindspore_tensors": Entry("MindSpore: a window of 4 micro-batches, 1 M parameters in ever more tensors", ("mindspore",), "tensors"),
 }
 
 

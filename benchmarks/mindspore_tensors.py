@@ -1,0 +1,20 @@
+"""MindSpore: time and memory of a window as a model of constant size is cut into ever more tensors, in GRAPH_MODE.
+
+Every tensor is an operator of its own in the graph, for whoever accumulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.axes import LARGE, STEPS, in_words
+from benchmarks.case import Case
+from benchmarks.mindspore_scaling import make_case
+
+TENSORS = (10, 100)
+"""Compiling ends it here: ten times as many tensors take more than ten times as long."""
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for tensors in TENSORS[:1] if quick else TENSORS:
+        yield make_case(in_words(tensors, LARGE), tensors, steps=STEPS, tensors=tensors, elements=LARGE, run=STEPS)
