@@ -75,6 +75,7 @@ QUESTIONS = {
     "jax_tensors": Entry("JAX: a window of 4 micro-batches, 1 M parameters in ever more tensors", ("jax", "optax"), "tensors"),
     "mindspore_scaling": Entry("MindSpore: 256 micro-batches in windows of 1 to 256", ("mindspore",), "micro-batches per window"),
     "mindspore_tensors": Entry("MindSpore: a window of 4 micro-batches, 1 M parameters in ever more tensors", ("mindspore",), "tensors"),
+    "quality": Entry("Held-out accuracy and loss on digits, where an epoch's last window is short and uneven", ("sklearn",)),
 }
 
 

@@ -1,0 +1,49 @@
+"""The quality question: everybody learns, gradaccum is the large batch up to rounding, and who divides the tail by `steps` is not."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from benchmarks import digits
+from benchmarks.quality import FRAMEWORKS, curves
+from benchmarks.runs import GRADACCUM, LARGE
+
+EPOCHS = 2
+ROUNDING = 1e-5
+"""Of the parameters, which are of the order of 1, after some dozens of updates in float32."""
+LEARNED = 0.7
+"""Chance is 0.1."""
+DISTANCE = "largest distance to the large batch"
+
+
+def test_nothing_is_dropped_and_the_tail_is_short_and_uneven() -> None:
+    train = digits.load().train
+    windows = list(digits.windows(train, 0, 0))
+    assert sum(len(labels) for window in windows for _, labels in window) == len(train[1])
+    assert [len(labels) for _, labels in windows[-1]] == [16, 12]
+    assert {len(window) for window in windows[:-1]} == {digits.STEPS}
+
+
+def test_loss_and_accuracy_of_a_known_network() -> None:
+    pixels, labels = np.zeros((4, 64), np.float32), np.array([0, 0, 0, 1])
+    zeros = [np.zeros(shape, np.float32) for shape in ((64, 2), (2,), (2, 10), (10,))]
+    accuracy, loss = digits.held_out(zeros, (pixels, labels))
+    assert accuracy == 0.75
+    assert loss == pytest.approx(np.log(10))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_everybody_learns_and_only_gradaccum_is_the_large_batch(framework: str) -> None:
+    pytest.importorskip(framework.lower())
+    found = list(curves(framework, import_module(FRAMEWORKS[framework]).runs(), digits.load(), EPOCHS, seeds=1))
+    accuracies = [curve for curve in found if "accuracy" in curve.name]
+    assert all(curve.ys[0] < 0.4 < LEARNED < curve.ys[-1] for curve in accuracies)
+    assert [curve.xs for curve in found] == [[0.0, 23.0, 46.0]] * len(found)
+    far = {curve.contestant: curve.counts[DISTANCE] for curve in accuracies}
+    assert far.pop(LARGE) == 0
+    assert far.pop(GRADACCUM) < ROUNDING
+    assert far
+    assert all(distance > 100 * ROUNDING for distance in far.values())
