@@ -5,7 +5,7 @@ from __future__ import annotations
 RUN = 256
 """Micro-batches in one run, whatever the window's length: windows of 256 are one, windows of 1 are 256 updates."""
 WINDOWS = (1, 4, 16, 64, 256)
-QUICK_WINDOWS = (1, 16)
+QUICK_WINDOWS = (16, 64)
 STEPS = 4
 """The window's length where the number of tensors is the question."""
 TENSORS = (10, 100, 1000, 10_000)

@@ -13,7 +13,7 @@ from benchmarks.axes import LARGE, STEPS, in_words
 from benchmarks.case import Case
 from benchmarks.jax_scaling import make_case
 
-TENSORS = (10, 100, 250)
+TENSORS = (10, 100, 200)
 """At 1000 the compiler takes more than a minute."""
 
 

@@ -20,9 +20,8 @@ from benchmarks.case import Curve
 from benchmarks.digits import Digits, Parameters, distance, first_parameters, held_out, load, windows
 from benchmarks.runs import LARGE, Run
 
-SEEDS = 5
-EPOCHS = 10
-QUICK_EPOCHS = 4
+SEEDS, EPOCHS = 5, 10
+QUICK_SEEDS, QUICK_EPOCHS = 2, 3
 FRAMEWORKS = {"torch": "benchmarks.quality_torch", "JAX": "benchmarks.quality_jax"}
 
 Makers = dict[str, Callable[[Parameters], Run]]
@@ -38,7 +37,7 @@ class Trained(NamedTuple):
 
 
 def cases(quick: bool) -> Iterator[Curve]:
-    digits, epochs, seeds = load(), QUICK_EPOCHS if quick else EPOCHS, SEEDS
+    digits, (seeds, epochs) = load(), (QUICK_SEEDS, QUICK_EPOCHS) if quick else (SEEDS, EPOCHS)
     for framework, module in FRAMEWORKS.items():
         if find_spec(framework.lower()):
             yield from curves(framework, import_module(module).runs(), digits, epochs, seeds)

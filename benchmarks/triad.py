@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 NAME = "NumPy triad"
 ADDITION = "NumPy addition in place"
-ELEMENTS = 2**25
-"""float32: 128 MiB an array, far above the caches of most machines."""
-TENSORS = 32
+ELEMENTS = 2**24
+"""float32: 64 MiB an array. With the other contestants' turns between two of its own, none finds its arrays in a cache."""
+TENSORS = 16
 """That an accumulation's elements are in, as a model's are."""
 SHAPE = (ELEMENTS // TENSORS // 1024, 1024)
 """Of each of them."""
