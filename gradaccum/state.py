@@ -60,5 +60,6 @@ def round_to_float32(value: float) -> float:
 
 def at_rest(state: State, *, float64_weight: bool = False) -> State:
     """A state of Python numbers with each float rounded to the dtype of its field."""
-    weight = state.weight if float64_weight else round_to_float32(state.weight)
-    return state._replace(weight=weight, loss_scale=round_to_float32(state.loss_scale))
+    micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker = state
+    weight = weight if float64_weight else round_to_float32(weight)
+    return State(micro_step, optimizer_step, skipped_windows, weight, overflow, round_to_float32(loss_scale), growth_tracker)

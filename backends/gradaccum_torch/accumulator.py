@@ -45,7 +45,7 @@ def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measur
         gradients: the tensors, any shapes and dtypes.
         notes: scalars, shape ``()``, to be read in the same transfer.
     """
-    tensors = [values(gradient) for gradient in gradients if values(gradient).numel()]
+    tensors = list(map(values, gradients))
     norm, *read = _fetch(torch._foreach_norm(tensors) if tensors else (), notes)
     if math.isfinite(norm):
         return Measured(norm, True, read)
@@ -65,7 +65,7 @@ def is_finite(gradients: Sequence[Tensor]) -> bool:
 @torch.no_grad()
 def largest(gradients: Sequence[Tensor]) -> float:
     """The largest magnitude among all elements, NaN or inf if there is one; waits for the device once."""
-    tensors = [values(gradient) for gradient in gradients if values(gradient).numel()]
+    tensors = [tensor for gradient in gradients if (tensor := values(gradient)).numel()]
     if not tensors:
         return 0.0
     return float(_side_by_side(torch._foreach_norm(tensors, math.inf)).max())
@@ -116,15 +116,24 @@ def add(held: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]:
     """The norm of all tensors from the norm of each, in float64, and then the notes, with one wait for the device."""
-    total = [torch.linalg.vector_norm(_side_by_side(norms))] if norms else [torch.zeros(())]
+    total = _total(norms) if norms else torch.zeros(())
     if not notes:
-        return [float(total[0])]
-    read: list[float] = _side_by_side([*total, *notes]).tolist()
+        return [float(total)]
+    read: list[float] = _side_by_side([total, *notes]).tolist()
     return read
 
 
-def _side_by_side(norms: Sequence[Tensor]) -> Tensor:
+def _total(norms: Sequence[Tensor]) -> Tensor:
+    kinds = {(norm.dtype, norm.device) for norm in norms}
+    alike = len(kinds) == 1 and not norms[0].is_mps
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack(list(norms)) if alike else _side_by_side(norms), dtype=torch.float64 if alike else None
+    )
+    return total
+
+
+def _side_by_side(scalars: Sequence[Tensor]) -> Tensor:
     """Scalars of all dtypes and devices as one vector on the first one's device, in float64 where the device has it."""
-    device = norms[0].device
+    device = scalars[0].device
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.stack([norm.to(device=device, dtype=dtype) for norm in norms])
+    return torch.stack([scalar.to(device=device, dtype=dtype) for scalar in scalars])

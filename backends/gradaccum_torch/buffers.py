@@ -44,6 +44,10 @@ class BufferStrategy(Strategy):
             if self._is_narrowed(parameter)
         )
 
+    @property
+    def hands_over_whole(self) -> bool:  # type: ignore[override]
+        return not any(map(self._is_narrowed, self._held))
+
     def hand_over(self, divisor: float) -> None:
         divide([held for parameter, held in self._held.items() if not self._is_narrowed(parameter)], divisor)
         for parameter, held in self._held.items():
@@ -119,7 +123,7 @@ class MovingStrategy(BufferStrategy):
         """Hook a parameter once; one that was frozen until now is found by `take`."""
         if parameter not in self._handles and parameter not in self.sentinels and can_be_hooked(parameter):
             self._replace_other(parameter)
-            self._handles[parameter] = hook_accumulation(parameter, self._absorb)
+            self._handles[parameter] = hook_accumulation(parameter, self, MovingStrategy._absorb)
             _MOVERS[id(parameter)] = self
 
     def _replace_other(self, parameter: Tensor) -> None:

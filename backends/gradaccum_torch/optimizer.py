@@ -97,7 +97,7 @@ class AccumulatingOptimizer(PersistentOptimizer):
             return self._step_with(closure)
         if _FROM_SCALER in self.__dict__:
             return self._step_for_scaler()
-        self._window.count(self._run_update)
+        self._window.count(self._run_update, bool(self._optimizer_step_pre_hooks))
         return None
 
     def flush(self) -> None:
@@ -106,7 +106,7 @@ class AccumulatingOptimizer(PersistentOptimizer):
         Raises:
             UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``.
         """
-        self._window.flush(self._run_update)
+        self._window.flush(self._run_update, bool(self._optimizer_step_pre_hooks))
 
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way: no update, nothing counted, the loss scale as it was."""
@@ -144,7 +144,7 @@ class AccumulatingOptimizer(PersistentOptimizer):
             raise refused()
         window.micro_batch.scaled_by_user = scaler.update_follows = True
         try:
-            window.count(self._run_update)
+            window.count(self._run_update, bool(self._optimizer_step_pre_hooks))
         except BaseException:
             # scaler.step does not get to it, and the next step may be the user's own.
             del self.grad_scale, self.found_inf

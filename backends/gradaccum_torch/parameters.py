@@ -54,11 +54,18 @@ class Parameters:
 
     def positions(self) -> list[Tensor]:
         """The model's parameters by the index that a saved state calls them by."""
-        return [parameter for group in self.groups() for parameter in group["params"]]
+        own = [own for group in self._inner.param_groups for own in group["params"]]
+        return [self._models.get(tensor, tensor) for tensor in own] if self._models else own
 
     def unique(self) -> list[Tensor]:
         """The model's parameters, each once."""
-        return list(dict.fromkeys(self.positions()))
+        # By the id, which a tensor hashes by too, at ten times the price.
+        return list({id(parameter): parameter for parameter in self.positions()}.values())
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether any parameter has one."""
+        return bool(self._masters)
 
     def worked_on(self, parameter: Tensor) -> Tensor:
         """What the inner optimizer has in the parameter's place: its master, or itself."""
@@ -115,8 +122,8 @@ class Parameters:
 
     def free_gradients(self) -> None:
         """Free ``.grad`` everywhere."""
-        for parameter in self.unique():
-            parameter.grad = self.worked_on(parameter).grad = None
+        for tensor in (*self.positions(), *self._masters.values()):
+            tensor.grad = None
 
     def _replace(self) -> None:
         """Put masters in the place of half-precision parameters; in place, since an optimizer may keep the list."""

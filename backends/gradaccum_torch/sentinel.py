@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,30 +20,76 @@ from torch.utils.hooks import RemovableHandle
 WATCHED_AT_MOST = 8
 """Hooks run in every backward pass, at about a microsecond each."""
 
+Owner = TypeVar("Owner")
+
 
 def can_be_hooked(parameter: Tensor) -> bool:
     """Whether torch lets us hook the accumulation into `parameter`, which it does only where a gradient can arrive."""
     return parameter.is_leaf and parameter.requires_grad
 
 
-def hook_accumulation(parameter: Tensor, action: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call the bound method `action` after each accumulation into `parameter`, for as long as its object lives."""
-    alive = weakref.WeakMethod(action)
+def hook_accumulation(parameter: Tensor, owner: Owner, action: Callable[[Owner, Tensor], None]) -> RemovableHandle:
+    """Call ``action(owner, parameter)`` after each accumulation into `parameter`, for as long as `owner` lives."""
+    alive = weakref.ref(owner)
 
     def hook(parameter: Tensor) -> None:
-        method = alive()
-        if method is not None:
-            method(parameter)
+        living = alive()
+        if living is not None:
+            action(living, parameter)
 
     return cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+
+class Watched:
+    """One watched parameter, and what autograd left in its ``.grad``."""
+
+    __slots__ = ("gradient", "handle", "parameter", "version")
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.handle: RemovableHandle
+        self.note()
+
+    def note(self) -> None:
+        """Take ``.grad`` as it is now for what autograd left there."""
+        self.gradient = gradient = self.parameter.grad
+        self.version = None if gradient is None or _shares_memory(gradient) else gradient._version
+
+    def is_as_noted(self) -> bool:
+        gradient = self.parameter.grad
+        return gradient is self.gradient and (gradient is None or self.version is None or gradient._version == self.version)
+
+    def follow(self) -> bool:
+        """Note what is in ``.grad`` after an accumulation; whether that accumulation alone turned what was noted into it.
+
+        Autograd adds in place, which is one more version of the same tensor, except when it records the addition itself
+        (``create_graph=True``) and when a dense gradient meets a sparse one.
+        """
+        before, gradient = self.gradient, self.parameter.grad
+        if gradient is before and gradient is not None:
+            expected = None if self.version is None else self.version + 1
+            self.version = None if expected is None else gradient._version
+            return self.version == expected
+        self.note()
+        if before is None or gradient is None:
+            return True
+        return torch.is_grad_enabled() or (before.is_sparse and not gradient.is_sparse)
+
+
+def _shares_memory(gradient: Tensor) -> bool:
+    """Whether it is a part of something larger, as the gradients of parameters that ``torch.cat`` joined are.
+
+    All parts count their versions together, so that one's says nothing of it alone.
+    """
+    return not gradient.is_sparse and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 class Sentinels:
     """The watched parameters, and what autograd left in their ``.grad``."""
 
     def __init__(self) -> None:
-        self._handles: dict[Tensor, RemovableHandle] = {}
-        self._noted: dict[Tensor, tuple[Tensor, int]] = {}
+        self._watched: dict[int, Watched] = {}
+        """By the parameter's id, which a tensor hashes by too, at ten times the price."""
         self._inside = False
         self.arrived = False
         """Autograd has delivered something since `next_micro_batch`."""
@@ -53,7 +99,7 @@ class Sentinels:
         """Something arrived since `next_micro_batch` from a backward pass that is not the wrapper's own."""
 
     def __contains__(self, parameter: Tensor) -> bool:
-        return parameter in self._handles
+        return id(parameter) in self._watched
 
     def watch_some(self, groups: Iterable[Iterable[Tensor]], *, small: bool) -> None:
         """Watch parameters of each group that has none watched, so that also a change to one group alone is noticed.
@@ -66,20 +112,24 @@ class Sentinels:
             if trainable and not any(parameter in self for parameter in trainable):
                 smallest = min(trainable, key=Tensor.numel)
                 for parameter in (smallest,) if small else (smallest, trainable[0], trainable[-1]):
-                    if len(self._handles) < WATCHED_AT_MOST:
+                    if len(self._watched) < WATCHED_AT_MOST:
                         self._watch(parameter)
 
     def adapt(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         """If no watched parameter has a gradient, watch the first one that has."""
-        if self._noted:
-            return
+        for watched in self._watched.values():
+            if watched.gradient is not None:
+                return
         for parameter in parameters():
             if parameter.grad is not None and can_be_hooked(parameter):
                 return self._watch(parameter)
 
     def intact(self) -> bool:
         """Whether every watched ``.grad`` is what autograd left there."""
-        return not self.disturbed and all(self._is_as_noted(parameter) for parameter in self._handles)
+        for watched in self._watched.values():
+            if not watched.is_as_noted():
+                return False
+        return not self.disturbed
 
     def next_micro_batch(self) -> None:
         """What arrives from now on belongs to another micro-batch."""
@@ -92,9 +142,8 @@ class Sentinels:
     def reset(self, arrived: bool = False, outside: bool = False, disturbed: bool = False) -> None:
         """Take ``.grad`` as it is now for what autograd left there."""
         self.arrived, self.outside, self.disturbed = arrived, outside, disturbed
-        self._noted.clear()
-        for parameter in self._handles:
-            self._note(parameter)
+        for watched in self._watched.values():
+            watched.note()
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
@@ -106,43 +155,17 @@ class Sentinels:
             self._inside = False
 
     def _watch(self, parameter: Tensor) -> None:
-        if len(self._handles) >= WATCHED_AT_MOST:
-            oldest = next(iter(self._handles))
-            self._handles.pop(oldest).remove()
-            self._noted.pop(oldest, None)
-        if parameter not in self._handles:
-            self._handles[parameter] = hook_accumulation(parameter, self._on_accumulation)
-        self._note(parameter)
-
-    def _note(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            self._noted.pop(parameter, None)
-        else:
-            self._noted[parameter] = gradient, gradient._version
-
-    def _is_as_noted(self, parameter: Tensor) -> bool:
-        noted, gradient = self._noted.get(parameter), parameter.grad
-        if noted is None or gradient is None:
-            return noted is None and gradient is None
-        return gradient is noted[0] and gradient._version == noted[1]
+        if parameter in self:
+            return self._watched[id(parameter)].note()
+        if len(self._watched) >= WATCHED_AT_MOST:
+            oldest = next(iter(self._watched))
+            self._watched.pop(oldest).handle.remove()
+        watched = self._watched[id(parameter)] = Watched(parameter)
+        watched.handle = hook_accumulation(parameter, self, Sentinels._on_accumulation)
 
     def _on_accumulation(self, parameter: Tensor) -> None:
-        noted, gradient = self._noted.get(parameter), parameter.grad
-        if noted is not None and gradient is not None and not _follows(noted, gradient):
+        if not self._watched[id(parameter)].follow():
             self.disturbed = True
         self.arrived = True
-        self.outside |= not self._inside
-        self._note(parameter)
-
-
-def _follows(noted: tuple[Tensor, int], gradient: Tensor) -> bool:
-    """Whether one accumulation turned what was noted into `gradient`.
-
-    Autograd adds in place, which is one more version of the same tensor, except when it records the addition itself
-    (``create_graph=True``) and when a dense gradient meets a sparse one.
-    """
-    before, version = noted
-    if gradient is before:
-        return gradient._version == version + 1
-    return torch.is_grad_enabled() or (before.is_sparse and not gradient.is_sparse)
+        if not self._inside:
+            self.outside = True

@@ -27,6 +27,8 @@ class Strategy(ABC):
     """Until `take`, ``.grad`` holds this micro-batch alone."""
     moves_gradients: ClassVar[bool] = False
     """Gradients leave ``.grad`` as soon as they are there."""
+    hands_over_whole: bool = True
+    """The inner optimizer gets the sum in a dtype that holds it, divided or not."""
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         # They know the inner optimizer, not the wrapper: a cycle would keep the hooks of a dropped wrapper at work until it is collected.
@@ -101,14 +103,19 @@ class GradStrategy(Strategy):
         return True
 
     def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
-        for parameter in self.parameters():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = coalesced(parameter.grad)
-        # Coalescing replaces .grad, which must not look like tampering if the inner optimizer raises and flush() is called again.
-        self.sentinels.reset()
-        return measure(self._gradients(self.parameters()), notes)
+        parameters = self.parameters()
+        gradients = self._gradients(parameters)
+        if any(gradient.is_sparse for gradient in gradients):
+            for parameter in parameters:
+                parameter.grad = None if parameter.grad is None else coalesced(parameter.grad)
+            gradients = self._gradients(parameters)
+            # It replaces .grad, which must not look like tampering if the inner optimizer raises and flush() is called again.
+            self.sentinels.reset()
+        return measure(gradients, notes)
 
     def hand_over(self, divisor: float) -> None:
+        if not self._parameters.has_masters:
+            return divide(self._gradients(self.parameters()), divisor)
         divide(self._gradients(self._own_masters()), divisor)
         for parameter in self.parameters():
             master = self._parameters.worked_on(parameter)
@@ -135,7 +142,7 @@ class GradStrategy(Strategy):
         return [parameter for parameter in self.parameters() if self._parameters.worked_on(parameter) is parameter]
 
     def _gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
 
 def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:

@@ -29,6 +29,7 @@ from gradaccum import (
 )
 from gradaccum_torch.buffers import strategy_type
 from gradaccum_torch.checks import window_size
+from gradaccum_torch.fused import can_divide, dividing
 from gradaccum_torch.grad_scaler import link_scaler
 from gradaccum_torch.micro_batch import MicroBatch, changed_gradients, unfinished
 from gradaccum_torch.parameters import Parameters
@@ -48,6 +49,8 @@ class Window:
 
     def __init__(self, inner: torch.optim.Optimizer, options: Options, model: Iterable[torch.Tensor] | None = None) -> None:
         self.options = options
+        self._scaled = options.scale_rule != ScaleRule()
+        self._inner = inner
         self.parameters = Parameters(inner, options.master_weights, model)
         self.scaler = link_scaler(options, self._device())
         self.micro_batch = MicroBatch()
@@ -96,11 +99,16 @@ class Window:
             self.size = window_size(self.options, self.fields.optimizer_step)
         return self.fields
 
-    def count(self, update: Callable[[], Any]) -> None:
-        """End the micro-batch under way, and with the last one the window."""
-        weight, fields = self.micro_batch.weight, self.open()
-        self.micro_batch.require_scaled(self.strategy.sentinels, self.factor(weight), self.options.scale_rule != ScaleRule())
-        if not self.strategy.sentinels.intact():
+    def count(self, update: Callable[[], Any], observed: bool) -> None:
+        """End the micro-batch under way, and with the last one the window.
+
+        Args:
+            update: runs the inner optimizer.
+            observed: whether something that `update` calls looks at ``.grad`` before the inner optimizer does.
+        """
+        weight, fields, sentinels = self.micro_batch.weight, self.open(), self.strategy.sentinels
+        self.micro_batch.require_scaled(sentinels, self.factor(weight), self._scaled)
+        if not sentinels.intact():
             self._require_still_right(State(*accumulate(fields, weight, True, select)))
         finite = self.strategy.take()
         self.micro_batch.clear()
@@ -108,17 +116,17 @@ class Window:
             self.scaler.count(first=fields.micro_step == 0)
         self._set(State(*accumulate(fields, weight, finite, select)), (False, False, not finite))
         if self._is_full(self.fields):
-            self._close(update)
+            self._close(update, observed)
 
-    def flush(self, update: Callable[[], Any]) -> None:
-        """Close the window with what it holds."""
+    def flush(self, update: Callable[[], Any], observed: bool) -> None:
+        """Close the window with what it holds; the arguments are those of `count`."""
         if self.micro_batch.noted is not None or (self.fields.micro_step and self.strategy.sentinels.arrived):
             raise unfinished("flush()")
         self._event = _NOTHING_CLOSED
         if self.fields.micro_step:
             if not self.strategy.sentinels.intact():
                 self._require_still_right(self.fields, flushing=True)
-            self._close(update)
+            self._close(update, observed)
 
     def discard(self) -> None:
         """Forget it, and the micro-batch under way."""
@@ -163,7 +171,7 @@ class Window:
         self.strategy: Strategy = chosen(self.parameters, self.options.accumulate_dtype)
         self._float64_weight = torch.float64 in self.sum_dtypes
 
-    def _close(self, update: Callable[[], Any]) -> None:
+    def _close(self, update: Callable[[], Any], observed: bool) -> None:
         norm, finite, notes = self.strategy.measure(() if self.scaler is None else self.scaler.notes())
         if self.scaler is not None:
             self.fields = self.scaler.used(self.fields, notes)
@@ -171,17 +179,32 @@ class Window:
         finite = finite and self.strategy.fits(norm, self._divisor(self.fields))
         decision = Decision(*decide(self.fields, norm, finite, self.options, select))
         if decision.apply:
-            self._run(update, decision.divisor)
+            self.parameters.take_over()
+            if not observed and self.strategy.hands_over_whole and can_divide(self._inner, decision.divisor):
+                self._run_dividing(update, norm, decision.divisor)
+            else:
+                self._run(update, decision.divisor)
         self._end(decision)
 
     def _run(self, update: Callable[[], Any], divisor: float) -> None:
         """Run the update on the divided sum; if it raises, the full window is there for another ``flush``."""
-        self.parameters.take_over()
         self.strategy.hand_over(divisor)
         try:
             update()
         except BaseException:
             self.strategy.take_back(divisor)
+            raise
+
+    def _run_dividing(self, update: Callable[[], Any], norm: float, divisor: float) -> None:
+        """Run the update on the sum, of that norm, and let it divide; if it raises, the full window is there as well."""
+        self.strategy.hand_over(1.0)
+        try:
+            with dividing(self._inner, divisor):
+                update()
+        except BaseException:
+            # It may have raised before the kernel ran or after it.
+            divided = abs(self.strategy.measure().norm - norm / divisor) < abs(norm - norm / divisor) / 2
+            self.strategy.take_back(divisor if divided else 1.0)
             raise
 
     def _end(self, decision: Decision) -> None:

@@ -233,6 +233,20 @@ def test_retained_graphs_inputs_and_accumulated_branches_are_no_change(options: 
     assert opt.result.applied
 
 
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_gradients_that_share_memory_are_no_change(join: Callable[[list[Tensor]], Tensor]) -> None:
+    """Joined parameters get parts of one tensor as their gradients, and each addition counts as a version of all of them."""
+    q, v = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    opt = gradaccum.wrap(torch.optim.SGD([q, v], lr=0.5), steps=3)
+    for _ in range(6):
+        (join([q, v]).square().sum() / 2).backward()
+        assert q.grad.untyped_storage().data_ptr() == v.grad.untyped_storage().data_ptr()
+        opt.step()
+        opt.zero_grad()
+    assert torch.equal(q, torch.full((3,), 0.25))
+    assert torch.equal(v, q)
+
+
 def test_gradients_there_before_wrapping_count_as_in_torch() -> None:
     model = Branches()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)

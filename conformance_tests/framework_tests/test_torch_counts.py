@@ -1,0 +1,94 @@
+"""What a window costs, counted: operations, passes over the gradients, updates. Times are the benchmarks' business."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradaccum
+
+STEPS = 4
+
+
+class Ops(TorchDispatchMode):
+    """How often each operation ran while it was open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def setting(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    fused = options.pop("fused", False)
+    inner = torch.optim.AdamW(model.parameters(), foreach=not fused, fused=fused)
+    return model, inner, gradaccum.wrap(inner, steps=STEPS, **options)
+
+
+def backward(model: torch.nn.Module) -> None:
+    model(torch.ones(2, 4)).square().sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"fused": True}], ids=str)
+def test_inside_a_window_step_and_zero_grad_run_no_operation_at_all(options: dict[str, Any]) -> None:
+    """So they allocate nothing, read nothing back and touch no gradient."""
+    model, _, opt = setting(**options)
+    for _ in range(STEPS - 1):
+        backward(model)
+        with Ops() as ops:
+            opt.step()
+            opt.zero_grad()
+        assert not ops.counts
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_at_its_end_there_is_one_pass_for_the_norm_and_one_to_divide_if_the_kernel_cannot(fused: bool) -> None:
+    model, inner, opt = setting(fused=fused)
+    for _ in range(2 * STEPS - 1):
+        backward(model)
+        opt.step()
+    backward(model)
+    with Ops() as ours:
+        opt.step()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with Ops() as bare:
+        inner.step()
+    extra = ours.counts - bare.counts
+    assert extra["_foreach_norm"] == 1
+    assert extra["_foreach_div_"] == (0 if fused else 1)
+    small = {"stack", "linalg_vector_norm", "_local_scalar_dense", "full", "cat"}
+    assert set(extra) <= {"_foreach_norm", "_foreach_div_"} | small, "no other pass over the gradients"
+    assert extra["_local_scalar_dense"] <= 1, "one wait for the device"
+
+
+def test_the_inner_optimizer_runs_once_per_window() -> None:
+    model, inner, opt = setting()
+    calls: list[int] = []
+    inner.register_step_post_hook(lambda *_: calls.append(opt.result.micro_step))
+    for _ in range(3 * STEPS):
+        backward(model)
+        opt.step()
+        opt.zero_grad()
+    assert len(calls) == 3
+
+
+def test_nothing_is_held_beside_the_gradients() -> None:
+    """float32 sums live in ``.grad``: the wrapper and its window hold no tensor of a parameter's size but those."""
+    model, _, opt = setting()
+    backward(model)
+    opt.step()
+    sums = opt._window.strategy.sums()
+    assert [total.data_ptr() for total in sums] == [p.grad.data_ptr() for p in model.parameters()]

@@ -1,0 +1,154 @@
+"""torch's fused optimizers divide the window's sum themselves, bit for bit as if it were divided first, and only where nobody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradaccum
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.1, fused=True, weight_decay=0.1, maximize=True),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1, fused=True),
+}
+
+
+class Ops(TorchDispatchMode):
+    """The operations that run while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Reader(torch.optim.SGD):
+    """Has a step of its own, which reads the gradients in Python."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+        return super().step(closure)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((5, 3), (7,), ())]
+
+
+def run(opt: Any, ps: list[torch.nn.Parameter], weights: tuple[float, ...] = (2.0, 0.5, 1.0)) -> None:
+    for index, weight in enumerate(weights):
+        opt.backward(sum(((index + 1) * p.sin()).square().sum() for p in ps), weight)
+        opt.step()
+
+
+@contextmanager
+def looked_at(opt: Any, by: str) -> Iterator[list[torch.Tensor]]:
+    """Somebody looks at the first gradient before the update; what was seen."""
+    seen: list[torch.Tensor] = []
+
+    def look(optimizer: Any, *_: object) -> None:
+        seen.append(optimizer.param_groups[0]["params"][0].grad.clone())
+
+    if by == "global":
+        handle = register_optimizer_step_pre_hook(look)
+    else:
+        handle = (opt if by == "wrapper" else opt.optimizer).register_step_pre_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3}, {"loss_scale": 1024.0}, {"accumulate_dtype": torch.float32}], ids=str)
+def test_it_is_bitwise_what_dividing_first_gives(name: str, options: dict[str, Any]) -> None:
+    first, second = parameters(), parameters()
+    mine, other = (gradaccum.wrap(OPTIMIZERS[name](ps), steps=3, **options) for ps in (first, second))
+    for _ in range(3):
+        with Ops() as ops:
+            run(mine, first)
+        with looked_at(other, "wrapper"), Ops() as others:
+            run(other, second)
+        assert "_foreach_div_" not in ops.names
+        assert "_foreach_div_" in others.names
+    assert all(map(torch.equal, first, second))
+    assert not {"grad_scale", "found_inf"} & set(vars(mine.optimizer))
+
+
+@pytest.mark.parametrize("by", ["wrapper", "inner", "global"])
+def test_who_looks_before_the_update_sees_the_divided_gradient(by: str) -> None:
+    ps, plain = parameters(), parameters()
+    opt, other = (gradaccum.wrap(make(qs), steps=3) for make, qs in ((OPTIMIZERS["AdamW"], ps), (torch.optim.SGD, plain)))
+    with looked_at(opt, by) as seen:
+        run(opt, ps)
+    with looked_at(other, "inner") as expected:
+        run(other, plain)
+    assert torch.equal(seen[0], expected[0])
+
+
+def test_a_step_of_ones_own_sees_the_divided_gradient() -> None:
+    ps, plain = parameters(), parameters()
+    inner = Reader(ps, lr=0.1, fused=True)
+    run(gradaccum.wrap(inner, steps=3), ps)
+    other = gradaccum.wrap(torch.optim.SGD(plain, lr=0.1), steps=3)
+    with looked_at(other, "inner") as expected:
+        run(other, plain)
+    assert torch.equal(inner.seen[0], expected[0])
+
+
+def test_a_group_that_is_not_fused_has_it_divided_first() -> None:
+    ps = parameters()
+    inner = torch.optim.AdamW([{"params": ps[:1]}, {"params": ps[1:], "fused": False}], lr=0.1, fused=True)
+    with Ops() as ops:
+        run(gradaccum.wrap(inner, steps=3), ps)
+    assert "_foreach_div_" in ops.names
+
+
+@pytest.mark.parametrize(("weights", "divided_first"), [((2.0, 0.5, 1.0), False), ((0.1, 0.1, 0.1), True)])
+def test_float64_is_divided_by_float64(weights: tuple[float, ...], divided_first: bool) -> None:
+    """The kernel divides by a float32: 3.5 is one, the sum of three tenths is not."""
+    first, second = parameters(torch.float64), parameters(torch.float64)
+    mine, other = (gradaccum.wrap(OPTIMIZERS["AdamW"](ps), steps=3) for ps in (first, second))
+    with Ops() as ops:
+        run(mine, first, weights)
+    with looked_at(other, "wrapper"):
+        run(other, second, weights)
+    assert ("_foreach_div_" in ops.names) == divided_first
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_update_that_raises_leaves_the_undivided_sum(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ps = parameters()
+    opt = gradaccum.wrap(OPTIMIZERS["SGD"](ps), steps=None)
+    run(opt, ps)
+    sums = [p.grad.clone() for p in ps]
+    kernel = torch._fused_sgd_
+
+    def raising(*args: Any, **kwargs: Any) -> None:
+        if when == "after":
+            kernel(*args, **kwargs)
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_fused_sgd_", raising)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            opt.flush()
+    for p, total in zip(ps, sums, strict=True):
+        torch.testing.assert_close(p.grad, total, rtol=0 if when == "before" else 2.0**-22, atol=0)
+    opt.flush()
+    assert opt.result.applied
