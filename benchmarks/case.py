@@ -63,6 +63,7 @@ class Entry(NamedTuple):
 QUESTIONS = {
     "torch_streaming": Entry("torch: one window of 8 micro-batches, float32, AdamW", ("torch",)),
     "jax_streaming": Entry("JAX: one window of 8 micro-batches, float32, AdamW, jitted and donated", ("jax", "optax")),
+    "jax_ensemble": Entry("JAX: one window of 8 micro-batches of an ensemble of 4 under vmap, float32, AdamW", ("jax", "optax")),
     "torch_transformer": Entry("torch: a transformer in bfloat16, AdamW fused, one window of 8 micro-batches", ("torch",), gpu=True),
     "jax_transformer": Entry("JAX: a transformer in bfloat16, AdamW, one window of 8 micro-batches", ("jax", "optax"), gpu=True),
     "mindspore_streaming": Entry("MindSpore: one window of 8 micro-batches, float32, Adam, GRAPH_MODE", ("mindspore",)),

@@ -1,99 +1,94 @@
-"""JAX, AdamW: what a window costs beside `optax.MultiSteps`, and how far both are from the floor, the work that must be done."""
+"""JAX, AdamW: what a window costs beside `optax.MultiSteps`, beside code written by hand, and beside the work that must be done.
+
+Everything runs on one core. "held / params" is what must be there between two micro-batches: parameters, two moments and the sum are 4.
+"temp / params" is what a step wants beside that. With the gradient compiled in, it is two matrices of the four, one being computed while
+the last is added, and the activations of the backward pass; the last row shows what those are.
+
+Where the rest above the floor comes from, in passes over all parameters, which bound the time where they are larger than the caches:
+a gradient reads the parameters twice and writes itself; an addition in place reads the sum and writes it, and finds the gradient in the
+cache: 1 more than the floor per micro-batch where a write is preceded by a read of the line, as it is there for the fresh gradient.
+A window's end reads the sum for its norm and the overflow check, writes the update where the floor writes the parameters, reads it and the
+parameters again in `optax.apply_updates` and clears the sum: 5 to 6 more than an update. At 4 x 256^2 all of it is in the cache, a
+gradient takes some hundred microseconds, and an array more in a step's arguments, as each counter is, one or two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 import gradaccum
 import gradaccum_jax
 from benchmarks.case import Case
+from benchmarks.jax_counts import MakeOptimizer, counts, sizes
+from benchmarks.jax_mlp import STEPS, Window, adamw, batches, compile_step, gradient, make_params, scaled_gradient, window
+from benchmarks.jax_peers import by_hand, floor, keras_step, microbatched, scanned
+from benchmarks.triad import one_core
 
 BASELINE = "optax.MultiSteps"
-FLOOR = "floor: 8 gradients, 1 update"
-STEPS = 8
-ITEMS = 8
-SIZES = {"4 x 256^2": 256, "4 x 1024^2": 1024, "4 x 2048^2": 2048}
+FLOOR = f"floor: {STEPS} gradients, 1 update"
+BY_HAND = "hand-written: three jitted functions"
+SCAN = "hand-written: scan over the whole window"
+MICROBATCH = "optax.microbatch over the whole window"
+SCALED = "gradaccum, dynamic loss scale"
+CLIP_NORM = 1e-3
+"""Below the norm here, so that it clips."""
+SMALL = {"4 x 256^2": 256, "4 x 1024^2": 1024}
+LARGE = {"4 x 2048^2": 2048}
+"""Beside the floor only with what streams: each holds 4 or 5 times the parameters."""
 
-Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    BASELINE: lambda inner: optax.MultiSteps(inner, STEPS),
+    "gradaccum": lambda inner: gradaccum.wrap(inner, steps=STEPS),
+    "gradaccum_jax.MultiSteps": lambda inner: gradaccum_jax.MultiSteps(inner, STEPS),
+}
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    for name, width in list(SIZES.items())[: 2 if quick else None]:
-        x = jnp.ones((ITEMS, width))
-        transformations = {
-            BASELINE: optax.MultiSteps(optax.adamw(1e-4), STEPS),
-            "gradaccum": gradaccum.wrap(optax.adamw(1e-4), steps=STEPS),
-            "gradaccum_jax.MultiSteps": gradaccum_jax.MultiSteps(optax.adamw(1e-4), STEPS),
-        }
-        compiled = {label: _compile(tx, width, x) for label, tx in transformations.items()}
-        windows = {label: _window(step, params, state, x) for label, (step, params, state) in compiled.items()}
-        counts = {label: _bytes(step, params) for label, (step, params, _) in compiled.items()}
-        yield Case(name, BASELINE, {**windows, FLOOR: _floor(width, x)}, counts)
+    one_core()
+    for name, width in SMALL.items():
+        yield streaming(name, width, whole=True)
+    yield clipping("4 x 1024^2", 1024)
+    for name, width in {} if quick else LARGE.items():
+        yield streaming(name, width, whole=False)
 
 
-def _params(width: int) -> list[Any]:
-    return [jax.random.normal(key, (width, width)) / width**0.5 for key in jax.random.split(jax.random.key(0), 4)]
+def streaming(name: str, width: int, *, whole: bool) -> Case:
+    """Everyone; without `whole` only what takes micro-batches as they come."""
+    windows, counted = accumulating(OPTIMIZERS, width)
+    windows |= {BY_HAND: by_hand(width), FLOOR: floor(width)}
+    if whole:
+        windows |= {SCAN: scanned(width), MICROBATCH: microbatched(width)}
+    if whole and find_spec("keras"):
+        step = keras_step(width)
+        windows["Keras"], counted["Keras"] = window(step, batches(width)), sizes(step)
+    return Case(name, BASELINE, windows, counted | {FLOOR: _gradient_alone(width)})
 
 
-def _gradient(params: Any, x: Any) -> Any:
-    def loss(params: Any) -> Any:
-        y = x
-        for w in params:
-            y = jnp.tanh(y @ w)
-        return jnp.mean(y * y)
-
-    return jax.grad(loss)(params)
-
-
-def _compile(tx: Any, width: int, x: Any) -> tuple[Any, Any, Any]:
-    def step(params: Any, state: Any, x: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(_gradient(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = _params(width)
-    state = tx.init(params)
-    return jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x).compile(), params, state
+def clipping(name: str, width: int) -> Case:
+    """Clipping by the window's norm: the baseline's optimizer clips, ours also has a dynamic loss scale and its overflow check."""
+    optimizers: dict[str, MakeOptimizer] = {
+        BASELINE: lambda inner: optax.MultiSteps(optax.chain(optax.clip_by_global_norm(CLIP_NORM), inner), STEPS),
+        "gradaccum": lambda inner: gradaccum.wrap(inner, steps=STEPS, clip_norm=CLIP_NORM),
+        SCALED: lambda inner: gradaccum.wrap(inner, steps=STEPS, clip_norm=CLIP_NORM, loss_scale=gradaccum.DynamicLossScale()),
+    }
+    return Case(f"{name}, clipped", BASELINE, *accumulating(optimizers, width))
 
 
-def _window(step: Any, params: Any, state: Any, x: Any) -> Callable[[], object]:
-    carried = [params, state]
-
-    def window() -> object:
-        for _ in range(STEPS):
-            carried[:] = step(*carried, x)
-        return _wait(carried)
-
-    return window
+def accumulating(optimizers: dict[str, MakeOptimizer], width: int) -> tuple[dict[str, Window], dict[str, dict[str, float]]]:
+    """A window and the counts of each."""
+    xs, windows, counted = batches(width), dict[str, Window](), dict[str, dict[str, float]]()
+    for name, make in optimizers.items():
+        step = compile_step(make(adamw()), make_params(width), xs[0], scaled_gradient if name == SCALED else gradient)
+        windows[name], counted[name] = window(step, xs), counts(step, make)
+    return windows, counted
 
 
-def _floor(width: int, x: Any) -> Callable[[], object]:
-    tx = optax.adamw(1e-4)
-
-    def update(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    gradient, apply = jax.jit(_gradient), jax.jit(update, donate_argnums=(0, 1))
-    carried = [params := _params(width), tx.init(params)]
-
-    def window() -> object:
-        for _ in range(STEPS):
-            gradients = _wait(gradient(carried[0], x))
-        carried[:] = apply(*carried, gradients)
-        return _wait(carried)
-
-    return window
-
-
-def _wait(tree: Any) -> Any:
-    return jax.block_until_ready(tree)  # type: ignore[no-untyped-call]
-
-
-def _bytes(step: Any, params: Any) -> dict[str, float]:
-    own = sum(p.nbytes for p in params)
-    return {"temp bytes / parameter bytes": step.memory_analysis().temp_size_in_bytes / own}
+def _gradient_alone(width: int) -> dict[str, float]:
+    params = make_params(width)
+    memory: Any = jax.jit(gradient).lower(params, batches(width)[0]).compile().memory_analysis()
+    return {"temp / params": memory.temp_size_in_bytes / sum(leaf.nbytes for leaf in params)}

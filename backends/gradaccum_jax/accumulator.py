@@ -56,7 +56,7 @@ def add(accumulator: Any, gradients: list[Any], factor: Any, kept: Any) -> Any:
         accumulator: the tree of sums.
         gradients: aligned with its leaves; None adds nothing.
         factor: a scalar; None: 1, without a multiplication.
-        kept: a bool scalar; None: always.
+        kept: a bool scalar.
     """
 
     def add_leaf(held: Any, gradient: Any) -> Any:
@@ -64,7 +64,7 @@ def add(accumulator: Any, gradients: list[Any], factor: Any, kept: Any) -> Any:
             return held
         term = gradient if factor is None else factor * gradient
         total = (held + term).astype(held.dtype)
-        return total if kept is None else jnp.where(kept, total, held)
+        return jnp.where(kept, total, held)
 
     leaves, structure = jax.tree.flatten(accumulator)
     return jax.tree.unflatten(structure, [add_leaf(held, gradient) for held, gradient in zip(leaves, gradients, strict=True)])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradaccum_jax.accumulator import cast_like
+from gradaccum_jax.accumulator import cast_like, clear
 from gradaccum_jax.control_flow import ControlFlow, once
 
 
@@ -58,10 +58,22 @@ def end_window(inner: Inner, accumulator: Any, state: Any, *, apply: Any, last: 
     return made, cleared, new_state
 
 
-def idle_updates(inner: Inner, accumulator: Any, state: Any) -> Any:
-    """The updates of a micro-batch that can close nothing."""
+def keep_window(inner: Inner, accumulator: Any, state: Any, never: Any) -> tuple[Any, Any]:
+    """The updates, zeros, and the accumulator of a micro-batch that can close nothing.
+
+    Constant zeros would be added to copies of the parameters, in a pass of their own: nothing says that the gradient, which wants the
+    parameters as they were, comes first. After a loop over all sums, even of no trips, it has, and a select of nothing costs nothing.
+
+    Args:
+        inner: the call that is not made.
+        accumulator: the tree of sums.
+        state: the inner optimizer's.
+        never: a bool scalar that is False, but only the running program knows.
+    """
     updates, _ = jax.eval_shape(inner.run, accumulator, state)
-    return jax.tree.map(lambda update: jnp.full(update.shape, _nothing(update), update.dtype), updates)
+    accumulator = once(never, clear, accumulator, inner.control_flow)
+    zeros = jax.tree.map(lambda held, update: jnp.where(never, held, _nothing(held)).astype(update.dtype), accumulator, updates)
+    return zeros, accumulator
 
 
 def gradient_dtypes(accumulator: Any, params: Any, gradients: list[Any] | None) -> list[Any]:

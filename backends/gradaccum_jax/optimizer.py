@@ -37,7 +37,7 @@ from gradaccum_jax import accumulator as sums
 from gradaccum_jax.checks import align, as_weight, require_params, require_state
 from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import ControlFlow, once
-from gradaccum_jax.inner import Inner, end_window, gradient_dtypes, idle_updates
+from gradaccum_jax.inner import Inner, end_window, gradient_dtypes, keep_window
 from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.norm import measure
 from gradaccum_jax.representable import representable
@@ -121,8 +121,9 @@ class Accumulation:
         dtypes = self._dtypes(state, params, gradients)
         inner = self._inner(dtypes, params, extra)
         if self.options.steps is None:
-            updates = idle_updates(inner(jnp.ones_like(state.weight)), state.accumulator, (state.inner_state, state.masters))
-            return updates, with_event(state, False, False, dropped)
+            held, never = (state.inner_state, state.masters), jnp.asarray(state.micro_step) < 0
+            updates, total = keep_window(inner(jnp.ones_like(state.weight)), state.accumulator, held, never)
+            return updates, with_event(state._replace(accumulator=total), False, False, dropped)
         full = is_full(fields_of(state), steps_at(self.options.steps, state.optimizer_step, jnp.where))
         return self._end(state, inner, dtypes, full, dropped)
 
@@ -139,8 +140,9 @@ class Accumulation:
         finite = sums.all_finite(gradients) | (weight == 0) if dropping else jnp.asarray(True)
         clean = fields_of(state._replace(overflow=jnp.zeros_like(state.overflow)))
         dropped = State(*accumulate(clean, weight, finite, jnp.where)).overflow if dropping else False
-        kept = (weight > 0 if given else True) & (~dropped if dropping else True)
-        total = sums.add(state.accumulator, gradients, factor, kept if given or dropping else None)
+        # Always true without a weight: XLA on the CPU makes a lone addition in place a loop of single elements, a select one of vectors.
+        kept = (weight > 0 if given else jnp.asarray(state.micro_step) >= 0) & (~dropped if dropping else True)
+        total = sums.add(state.accumulator, gradients, factor, kept)
         counted = with_fields(state, accumulate(fields_of(state), weight, finite, jnp.where))
         return counted._replace(accumulator=total), dropped
 
