@@ -58,8 +58,8 @@ def round_to_float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def at_rest(state: State, *, float64_weight: bool = False) -> State:
-    """A state of Python numbers with each float rounded to the dtype of its field."""
+def at_rest(state: tuple[Any, ...], *, float64_weight: bool = False) -> State:
+    """A state of Python numbers, or its plain tuple, with each float rounded to the dtype of its field."""
     micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker = state
     weight = weight if float64_weight else round_to_float32(weight)
     return State(micro_step, optimizer_step, skipped_windows, weight, overflow, round_to_float32(loss_scale), growth_tracker)

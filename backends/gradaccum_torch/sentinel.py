@@ -117,9 +117,8 @@ class Sentinels:
 
     def adapt(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         """If no watched parameter has a gradient, watch the first one that has."""
-        for watched in self._watched.values():
-            if watched.gradient is not None:
-                return
+        if any(watched.gradient is not None for watched in self._watched.values()):
+            return
         for parameter in parameters():
             if parameter.grad is not None and can_be_hooked(parameter):
                 return self._watch(parameter)

@@ -36,6 +36,7 @@ from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.strategies import Strategy, sum_dtype
 
 _NOTHING_CLOSED = (False, False, False)
+_DROPPED = (False, False, True)
 
 
 class Window:
@@ -107,14 +108,15 @@ class Window:
             observed: whether something that `update` calls looks at ``.grad`` before the inner optimizer does.
         """
         weight, fields, sentinels = self.micro_batch.weight, self.open(), self.strategy.sentinels
-        self.micro_batch.require_scaled(sentinels, self.factor(weight), self._scaled)
+        if self._scaled or self.micro_batch.noted is not None:
+            self.micro_batch.require_scaled(sentinels, self.factor(weight), self._scaled)
         if not sentinels.intact():
             self._require_still_right(State(*accumulate(fields, weight, True, select)))
         finite = self.strategy.take()
         self.micro_batch.clear()
         if self.scaler is not None:
             self.scaler.count(first=fields.micro_step == 0)
-        self._set(State(*accumulate(fields, weight, finite, select)), (False, False, not finite))
+        self._set(accumulate(fields, weight, finite, select), _NOTHING_CLOSED if finite else _DROPPED)
         if self._is_full(self.fields):
             self._close(update, observed)
 
@@ -132,12 +134,12 @@ class Window:
         """Forget it, and the micro-batch under way."""
         self.strategy.clear()
         self.micro_batch.clear()
-        self._set(State(*discard(self.fields)))
+        self._set(discard(self.fields))
 
     def count_applied(self) -> None:
         """Count a window of one micro-batch whose update the caller has made already."""
         self.micro_batch.clear()
-        self._set(State(*accumulate(self.fields, 1.0, True, select)))
+        self._set(accumulate(self.fields, 1.0, True, select))
         norm = self.strategy.measure().norm
         self._end(Decision(True, False, 1.0, norm))
 
@@ -212,11 +214,11 @@ class Window:
         self.grad_norm = decision.grad_norm
         options = self.options if self.scaler is None else self.options._replace(scale_rule=self.scaler.rule)
         fields = close(self.fields, decision.apply, decision.overflow, options, select)
-        self._set(State(*fields), (decision.apply, not decision.apply, decision.overflow))
+        self._set(fields, (decision.apply, not decision.apply, decision.overflow))
         if self.scaler is not None and not self.scaler.update_follows:
             self.scaler.write(self.fields)
 
-    def _set(self, fields: State, event: tuple[bool, bool, bool] = _NOTHING_CLOSED) -> None:
+    def _set(self, fields: tuple[Any, ...], event: tuple[bool, bool, bool] = _NOTHING_CLOSED) -> None:
         self.fields, self._event = at_rest(fields, float64_weight=self._float64_weight), event
 
     def _is_full(self, fields: State) -> bool:
