@@ -44,10 +44,9 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
 
     def construct(self, gradients: Any, weight: Any = None) -> Any:
         ordered = self.window.ordered(gradients)
-        grad_norm = self.storage.last_event.value()[3]
-        state, dropped = self.window.add(ordered, weight)
+        state, event = self.window.add(ordered, weight)
         full = state[0] < 0 if self.window.steps is None else self.window.ends(state)
-        self.window.write_open(state, dropped, grad_norm)
+        self.window.write_open(state, event)
         return full
 
     def applicable(self) -> Any:

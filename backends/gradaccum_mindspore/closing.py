@@ -34,20 +34,31 @@ class Flush(nn.Cell):  # type: ignore[misc]
 
     def construct(self) -> Any:
         state = self.window.read()
-        grad_norm = self.window.storage.last_event.value()[3]
-        open_window = state[0] > 0
+        open_window, never = state[0] > 0, state[0] < 0
         if open_window:
-            self.close(state)
+            self.close(state, None)
         else:
-            self.window.write_open(state, state[0] < 0, grad_norm)
+            self.window.write_event(self.window.event(never, never, never, self.window.norm()))
         return open_window
 
-    def close(self, state: Any) -> None:
-        """The end of a window, compiled."""
-        apply, overflow, divisor, grad_norm = self.window.decision(state)
+    def close(self, state: Any, event: Any) -> Any:
+        """The end of a window, compiled. `state` is not written yet, and `event` what its last micro-batch wrote, if anything."""
+        state = self.window.at_end(state, event)
+        squares = self.window.squares()
+        quick, apply, overflow, divisor, grad_norm = self.window.quick_decision(state, squares)
+        if quick:
+            self.update(self.window.quick_gradients(divisor))
+            self.window.write_closed(state, apply, overflow, grad_norm)
+        else:
+            self.close_otherwise(state, squares)
+        return True
+
+    def close_otherwise(self, state: Any, squares: Any) -> Any:
+        """The end of a window that is skipped, divided by no power of two, or whose squares overflow."""
+        apply, overflow, divisor, grad_norm = self.window.decision_on(state, squares)
         if apply:
             self.update(self.window.gradients(divisor))
-        self.window.write_closed(state, apply, overflow, grad_norm)
+        return self.window.write_closed(state, apply, overflow, grad_norm)
 
 
 class Discard(nn.Cell):  # type: ignore[misc]
@@ -63,8 +74,7 @@ class Discard(nn.Cell):  # type: ignore[misc]
         self.eager.discard()
 
     def construct(self) -> Any:
-        self.window.forget()
-        return self.window.true
+        return self.window.forget()
 
 
 def is_graph_mode() -> bool:

@@ -2,88 +2,58 @@
 
 The compiler drops what it believes to be without effect. Hence the shape of this code: every new value is computed from what was
 read before the first write; nothing is read again after it was written, but for the sums inside the branch that needs them;
-a branch returns nothing.
+a branch returns no value that was computed in it. A function must return something: its None would be computed by the Python interpreter.
+
+The end of a window is a straight line but for its rare cases: a branch costs about as much as ten scalar operators.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import ops
 
-from gradaccum import Options, accumulate, close, contribution, decide, discard, is_full, steps_at
-from gradaccum_mindspore.accumulator import clear, compiled_add, compiled_scaled, divide, fits, robust_measure, sum_of_squares
+from gradaccum import accumulate, contribution, decide, is_full, steps_at
+from gradaccum_mindspore.accumulator import (
+    compiled_add,
+    compiled_scaled,
+    divide,
+    fits,
+    is_power_of_two,
+    multiply,
+    robust_measure,
+    sum_of_squares,
+)
 from gradaccum_mindspore.checks import check_compiled_gradient, check_compiled_names, check_compiled_structure
-from gradaccum_mindspore.storage import Storage
+from gradaccum_mindspore.compiled_state import CompiledState, where
 
 
-def where(condition: Any, a: Any, b: Any) -> Any:
-    """`mindspore.ops.where`, as a function the compiler can follow."""
-    return ops.where(condition, a, b)
+def chosen(condition: Any, a: Any, b: Any) -> Any:
+    """`where` for a condition that always holds, as it does for a finite gradient of weight 1."""
+    return a
 
 
-class CompiledWindow(nn.Cell):  # type: ignore[misc]
-    """Micro-batches and window ends over a `Storage`, for the compiler to follow."""
-
-    def __init__(self, storage: Storage, options: Options) -> None:
-        super().__init__(auto_prefix=False)
-        self.storage = storage
-        self.steps: Any = options.steps
-        self.calls_steps = callable(options.steps)
-        # A function or an object inside a named tuple is nothing the compiler can follow.
-        self.options = options._replace(steps=None, scaler=None)
-        self.unclipped = self.options._replace(clip_norm=None)
-        self.float_dtype = storage.float_dtype
-        self.true = Tensor(True)
-        self.one = Tensor(1.0, storage.float_dtype)
-
-    def read(self) -> Any:
-        """The state as plain tensors."""
-        store = self.storage
-        return (
-            store.micro_step.value(),
-            store.optimizer_step.value(),
-            store.skipped_windows.value(),
-            store.weight.value(),
-            store.overflow & self.true,
-            store.loss_scale.value(),
-            store.growth_tracker.value(),
-        )
-
-    def write(self, state: Any) -> None:
-        """Assign every field."""
-        store = self.storage
-        ops.assign(store.micro_step, state[0].astype(ms.int32))
-        ops.assign(store.optimizer_step, state[1].astype(ms.int32))
-        ops.assign(store.skipped_windows, state[2].astype(ms.int32))
-        ops.assign(store.weight, state[3].astype(self.float_dtype))
-        ops.assign(store.overflow, state[4])
-        ops.assign(store.loss_scale, state[5].astype(ms.float32))
-        ops.assign(store.growth_tracker, state[6].astype(ms.int32))
-
-    def write_event(self, applied: Any, skipped: Any, overflow: Any, grad_norm: Any) -> None:
-        """Assign what a `StepResult` will say of this event."""
-        dtype = self.float_dtype
-        event = ops.stack((applied.astype(dtype), skipped.astype(dtype), overflow.astype(dtype), grad_norm.astype(dtype)))
-        ops.assign(self.storage.last_event, event)
+class CompiledWindow(CompiledState):
+    """Micro-batches and what is decided at a window's end, for the compiler to follow."""
 
     def add(self, gradients: Any, weight: Any) -> Any:
-        """Take in one micro-batch; returns the state after it and whether its gradient was dropped. The state is not written."""
+        """Take in one micro-batch; returns the state after it, not yet written, and the event if its gradient may be dropped, else None."""
         state = self.read()
+        if weight is None and self.options.on_overflow == "skip_window":
+            compiled_add(self.storage.sums, gradients, None, None)
+            return accumulate(state, self.one, self.true, chosen), None
         amount = self.one if weight is None else self.one * weight
+        factor = contribution(amount, self.options)
         finite = self.true
-        factor = None
-        usable = None
-        if weight is not None:
-            factor = contribution(amount, self.options)
-            usable = (amount > 0) & (amount < float("inf"))
+        usable = (amount > 0) & (amount < float("inf"))
         if self.options.on_overflow == "drop_micro_batch":
-            finite = self.finite(gradients, contribution(amount, self.options)) | (amount == 0)
-            usable = finite & (amount > 0) & (amount < float("inf"))
+            finite = self.finite(gradients, factor) | (amount == 0)
+            usable = usable & finite
         after = accumulate(state, amount, finite, where)
-        compiled_add(self.storage.sums, gradients, factor, usable)
-        return after, finite == False  # noqa: E712
+        never, dropped = state[0] < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
+        event = self.event(never, never, dropped * (after[0] + 1), self.norm())
+        compiled_add(self.storage.sums, gradients, None if weight is None else factor, usable)
+        return after, event
 
     def finite(self, gradients: Any, factor: Any) -> Any:
         """Whether what would be added is free of inf and NaN."""
@@ -101,22 +71,37 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     def decision(self, state: Any) -> Any:
         """The fields of a `Decision` on the window of `state`."""
-        norm, finite = self.measure()
+        return self.decision_on(state, self.squares())
+
+    def squares(self) -> Any:
+        """The sum of the squares of all sums."""
+        return sum_of_squares(self.storage.sums, self.float_dtype)
+
+    def quick_decision(self, state: Any, squares: Any) -> Any:
+        """The same in one straight line, and whether it holds and `quick_gradients` may follow; else a `decision_on` has to be made."""
+        apply, overflow, divisor, grad_norm = self.judged(state, ops.sqrt(squares), ops.isfinite(squares))
+        return apply & is_power_of_two(divisor, self.splitter), apply, overflow, divisor, grad_norm
+
+    def decision_on(self, state: Any, squares: Any) -> Any:
+        """The fields of a `Decision`; norm and finiteness are measured the robust way where the squares overflowed."""
+        norm, finite = ops.sqrt(squares), ops.isfinite(squares)
+        if finite == False:  # noqa: E712
+            norm, finite = robust_measure(self.storage.sums, self.float_dtype)
+        return self.judged(state, norm, finite)
+
+    def judged(self, state: Any, norm: Any, finite: Any) -> Any:
+        """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite."""
         if self.storage.narrowed:
             finite = finite & self.in_range(decide(state, norm, finite, self.unclipped, where)[2])
         return decide(state, norm, finite, self.options, where)
 
-    def measure(self) -> Any:
-        """Global 2-norm of the sums, and whether every element is finite; the robust way only where squares overflowed."""
-        squares = sum_of_squares(self.storage.sums, self.float_dtype)
-        norm, finite = ops.sqrt(squares), ops.isfinite(squares)
-        if finite == False:  # noqa: E712
-            norm, finite = robust_measure(self.storage.sums, self.float_dtype)
-        return norm, finite
-
     def gradients(self, divisor: Any) -> Any:
         """What the inner optimizer is given."""
         return divide(self.storage.sums, divisor, self.storage.handed)
+
+    def quick_gradients(self, divisor: Any) -> Any:
+        """The same for a divisor that is a power of two."""
+        return multiply(self.storage.sums, self.one / divisor, self.storage.handed)
 
     def in_range(self, divisor: Any) -> Any:
         """Whether the window's gradient is finite in the dtypes of the inner optimizer."""
@@ -124,24 +109,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         for index in self.storage.narrowed:
             within = within & fits(self.storage.sums[index], divisor, self.storage.handed[index])
         return within
-
-    def write_closed(self, state: Any, apply: Any, overflow: Any, grad_norm: Any) -> None:
-        """Clear the sums, assign the state after the window and what became of it."""
-        clear(self.storage.sums)
-        self.write(close(state, apply, overflow, self.options, where))
-        self.write_event(apply, apply == False, overflow, grad_norm)  # noqa: E712
-
-    def write_open(self, state: Any, dropped: Any, grad_norm: Any) -> None:
-        """Assign the state in mid-window."""
-        self.write(state)
-        self.write_event(state[0] < 0, state[0] < 0, dropped, grad_norm)
-
-    def forget(self) -> None:
-        """Assign the state with the open window forgotten."""
-        state = self.read()
-        grad_norm = self.storage.last_event.value()[3]
-        clear(self.storage.sums)
-        self.write_open(discard(state), state[0] < 0, grad_norm)
 
     def ordered(self, gradients: Any) -> Any:
         """The gradients in the parameters' order; raises `GradientError` while compiling."""

@@ -5,6 +5,7 @@ An operator costs more than reading a scalar there, so what a Python ``if`` can 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ class EagerWindow:
     def __init__(self, storage: Storage, options: Options) -> None:
         self.storage = storage
         self.options = options
+        self.zero = Tensor(0.0, storage.float_dtype)
 
     def add(self, gradients: tuple[Any, ...], weight: float) -> State:
         """Take in one micro-batch of checked gradients; returns the state after it, written."""
@@ -31,8 +33,10 @@ class EagerWindow:
         finite = weight == 0 or self.options.on_overflow == "skip_window" or self.finite(gradients, factor)
         usable = gradients if finite and weight > 0 else (None,) * len(gradients)
         accumulator.add(self.storage.sums, usable, factor)
-        self.storage.push_event(False, False, not finite)
-        return self.storage.push(accumulate(state, weight, finite, select))
+        after = self.storage.push(accumulate(state, weight, finite, select))
+        if not finite:
+            self.storage.push_event(False, False, True, micro_step=after.micro_step)
+        return after
 
     def finite(self, gradients: tuple[Any, ...], factor: float) -> bool:
         """Whether what would be added is free of inf and NaN."""
@@ -50,7 +54,7 @@ class EagerWindow:
         decision = Decision(*decide(state, norm, finite, self.options, select))
         if decision.apply:
             apply(self.gradients(decision.divisor))
-        accumulator.clear(self.storage.sums)
+        accumulator.clear(self.storage.sums, self.zero)
         self.storage.push(close(state, decision.apply, decision.overflow, self.options, select))
         self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
 
@@ -65,10 +69,13 @@ class EagerWindow:
 
     def gradients(self, divisor: float) -> Any:
         """What the inner optimizer is given."""
-        return accumulator.divide(self.storage.sums, Tensor(divisor, self.storage.float_dtype), self.storage.handed)
+        sums, handed, dtype = self.storage.sums, self.storage.handed, self.storage.float_dtype
+        if math.frexp(divisor)[0] == 0.5 and divisor > accumulator.LEAST:
+            return accumulator.multiply(sums, Tensor(1 / divisor, dtype), handed)
+        return accumulator.divide(sums, Tensor(divisor, dtype), handed)
 
     def discard(self) -> None:
         """Forget the open window."""
-        accumulator.clear(self.storage.sums)
+        accumulator.clear(self.storage.sums, self.zero)
         self.storage.push(discard(self.storage.pull()))
         self.storage.push_event(False, False, False)

@@ -104,16 +104,14 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
     def construct(self, gradients: Any, weight: Any = None) -> Any:
         gradients = self.window.ordered(gradients)
-        grad_norm = self.storage.last_event.value()[3]
-        state, dropped = self.window.add(gradients, weight)
+        state, event = self.window.add(gradients, weight)
         if self.window.steps is None:
-            self.window.write_open(state, dropped, grad_norm)
+            self.window.write_open(state, event)
             return state[0] < 0
         full = self.window.ends(state)
+        self.window.write_open(state, event)
         if full:
-            self.flush.close(state)
-        else:
-            self.window.write_open(state, dropped, grad_norm)
+            self.flush.close(state, event)
         return full
 
     def scale(self, loss: Any) -> Any:

@@ -54,7 +54,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         for field, entry in self.first_state(options, name).items():
             setattr(self, field, entry)
         self.last_event = hidden_parameter(Tensor([0.0, 0.0, 0.0, 0.0], self.float_dtype), f"{name}.last_event")
-        """(applied, skipped, overflow, grad_norm) of a `StepResult`."""
+        """(applied, skipped, overflow, grad_norm) of a `StepResult`; a flag that is up is 1 + the `micro_step` that it belongs to, so that
+        an ordinary micro-batch need not take it down."""
 
     def first_state(self, options: Options, name: str) -> dict[str, Any]:
         """A Parameter per field; those of a `mindspore.amp.DynamicLossScaler`, which is driven then, are its own, renamed."""
@@ -87,18 +88,20 @@ class Storage(nn.Cell):  # type: ignore[misc]
                 ops.assign(getattr(self, field), Tensor(new, self.field_dtype(field)))
         return rounded
 
-    def push_event(self, applied: bool, skipped: bool, overflow: bool, grad_norm: float | None = None) -> None:
+    def push_event(self, applied: bool, skipped: bool, overflow: bool, grad_norm: float | None = None, *, micro_step: int = 0) -> None:
         """Write what a `StepResult` will say of this event; without `grad_norm` the last one stays."""
         old = self.last_event.asnumpy().tolist()
-        new = [float(applied), float(skipped), float(overflow), old[3] if grad_norm is None else grad_norm]
+        flags = [float(flag * (micro_step + 1)) for flag in (applied, skipped, overflow)]
+        new = [*flags, old[3] if grad_norm is None else grad_norm]
         if new != old:
             ops.assign(self.last_event, Tensor(new, self.float_dtype))
 
     def result(self) -> StepResult:
         """The last event and the state, in Python numbers."""
-        applied, skipped, overflow, grad_norm = self.last_event.asnumpy().tolist()
+        *flags, grad_norm = self.last_event.asnumpy().tolist()
         state = self.pull()
-        return StepResult(bool(applied), bool(skipped), bool(overflow), grad_norm, state.loss_scale, state.micro_step, state.optimizer_step)
+        applied, skipped, overflow = (flag == state.micro_step + 1 for flag in flags)
+        return StepResult(applied, skipped, overflow, grad_norm, state.loss_scale, state.micro_step, state.optimizer_step)
 
 
 def hidden_parameter(value: Any, name: str) -> Any:

@@ -1,0 +1,100 @@
+"""The state of a window as tensors: read, and assigned with no more operators than there are fields to change.
+
+A kernel costs about the same for one number as for a thousand, so a micro-batch assigns only what it changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from gradaccum import Options, ScaleRule, close, discard
+from gradaccum_mindspore.accumulator import clear
+from gradaccum_mindspore.storage import Storage
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """`mindspore.ops.where`, as a function the compiler can follow."""
+    return ops.where(condition, a, b)
+
+
+class CompiledState(nn.Cell):  # type: ignore[misc]
+    """Reads and writes a `Storage`, for the compiler to follow."""
+
+    def __init__(self, storage: Storage, options: Options) -> None:
+        super().__init__(auto_prefix=False)
+        self.storage = storage
+        self.steps: Any = options.steps
+        self.calls_steps = callable(options.steps)
+        # A function or an object inside a named tuple is nothing the compiler can follow.
+        self.options = options._replace(steps=None, scaler=None)
+        self.unclipped = self.options._replace(clip_norm=None)
+        self.float_dtype = storage.float_dtype
+        self.scale_moves = options.scale_rule._replace(init_scale=1.0) != ScaleRule()
+        self.true = Tensor(True)
+        self.one = Tensor(1.0, storage.float_dtype)
+        self.splitter = Tensor(2.0 ** (52 if storage.float_dtype == ms.float64 else 23) + 1, storage.float_dtype)
+
+    def read(self) -> Any:
+        """The state as plain tensors."""
+        store = self.storage
+        return (
+            store.micro_step.value(),
+            store.optimizer_step.value(),
+            store.skipped_windows.value(),
+            store.weight.value(),
+            store.overflow & self.true,
+            store.loss_scale.value(),
+            store.growth_tracker.value(),
+        )
+
+    def norm(self) -> Any:
+        """The `grad_norm` of the last window."""
+        return self.storage.last_event.value()[3]
+
+    def event(self, applied: Any, skipped: Any, overflow: Any, grad_norm: Any) -> Any:
+        """What `Storage.last_event` is to hold."""
+        return ops.stack([value.astype(self.float_dtype) for value in (applied, skipped, overflow, grad_norm)])
+
+    def write_event(self, event: Any) -> Any:
+        """Assign what a `StepResult` will say."""
+        return ops.assign(self.storage.last_event, event)
+
+    def write_open(self, state: Any, event: Any) -> Any:
+        """Assign what a micro-batch changes."""
+        store = self.storage
+        ops.assign(store.micro_step, state[0].astype(ms.int32))
+        ops.assign(store.weight, state[3].astype(self.float_dtype))
+        if event is not None:
+            ops.assign(store.overflow, state[4])
+            self.write_event(event)
+        return True
+
+    def at_end(self, state: Any, event: Any) -> Any:
+        """`state` with what no micro-batch changes as it is now."""
+        now = self.read()
+        overflow = now[4] if event is None else state[4]
+        return state[0], now[1], now[2], state[3], overflow, now[5], now[6]
+
+    def write_closed(self, state: Any, apply: Any, overflow: Any, grad_norm: Any) -> Any:
+        """Clear the sums, assign the state after the window and what became of it."""
+        store = self.storage
+        event = self.event(apply, apply == False, overflow, grad_norm)  # noqa: E712
+        after = close(state, apply, overflow, self.options, where)
+        clear(store.sums, after[3])
+        self.write_open(after, event)
+        ops.assign(store.optimizer_step, after[1].astype(ms.int32))
+        ops.assign(store.skipped_windows, after[2].astype(ms.int32))
+        if self.scale_moves:
+            ops.assign(store.loss_scale, after[5].astype(ms.float32))
+            ops.assign(store.growth_tracker, after[6].astype(ms.int32))
+        return True
+
+    def forget(self) -> Any:
+        """Assign the state with the open window forgotten."""
+        state = discard(self.read())
+        event = self.event(state[0] < 0, state[0] < 0, state[0] < 0, self.norm())
+        clear(self.storage.sums, state[3])
+        return self.write_open(state, event)
