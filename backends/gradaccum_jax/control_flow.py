@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
-import jax.numpy as jnp
 from jax import lax
 
 from gradaccum import ArgumentValueError, explain
+from gradaccum_jax.trip import zero_or_one
 
 ControlFlow = Literal["while_loop", "cond"]
 CONTROL_FLOWS = ("while_loop", "cond")
@@ -47,7 +47,4 @@ def once(predicate: Any, function: Callable[[T], T], operand: T, control_flow: C
     if control_flow == "cond":
         return cast(T, lax.cond(predicate, function, lambda unchanged: unchanged, operand))
 
-    def body(carry: tuple[Any, T]) -> tuple[Any, T]:
-        return jnp.zeros_like(carry[0]), function(carry[1])
-
-    return lax.while_loop(lambda carry: carry[0], body, (predicate, operand))[1]
+    return zero_or_one(predicate, function, operand)

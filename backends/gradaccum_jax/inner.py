@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradaccum_jax.accumulator import cast_like, clear
+from gradaccum_jax.accumulator import cast_like
 from gradaccum_jax.control_flow import ControlFlow, once
 
 
@@ -54,7 +54,7 @@ def end_window(inner: Inner, accumulator: Any, state: Any, *, apply: Any, last: 
 
     buffer, new_state = once(apply, run, (buffer, state), inner.control_flow)
     made = jax.tree.map(lambda held, update: jnp.where(apply, held, _nothing(held)).astype(update.dtype), buffer, updates)
-    cleared = jax.tree.map(lambda held, old: jnp.where(last, 0, held).astype(old.dtype), buffer, accumulator)
+    cleared = jax.tree.map(lambda held, old: held.astype(old.dtype), _cleared(buffer, last), accumulator)
     return made, cleared, new_state
 
 
@@ -71,7 +71,7 @@ def keep_window(inner: Inner, accumulator: Any, state: Any, never: Any) -> tuple
         never: a bool scalar that is False, but only the running program knows.
     """
     updates, _ = jax.eval_shape(inner.run, accumulator, state)
-    accumulator = once(never, clear, accumulator, inner.control_flow)
+    accumulator = once(never, lambda held: _cleared(held, never), accumulator, inner.control_flow)
     zeros = jax.tree.map(lambda held, update: jnp.where(never, held, _nothing(held)).astype(update.dtype), accumulator, updates)
     return zeros, accumulator
 
@@ -88,6 +88,10 @@ def gradient_dtypes(accumulator: Any, params: Any, gradients: list[Any] | None) 
 
 def _wide_enough(held: Any, update: Any) -> Any:
     return held.astype(jnp.promote_types(held.dtype, update.dtype))
+
+
+def _cleared(tree: Any, where: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.where(where, 0, leaf), tree)
 
 
 def _nothing(leaf: Any) -> Any:

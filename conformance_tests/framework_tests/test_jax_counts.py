@@ -1,0 +1,115 @@
+"""What a compiled step is made of, by counts that hold on any machine: no copies, no scratch, everything in place, nothing on the host."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradaccum
+import gradaccum_jax
+
+SIDE, MATRICES, MEMBERS = 1024, 4, 3
+OWN = MATRICES * SIDE * SIDE * 4
+OUTSIDE = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective", "infeed", "outfeed", "send(", "recv(", "callback")
+CLIP_AND_DROP = {"clip_norm": 1.0, "on_overflow": "drop_micro_batch"}
+MAKERS = {
+    "plain": lambda inner: gradaccum.wrap(inner, steps=4),
+    "clip_and_drop": lambda inner: gradaccum.wrap(inner, steps=4, **CLIP_AND_DROP),
+    "dynamic_scale": lambda inner: gradaccum.wrap(inner, steps=4, clip_norm=1.0, loss_scale=gradaccum.DynamicLossScale()),
+    "no_steps": lambda inner: gradaccum.wrap(inner, steps=None),
+    "multisteps": lambda inner: gradaccum_jax.MultiSteps(inner, 4),
+}
+LOOPS = {"plain": 3, "clip_and_drop": 3, "dynamic_scale": 3, "no_steps": 1, "multisteps": 1}
+"""At most: one for the norm, one for the norm of what is too large or too small to be squared, one for the inner optimizer."""
+
+
+def params(members: int = 0) -> dict[str, Any]:
+    shape = (members, SIDE // 4, SIDE // 4) if members else (SIDE, SIDE)
+    return {f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i in range(MATRICES)}
+
+
+def compiled(tx: Any, *, members: int = 0, trained: bool = False) -> tuple[Any, str]:
+    """A step given its gradients, or the network's input; and its optimized program."""
+
+    def gradient(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            y = x
+            for w in params.values():
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y * y)
+
+        return jax.grad(loss)(params)
+
+    def step(params: Any, state: Any, given: Any) -> Any:
+        updates, state = tx.update(gradient(params, given) if trained else given, state, params)
+        return optax.apply_updates(params, updates), state
+
+    whole, init = (jax.vmap(step), jax.vmap(tx.init)) if members else (step, tx.init)
+    held = params(members)
+    given = jax.ShapeDtypeStruct((2, SIDE), jnp.float32) if trained else held
+    made = jax.jit(whole, donate_argnums=(0, 1)).lower(held, jax.eval_shape(init, held), given).compile()
+    return made, made.as_text()
+
+
+def copies(text: str, side: int = SIDE) -> list[str]:
+    return re.findall(rf"= f32\[(?:\d+,)?{side},{side}\]\S* copy\(.*", text)
+
+
+def aliased(text: str) -> int:
+    """How many outputs take the place of an input."""
+    return len(re.findall(r"\{\d+\}: \(\d+, \{\}, \w+-alias\)", text.splitlines()[0]))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_works_in_place(name: str) -> None:
+    tx = MAKERS[name](optax.adamw(1e-3))
+    made, text = compiled(tx)
+    memory = made.memory_analysis()
+    assert copies(text) == []
+    assert memory.temp_size_in_bytes <= 0.26 * OWN
+    assert memory.alias_size_in_bytes >= 4 * OWN  # parameters, sums and both moments
+    donated = len(jax.tree.leaves((params(), jax.eval_shape(tx.init, params()))))
+    assert aliased(text) == donated - 3 * (name != "multisteps")  # what the last event did is three flags that no step reads
+    assert memory.argument_size_in_bytes < 5.001 * OWN
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_decides_on_the_device_and_talks_to_nobody(name: str) -> None:
+    _, text = compiled(MAKERS[name](optax.adamw(1e-3)))
+    assert 1 <= len(re.findall(r" while\(", text)) <= LOOPS[name]
+    assert len(re.findall(r" conditional\(", text)) == 0
+    assert [word for word in OUTSIDE if word in text] == []
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_compiled_with_the_gradient_a_step_has_scratch_for_two_matrices(name: str) -> None:
+    """All four where a micro-batch may be dropped: nothing of it is added before the last of its gradients is known to be finite."""
+    made, text = compiled(MAKERS[name](optax.adamw(1e-3)), trained=True)
+    scratch = OWN + SIDE * SIDE if name == "clip_and_drop" else OWN // 2  # and a mask of one matrix
+    assert copies(text) == []
+    assert made.memory_analysis().temp_size_in_bytes <= scratch + 2**18
+
+
+def test_the_sum_is_no_lone_addition() -> None:
+    """XLA on the CPU, in place, does one element at a time in such a kernel, in JAX 0.7 at least."""
+    _, text = compiled(gradaccum.wrap(optax.sgd(1.0), steps=4), trained=True)
+    kernels = [part for part in re.split(r"\n\n", text) if not re.match(r"%(fused|wrapped)_", part)]
+    assert kernels
+    assert [kernel for kernel in kernels if re.search(rf"f32\[{SIDE},{SIDE}\]\S* add\(", kernel)] == []
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_ensemble_works_in_place_too(name: str) -> None:
+    made, text = compiled(MAKERS[name](optax.adamw(1e-3)), members=MEMBERS)
+    memory, own = made.memory_analysis(), OWN // 16 * MEMBERS
+    assert copies(text, SIDE // 4) == []
+    assert memory.temp_size_in_bytes <= 4.51 / MEMBERS * own  # a member's parameters, sums and moments and half as much as its sums
+    assert memory.alias_size_in_bytes >= 4 * own
+    assert [word for word in OUTSIDE if word in text] == []

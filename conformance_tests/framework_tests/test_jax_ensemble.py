@@ -1,0 +1,127 @@
+"""Ensembles under `jax.vmap`: each member does what it would do alone, whether or not the others end their windows too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradaccum
+import gradaccum_jax
+from gradaccum_jax.trip import zero_or_one
+
+MEMBERS, MICRO_BATCHES = 3, 9
+PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(MEMBERS, 2, 3)), jnp.float32), "b": jnp.ones((MEMBERS, 2))}
+GRADS = [jax.tree.map(lambda p, i=i: p * (i + 1) - 0.5, PARAMS) for i in range(MICRO_BATCHES)]
+SCALE = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=1)
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda inner: gradaccum.wrap(inner, steps=2),
+    "clipped": lambda inner: gradaccum.wrap(inner, steps=2, clip_norm=0.5, loss_scale=SCALE),
+    "dropping": lambda inner: gradaccum.wrap(inner, steps=2, on_overflow="drop_micro_batch"),
+    "schedule": lambda inner: gradaccum.wrap(inner, steps=[(0, 1), (2, 3)]),
+    "no_steps": lambda inner: gradaccum.wrap(inner, steps=None),
+    "multisteps": lambda inner: gradaccum_jax.MultiSteps(inner, 2, should_skip_update_fn=optax.skip_not_finite),
+}
+
+
+def spoiled(index: int) -> Any:
+    """The gradients of a micro-batch; the second member's fourth and the third's seventh hold a NaN, and so their windows part."""
+    member = {3: 1, 6: 2}.get(index)
+    return GRADS[index] if member is None else {**GRADS[index], "b": GRADS[index]["b"].at[member, 0].set(jnp.nan)}
+
+
+def train(tx: Any, params: Any, choose: Callable[[Any], Any], lift: Callable[..., Any]) -> list[Any]:
+    """Parameters and state after every micro-batch."""
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    carried, seen, jitted = (params, lift(tx.init)(params)), [], jax.jit(lift(step))
+    for index in range(MICRO_BATCHES):
+        carried = jitted(*carried, choose(spoiled(index)))
+        seen.append(carried)
+    return seen
+
+
+def member(tree: Any, index: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def assert_close(a: Any, b: Any) -> None:
+    """To the last bits: XLA adds up the norm of a batch in another order."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_member_does_what_it_would_do_alone(name: str) -> None:
+    tx = MAKERS[name](optax.sgd(0.5, momentum=0.5))
+    together = train(tx, PARAMS, lambda grads: grads, jax.vmap)
+    for index in range(MEMBERS):
+        alone = train(tx, member(PARAMS, index), lambda grads, index=index: member(grads, index), lambda function: function)
+        for step, single in zip(together, alone, strict=True):
+            assert_close(member(step, index), single)
+
+
+def test_nested_ensembles() -> None:
+    tx = MAKERS["plain"](optax.sgd(0.5))
+    nested = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), PARAMS)
+    twice = train(tx, nested, lambda grads: jax.tree.map(lambda g: jnp.stack([g, g + 1]), grads), lambda f: jax.vmap(jax.vmap(f)))
+    once = train(tx, member(nested, 1), lambda grads: jax.tree.map(lambda g: g + 1, grads), jax.vmap)
+    for a, b in zip(twice, once, strict=True):
+        assert_close(member(a, 1), b)
+
+
+@pytest.mark.parametrize("make", [MAKERS["plain"], lambda inner: gradaccum_jax.MultiSteps(inner, 2)], ids=["wrap", "multisteps"])
+def test_windows_that_end_together_share_one_run_and_others_run_by_themselves(make: Callable[[Any], Any]) -> None:
+    runs: list[tuple[int, ...]] = []
+
+    def note(value: Any) -> Any:
+        runs.append(np.shape(value))
+        return np.zeros(np.shape(value), np.float32)
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        zero = jax.pure_callback(note, jax.ShapeDtypeStruct((), jnp.float32), gradients[0], vmap_method="expand_dims")
+        return zero - gradients, state
+
+    tx = make(optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+    params = jnp.ones((MEMBERS, 2))
+    step = jax.jit(jax.vmap(tx.update))
+
+    def run(state: Any, count: int) -> Any:
+        for _ in range(count):
+            _, state = jax.block_until_ready(step(params, state, params))
+        return state
+
+    state = run(jax.vmap(tx.init)(params), 2)
+    assert runs == [(MEMBERS,)]
+    first = "micro_step" if hasattr(state, "micro_step") else "mini_step"
+    run(state._replace(**{first: jnp.asarray([1, 0, 1], jnp.int32)}), 1)
+    assert runs == [(MEMBERS,), (), ()]
+
+
+def test_a_trip_takes_constants_of_every_kind() -> None:
+    """Traced from outside, shared by the batch or not, arrays, numbers and random keys."""
+    key, shared = jax.random.key(0), np.arange(3.0, dtype=np.float32)
+
+    @jax.jit
+    def outer(wanted: Any, x: Any, factor: Any) -> Any:
+        def change(carry: Any) -> Any:
+            return carry[0] * factor + shared + 1.5 + jax.random.uniform(key), carry[1] + 1, carry[2]
+
+        return jax.vmap(lambda wanted, x: zero_or_one(wanted, change, (x, 0, True)))(wanted, x)
+
+    x, noise = jnp.ones((2, 3)), float(jax.random.uniform(key))
+    for wanted in ([True, True], [True, False], [False, False]):
+        got, counts, flags = outer(jnp.asarray(wanted), x, 2.0)
+        expected = np.where(np.asarray(wanted)[:, None], 2.0 + shared + 1.5 + noise, 1.0)
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+        np.testing.assert_array_equal(counts, wanted)
+        np.testing.assert_array_equal(flags, [True, True])
