@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradaccum_torch.norms import Norms, are_alike
+
 
 def values(gradient: Tensor) -> Tensor:
     """The numbers of a gradient as a dense tensor that shares its memory; a sparse one must be coalesced."""
@@ -33,6 +35,8 @@ class Measured(NamedTuple):
     """Whether every element is finite."""
     notes: list[float]
     """The values of the notes that were asked for beside it."""
+    norms: Norms
+    """Of the tensors, which can undo a division by them."""
 
 
 @torch.no_grad()
@@ -46,14 +50,15 @@ def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measur
         notes: scalars, shape ``()``, to be read in the same transfer.
     """
     tensors = list(map(values, gradients))
-    norm, *read = _fetch(torch._foreach_norm(tensors) if tensors else (), notes)
+    norms = Norms(tensors)
+    norm, *read = _fetch(norms.each, notes)
     if math.isfinite(norm):
-        return Measured(norm, True, read)
+        return Measured(norm, True, read, norms)
     peak = largest(tensors)
     if not math.isfinite(peak):
-        return Measured(math.inf, False, read)
+        return Measured(math.inf, False, read, norms)
     (scaled,) = _fetch([torch.linalg.vector_norm(tensor / peak) for tensor in tensors])
-    return Measured(peak * scaled, True, read)
+    return Measured(peak * scaled, True, read, norms)
 
 
 @torch.no_grad()
@@ -93,7 +98,9 @@ def divide(gradients: Sequence[Tensor], divisor: float) -> None:
     """Divide in place; no pass over the gradients for a divisor of 1."""
     tensors = [values(gradient) for gradient in gradients]
     if tensors and divisor != 1:
-        torch._foreach_div_(tensors, divisor)
+        # A CPU makes a tensor of a Python number for each tensor anew, which takes longer than dividing a small one.
+        operand = torch.tensor(divisor, dtype=tensors[0].dtype) if are_alike(tensors) else divisor
+        torch._foreach_div_(tensors, operand)
 
 
 @torch.no_grad()
@@ -116,24 +123,14 @@ def add(held: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]:
     """The norm of all tensors from the norm of each, in float64, and then the notes, with one wait for the device."""
-    total = _total(norms) if norms else torch.zeros(())
-    if not notes:
-        return [float(total)]
-    read: list[float] = _side_by_side([total, *notes]).tolist()
-    return read
-
-
-def _total(norms: Sequence[Tensor]) -> Tensor:
-    kinds = {(norm.dtype, norm.device) for norm in norms}
-    alike = len(kinds) == 1 and not norms[0].is_mps
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack(list(norms)) if alike else _side_by_side(norms), dtype=torch.float64 if alike else None
-    )
-    return total
+    read: list[float] = _side_by_side([*norms, *notes]).tolist() if norms or notes else []
+    return [math.hypot(*read[: len(norms)]), *read[len(norms) :]]
 
 
 def _side_by_side(scalars: Sequence[Tensor]) -> Tensor:
     """Scalars of all dtypes and devices as one vector on the first one's device, in float64 where the device has it."""
-    device = scalars[0].device
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.stack([scalar.to(device=device, dtype=dtype) for scalar in scalars])
+    first = scalars[0]
+    if any(scalar.dtype is not first.dtype or scalar.device != first.device for scalar in scalars):
+        dtype = torch.float32 if first.is_mps else torch.float64
+        scalars = [scalar.to(device=first.device, dtype=dtype) for scalar in scalars]
+    return torch.stack(list(scalars))

@@ -33,7 +33,8 @@ class BufferStrategy(Strategy):
         self._held: dict[Tensor, Tensor] = {}
 
     def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
-        self._held = {parameter: coalesced(held) for parameter, held in self._held.items()}
+        # In the parameters' order, not in that of arrival: a resumed window must have the same norm to the last bit.
+        self._held = {parameter: coalesced(self._held[parameter]) for parameter in self.parameters() if parameter in self._held}
         return measure(list(self._held.values()), notes)
 
     def fits(self, norm: float, divisor: float) -> bool:

@@ -26,7 +26,7 @@ def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
 def dividing(inner: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
     """Let every ``inner.step()`` in this context divide by `divisor`; ``.grad`` holds the divided gradient after it."""
     device = next((parameter.device for group in inner.param_groups for parameter in group["params"]), torch.device("cpu"))
-    inner.grad_scale, inner.found_inf = torch.full((), divisor, device=device, dtype=torch.float32), None  # type: ignore[attr-defined]
+    inner.grad_scale, inner.found_inf = torch.tensor(divisor, dtype=torch.float32, device=device), None  # type: ignore[attr-defined]
     try:
         yield
     finally:

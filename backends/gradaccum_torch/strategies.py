@@ -114,8 +114,8 @@ class GradStrategy(Strategy):
         return measure(gradients, notes)
 
     def hand_over(self, divisor: float) -> None:
-        if not self._parameters.has_masters:
-            return divide(self._gradients(self.parameters()), divisor)
+        if divisor == 1 and not self._parameters.has_masters:
+            return
         divide(self._gradients(self._own_masters()), divisor)
         for parameter in self.parameters():
             master = self._parameters.worked_on(parameter)
@@ -139,7 +139,10 @@ class GradStrategy(Strategy):
         self.sentinels.reset()
 
     def _own_masters(self) -> list[Tensor]:
-        return [parameter for parameter in self.parameters() if self._parameters.worked_on(parameter) is parameter]
+        parameters = self.parameters()
+        if not self._parameters.has_masters:
+            return parameters
+        return [parameter for parameter in parameters if self._parameters.worked_on(parameter) is parameter]
 
     def _gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]

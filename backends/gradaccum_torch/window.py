@@ -32,6 +32,7 @@ from gradaccum_torch.checks import window_size
 from gradaccum_torch.fused import can_divide, dividing
 from gradaccum_torch.grad_scaler import link_scaler
 from gradaccum_torch.micro_batch import MicroBatch, changed_gradients, unfinished
+from gradaccum_torch.norms import Norms
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.strategies import Strategy, sum_dtype
 
@@ -174,7 +175,7 @@ class Window:
         self._float64_weight = torch.float64 in self.sum_dtypes
 
     def _close(self, update: Callable[[], Any], observed: bool) -> None:
-        norm, finite, notes = self.strategy.measure(() if self.scaler is None else self.scaler.notes())
+        norm, finite, notes, norms = self.strategy.measure(() if self.scaler is None else self.scaler.notes())
         if self.scaler is not None:
             self.fields = self.scaler.used(self.fields, notes)
         # Clipping comes after: what leaves the range before it is an overflow, as it would be in a large batch.
@@ -183,7 +184,7 @@ class Window:
         if decision.apply:
             self.parameters.take_over()
             if not observed and self.strategy.hands_over_whole and can_divide(self._inner, decision.divisor):
-                self._run_dividing(update, norm, decision.divisor)
+                self._run_dividing(update, norms, decision.divisor)
             else:
                 self._run(update, decision.divisor)
         self._end(decision)
@@ -197,16 +198,16 @@ class Window:
             self.strategy.take_back(divisor)
             raise
 
-    def _run_dividing(self, update: Callable[[], Any], norm: float, divisor: float) -> None:
-        """Run the update on the sum, of that norm, and let it divide; if it raises, the full window is there as well."""
+    def _run_dividing(self, update: Callable[[], Any], norms: Norms, divisor: float) -> None:
+        """Run the update on the sum, of those norms, and let it divide; if it raises, the full window is there as well."""
         self.strategy.hand_over(1.0)
         try:
             with dividing(self._inner, divisor):
                 update()
         except BaseException:
-            # It may have raised before the kernel ran or after it.
-            divided = abs(self.strategy.measure().norm - norm / divisor) < abs(norm - norm / divisor) / 2
-            self.strategy.take_back(divisor if divided else 1.0)
+            # It may have raised before the kernel ran, after it, or between two groups.
+            norms.undo(divisor)
+            self.strategy.take_back(1.0)
             raise
 
     def _end(self, decision: Decision) -> None:

@@ -152,3 +152,39 @@ def test_an_update_that_raises_leaves_the_undivided_sum(when: str, monkeypatch: 
         torch.testing.assert_close(p.grad, total, rtol=0 if when == "before" else 2.0**-22, atol=0)
     opt.flush()
     assert opt.result.applied
+
+
+@pytest.mark.parametrize("size", [3, 5000])
+def test_an_update_that_raises_between_two_groups_leaves_the_whole_sum(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first group's gradients are divided by then, the second's, however small beside them, are not."""
+    ps = [torch.nn.Parameter(torch.ones(size)) for _ in range(4)]
+    inner = torch.optim.SGD([{"params": ps[:2]}, {"params": ps[2:]}], fused=True)
+    opt = gradaccum.wrap(inner, steps=None)
+    for weight in (3.0, 4.0):
+        opt.backward(sum((p * scale).sum() for p, scale in zip(ps, (0.0, 1.0, 0.0, 1e-9), strict=True)), weight)
+        opt.step()
+    sums = [p.grad.clone() for p in ps]
+    kernel = torch._fused_sgd_
+
+    def raising(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        if params[0] is ps[2]:
+            raise RuntimeError("out of memory")
+        kernel(params, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_fused_sgd_", raising)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            opt.flush()
+    for p, total in zip(ps, sums, strict=True):
+        torch.testing.assert_close(p.grad, total, rtol=2.0**-22, atol=0)
+
+
+def test_a_divisor_beyond_float32_clips_to_nothing_as_dividing_first_does() -> None:
+    first, second = parameters(), parameters()
+    mine, other = (
+        gradaccum.wrap(make(ps), steps=3, clip_norm=1e-44) for make, ps in ((OPTIMIZERS["SGD"], first), (torch.optim.SGD, second))
+    )
+    for opt, ps in ((mine, first), (other, second)):
+        run(opt, ps, (1e10, 1e10, 1e10))
+        assert opt.result.applied
+    assert all(map(torch.equal, first, second))

@@ -223,3 +223,24 @@ def test_a_half_precision_sum_if_asked_for_lives_in_grad(dtype: torch.dtype) -> 
     opt.step()
     held = opt._window.strategy.sums()
     assert [total.data_ptr() for total in held] == [p.grad.data_ptr() for p in model.parameters()]
+
+
+def test_the_norm_of_a_resumed_window_is_the_same_to_the_last_bit() -> None:
+    """Autograd delivers the gradients last layer first, a saved window has them first layer first."""
+
+    def made() -> tuple[list[torch.nn.Parameter], Any]:
+        torch.manual_seed(0)
+        ps = [torch.nn.Parameter(torch.randn(1 + index).to(torch.bfloat16)) for index in range(40)]
+        return ps, gradaccum.wrap(torch.optim.SGD(ps, lr=0.0), steps=None)
+
+    (ps, opt), (_, resumed) = made(), made()
+    for index in range(3):
+        total = torch.zeros(())
+        for p in ps:
+            total = (total + (p.float() * (index + 1)).exp().sum()).sin() + total
+        opt.backward(total)
+        opt.step()
+    resumed.load_state_dict(opt.state_dict())
+    for each in (opt, resumed):
+        each.flush()
+    assert opt.result.grad_norm == resumed.result.grad_norm
