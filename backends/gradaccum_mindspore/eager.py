@@ -33,7 +33,7 @@ class EagerWindow:
         finite = weight == 0 or self.options.on_overflow == "skip_window" or self.finite(gradients, factor)
         usable = gradients if finite and weight > 0 else (None,) * len(gradients)
         accumulator.add(self.storage.sums, usable, factor)
-        after = self.storage.push(accumulate(state, weight, finite, select))
+        after = self.storage.push(accumulate(state, weight, finite, select), state)
         if not finite:
             self.storage.push_event(False, False, True, micro_step=after.micro_step)
         return after
@@ -55,7 +55,7 @@ class EagerWindow:
         if decision.apply:
             apply(self.gradients(decision.divisor))
         accumulator.clear(self.storage.sums, self.zero)
-        self.storage.push(close(state, decision.apply, decision.overflow, self.options, select))
+        self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)
         self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
 
     def in_range(self, unclipped: Decision) -> bool:
@@ -77,5 +77,6 @@ class EagerWindow:
     def discard(self) -> None:
         """Forget the open window."""
         accumulator.clear(self.storage.sums, self.zero)
-        self.storage.push(discard(self.storage.pull()))
+        state = self.storage.pull()
+        self.storage.push(discard(state), state)
         self.storage.push_event(False, False, False)

@@ -80,10 +80,10 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """The state in Python numbers."""
         return NeutralState(*(getattr(self, field).asnumpy().item() for field in FIELD_DTYPES))
 
-    def push(self, state: Any) -> NeutralState:
-        """Write a state of Python numbers; only what changed is written."""
+    def push(self, state: Any, before: NeutralState) -> NeutralState:
+        """Write a state of Python numbers over the one that was pulled or pushed last; only what changed is written."""
         rounded = at_rest(NeutralState(*state), float64_weight=self.float_dtype == ms.float64)
-        for field, old, new in zip(FIELD_DTYPES, self.pull(), rounded, strict=True):
+        for field, old, new in zip(FIELD_DTYPES, before, rounded, strict=True):
             if new != old:
                 ops.assign(getattr(self, field), Tensor(new, self.field_dtype(field)))
         return rounded

@@ -26,7 +26,8 @@ def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
 def dividing(inner: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
     """Let every ``inner.step()`` in this context divide by `divisor`; ``.grad`` holds the divided gradient after it."""
     device = next((parameter.device for group in inner.param_groups for parameter in group["params"]), torch.device("cpu"))
-    inner.grad_scale, inner.found_inf = torch.tensor(divisor, dtype=torch.float32, device=device), None  # type: ignore[attr-defined]
+    # Filled where it is used: a copy from the host would be one more wait for the device.
+    inner.grad_scale, inner.found_inf = torch.full((), divisor, dtype=torch.float32, device=device), None  # type: ignore[attr-defined]
     try:
         yield
     finally:
