@@ -26,8 +26,9 @@ def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
 def dividing(inner: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
     """Let every ``inner.step()`` in this context divide by `divisor`; ``.grad`` holds the divided gradient after it."""
     device = next((parameter.device for group in inner.param_groups for parameter in group["params"]), torch.device("cpu"))
+    rounded = torch.tensor(divisor, dtype=torch.float32).item()
     # Filled where it is used: a copy from the host would be one more wait for the device.
-    inner.grad_scale, inner.found_inf = torch.full((), divisor, dtype=torch.float32, device=device), None  # type: ignore[attr-defined]
+    inner.grad_scale, inner.found_inf = torch.full((), rounded, dtype=torch.float32, device=device), None  # type: ignore[attr-defined]
     try:
         yield
     finally:

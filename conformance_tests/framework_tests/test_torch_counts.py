@@ -73,9 +73,10 @@ def test_at_its_end_there_is_one_pass_for_the_norm_and_one_to_divide_if_the_kern
     extra = ours.counts - bare.counts
     assert extra["_foreach_norm"] == 1
     assert extra["_foreach_div_"] == (0 if fused else 1)
-    small = {"stack", "linalg_vector_norm", "_local_scalar_dense", "lift_fresh", "cat", "view"}
+    small = {"stack", "linalg_vector_norm", "_local_scalar_dense", "lift_fresh", "full", "cat", "view"}
     assert set(extra) <= {"_foreach_norm", "_foreach_div_"} | small, "no other pass over the gradients"
-    assert extra["_local_scalar_dense"] <= 1, "one wait for the device"
+    # One wait for the device; the fused one also rounds its divisor, which is on the host.
+    assert extra["_local_scalar_dense"] <= (2 if fused else 1)
 
 
 def test_many_small_tensors_on_a_cpu_have_one_norm_and_are_divided_by_one_tensor() -> None:

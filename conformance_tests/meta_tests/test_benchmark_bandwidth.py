@@ -68,13 +68,15 @@ def test_torch_contestants_add(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_jax_contestants_add() -> None:
-    optax = pytest.importorskip("optax")
+    optax = pytest.importorskip("optax", reason="needs optax")
+    import jax.numpy as jnp
+
     import gradaccum
     from benchmarks import jax_bandwidth
 
     steps = {
-        "whole": jax_bandwidth._whole_step(gradaccum.wrap(optax.sgd(0.1), steps=jax_bandwidth.MANY), "bfloat16"),
-        "alone": jax_bandwidth._sum_alone(gradaccum.wrap(optax.sgd(0.1), steps=None), "float32"),
+        "whole": jax_bandwidth._whole_step(gradaccum.wrap(optax.sgd(0.1), steps=jax_bandwidth.MANY), jnp.bfloat16),
+        "alone": jax_bandwidth._sum_alone(gradaccum.wrap(optax.sgd(0.1), steps=None), jnp.float32),
     }
     for run in steps.values():
         for _ in range(RUNS - 1):
