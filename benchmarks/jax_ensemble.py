@@ -1,7 +1,8 @@
 """JAX, AdamW: a window of an ensemble, its members trained by one step under `jax.vmap`.
 
-Under vmap a `lax.cond` becomes both of its branches and a select, and so runs the inner optimizer in every micro-batch.
-A loop of one trip or none stays a loop, so that the members share one run per window.
+Under vmap a `lax.cond` becomes both of its branches and a select, and so runs the inner optimizer in every micro-batch. A loop of one trip
+or none stays a loop; ours updates all members at once and in place where their windows end together, as they do here, and else those that
+end, one by one. "updates per window" counts runs of the inner optimizer, one for all members being one. One copy is the gradient's own.
 """
 
 from __future__ import annotations

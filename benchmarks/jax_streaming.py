@@ -2,14 +2,15 @@
 
 Everything runs on one core. "held / params" is what must be there between two micro-batches: parameters, two moments and the sum are 4.
 "temp / params" is what a step wants beside that. With the gradient compiled in, it is two matrices of the four, one being computed while
-the last is added, and the activations of the backward pass; the last row shows what those are.
+the last is added, and activations of the backward pass; the floor's row shows what the gradient alone wants.
 
-Where the rest above the floor comes from, in passes over all parameters, which bound the time where they are larger than the caches:
-a gradient reads the parameters twice and writes itself; an addition in place reads the sum and writes it, and finds the gradient in the
-cache: 1 more than the floor per micro-batch where a write is preceded by a read of the line, as it is there for the fresh gradient.
-A window's end reads the sum for its norm and the overflow check, writes the update where the floor writes the parameters, reads it and the
-parameters again in `optax.apply_updates` and clears the sum: 5 to 6 more than an update. At 4 x 256^2 all of it is in the cache, a
-gradient takes some hundred microseconds, and an array more in a step's arguments, as each counter is, one or two.
+What is above the floor, in passes over all parameters, is what bounds the time of a model beyond the caches. Per micro-batch, the sum is
+read and written in place where the floor writes a fresh gradient, whose lines a processor reads first: about the same. At a window's end
+the sum is read for its norm, which finds an overflow too; the inner optimizer writes an update instead of the parameters;
+`optax.apply_updates` reads it, reads the parameters again and writes them; the sum is cleared. That is 5 passes, where the floor takes
+about 4 for each gradient and 7 to 10 for its update: some 12 % of a window of 8 that computes nothing, and less the more it
+computes. Code by hand needs none of the 5, as it checks nothing and ends its windows in a program of its own. In a model within the caches
+it is the calls that show: each array of the state is an argument and a result of every micro-batch's program.
 """
 
 from __future__ import annotations

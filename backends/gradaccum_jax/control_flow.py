@@ -2,8 +2,8 @@
 
 Masking (run always, keep the result sometimes) would pay for the inner optimizer in every micro-batch. `lax.cond` does not,
 until `vmap` gives it a batched predicate and turns it into both branches and a select. A `lax.while_loop` of zero or one trip
-stays a loop under `vmap`: its body runs once if any member of the batch needs it. The loop has no reverse mode, so `"cond"`
-stays for those who differentiate through the optimizer.
+stays a loop under `vmap`: see `trip` for which members it runs. The loop has no reverse mode, so `"cond"` stays for those who
+differentiate through the optimizer.
 """
 
 from __future__ import annotations

@@ -1,0 +1,76 @@
+"""The streaming questions: whoever takes part ends with the same parameters, and what is counted is what happened."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import optax
+
+import gradaccum
+from benchmarks import jax_ensemble, jax_streaming
+from benchmarks.case import Case
+from benchmarks.jax_counts import copies, updates_per_window
+from benchmarks.jax_mlp import STEPS, make_params
+
+WIDTH, WINDOWS = 16, 3
+
+
+def trained(case: Case) -> dict[str, Any]:
+    """The parameters of each contestant but the floor, which forgets all gradients but the last."""
+    ends = {}
+    for name, run in case.contestants.items():
+        if not name.startswith("floor"):
+            for _ in range(WINDOWS):
+                params = run()
+            ends[name] = [np.asarray(leaf) for leaf in params]
+    return ends
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keras is told its backend by the environment."""
+    monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "jax"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("case", "members"),
+    [
+        (lambda: jax_streaming.streaming("small", WIDTH, whole=True), 0),
+        (lambda: jax_streaming.clipping("small", WIDTH), 0),
+        (lambda: jax_ensemble.ensemble("small", WIDTH), jax_ensemble.MEMBERS),
+    ],
+    ids=["streaming", "clipping", "ensemble"],
+)
+def test_all_contestants_agree(case: Any, members: int) -> None:
+    ends = trained(case())
+    assert len(ends) >= 3
+    expected, start = ends[jax_streaming.BASELINE], make_params(WIDTH, members)
+    for name, params in ends.items():
+        for own, theirs, before in zip(params, expected, start, strict=True):
+            np.testing.assert_allclose(own, theirs, rtol=1e-5, atol=2e-6, err_msg=name)
+            assert np.abs(own - np.asarray(before)).max() > 1e-4
+
+
+def test_the_clipping_case_clips() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=1)
+    gradients = jax_streaming.gradient(make_params(256), jax_streaming.batches(256)[0])
+    assert tx.update(gradients, tx.init(gradients))[1].last_grad_norm > jax_streaming.CLIP_NORM
+
+
+def test_updates_are_counted_as_they_happen() -> None:
+    for members in (0, 2):
+        assert updates_per_window(lambda inner: gradaccum.wrap(inner, steps=STEPS), members) == 1
+        assert updates_per_window(lambda inner: optax.MultiSteps(inner, STEPS), members) == STEPS
+        assert updates_per_window(lambda inner: inner, members) == STEPS
+
+
+def test_copies_of_a_parameters_shape_are_counted() -> None:
+    text = "%a = f32[2,3]{1,0} copy(%b)\n%c = f32[] copy(%d)\n%e = f32[3,2]{1,0} copy(%f)\n%copy.1 = f32[2,3]{1,0} fusion(%copy.2)"
+    assert copies(text, {(2, 3)}) == 1
+    assert copies(text, {(2, 3), (3, 2)}) == 2
