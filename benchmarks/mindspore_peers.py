@@ -58,9 +58,10 @@ class TrainStep(Gradient):
 class TutorialAccumulator(nn.Cell):  # type: ignore[misc]
     """As MindSpore's tutorial describes it: a sum and a zero for each parameter, a counter, and ``if counter % steps == 0``."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, steps: int = STEPS) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer = optimizer
+        self.steps = steps
         self.sums = optimizer.parameters.clone(prefix="sum", init="zeros")
         self.zeros = optimizer.parameters.clone(prefix="zero", init="zeros")
         self.counter = Parameter(Tensor(1, ms.int32), name="tutorial_counter")
@@ -68,7 +69,7 @@ class TutorialAccumulator(nn.Cell):  # type: ignore[misc]
 
     def construct(self, gradients: Any) -> Any:
         self.map(ops.partial(ops.assign_add), self.sums, gradients)
-        if self.counter % STEPS == 0:
+        if self.counter % self.steps == 0:
             self.optimizer(self.sums)
             self.map(ops.partial(ops.assign), self.sums, self.zeros)
         ops.assign_add(self.counter, Tensor(1, ms.int32))

@@ -3,8 +3,8 @@
 The last of an epoch's 23 windows holds two micro-batches, of 16 and 12 items, not four of 16. Who divides that by 4, or averages the two
 as if they were equal, makes another update than the large batch does. gradaccum makes the same, up to rounding. One such window in 23
 seldom shows in the accuracy; it shows in the distance to the large batch's parameters, which is counted. Nothing is timed. Every curve
-is a median over the seeds; what is left over by `optax.MultiSteps` at an epoch's end it keeps for the next, so its curve is drawn
-at the windows that have gone by and not at its updates, which are half a window behind after every other epoch.
+is a median over the seeds; what is left over by `optax.MultiSteps` and by MindSpore's tutorials at an epoch's end they keep for the next,
+so their curves are drawn at the windows that have gone by and not at their updates, which are half a window behind after every other epoch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.runs import LARGE, Run
 
 SEEDS, EPOCHS = 5, 10
 QUICK_SEEDS, QUICK_EPOCHS = 2, 3
-FRAMEWORKS = {"torch": "benchmarks.quality_torch", "JAX": "benchmarks.quality_jax"}
+FRAMEWORKS = {"torch": "benchmarks.quality_torch", "JAX": "benchmarks.quality_jax", "MindSpore": "benchmarks.quality_mindspore"}
 
 Makers = dict[str, Callable[[Parameters], Run]]
 
