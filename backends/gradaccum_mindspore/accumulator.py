@@ -1,8 +1,8 @@
 """Primitives over gradient trees: what every event does to tensors, apart from when.
 
-The ``compiled_`` ones run where the state is a tensor (`mindspore.jit`, graph mode) and choose by select; the others run where it is a
-Python number and leave out work. Both write with `write` alone: in PyNative ``Tensor.add_`` and its like leave a Parameter as it
-was, and a compiled function does not see ``set_data``. A sum is exactly zero while no window is open: its end writes zeros, one pass
+The ``compiled_`` ones run where the state is a tensor (`mindspore.jit`, graph mode) and choose by select; `eager_sums` has those that
+run where it is a Python number. All write with `write` and `add_into` alone: in PyNative ``Tensor.add_`` and its like leave a Parameter
+as it was, and a compiled function does not see ``set_data``. A sum is exactly zero while no window is open: its end writes zeros, one pass
 a window, so that a micro-batch is one addition and asks nothing about its place. The zeros are made as they are needed: those of
 ``zeros_like`` are a constant of the compiled graph, which would keep a second buffer of the model's size.
 
@@ -14,8 +14,6 @@ divisor such as 2^16 is no float16 number.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -45,27 +43,6 @@ def working_dtype(dtype: Any) -> Any:
     return ms.float32 if dtype == ms.float16 or dtype == ms.bfloat16 else dtype
 
 
-def cast(tensor: Any, dtype: Any) -> Any:
-    """`tensor` itself if it has that dtype, else a copy that has."""
-    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
-
-
-def scaled(gradient: Any, factor: float, dtype: Any) -> Any:
-    """``factor * gradient`` rounded to `dtype`."""
-    if factor == 1:
-        return cast(gradient, dtype)
-    work = working_dtype(dtype)
-    # A Tensor, because MindSpore rounds a Python number to float32.
-    return cast(ops.mul(cast(gradient, work), Tensor(factor, work)), dtype)
-
-
-def add(sums: Sequence[Any], gradients: Sequence[Any], factor: float) -> None:
-    """Add ``factor * gradient`` to each sum; a None adds nothing."""
-    for total, gradient in zip(sums, gradients, strict=True):
-        if gradient is not None:
-            add_into(total, scaled(gradient, factor, total.dtype))
-
-
 def add_into(total: Any, part: Any) -> None:
     """Add a tensor to a sum, in PyNative and in compiled code."""
     if total.dtype == working_dtype(total.dtype):
@@ -74,15 +51,11 @@ def add_into(total: Any, part: Any) -> None:
         write(total, (total.astype(ms.float32) + part.astype(ms.float32)).astype(total.dtype))
 
 
-def clear(sums: Sequence[Any], zero: Any) -> Any:
-    """Exact zeros by assignment, in PyNative and in compiled code; `zero` is a scalar Tensor."""
-    for total in sums:
-        write(total, ops.broadcast_to(zero.astype(working_dtype(total.dtype)), total.shape).astype(total.dtype))
-    return True
-
-
 def compiled_add(sums: Any, gradients: Any, factor: Any, usable: Any) -> None:
-    """`add` where `factor` and `usable` (bool: it adds anything at all) are scalar Tensors, or None for 1 and True."""
+    """Add ``factor * gradient`` to each sum; a None adds nothing.
+
+    `factor` and `usable` (bool: whether it adds anything at all) are scalar Tensors, or None for 1 and True.
+    """
     for total, gradient in zip(sums, gradients):  # noqa: B905
         if gradient is not None:
             part = gradient.astype(total.dtype).astype(working_dtype(total.dtype))
@@ -99,17 +72,18 @@ def compiled_scaled(gradient: Any, factor: Any, dtype: Any) -> Any:
     return (gradient.astype(work) * factor.astype(work)).astype(dtype).astype(work)
 
 
-def measure(tensors: Sequence[Any], dtype: Any) -> tuple[float, bool]:
-    """Global 2-norm of `tensors`, and whether every element is finite."""
-    squares = sum_of_squares(tensors, dtype).asnumpy().item()
-    if math.isfinite(squares):
-        return math.sqrt(squares), True
-    norm, finite = robust_measure(tensors, dtype)
-    return norm.asnumpy().item(), finite.asnumpy().item()
+def compiled_clear(sums: Any, zero: Any) -> Any:
+    """Exact zeros by assignment; `zero` is a scalar Tensor."""
+    for total in sums:
+        write(total, ops.broadcast_to(zero.astype(working_dtype(total.dtype)), total.shape).astype(total.dtype))
+    return True
 
 
 def robust_measure(tensors: Any, dtype: Any) -> tuple[Any, Any]:
-    """The same in tensors of `dtype`, shape (), where squares may overflow: the tensors are divided by their largest magnitude first."""
+    """Global 2-norm of `tensors`, and whether every element is finite; in `dtype`, shape ().
+
+    The tensors are divided by their largest magnitude first, as squares may overflow.
+    """
     largest = Tensor(0.0, dtype)
     for tensor in tensors:
         largest = ops.maximum(largest, ops.abs(tensor.astype(dtype)).max())

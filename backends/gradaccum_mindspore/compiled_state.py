@@ -11,7 +11,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from gradaccum import Options, ScaleRule, close, discard
-from gradaccum_mindspore.accumulator import clear
+from gradaccum_mindspore.accumulator import compiled_clear
 from gradaccum_mindspore.storage import Storage
 
 
@@ -83,7 +83,7 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         store = self.storage
         event = self.event(apply, apply == False, overflow, grad_norm)  # noqa: E712
         after = close(state, apply, overflow, self.options, where)
-        clear(store.sums, after[3])
+        compiled_clear(store.sums, after[3])
         self.write_open(after, event)
         ops.assign(store.optimizer_step, after[1].astype(ms.int32))
         ops.assign(store.skipped_windows, after[2].astype(ms.int32))
@@ -96,5 +96,5 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         """Assign the state with the open window forgotten."""
         state = discard(self.read())
         event = self.event(state[0] < 0, state[0] < 0, state[0] < 0, self.norm())
-        clear(self.storage.sums, state[3])
+        compiled_clear(self.storage.sums, state[3])
         return self.write_open(state, event)

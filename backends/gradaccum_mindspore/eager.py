@@ -5,14 +5,14 @@ An operator costs more than reading a scalar there, so what a Python ``if`` can 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-from mindspore import Tensor, ops
+from mindspore import Tensor
 
 from gradaccum import Decision, Options, State, accumulate, close, contribution, decide, discard, is_full, select, steps_at
-from gradaccum_mindspore import accumulator
+from gradaccum_mindspore import eager_sums
+from gradaccum_mindspore.accumulator import fits
 from gradaccum_mindspore.storage import Storage
 
 FLOAT16_MAX = 65504.0
@@ -24,7 +24,6 @@ class EagerWindow:
     def __init__(self, storage: Storage, options: Options) -> None:
         self.storage = storage
         self.options = options
-        self.zero = Tensor(0.0, storage.float_dtype)
 
     def add(self, gradients: tuple[Any, ...], weight: float) -> State:
         """Take in one micro-batch of checked gradients; returns the state after it, written."""
@@ -32,7 +31,7 @@ class EagerWindow:
         factor = contribution(weight, self.options)
         finite = weight == 0 or self.options.on_overflow == "skip_window" or self.finite(gradients, factor)
         usable = gradients if finite and weight > 0 else (None,) * len(gradients)
-        accumulator.add(self.storage.sums, usable, factor)
+        eager_sums.add(self.storage.sums, usable, factor)
         after = self.storage.push(accumulate(state, weight, finite, select), state)
         if not finite:
             self.storage.push_event(False, False, True, micro_step=after.micro_step)
@@ -41,7 +40,7 @@ class EagerWindow:
     def finite(self, gradients: tuple[Any, ...], factor: float) -> bool:
         """Whether what would be added is free of inf and NaN."""
         parts = zip(self.storage.sums, gradients, strict=True)
-        return all(g is None or ops.isfinite(accumulator.scaled(g, factor, s.dtype)).all().asnumpy().item() for s, g in parts)
+        return all(g is None or eager_sums.all_finite(eager_sums.scaled(g, factor, s.dtype)) for s, g in parts)
 
     def ends(self, state: State) -> bool:
         """Whether the window ends with this micro-batch."""
@@ -49,12 +48,12 @@ class EagerWindow:
 
     def close(self, state: State, apply: Callable[[Any], Any]) -> None:
         """End the window: call `apply` with its gradients, or not at all."""
-        norm, finite = accumulator.measure(self.storage.sums, self.storage.float_dtype)
+        norm, finite = eager_sums.measure(self.storage.sums, self.storage.float_dtype)
         finite = finite and self.in_range(Decision(*decide(state, norm, finite, self.options._replace(clip_norm=None), select)))
         decision = Decision(*decide(state, norm, finite, self.options, select))
         if decision.apply:
             apply(self.gradients(decision.divisor))
-        accumulator.clear(self.storage.sums, self.zero)
+        eager_sums.clear(self.storage.sums)
         self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)
         self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
 
@@ -65,18 +64,15 @@ class EagerWindow:
             return True
         sums, handed = self.storage.sums, self.storage.handed
         divisor = Tensor(unclipped.divisor, self.storage.float_dtype)
-        return all(accumulator.fits(sums[i], divisor, handed[i]).asnumpy().item() for i in self.storage.narrowed)
+        return all(fits(sums[i], divisor, handed[i]).asnumpy().item() for i in self.storage.narrowed)
 
     def gradients(self, divisor: float) -> Any:
         """What the inner optimizer is given."""
-        sums, handed, dtype = self.storage.sums, self.storage.handed, self.storage.float_dtype
-        if math.frexp(divisor)[0] == 0.5 and divisor > accumulator.LEAST:
-            return accumulator.multiply(sums, Tensor(1 / divisor, dtype), handed)
-        return accumulator.divide(sums, Tensor(divisor, dtype), handed)
+        return eager_sums.divided(self.storage.sums, divisor, self.storage.handed, self.storage.float_dtype)
 
     def discard(self) -> None:
         """Forget the open window."""
-        accumulator.clear(self.storage.sums, self.zero)
+        eager_sums.clear(self.storage.sums)
         state = self.storage.pull()
         self.storage.push(discard(state), state)
         self.storage.push_event(False, False, False)

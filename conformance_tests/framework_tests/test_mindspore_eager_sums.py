@@ -1,0 +1,133 @@
+"""What PyNative does to the sums: alike by NumPy and by MindSpore's operators, and on a CPU by none that waits for another thread."""
+
+import math
+import os
+import sys
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
+
+import gradaccum  # noqa: E402
+from gradaccum_mindspore import eager_sums  # noqa: E402
+
+SHAPES = ((), (7,), (3, 5), (130, 100))
+"""The last is longer than a row of the norm, and no multiple of it."""
+DTYPES = ("float16", "float32", "float64")
+WORK = {"float16": "float32", "float32": "float32", "float64": "float64"}
+
+
+@pytest.fixture(params=["NumPy", "operators"])
+def way(request, monkeypatch):
+    """Both ways, one after the other: the second is that of other devices."""
+    if request.param == "operators":
+        monkeypatch.setattr(eager_sums, "array_of", lambda tensor: None)
+
+
+def arrays(dtype):
+    random = np.random.default_rng(0)
+    return [np.asarray(random.standard_normal(shape), dtype) for shape in SHAPES]
+
+
+def tensors(dtype):
+    return [Tensor(array) for array in arrays(dtype)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm(way, dtype):
+    norm, finite = eager_sums.measure(tensors(dtype), getattr(ms, WORK[dtype]))
+    true = math.sqrt(math.fsum(float(x) ** 2 for array in arrays(dtype) for x in array.ravel()))
+    assert finite
+    assert norm == pytest.approx(true, rel=1e-12 if dtype == "float64" else 3e-7)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("position", [0, 5000, 12_999])
+def test_one_bad_element_shows(way, bad, position):
+    values = np.ones(13_000, np.float32)
+    values[position] = bad
+    assert not eager_sums.measure([Tensor(values)], ms.float32)[1]
+    assert not eager_sums.all_finite(Tensor(values))
+    assert eager_sums.all_finite(Tensor(np.ones(3, np.float32)))
+
+
+def test_squares_that_overflow_do_not_hide_the_norm(way):
+    norm, finite = eager_sums.measure([Tensor(np.full((5000,), 1e30, np.float32))], ms.float32)
+    assert finite
+    assert norm == pytest.approx(1e30 * math.sqrt(5000), rel=1e-6)
+
+
+@pytest.mark.parametrize("total", DTYPES)
+@pytest.mark.parametrize("handed", DTYPES)
+@pytest.mark.parametrize("divisor", [8.0, 3.0])
+def test_division_is_rounded_once_in_the_sums_own_dtype(way, total, handed, divisor):
+    float_dtype = ms.float64 if total == "float64" else ms.float32
+    found = eager_sums.divided(tensors(total), divisor, [getattr(ms, handed)] * len(SHAPES), float_dtype)
+    work = np.dtype(WORK[total])
+    for tensor, array in zip(found, arrays(total), strict=True):
+        assert tensor.dtype == getattr(ms, handed)
+        np.testing.assert_array_equal(tensor.asnumpy(), (array.astype(work) / work.type(divisor)).astype(handed))
+
+
+@pytest.mark.parametrize("own", DTYPES)
+@pytest.mark.parametrize("total", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_scaling_is_rounded_to_the_sums_dtype(way, own, total, factor):
+    work = np.dtype(WORK[total])
+    for tensor, array in zip(tensors(own), arrays(own), strict=True):
+        found = eager_sums.scaled(tensor, factor, getattr(ms, total))
+        assert found.dtype == getattr(ms, total)
+        np.testing.assert_array_equal(found.asnumpy(), (array.astype(work) * work.type(factor)).astype(total))
+
+
+def test_bfloat16_is_left_to_operators():
+    half = Tensor(np.array([1.0, 3.0], np.float32)).astype(ms.bfloat16)
+    assert eager_sums.array_of(half) is None
+    (found,) = eager_sums.divided([Tensor(np.array([2.0], np.float32))], 4.0, [ms.bfloat16], ms.float32)
+    assert found.dtype == ms.bfloat16
+    assert found.astype(ms.float32).asnumpy() == [0.5]
+    np.testing.assert_array_equal(eager_sums.scaled(half, 0.5, ms.float32).asnumpy(), [0.5, 1.5])
+
+
+class Nothing(nn.Optimizer):
+    """Takes gradients and leaves the parameters alone."""
+
+    def construct(self, gradients):
+        return True
+
+
+def handed_over(run):
+    """The operators that `run` hands to another thread, and its result."""
+    names = []
+
+    def note(frame, event, called):
+        if event == "c_call" and called.__name__.startswith("pyboost_"):
+            names.append(called.__name__)
+
+    sys.setprofile(note)
+    try:
+        result = run()
+    finally:
+        sys.setprofile(None)
+    return names, result
+
+
+def test_what_is_handed_over_is_seen():
+    tensor = Tensor(np.ones(3, np.float32))
+    assert handed_over(lambda: ops.square(tensor))[0]
+
+
+@pytest.mark.parametrize("weight", [None, 3])
+def test_no_operator_is_handed_to_another_thread(weight):
+    parameters = [Parameter(Tensor(array), name=f"p{i}") for i, array in enumerate(arrays("float32"))]
+    optimizer = gradaccum.wrap(Nothing(0.1, parameters), steps=2)
+    gradients = tuple(tensors("float32"))
+    optimizer(gradients, weight)
+    optimizer(gradients, weight)
+    handed, closed = handed_over(lambda: [optimizer(gradients, weight) for _ in range(2)])
+    assert closed == [False, True]
+    assert not handed
