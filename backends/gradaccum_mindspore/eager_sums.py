@@ -26,7 +26,7 @@ Array = NDArray[Any]
 
 def array_of(tensor: Any) -> Array | None:
     """The memory of `tensor` if NumPy can work on it; waits for what computes it."""
-    if tensor.dtype in ARRAYS and ms.get_context("device_target") == "CPU":
+    if tensor.dtype in ARRAYS and tensor.device == "CPU":
         array: Array = tensor.asnumpy()
         return array
     return None

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, dtype_to_nptype, nn, ops
 
 from gradaccum import FIELD_DTYPES, Options, StepResult, at_rest, initial_state
 from gradaccum import State as NeutralState
@@ -78,27 +79,31 @@ class Storage(nn.Cell):  # type: ignore[misc]
 
     def pull(self) -> NeutralState:
         """The state in Python numbers."""
-        return NeutralState(*(getattr(self, field).asnumpy().item() for field in FIELD_DTYPES))
+        return NeutralState(*(getattr(self, field).item() for field in FIELD_DTYPES))
 
     def push(self, state: Any, before: NeutralState) -> NeutralState:
         """Write a state of Python numbers over the one that was pulled or pushed last; only what changed is written."""
         rounded = at_rest(NeutralState(*state), float64_weight=self.float_dtype == ms.float64)
         for field, old, new in zip(FIELD_DTYPES, before, rounded, strict=True):
             if new != old:
-                ops.assign(getattr(self, field), Tensor(new, self.field_dtype(field)))
+                self._assign(getattr(self, field), new)
         return rounded
 
     def push_event(self, applied: bool, skipped: bool, overflow: bool, grad_norm: float | None = None, *, micro_step: int = 0) -> None:
         """Write what a `StepResult` will say of this event; without `grad_norm` the last one stays."""
-        old = self.last_event.asnumpy().tolist()
+        old = self.last_event.tolist()
         flags = [float(flag * (micro_step + 1)) for flag in (applied, skipped, overflow)]
         new = [*flags, old[3] if grad_norm is None else grad_norm]
         if new != old:
-            ops.assign(self.last_event, Tensor(new, self.float_dtype))
+            self._assign(self.last_event, new)
+
+    def _assign(self, parameter: Any, value: Any) -> None:
+        # Not Tensor(value, dtype), which takes ten times as long.
+        ops.assign(parameter, Tensor.from_numpy(np.array(value, dtype_to_nptype(parameter.dtype))))
 
     def result(self) -> StepResult:
         """The last event and the state, in Python numbers."""
-        *flags, grad_norm = self.last_event.asnumpy().tolist()
+        *flags, grad_norm = self.last_event.tolist()
         state = self.pull()
         applied, skipped, overflow = (flag == state.micro_step + 1 for flag in flags)
         return StepResult(applied, skipped, overflow, grad_norm, state.loss_scale, state.micro_step, state.optimizer_step)
