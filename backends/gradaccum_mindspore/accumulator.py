@@ -18,13 +18,18 @@ from math import prod
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, ops
+from mindspore import ops
 from mindspore.ops import constexpr
 from mindspore.ops.auto_generate import inplace_copy
+
+from gradaccum_mindspore.checks import reaches_beyond
 
 ROW = 4096
 """Elements summed up in one go at most, for accuracy and speed: MindSpore's sum over the last axis runs at the speed of memory, one
 over all axes takes seven times as long."""
+each = ops.HyperMap()
+"""``each(function, trees...)``: over the leaves side by side, a tuple of what it returns. Not a loop: the compiler makes of each ``if`` in
+one the start of another graph, within that of the ``if`` before, and 200 parameters took it minutes."""
 LEAST = 2.0**-120
 """A power of two above it has a reciprocal in every dtype that is worked in."""
 
@@ -51,19 +56,24 @@ def add_into(total: Any, part: Any) -> None:
         write(total, (total.astype(ms.float32) + part.astype(ms.float32)).astype(total.dtype))
 
 
-def compiled_add(sums: Any, gradients: Any, factor: Any, usable: Any) -> None:
+def compiled_add(sums: Any, gradients: Any, factor: Any, usable: Any) -> Any:
     """Add ``factor * gradient`` to each sum; a None adds nothing.
 
     `factor` and `usable` (bool: whether it adds anything at all) are scalar Tensors, or None for 1 and True.
     """
-    for total, gradient in zip(sums, gradients):  # noqa: B905
-        if gradient is not None:
-            part = gradient.astype(total.dtype).astype(working_dtype(total.dtype))
-            if factor is not None:
-                part = compiled_scaled(gradient, factor, total.dtype)
-            if usable is not None:
-                part = ops.where(usable, part, ops.zeros_like(part))
-            add_into(total, part.astype(total.dtype))
+    return each(ops.partial(_add, factor, usable), sums, gradients)
+
+
+def _add(factor: Any, usable: Any, total: Any, gradient: Any) -> Any:
+    if gradient is None:
+        return True
+    part = gradient.astype(total.dtype).astype(working_dtype(total.dtype))
+    if factor is not None:
+        part = compiled_scaled(gradient, factor, total.dtype)
+    if usable is not None:
+        part = ops.where(usable, part, ops.zeros_like(part))
+    add_into(total, part.astype(total.dtype))
+    return True
 
 
 def compiled_scaled(gradient: Any, factor: Any, dtype: Any) -> Any:
@@ -72,10 +82,24 @@ def compiled_scaled(gradient: Any, factor: Any, dtype: Any) -> Any:
     return (gradient.astype(work) * factor.astype(work)).astype(dtype).astype(work)
 
 
+def compiled_finite(sums: Any, gradients: Any, factor: Any) -> Any:
+    """Whether all of what `compiled_add` would add is free of inf and NaN, a bool Tensor of shape ()."""
+    return ops.stack(each(ops.partial(_finite, factor), sums, gradients)).min() > 0
+
+
+def _finite(factor: Any, total: Any, gradient: Any) -> Any:
+    if gradient is None:
+        return ops.ones_like(factor)
+    return ops.isfinite(compiled_scaled(gradient, factor, total.dtype)).all().astype(factor.dtype)
+
+
 def compiled_clear(sums: Any, zero: Any) -> Any:
     """Exact zeros by assignment; `zero` is a scalar Tensor."""
-    for total in sums:
-        write(total, ops.broadcast_to(zero.astype(working_dtype(total.dtype)), total.shape).astype(total.dtype))
+    return each(ops.partial(_clear, zero), sums)
+
+
+def _clear(zero: Any, total: Any) -> Any:
+    write(total, ops.broadcast_to(zero.astype(working_dtype(total.dtype)), total.shape).astype(total.dtype))
     return True
 
 
@@ -84,28 +108,33 @@ def robust_measure(tensors: Any, dtype: Any) -> tuple[Any, Any]:
 
     The tensors are divided by their largest magnitude first, as squares may overflow.
     """
-    largest = Tensor(0.0, dtype)
-    for tensor in tensors:
-        largest = ops.maximum(largest, ops.abs(tensor.astype(dtype)).max())
+    largest = ops.stack(each(ops.partial(_largest, dtype), tensors)).max()
     divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
     # An inf becomes inf / inf = NaN, and max may overlook a NaN: the sum shows both.
-    squares = Tensor(0.0, dtype)
-    for tensor in tensors:
-        squares = squares + ops.square(tensor.astype(dtype) / divisor).sum()
+    squares = ops.addn(each(ops.partial(_square_over, divisor), tensors))
     return largest * ops.sqrt(squares), ops.isfinite(squares)
+
+
+def _largest(dtype: Any, tensor: Any) -> Any:
+    return ops.abs(tensor.astype(dtype)).max()
+
+
+def _square_over(divisor: Any, tensor: Any) -> Any:
+    return ops.square(tensor.astype(divisor.dtype) / divisor).sum()
 
 
 def sum_of_squares(tensors: Any, dtype: Any) -> Any:
     """Sum of the squares of all elements, in `dtype`, shape (): first over rows, then over what these gave."""
-    parts = []
-    for tensor in tensors:
-        squares = ops.square(tensor.astype(dtype))
-        if needs_rows(tensor.shape):
-            squares = squares.reshape(-1, row_length(tensor.size))
-        if tensor.size > ROW:
-            squares = squares.sum(-1)
-        parts.append(squares.sum())
-    return ops.addn(parts)
+    return ops.addn(each(ops.partial(_square, dtype), tensors))
+
+
+def _square(dtype: Any, tensor: Any) -> Any:
+    squares = ops.square(tensor.astype(dtype))
+    if needs_rows(tensor.shape):
+        squares = squares.reshape(-1, row_length(tensor.size))
+    if tensor.size > ROW:
+        squares = squares.sum(-1)
+    return squares.sum()
 
 
 @constexpr  # type: ignore[untyped-decorator]
@@ -132,20 +161,33 @@ def is_power_of_two(value: Any, splitter: Any) -> Any:
 
 def divide(sums: Any, divisor: Any, dtypes: Any) -> Any:
     """``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `divisor` is a scalar Tensor."""
-    gradients: Any = ()
-    for total, dtype in zip(sums, dtypes):  # noqa: B905
-        work = working_dtype(total.dtype)
-        gradients = (*gradients, (total.astype(work) / divisor.astype(work)).astype(dtype))
-    return gradients
+    return each(ops.partial(_divide, divisor), sums, dtypes)
+
+
+def _divide(divisor: Any, total: Any, dtype: Any) -> Any:
+    work = working_dtype(total.dtype)
+    return (total.astype(work) / divisor.astype(work)).astype(dtype)
 
 
 def multiply(sums: Any, factor: Any, dtypes: Any) -> Any:
     """``sum * factor``, likewise; `factor` is the reciprocal of a power of two."""
-    gradients: Any = ()
-    for total, dtype in zip(sums, dtypes):  # noqa: B905
-        work = working_dtype(total.dtype)
-        gradients = (*gradients, (total.astype(work) * factor.astype(work)).astype(dtype))
-    return gradients
+    return each(ops.partial(_multiply, factor), sums, dtypes)
+
+
+def _multiply(factor: Any, total: Any, dtype: Any) -> Any:
+    work = working_dtype(total.dtype)
+    return (total.astype(work) * factor.astype(work)).astype(dtype)
+
+
+def compiled_fits(sums: Any, divisor: Any, dtypes: Any) -> Any:
+    """Whether all of ``sum / divisor`` is finite in its dtype of `dtypes`, a bool Tensor of shape ()."""
+    return ops.stack(each(ops.partial(_fits, divisor), sums, dtypes)).min() > 0
+
+
+def _fits(divisor: Any, total: Any, dtype: Any) -> Any:
+    if reaches_beyond(total.dtype, dtype):
+        return fits(total, divisor, dtype).astype(divisor.dtype)
+    return ops.ones_like(divisor)
 
 
 def fits(total: Any, divisor: Any, dtype: Any) -> Any:

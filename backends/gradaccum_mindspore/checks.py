@@ -39,9 +39,9 @@ def accumulate_dtype(own: Any, asked: Any) -> Any:
     raise explain(kind, "accumulate_dtype", expected=expected, got=asked, fix="Write accumulate_dtype='float32'.")
 
 
-def reaches_beyond(own: Any, handed: Any) -> bool:
-    """Whether a finite sum of dtype `own` can be an inf in the dtype `handed`."""
-    return bool(handed == ms.float16 or (own == ms.float64 and handed != ms.float64))
+def reaches_beyond(own: Any, handed: Any) -> Any:
+    """Whether a finite sum of dtype `own` can be an inf in the dtype `handed`; for the compiler to follow too."""
+    return handed == ms.float16 or (own == ms.float64 and handed != ms.float64)
 
 
 def own_scaler(options: Options) -> Any:
@@ -142,6 +142,8 @@ def check_compiled_names(keys: tuple[str, ...], specs: Specs) -> None:
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def check_compiled_gradient(shape: tuple[int, ...], dtype: Any, name: str, expected_shape: tuple[int, ...], expected_dtype: Any) -> None:
-    """One gradient's shape and dtype, while compiling."""
-    check_shape_and_dtype(name, tuple(shape), str(dtype), expected_shape, str(expected_dtype))
+def check_compiled_gradients(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], specs: Specs) -> None:
+    """The gradients' shapes and dtypes, while compiling; a dtype of None: no gradient."""
+    for shape, dtype, (name, expected_shape, expected_dtype) in zip(shapes, dtypes, specs, strict=True):
+        if dtype is not None:
+            check_shape_and_dtype(name, tuple(shape), str(dtype), expected_shape, str(expected_dtype))

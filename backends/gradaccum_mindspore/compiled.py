@@ -16,21 +16,32 @@ from mindspore import ops
 from gradaccum import accumulate, contribution, decide, is_full, steps_at
 from gradaccum_mindspore.accumulator import (
     compiled_add,
-    compiled_scaled,
+    compiled_finite,
+    compiled_fits,
     divide,
-    fits,
+    each,
     is_power_of_two,
     multiply,
     robust_measure,
     sum_of_squares,
 )
-from gradaccum_mindspore.checks import check_compiled_gradient, check_compiled_names, check_compiled_structure
+from gradaccum_mindspore.checks import check_compiled_gradients, check_compiled_names, check_compiled_structure
 from gradaccum_mindspore.compiled_state import CompiledState, where
 
 
 def chosen(condition: Any, a: Any, b: Any) -> Any:
     """`where` for a condition that always holds, as it does for a finite gradient of weight 1."""
     return a
+
+
+def shape_of(gradient: Any) -> Any:
+    """A constant of the compiler's."""
+    return () if gradient is None else gradient.shape
+
+
+def dtype_of(gradient: Any) -> Any:
+    """Likewise."""
+    return None if gradient is None else gradient.dtype
 
 
 class CompiledWindow(CompiledState):
@@ -47,21 +58,13 @@ class CompiledWindow(CompiledState):
         finite = self.true
         usable = (amount > 0) & (amount < float("inf"))
         if self.options.on_overflow == "drop_micro_batch":
-            finite = self.finite(gradients, factor) | (amount == 0)
+            finite = compiled_finite(self.storage.sums, gradients, factor) | (amount == 0)
             usable = usable & finite
         after = accumulate(state, amount, finite, where)
         never, dropped = state[0] < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
         event = self.event(never, never, dropped * (after[0] + 1), self.norm())
         compiled_add(self.storage.sums, gradients, None if weight is None else factor, usable)
         return after, event
-
-    def finite(self, gradients: Any, factor: Any) -> Any:
-        """Whether what would be added is free of inf and NaN."""
-        finite = self.true
-        for total, gradient in zip(self.storage.sums, gradients):  # noqa: B905
-            if gradient is not None:
-                finite = finite & ops.isfinite(compiled_scaled(gradient, factor, total.dtype)).all()
-        return finite
 
     def ends(self, state: Any) -> Any:
         """Whether the window ends with this micro-batch."""
@@ -92,7 +95,8 @@ class CompiledWindow(CompiledState):
     def judged(self, state: Any, norm: Any, finite: Any) -> Any:
         """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite."""
         if self.storage.narrowed:
-            finite = finite & self.in_range(decide(state, norm, finite, self.unclipped, where)[2])
+            divisor = decide(state, norm, finite, self.unclipped, where)[2]
+            finite = finite & compiled_fits(self.storage.sums, divisor, self.storage.handed)
         return decide(state, norm, finite, self.options, where)
 
     def gradients(self, divisor: Any) -> Any:
@@ -103,22 +107,13 @@ class CompiledWindow(CompiledState):
         """The same for a divisor that is a power of two."""
         return multiply(self.storage.sums, self.one / divisor, self.storage.handed)
 
-    def in_range(self, divisor: Any) -> Any:
-        """Whether the window's gradient is finite in the dtypes of the inner optimizer."""
-        within = self.true
-        for index in self.storage.narrowed:
-            within = within & fits(self.storage.sums[index], divisor, self.storage.handed[index])
-        return within
-
     def ordered(self, gradients: Any) -> Any:
         """The gradients in the parameters' order; raises `GradientError` while compiling."""
         specs = self.storage.specs
         if isinstance(gradients, dict):
             gradients = self.by_name(gradients)
         check_compiled_structure(len(gradients), specs)
-        for gradient, spec in zip(gradients, specs):  # noqa: B905
-            if gradient is not None:
-                check_compiled_gradient(gradient.shape, gradient.dtype, spec[0], spec[1], spec[2])
+        check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
         return gradients
 
     def by_name(self, gradients: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, nn
 
-from gradaccum_mindspore.accumulator import write
+from gradaccum_mindspore.accumulator import each, write
 from gradaccum_mindspore.checks import HALF
 
 
@@ -38,9 +38,7 @@ class Masters(nn.Cell):  # type: ignore[misc]
 
     def construct(self) -> Any:
         """Round every master into the model's parameter."""
-        for half, master in zip(self.halves, self.masters):  # noqa: B905
-            write(half, master.astype(half.dtype))
-        return True
+        return each(_round, self.halves, self.masters)
 
 
 class Update(nn.Cell):  # type: ignore[misc]
@@ -69,6 +67,11 @@ def turn_to_masters(inner: Any, masters: Masters) -> None:
     for parameter in inner.get_parameters():
         if replacements and parameter.dtype in HALF:
             parameter.set_dtype(ms.float32)
+
+
+def _round(half: Any, master: Any) -> Any:
+    write(half, master.astype(half.dtype))
+    return True
 
 
 def _master(parameter: Any, suffix: str) -> Any:
