@@ -38,21 +38,25 @@ step = Step(gradaccum.wrap(nn.Adam(parameters, 0.1), steps=2))
 for _ in range(2):
     closed = step(*(Tensor(np.ones(shape, np.float32)) for shape in shapes))
 assert closed
-assert abs(parameters[0].asnumpy()[0, 0] - 0.9) < 1e-5
+assert abs(parameters[0].asnumpy().flat[0] - 0.9) < 1e-5
 """
+
+
+def dumped(folder, shapes, pattern):
+    """The text of each file of graphs, by the pattern of its name, of a wrapped Adam's call in graph mode."""
+    script = folder / "step.py"
+    script.write_text(SCRIPT.format(shapes=shapes))
+    environment = os.environ | {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir")}
+    subprocess.run([sys.executable, str(script)], cwd=folder, env=environment, check=True)
+    texts = [path.read_text() for path in (folder / "ir").glob(pattern)]
+    assert texts, "no graphs were saved: the tests below would count nothing"
+    return texts
 
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory):
-    """The text of each graph of kernels of a wrapped Adam's call in graph mode."""
-    folder = tmp_path_factory.mktemp("graphs")
-    script = folder / "step.py"
-    script.write_text(SCRIPT.format(shapes=SHAPES))
-    environment = os.environ | {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir")}
-    subprocess.run([sys.executable, str(script)], cwd=folder, env=environment, check=True)
-    texts = [path.read_text() for path in (folder / "ir").glob("graph_build_*.ir")]
-    assert texts, "no graphs were saved: the tests below would count nothing"
-    return texts
+    """The text of each graph of kernels."""
+    return dumped(tmp_path_factory.mktemp("graphs"), SHAPES, "graph_build_*.ir")
 
 
 def operators(text):
@@ -80,6 +84,15 @@ def test_the_usual_end_of_a_window_measures_and_multiplies_once(graphs):
     decided = [counts for counts in with_operator(graphs, "Square") if not counts["Abs"]]
     assert [counts["Square"] for counts in decided] == [len(SHAPES)], "one pass over the sums"
     assert decided[0]["Reshape"] == decided[0]["MatMul"] == 0
+
+
+def test_what_there_is_to_compile_hardly_grows_with_the_number_of_parameters(tmp_path_factory):
+    few, many = (
+        sum(text.count("\nsubgraph @") for text in dumped(tmp_path_factory.mktemp("ir"), ((3,),) * count, "*_type_inference_*.ir"))
+        for count in (2, 8)
+    )
+    assert few > 100, "graphs are counted at all"
+    assert many - few <= 2 * 6, "a loop over the parameters is unrolled into graphs within graphs; one of Adam's own for each"
 
 
 def test_no_python_runs_in_compiled_code(graphs):
