@@ -112,6 +112,7 @@ class CompiledWindow(CompiledState):
         specs = self.storage.specs
         if isinstance(gradients, dict):
             gradients = self.by_name(gradients)
+        gradients = tuple(gradients)
         check_compiled_structure(len(gradients), specs)
         check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
         return gradients

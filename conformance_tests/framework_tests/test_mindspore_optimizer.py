@@ -210,6 +210,18 @@ def test_a_dict_and_a_list(wrapped):
     assert values(optimizer) == [-1.0, -3.0]
 
 
+def test_a_list_and_a_none_made_inside_jit():
+    optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
+
+    @ms.jit
+    def step(a, b):
+        optimizer([a, b])
+        return optimizer([a, None])
+
+    step(*ones(2.0, 4.0))
+    assert values(optimizer) == [-1.0, -1.0]
+
+
 def test_flush_and_discard_in_every_mode(wrapped):
     optimizer, call = wrapped
     assert not optimizer.flush()
