@@ -78,8 +78,8 @@ def squared(tensor: Any, dtype: Any) -> float:
 
 def divided(sums: Sequence[Any], divisor: float, dtypes: Sequence[Any], float_dtype: Any) -> tuple[Any, ...]:
     """``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `float_dtype` is what the divisor is rounded to."""
-    by = Tensor(divisor, float_dtype)
-    return tuple(_quotient(total, by, dtype) for total, dtype in zip(sums, dtypes, strict=True))
+    rounded = ARRAYS[float_dtype].type(divisor)
+    return tuple(_quotient(total, rounded, dtype) for total, dtype in zip(sums, dtypes, strict=True))
 
 
 def clear(sums: Sequence[Any]) -> None:
@@ -96,9 +96,9 @@ def _cast(tensor: Any, dtype: Any) -> Any:
 def _quotient(total: Any, divisor: Any, dtype: Any) -> Any:
     array = array_of(total)
     if array is None or dtype not in ARRAYS:
-        return divide((total,), divisor, (dtype,))[0]
+        return divide((total,), Tensor(divisor), (dtype,))[0]
     work = ARRAYS[working_dtype(total.dtype)]
-    return _tensor(array.astype(work, copy=False) / divisor.asnumpy().astype(work), dtype)
+    return _tensor(array.astype(work, copy=False) / work.type(divisor), dtype)
 
 
 def _tensor(values: Any, dtype: Any) -> Any:
