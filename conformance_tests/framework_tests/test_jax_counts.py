@@ -17,6 +17,8 @@ import gradaccum_jax
 
 SIDE, MATRICES, MEMBERS = 1024, 4, 3
 OWN = MATRICES * SIDE * SIDE * 4
+KERNELS = {"plain": 12.5, "clip_and_drop": 15.5, "dynamic_scale": 12.5, "no_steps": 3, "multisteps": 6}
+"""At most, for each tensor: AdamW and the end of the window are six or seven, the sum one, the norm two or three and once more scaled."""
 OUTSIDE = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective", "infeed", "outfeed", "send(", "recv(", "callback")
 CLIP_AND_DROP = {"clip_norm": 1.0, "on_overflow": "drop_micro_batch"}
 MAKERS = {
@@ -30,12 +32,12 @@ LOOPS = {"plain": 3, "clip_and_drop": 3, "dynamic_scale": 3, "no_steps": 1, "mul
 """At most: one for the norm, one for the norm of what is too large or too small to be squared, one for the inner optimizer."""
 
 
-def params(members: int = 0) -> dict[str, Any]:
+def params(members: int = 0, matrices: int = MATRICES) -> dict[str, Any]:
     shape = (members, SIDE // 4, SIDE // 4) if members else (SIDE, SIDE)
-    return {f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i in range(MATRICES)}
+    return {f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i in range(matrices)}
 
 
-def compiled(tx: Any, *, members: int = 0, trained: bool = False) -> tuple[Any, str]:
+def compiled(tx: Any, *, members: int = 0, trained: bool = False, matrices: int = MATRICES) -> tuple[Any, str]:
     """A step given its gradients, or the network's input; and its optimized program."""
 
     def gradient(params: Any, x: Any) -> Any:
@@ -52,7 +54,7 @@ def compiled(tx: Any, *, members: int = 0, trained: bool = False) -> tuple[Any, 
         return optax.apply_updates(params, updates), state
 
     whole, init = (jax.vmap(step), jax.vmap(tx.init)) if members else (step, tx.init)
-    held = params(members)
+    held = params(members, matrices)
     given = jax.ShapeDtypeStruct((2, SIDE), jnp.float32) if trained else held
     made = jax.jit(whole, donate_argnums=(0, 1)).lower(held, jax.eval_shape(init, held), given).compile()
     return made, made.as_text()
@@ -60,6 +62,13 @@ def compiled(tx: Any, *, members: int = 0, trained: bool = False) -> tuple[Any, 
 
 def copies(text: str, side: int = SIDE) -> list[str]:
     return re.findall(rf"= f32\[(?:\d+,)?{side},{side}\]\S* copy\(.*", text)
+
+
+def kernels(text: str) -> int:
+    """Calls of what was compiled, of libraries and of `copy`, wherever in the program; not what is fused into them."""
+    fused = set(re.findall(r"(?:calls|to_apply)=%([\w.-]+)", text)) - set(re.findall(r"%(parallel[\w.-]+)", text))
+    bodies = [part for part in re.split(r"\n\n", text) if re.sub(r"^(ENTRY )?%([\w.-]+).*", r"\2", part, flags=re.S) not in fused]
+    return sum(len(re.findall(r"= \S+ (?:fusion|dot|reduce|reduce-window|multiply|is-finite|copy)\(", body)) for body in bodies)
 
 
 def aliased(text: str) -> int:
@@ -95,6 +104,13 @@ def test_compiled_with_the_gradient_a_step_has_scratch_for_two_matrices(name: st
     scratch = OWN + SIDE * SIDE if name == "clip_and_drop" else OWN // 2  # and a mask of one matrix
     assert copies(text) == []
     assert made.memory_analysis().temp_size_in_bytes <= scratch + 2**18
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_tensor_more_is_few_kernels_more(name: str) -> None:
+    """They are what a compiler spends its time on; beside 7 or 8 of `optax.MultiSteps`."""
+    few, many = (kernels(compiled(MAKERS[name](optax.adamw(1e-3)), matrices=matrices)[1]) for matrices in (MATRICES, 2 * MATRICES))
+    assert 2 <= (many - few) / MATRICES <= KERNELS[name]
 
 
 def test_the_sum_is_no_lone_addition() -> None:
