@@ -15,6 +15,9 @@ from torch import Tensor
 
 from gradaccum_torch.norms import Norms, are_alike
 
+BLOCK = 2**19
+"""Elements per thread that a CPU adds at once where it copies them into another dtype first: the copy stays in its cache."""
+
 
 def values(gradient: Tensor) -> Tensor:
     """The numbers of a gradient as a dense tensor that shares its memory; a sparse one must be coalesced."""
@@ -99,7 +102,7 @@ def divide(gradients: Sequence[Tensor], divisor: float) -> None:
     tensors = [values(gradient) for gradient in gradients]
     if tensors and divisor != 1:
         # A CPU makes a tensor of a Python number for each tensor anew, which takes longer than dividing a small one.
-        operand = torch.tensor(divisor, dtype=tensors[0].dtype) if are_alike(tensors) else divisor
+        operand = torch.tensor(divisor, dtype=tensors[0].dtype, device="cpu") if are_alike(tensors) else divisor
         torch._foreach_div_(tensors, operand)
 
 
@@ -111,19 +114,33 @@ def multiply(gradients: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
-@torch.no_grad()
-def add(held: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """`held` plus `gradient` in `dtype`, in place where it can be; takes `gradient` itself over if nothing is held and it fits."""
-    if held is None:
-        return gradient.detach().to(dtype)
-    if held.is_sparse and not gradient.is_sparse:
-        return gradient.detach().to(dtype) + held
+def add(held: Tensor, gradient: Tensor) -> Tensor:
+    """`held` plus `gradient` in the dtype of `held`, in place where it can be."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    if held.is_sparse:
+        return held.add_(gradient) if gradient.is_sparse else gradient.to(held.dtype) + held
+    if gradient.numel() > 2 * BLOCK and _is_copied_first(held, gradient):
+        _add_in_blocks(held.view(-1), gradient.view(-1), BLOCK * torch.get_num_threads())
+        return held
     return held.add_(gradient)
+
+
+def _is_copied_first(held: Tensor, gradient: Tensor) -> bool:
+    """Whether the addition copies a `gradient` that has blocks into the dtype of `held` first, as only a CPU does."""
+    of_two_dtypes = held.is_cpu and gradient.dtype is not held.dtype
+    return of_two_dtypes and not gradient.is_sparse and held.is_contiguous() and gradient.is_contiguous()
+
+
+def _add_in_blocks(held: Tensor, gradient: Tensor, elements: int) -> None:
+    for total, part in zip(torch.split(held, elements), torch.split(gradient, elements), strict=True):
+        total.add_(part)
 
 
 def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]:
     """The norm of all tensors from the norm of each, in float64, and then the notes, with one wait for the device."""
-    read: list[float] = _side_by_side([*norms, *notes]).tolist() if norms or notes else []
+    scalars = [*norms, *notes]
+    read: list[float] = [scalars[0].item()] if len(scalars) == 1 else _side_by_side(scalars).tolist() if scalars else []
     return [math.hypot(*read[: len(norms)]), *read[len(norms) :]]
 
 

@@ -78,8 +78,13 @@ class BufferStrategy(Strategy):
 
     def _absorb(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:
-            self._held[parameter] = add(self._held.get(parameter), gradient, sum_dtype(parameter, self._accumulate_dtype))
+        if gradient is None:
+            return
+        held = self._held.get(parameter)
+        if held is None:
+            self._held[parameter] = gradient.detach().to(sum_dtype(parameter, self._accumulate_dtype))
+        elif (total := add(held, gradient)) is not held:
+            self._held[parameter] = total
 
     def _is_narrowed(self, parameter: Tensor) -> bool:
         """Whether the inner optimizer works in another dtype than the sum's."""

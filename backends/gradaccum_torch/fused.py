@@ -7,8 +7,8 @@ float32 by a float32, bit for bit what dividing first would give; so other dtype
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,34 +17,42 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
     """Whether ``inner.step()`` itself can divide what is in ``.grad``, exactly and unseen by anyone who looks before it."""
+    if not getattr(inner, "_step_supports_amp_scaling", False):
+        return False
     # A subclass with a step of its own may read the gradients in Python; a hook may too.
-    known = type(inner).step.__module__.startswith("torch.optim.") and getattr(inner, "_step_supports_amp_scaling", False)
+    known = type(inner).step.__module__.startswith("torch.optim.")
     return known and not _hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
 
 
-@contextmanager
-def dividing(inner: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
-    """Let every ``inner.step()`` in this context divide by `divisor`; ``.grad`` holds the divided gradient after it."""
+def run_dividing(inner: torch.optim.Optimizer, divisor: float, update: Callable[[], Any]) -> None:
+    """Run `update`, in which every ``inner.step()`` divides by `divisor`; ``.grad`` holds the divided gradient after it."""
     device = next((parameter.device for group in inner.param_groups for parameter in group["params"]), torch.device("cpu"))
-    rounded = torch.tensor(divisor, dtype=torch.float32).item()
-    # Filled where it is used: a copy from the host would be one more wait for the device.
-    inner.grad_scale, inner.found_inf = torch.full((), rounded, dtype=torch.float32, device=device), None  # type: ignore[attr-defined]
+    inner.grad_scale, inner.found_inf = _scale(divisor, device), None  # type: ignore[attr-defined]
     try:
-        yield
+        update()
     finally:
         del inner.grad_scale, inner.found_inf  # type: ignore[attr-defined]
+
+
+def _scale(divisor: float, device: torch.device) -> Tensor:
+    """`divisor` in float32, shape ``()``."""
+    scale = torch.tensor(divisor, dtype=torch.float32, device="cpu")
+    # Filled where it is used: a copy from the host would be one more wait for the device.
+    return scale if device.type == "cpu" else torch.full((), scale.item(), dtype=torch.float32, device=device)
+
+
+def _is_float32(divisor: float) -> bool:
+    return torch.tensor(divisor, dtype=torch.float32, device="cpu").item() == divisor
 
 
 def _hooked(inner: torch.optim.Optimizer) -> bool:
     return bool(inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
-def _takes(group: dict[str, object], divisor: float) -> bool:
-    params = group["params"]
-    assert isinstance(params, list)
-    return bool(group.get("fused")) and all(_divides_exactly(parameter, divisor) for parameter in params)
+def _takes(group: dict[str, Any], divisor: float) -> bool:
+    dtypes = {parameter.dtype for parameter in group["params"]}
+    return bool(group.get("fused")) and (dtypes <= _FLOAT32 or (dtypes <= _WIDE and _is_float32(divisor)))
 
 
-def _divides_exactly(parameter: Tensor, divisor: float) -> bool:
-    dtype = parameter.dtype
-    return dtype is torch.float32 or (dtype is torch.float64 and torch.tensor(divisor, dtype=torch.float32).item() == divisor)
+_FLOAT32 = {torch.float32}
+_WIDE = {torch.float32, torch.float64}

@@ -13,15 +13,12 @@ class MicroBatch:
     """Notes between two calls of ``step``."""
 
     def __init__(self) -> None:
-        self.noted: float | None = None
-        """The weight given to ``opt.backward`` since the last ``step``."""
+        self.weight = 1.0
+        """Its weight: 1 unless given."""
+        self.noted = False
+        """A weight was given, to ``opt.backward``, since the last ``step``."""
         self.scaled_by_user = False
         """``opt.scale`` was called, so a plain ``backward()`` is expected."""
-
-    @property
-    def weight(self) -> float:
-        """Its weight: 1 unless given."""
-        return 1.0 if self.noted is None else self.noted
 
     def require_same(self, weight: float) -> None:
         """All losses of one micro-batch have one weight.
@@ -29,20 +26,20 @@ class MicroBatch:
         Raises:
             UsageError: an earlier one had another.
         """
-        if self.noted is not None and self.noted != weight:
+        if self.noted and self.weight != weight:
             raise explain(
                 UsageError,
                 "weight",
-                expected=f"{self.noted:g}, the weight of an earlier loss of the same micro-batch",
+                expected=f"{self.weight:g}, the weight of an earlier loss of the same micro-batch",
                 got=weight,
                 fix="Call opt.step() after each micro-batch, or give all its losses one weight.",
             )
 
     def note(self, weight: float) -> None:
-        self.noted = weight
+        self.weight, self.noted = weight, True
 
     def clear(self) -> None:
-        self.noted, self.scaled_by_user = None, False
+        self.weight, self.noted, self.scaled_by_user = 1.0, False, False
 
     def require_scaled(self, sentinels: Sentinels, factor: float, scale_in_use: bool) -> None:
         """Every gradient of the micro-batch was multiplied by `factor`, weight times loss scale.
@@ -50,8 +47,8 @@ class MicroBatch:
         Raises:
             UsageError: there was a plain ``backward()`` where `factor` is needed.
         """
-        forgotten = scale_in_use and self.noted is None and not self.scaled_by_user
-        mixed = sentinels.outside and self.noted is not None and not self.scaled_by_user and factor != 1
+        forgotten = scale_in_use and not self.noted and not self.scaled_by_user
+        mixed = sentinels.outside and self.noted and not self.scaled_by_user and factor != 1
         if forgotten or mixed:
             raise explain(
                 UsageError,

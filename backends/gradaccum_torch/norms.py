@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-SMALL = 2048
+SMALL = 4096
 """Elements up to which a CPU copies a tensor in less time than one more call takes."""
+FEW = 4
+"""Up to so many small tensors the copy is one call too many."""
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
@@ -23,11 +25,12 @@ def are_alike(tensors: Sequence[Tensor]) -> bool:
 
 
 class Norms:
-    """The norms of `tensors`, dense ones of any shapes, dtypes and devices: of each large one, and of the small ones together."""
+    """The norms of `tensors`, dense ones of any shapes, dtypes and devices: of each large one, and of many small ones together."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._small = [tensor for tensor in tensors if tensor.numel() <= SMALL] if are_alike(tensors) else []
-        self._large = [tensor for tensor in tensors if tensor.numel() > SMALL] if self._small else list(tensors)
+    def __init__(self, tensors: list[Tensor]) -> None:
+        small = [tensor for tensor in tensors if tensor.numel() <= SMALL]
+        self._small = small if len(small) > FEW and are_alike(tensors) else []
+        self._large = [tensor for tensor in tensors if tensor.numel() > SMALL] if self._small else tensors
         self._copy = _flatten_dense_tensors(self._small) if self._small else None  # type: ignore[no-untyped-call]
         self.each = self._of_the_large()
         """Tensors of shape ``()``, on the devices of what they measure."""

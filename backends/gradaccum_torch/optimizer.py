@@ -97,7 +97,8 @@ class AccumulatingOptimizer(PersistentOptimizer):
             return self._step_with(closure)
         if _FROM_SCALER in self.__dict__:
             return self._step_for_scaler()
-        self._window.count(self._run_update, bool(self._optimizer_step_pre_hooks))
+        if self._window.count():
+            self._window.close(self._run_update, bool(self._optimizer_step_pre_hooks))
         return None
 
     def flush(self) -> None:
@@ -144,7 +145,8 @@ class AccumulatingOptimizer(PersistentOptimizer):
             raise refused()
         window.micro_batch.scaled_by_user = scaler.update_follows = True
         try:
-            window.count(self._run_update, bool(self._optimizer_step_pre_hooks))
+            if window.count():
+                window.close(self._run_update, bool(self._optimizer_step_pre_hooks))
         except BaseException:
             # scaler.step does not get to it, and the next step may be the user's own.
             del self.grad_scale, self.found_inf
@@ -163,8 +165,9 @@ class AccumulatingOptimizer(PersistentOptimizer):
         return [scaler.group()]
 
     def _step_inner(self, *closure: Callable[[], Any]) -> Any:
-        returned = self._inner.step(*closure)
-        self._window.parameters.round()
+        returned, parameters = self._inner.step(*closure), self._window.parameters
+        if parameters.has_masters:
+            parameters.round()
         return returned
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:

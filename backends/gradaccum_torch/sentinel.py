@@ -55,10 +55,6 @@ class Watched:
         self.gradient = gradient = self.parameter.grad
         self.version = None if gradient is None or _shares_memory(gradient) else gradient._version
 
-    def is_as_noted(self) -> bool:
-        gradient = self.parameter.grad
-        return gradient is self.gradient and (gradient is None or self.version is None or gradient._version == self.version)
-
     def follow(self) -> bool:
         """Note what is in ``.grad`` after an accumulation; whether that accumulation alone turned what was noted into it.
 
@@ -115,7 +111,7 @@ class Sentinels:
                     if len(self._watched) < WATCHED_AT_MOST:
                         self._watch(parameter)
 
-    def adapt(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+    def _adapt(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         """If no watched parameter has a gradient, watch the first one that has."""
         if any(watched.gradient is not None for watched in self._watched.values()):
             return
@@ -126,12 +122,15 @@ class Sentinels:
     def intact(self) -> bool:
         """Whether every watched ``.grad`` is what autograd left there."""
         for watched in self._watched.values():
-            if not watched.is_as_noted():
+            gradient, version = watched.parameter.grad, watched.version
+            if gradient is not watched.gradient or (gradient is not None and version is not None and gradient._version != version):
                 return False
         return not self.disturbed
 
-    def next_micro_batch(self) -> None:
-        """What arrives from now on belongs to another micro-batch."""
+    def next_micro_batch(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        """What arrives from now on belongs to another micro-batch; if nothing watched has come in this one, find what else has."""
+        if not self.arrived:
+            self._adapt(parameters)
         self.arrived = self.outside = False
 
     def flags(self) -> tuple[bool, bool, bool]:

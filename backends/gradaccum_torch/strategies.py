@@ -98,8 +98,7 @@ class GradStrategy(Strategy):
     keeps_micro_batch_apart = False
 
     def take(self) -> bool:
-        self.sentinels.next_micro_batch()
-        self.sentinels.adapt(self.parameters)
+        self.sentinels.next_micro_batch(self.parameters)
         return True
 
     def measure(self, notes: Sequence[Tensor] = ()) -> Measured:

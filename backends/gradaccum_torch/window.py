@@ -29,7 +29,7 @@ from gradaccum import (
 )
 from gradaccum_torch.buffers import strategy_type
 from gradaccum_torch.checks import window_size
-from gradaccum_torch.fused import can_divide, dividing
+from gradaccum_torch.fused import can_divide, run_dividing
 from gradaccum_torch.grad_scaler import link_scaler
 from gradaccum_torch.micro_batch import MicroBatch, changed_gradients, unfinished
 from gradaccum_torch.norms import Norms
@@ -101,35 +101,30 @@ class Window:
             self.size = window_size(self.options, self.fields.optimizer_step)
         return self.fields
 
-    def count(self, update: Callable[[], Any], observed: bool) -> None:
-        """End the micro-batch under way, and with the last one the window.
-
-        Args:
-            update: runs the inner optimizer.
-            observed: whether something that `update` calls looks at ``.grad`` before the inner optimizer does.
-        """
-        weight, fields, sentinels = self.micro_batch.weight, self.open(), self.strategy.sentinels
-        if self._scaled or self.micro_batch.noted is not None:
-            self.micro_batch.require_scaled(sentinels, self.factor(weight), self._scaled)
+    def count(self) -> bool:
+        """End the micro-batch under way; whether the window is full now, and must be closed."""
+        fields, micro_batch, sentinels = self.open(), self.micro_batch, self.strategy.sentinels
+        weight = micro_batch.weight
+        if self._scaled or micro_batch.noted:
+            micro_batch.require_scaled(sentinels, self.factor(weight), self._scaled)
         if not sentinels.intact():
             self._require_still_right(State(*accumulate(fields, weight, True, select)))
         finite = self.strategy.take()
-        self.micro_batch.clear()
+        micro_batch.clear()
         if self.scaler is not None:
             self.scaler.count(first=fields.micro_step == 0)
         self._set(accumulate(fields, weight, finite, select), _NOTHING_CLOSED if finite else _DROPPED)
-        if self._is_full(self.fields):
-            self._close(update, observed)
+        return self._is_full(self.fields)
 
     def flush(self, update: Callable[[], Any], observed: bool) -> None:
-        """Close the window with what it holds; the arguments are those of `count`."""
-        if self.micro_batch.noted is not None or (self.fields.micro_step and self.strategy.sentinels.arrived):
+        """Close the window with what it holds; the arguments are those of `close`."""
+        if self.micro_batch.noted or (self.fields.micro_step and self.strategy.sentinels.arrived):
             raise unfinished("flush()")
         self._event = _NOTHING_CLOSED
         if self.fields.micro_step:
             if not self.strategy.sentinels.intact():
                 self._require_still_right(self.fields, flushing=True)
-            self._close(update, observed)
+            self.close(update, observed)
 
     def discard(self) -> None:
         """Forget it, and the micro-batch under way."""
@@ -152,7 +147,7 @@ class Window:
         """
         if self.fields.micro_step == 0 or self.strategy.keeps_micro_batch_apart:
             return
-        if self.micro_batch.noted is not None or self.strategy.sentinels.arrived:
+        if self.micro_batch.noted or self.strategy.sentinels.arrived:
             raise unfinished(call)
         if not self.strategy.sentinels.intact():
             raise changed_gradients()
@@ -174,16 +169,24 @@ class Window:
         self.strategy: Strategy = chosen(self.parameters, self.options.accumulate_dtype)
         self._float64_weight = torch.float64 in self.sum_dtypes
 
-    def _close(self, update: Callable[[], Any], observed: bool) -> None:
+    def close(self, update: Callable[[], Any], observed: bool) -> None:
+        """End the window, which holds a micro-batch at least.
+
+        Args:
+            update: runs the inner optimizer.
+            observed: whether something that `update` calls looks at ``.grad`` before the inner optimizer does.
+        """
         norm, finite, notes, norms = self.strategy.measure(() if self.scaler is None else self.scaler.notes())
         if self.scaler is not None:
             self.fields = self.scaler.used(self.fields, notes)
         # Clipping comes after: what leaves the range before it is an overflow, as it would be in a large batch.
-        finite = finite and self.strategy.fits(norm, self._divisor(self.fields))
+        whole = self.strategy.hands_over_whole
+        finite = finite and (whole or self.strategy.fits(norm, self._divisor(self.fields)))
         decision = Decision(*decide(self.fields, norm, finite, self.options, select))
         if decision.apply:
-            self.parameters.take_over()
-            if not observed and self.strategy.hands_over_whole and can_divide(self._inner, decision.divisor):
+            if self.parameters.has_masters:
+                self.parameters.take_over()
+            if not observed and whole and can_divide(self._inner, decision.divisor):
                 self._run_dividing(update, norms, decision.divisor)
             else:
                 self._run(update, decision.divisor)
@@ -202,8 +205,7 @@ class Window:
         """Run the update on the sum, of those norms, and let it divide; if it raises, the full window is there as well."""
         self.strategy.hand_over(1.0)
         try:
-            with dividing(self._inner, divisor):
-                update()
+            run_dividing(self._inner, divisor, update)
         except BaseException:
             # It may have raised before the kernel ran, after it, or between two groups.
             norms.undo(divisor)
