@@ -12,9 +12,10 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradaccum
-from gradaccum_torch import buffers
+from gradaccum_torch import accumulator, buffers
 
 LAYERS, SIZE = 6, 32
 HALF = [torch.float16, torch.bfloat16]
@@ -143,6 +144,19 @@ SCALES: dict[str, Callable[[], Any]] = {
 }
 
 
+class Sizes(TorchDispatchMode):
+    """The elements of each addition while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add_.Tensor:
+            self.added.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
 def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
     """How often the host reads a tensor: ``item`` and what ends in it, and ``tolist``, which the profiler does not show."""
     lists = 0
@@ -244,3 +258,29 @@ def test_the_norm_of_a_resumed_window_is_the_same_to_the_last_bit() -> None:
     for each in (opt, resumed):
         each.flush()
     assert opt.result.grad_norm == resumed.result.grad_norm
+
+
+@by_dtype
+@pytest.mark.parametrize("layout", ["whole", "last block short", "transposed"])
+def test_a_large_gradient_is_added_in_blocks_to_the_same_last_bit(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU copies what it adds into the sum's dtype first: of blocks the copy stays in the cache, of a large gradient it does not."""
+    monkeypatch.setattr(accumulator, "BLOCK", 64)
+    block = 64 * torch.get_num_threads()
+    held, gradient = torch.randn(4 * block, 2), torch.randn(4 * block, 2).to(dtype)
+    if layout == "last block short":
+        held, gradient = held[:-3], gradient[:-3]
+    elif layout == "transposed":
+        gradient = torch.randn(2, 4 * block).to(dtype).t()
+    expected = held + gradient
+    with Sizes() as sizes:
+        total = accumulator.add(held, gradient)
+    assert total is held
+    assert torch.equal(held, expected)
+    assert max(sizes.added) == (8 * block if layout == "transposed" else block)
+
+
+def test_a_gradient_of_the_sums_dtype_is_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulator, "BLOCK", 1)
+    with Sizes() as sizes:
+        accumulator.add(torch.zeros(1000), torch.ones(1000))
+    assert sizes.added == [1000]
