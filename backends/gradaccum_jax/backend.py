@@ -27,7 +27,8 @@ class JaxBackend:
             optimizer: an `optax.GradientTransformation`.
             options: the validated options.
             control_flow: how the inner optimizer is run once per window: ``"while_loop"``, also once under `jax.vmap`; or ``"cond"``,
-                which has a reverse mode, for those who differentiate through the optimizer.
+                which has a reverse mode, for those who differentiate through the optimizer, and in which it may reduce over
+                a named axis of `jax.vmap`: with the loop, such a reduction raises `UsageError` where it is vmapped.
             unknown: nothing.
 
         Raises:

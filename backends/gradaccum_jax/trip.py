@@ -4,7 +4,8 @@ JAX's own rule lets every member of a batch run the body if one of them wants it
 array the body writes in place is then copied first, in every window, although members mostly close their windows together. Here
 the body runs on the whole batch, in place, where all members want it; and where only some do, for each of those by itself.
 
-The members' axis has no name inside: an inner optimizer that reduces over ``jax.vmap(..., axis_name=...)`` wants ``control_flow="cond"``.
+The members' axis has no name inside: an inner optimizer that reduces over ``jax.vmap(..., axis_name=...)`` is refused, and pointed
+to ``control_flow="cond"``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.extend import core
 
+from gradaccum import UsageError, explain
+
 T = TypeVar("T")
 Leaves = list[Any]
 Run = Callable[[Leaves, Leaves], Leaves]
@@ -25,7 +28,11 @@ Run = Callable[[Leaves, Leaves], Leaves]
 
 
 def zero_or_one(predicate: Any, function: Callable[[T], T], operand: T) -> T:
-    """``function(operand)`` where `predicate`, a bool scalar, holds, else `operand`; what `function` closes over may be traced."""
+    """``function(operand)`` where `predicate`, a bool scalar, holds, else `operand`; what `function` closes over may be traced.
+
+    Raises:
+        UsageError: `function` reduces over a named axis of the `jax.vmap` that this is under.
+    """
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, operand))
     closed = jax.make_jaxpr(lambda *flat: jax.tree.leaves(function(jax.tree.unflatten(structure, flat))))(*leaves)
     constants = [jnp.asarray(constant) for constant in closed.consts]
@@ -33,10 +40,10 @@ def zero_or_one(predicate: Any, function: Callable[[T], T], operand: T) -> T:
     def run(constants: Leaves, leaves: Leaves) -> Leaves:
         return list(core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, constants))(*leaves))
 
-    return cast(T, jax.tree.unflatten(structure, _trip(run, jnp.asarray(predicate), constants, leaves)))
+    return cast(T, jax.tree.unflatten(structure, _trip(run, jnp.asarray(predicate), constants, leaves, _named_axes(closed))))
 
 
-def _trip(run: Run, predicate: Any, constants: Leaves, leaves: Leaves) -> Leaves:
+def _trip(run: Run, predicate: Any, constants: Leaves, leaves: Leaves, named: frozenset[str] = frozenset()) -> Leaves:
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, (predicate, constants, leaves))
 
     @custom_vmap
@@ -48,6 +55,7 @@ def _trip(run: Run, predicate: Any, constants: Leaves, leaves: Leaves) -> Leaves
 
     @loop.def_vmap
     def _(size: int, batched: Any, predicate: Any, constants: Leaves, leaves: Leaves) -> tuple[Leaves, list[bool]]:
+        _require_no_axis(named)
         predicate, constants, leaves = jax.tree.map(_typed, (predicate, constants, leaves), dtypes)
         several, axes, spread = batched[0], [0 if one else None for one in batched[1]], batched[2]
         leaves = [leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf, own in zip(leaves, spread, strict=True)]
@@ -73,6 +81,20 @@ def _one_by_one(run: Run, wanted: Any, axes: list[Any], constants: Leaves, leave
         return cast(Leaves, lax.fori_loop(0, wanted.shape[0], member, leaves))
 
     return _trip(all_members, jnp.any(wanted), [*constants, wanted], leaves)
+
+
+def _named_axes(closed: Any) -> frozenset[str]:
+    """Those that a traced function reduces over, or asks for its place on."""
+    return frozenset(effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect")
+
+
+def _require_no_axis(named: frozenset[str]) -> None:
+    """Under vmap, only the axes of a mesh still have their names."""
+    lost = sorted(named - frozenset(jax.sharding.get_abstract_mesh().manual_axes))
+    if lost:
+        fix = "Write gradaccum.wrap(..., control_flow='cond')."
+        expected = "one that does not reduce over a named axis of jax.vmap"
+        raise explain(UsageError, "optimizer", expected=expected, got=f"one that reduces over {lost}", fix=fix)
 
 
 def _typed(value: Any, dtype: Any) -> Any:

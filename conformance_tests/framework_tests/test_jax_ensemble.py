@@ -125,3 +125,35 @@ def test_a_trip_takes_constants_of_every_kind() -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-6)
         np.testing.assert_array_equal(counts, wanted)
         np.testing.assert_array_equal(flags, [True, True])
+
+
+def averaging(axis: str) -> optax.GradientTransformation:
+    """SGD with the mean of the gradients along a named axis."""
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree.map(lambda g: -jax.lax.pmean(g, axis), gradients), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize("make", [gradaccum.wrap, gradaccum_jax.MultiSteps], ids=["wrap", "multisteps"])
+def test_an_optimizer_that_reduces_over_the_members_is_told_what_to_write(make: Callable[..., Any]) -> None:
+    params = jnp.arange(6.0).reshape(MEMBERS, 2)
+    tx = make(averaging("members"), 1)
+    with pytest.raises(gradaccum.UsageError, match=r"one that reduces over \['members'\].*control_flow='cond'"):
+        jax.vmap(tx.update, axis_name="members")(params, jax.vmap(tx.init)(params), params)
+    tx = make(averaging("members"), 1, control_flow="cond")
+    updates, _ = jax.vmap(tx.update, axis_name="members")(params, jax.vmap(tx.init)(params), params)
+    np.testing.assert_array_equal(updates, np.tile(-params.mean(0), (MEMBERS, 1)))
+
+
+def test_an_ensemble_on_each_device_may_reduce_over_the_mesh() -> None:
+    tx, mesh = gradaccum.wrap(averaging("devices"), steps=1), jax.sharding.Mesh(np.array(jax.devices()[:1]), ("devices",))
+    params = jnp.arange(6.0).reshape(MEMBERS, 2)
+
+    def step(params: Any) -> Any:
+        return jax.vmap(tx.update)(params, jax.vmap(tx.init)(params), params)[0]
+
+    kind = jax.sharding.PartitionSpec("devices")
+    sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=kind, out_specs=kind, check_vma=False))
+    np.testing.assert_array_equal(sharded(params), -params)

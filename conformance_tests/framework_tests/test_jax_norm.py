@@ -35,7 +35,7 @@ def test_a_sum_of_squares_is_as_exact_as_its_dtype_allows(shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
-@pytest.mark.parametrize("size", [1e-30, 3e-23, 1e-20, 1e-13, 1.0, 1e15, 1e25, 1e37])
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1.5e-19, 1e-13, 1.0, 1e15, 1e25, 1e37])
 def test_the_norm_of_any_magnitude(size: float, control_flow: str) -> None:
     values = np.random.default_rng(1).uniform(0.5, 1.0, (40, 48)).astype(np.float32) * np.float32(size)
     small = np.full((5, 3), size * 1e-6, np.float32)
