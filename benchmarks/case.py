@@ -20,8 +20,6 @@ class Case(NamedTuple):
     """What is counted and not timed, by contestant: bytes, buffers, calls."""
     x: float | None = None
     """Where the case stands on the question's axis, if it has one: the cases are then drawn as lines."""
-    moved: Mapping[str, float] = {}
-    """Bytes that one run moves at least, by contestant: shown as GB/s."""
     rates: Mapping[str, Mapping[str, float]] = {}
     """Work that one run does, by contestant and by the unit of what it comes to per second, such as ``tokens/s``."""
 

@@ -37,7 +37,7 @@ def cases(quick: bool) -> Iterator[Case]:
         }
         bytes_moved = triad.YARDSTICKS | {OWN_TRIAD: triad.FLOAT32} | dict.fromkeys(contestants, moved)
         own = {**triad.yardsticks(), OWN_TRIAD: _own_triad()}
-        yield Case(f"{name} gradients, float32 sums and parameters", triad.NAME, own | contestants, moved=bytes_moved)
+        yield Case(f"{name} gradients, float32 sums and parameters", triad.NAME, own | contestants, rates=triad.rates(bytes_moved))
 
 
 def _tree(value: float, dtype: Any = jnp.float32) -> list[Any]:

@@ -68,7 +68,7 @@ def cases(quick: bool) -> Iterator[Case]:
     optimizer = gradaccum.wrap(nn.SGD(_parameters("weight"), learning_rate=0.1), steps=MANY)
     contestants = own | {"gradaccum": _run(MicroBatch(optimizer), gradients)}
     moved = triad.YARDSTICKS | dict.fromkeys(contestants, triad.FLOAT32)
-    yield Case("float32 gradients and sums", triad.NAME, triad.yardsticks() | contestants, moved=moved)
+    yield Case("float32 gradients and sums", triad.NAME, triad.yardsticks() | contestants, rates=triad.rates(moved))
 
 
 def _parameters(name: str) -> Any:

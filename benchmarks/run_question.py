@@ -38,8 +38,6 @@ def _timed(case: Case, plan: Plan) -> dict[str, Any]:
         row["counts"] = dict(case.counts.get(name, {}))
         seconds = row["median_ms"] / 1e3
         row["counts"] |= {unit: work / seconds for unit, work in case.rates.get(name, {}).items()}
-        if name in case.moved:
-            row["counts"]["GB/s"] = case.moved[name] / seconds / 1e9
     return {"case": case.name, "baseline": case.baseline, "x": case.x, "rows": rows}
 
 

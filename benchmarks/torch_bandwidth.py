@@ -48,13 +48,13 @@ def cases(quick: bool) -> Iterator[Case]:
 def _float32() -> Case:
     contestants = {OWN_TRIAD: _own_triad(), HAND_WRITTEN: _into_grad(torch.float32), "gradaccum": _gradaccum(torch.float32)}
     moved = triad.YARDSTICKS | dict.fromkeys(contestants, triad.FLOAT32)
-    return Case("float32 gradients and sums", triad.NAME, triad.yardsticks() | contestants, moved=moved)
+    return Case("float32 gradients and sums", triad.NAME, triad.yardsticks() | contestants, rates=triad.rates(moved))
 
 
 def _bfloat16() -> Case:
     contestants = {OWN_MIXED: _own_mixed(), HAND_WRITTEN: _into_buffers(), "gradaccum": _gradaccum(torch.bfloat16)}
     moved = triad.YARDSTICKS | dict.fromkeys(contestants, MIXED)
-    return Case("bfloat16 gradients, float32 sums", triad.NAME, triad.yardsticks() | contestants, moved=moved)
+    return Case("bfloat16 gradients, float32 sums", triad.NAME, triad.yardsticks() | contestants, rates=triad.rates(moved))
 
 
 def _tensors(value: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -10,7 +10,7 @@ core can do of an accumulation is therefore measured too, as NumPy's addition in
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,11 @@ def moved(*itemsizes: int) -> float:
 FLOAT32 = moved(4, 4, 4)
 """What the triad counts, and an accumulation of float32 gradients."""
 YARDSTICKS = {NAME: FLOAT32, ADDITION: FLOAT32}
+
+
+def rates(bytes_moved: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """What a `Case` is told of them, by contestant."""
+    return {name: {"GB/s": size / 1e9} for name, size in bytes_moved.items()}
 
 
 def _triad() -> Callable[[], object]:

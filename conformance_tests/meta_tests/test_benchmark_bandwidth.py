@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def require_whole(case: Case) -> None:
     """Every contestant runs, and has its bytes."""
     assert case.baseline == triad.NAME
-    assert set(case.contestants) == set(case.moved)
+    assert set(case.contestants) == set(case.rates)
     for run in case.contestants.values():
         run()
 

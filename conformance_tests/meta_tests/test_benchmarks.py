@@ -79,9 +79,9 @@ def test_rounds_end_when_the_time_is_up_but_not_before_the_least(monkeypatch: py
     assert timing.rounds == 3
 
 
-def test_records_hold_counts_and_gigabytes_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_hold_counts_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, 0.0, 0.0, 0.5)
-    case = Case("add", "a", {"a": lambda: None}, counts={"a": {"buffers": 2}}, x=4, moved={"a": 3e9})
+    case = Case("add", "a", {"a": lambda: None}, counts={"a": {"buffers": 2}}, x=4, rates={"a": {"GB/s": 3}})
     record = json.loads(json.dumps(_timed(case, Plan(rounds=1))))
     assert record["x"] == 4
     assert record["rows"][0]["counts"] == {"buffers": 2, "GB/s": 6.0}
