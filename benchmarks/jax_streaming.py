@@ -9,8 +9,10 @@ read and written in place where the floor writes a fresh gradient, whose lines a
 the sum is read for its norm, which finds an overflow too; the inner optimizer writes an update instead of the parameters;
 `optax.apply_updates` reads it, reads the parameters again and writes them; the sum is cleared. That is 5 passes, where the floor takes
 about 4 for each gradient and 7 to 10 for its update: some 12 % of a window of 8 that computes nothing, and less the more it
-computes. Code by hand needs none of the 5, as it checks nothing and ends its windows in a program of its own. In a model within the caches
-it is the calls that show: each array of the state is an argument and a result of every micro-batch's program.
+computes. Code by hand needs none of the 5, as it checks nothing and ends its windows in a program of its own. `optax.MultiSteps` itself
+takes some 1.7 floors where memory is the limit, so that nobody who accumulates can take much less than 0.6 of it.
+
+In a model within the caches it is the calls that show: each array of the state is an argument and a result of every micro-batch's program.
 """
 
 from __future__ import annotations
