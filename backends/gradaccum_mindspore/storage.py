@@ -14,7 +14,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, dtype_to_nptype, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from gradaccum import FIELD_DTYPES, Options, StepResult, at_rest, initial_state
 from gradaccum import State as NeutralState
@@ -22,6 +22,7 @@ from gradaccum_mindspore.checks import HALF, accumulate_dtype, own_scaler, reach
 from gradaccum_mindspore.masters import Masters
 
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
+NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in DTYPES.items()}
 
 
 class Storage(nn.Cell):  # type: ignore[misc]
@@ -99,7 +100,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
 
     def _assign(self, parameter: Any, value: Any) -> None:
         # Not Tensor(value, dtype), which takes ten times as long.
-        ops.assign(parameter, Tensor.from_numpy(np.array(value, dtype_to_nptype(parameter.dtype))))
+        ops.assign(parameter, Tensor.from_numpy(np.array(value, NUMPY_DTYPES[parameter.dtype])))
 
     def result(self) -> StepResult:
         """The last event and the state, in Python numbers."""

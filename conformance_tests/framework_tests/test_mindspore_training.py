@@ -108,6 +108,17 @@ def test_resume_in_mid_window_is_bitwise_even_into_compiled_code(mode, tmp_path)
     assert whole.optimizer.result.optimizer_step == 2
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_logged_as_a_warning(mode, monkeypatch):
+    """MindSpore warns in its log of what it will drop, each time it is called."""
+    warnings = []
+    monkeypatch.setattr(ms.log, "warning", lambda message, *rest: warnings.append(message))
+    set_mode(mode)
+    _, optimizer = fit(3, 18, callbacks=[FlushAtEpochEnd], steps=4, clip_norm=1.0, loss_scale=4.0)
+    assert optimizer.result.optimizer_step == 2
+    assert not warnings
+
+
 def test_names_are_the_same_for_every_instance():
     names = [sorted(cell("pynative").parameters_dict()) for _ in range(2)]
     assert names[0] == names[1]
