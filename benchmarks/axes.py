@@ -9,6 +9,8 @@ QUICK_WINDOWS = (16, 64)
 STEPS = 4
 """The window's length where the number of tensors is the question."""
 TENSORS = (10, 100, 1000, 10_000)
+COMPILED_TENSORS = TENSORS[:3]
+"""Where a compiler sees each of them, which ends it."""
 FEW = 10
 """Tensors where the window's length is the question."""
 SMALL = 100_000

@@ -1,6 +1,6 @@
 """MindSpore: time and memory of a window as a model of constant size is cut into ever more tensors, in GRAPH_MODE.
 
-Every tensor is an operator of its own in the graph, for whoever accumulates, and compiling takes time in proportion to them. gradaccum's
+Every tensor is an operator of its own in the graph, for whoever accumulates, and compiling takes more than proportional time. gradaccum's
 graph has two ends of a window, for a division and for a multiplication, with an update in each, and a norm of two kinds.
 """
 
@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.axes import LARGE, STEPS, in_words
+from benchmarks.axes import COMPILED_TENSORS, LARGE, STEPS, in_words
 from benchmarks.case import Case
 from benchmarks.mindspore_scaling import make_case
 
-TENSORS = (10, 100, 500)
-"""Compiling ends it here."""
-
 
 def cases(quick: bool) -> Iterator[Case]:
-    for tensors in TENSORS[:1] if quick else TENSORS:
+    for tensors in COMPILED_TENSORS[:1] if quick else COMPILED_TENSORS:
         yield make_case(in_words(tensors, LARGE), tensors, steps=STEPS, tensors=tensors, elements=LARGE, run=STEPS)
