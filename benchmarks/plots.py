@@ -12,6 +12,7 @@ from benchmarks.answers import Answers, Record
 mpl.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator
 
 OURS = "gradaccum"
 BAR_LABEL = "time / baseline's in the same round (median, quartiles)"
@@ -34,7 +35,7 @@ def write_summary(cases: list[Record], path: Path) -> None:
     colors = {question: f"C{index}" for index, question in enumerate(dict.fromkeys(case["question"] for case in cases))}
     axes.barh(range(len(rows)), [row["ratio"] for row in rows], xerr=_spread(rows), color=[colors[case["question"]] for case in cases])
     axes.axvline(1, color="black", linewidth=1)
-    labels = [f"{case['question'].partition('_')[0]}, {case['case']}, / {case['baseline']}" for case in cases]
+    labels = [f"{case['question']}: {case['case']} / {case['baseline']}" for case in cases]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(f"gradaccum: {BAR_LABEL}")
@@ -71,6 +72,10 @@ def _draw_lines(answers: Answers, cases: list[Record]) -> Any:
         points = [(case["x"], row["median_ms"]) for case in cases for row in case["rows"] if row["contestant"] == name]
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel=answers.axis, ylabel="median time, ms")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
     axes.legend()
     return figure
 
