@@ -10,8 +10,8 @@ longer and the passes do not: the case with 256.
 
 Where memory is not the limit (4 x 64^2) an operator costs the same for one number as for a thousand, and what counts is how many there
 are: per micro-batch the tutorial's 3 on its counter, gradaccum's 5 on its counter and weight; per window also gradaccum's norm,
-decision, division and state, about 70 for 8 parameters. At some 8 microseconds each that is a sixth of a window of 4 milliseconds; the
-branch for what is rare, an overflow or a divisor that is no power of two, adds about a tenth, although it is not taken.
+decision, division and state, about 65 for 8 parameters. At some 8 microseconds each that is a sixth of a window of 4 milliseconds; the
+branch for squares that overflow and the other that makes the update add about a tenth.
 """
 
 from __future__ import annotations

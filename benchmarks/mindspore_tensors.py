@@ -1,7 +1,7 @@
 """MindSpore: time and memory of a window as a model of constant size is cut into ever more tensors, in GRAPH_MODE.
 
 Every tensor is an operator of its own in the graph, for whoever accumulates, and compiling takes more than proportional time. gradaccum's
-graph has two ends of a window, for a division and for a multiplication, with an update in each, and a norm of two kinds.
+graph has a norm of two kinds and a division beside it.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ as it was, and a compiled function does not see ``set_data``. A sum is exactly z
 a window, so that a micro-batch is one addition and asks nothing about its place. The zeros are made as they are needed: those of
 ``zeros_like`` are a constant of the compiled graph, which would keep a second buffer of the model's size.
 
-By a power of two a sum is divided by a multiplication, which gives the same bits in less than half the time.
-
 A half-precision sum is worked on in float32 and rounded as it is written: MindSpore has few bfloat16 operators on a CPU, and a factor or a
 divisor such as 2^16 is no float16 number.
 """
@@ -30,8 +28,6 @@ over all axes takes seven times as long."""
 each = ops.HyperMap()
 """``each(function, trees...)``: over the leaves side by side, a tuple of what it returns. Not a loop: the compiler makes of each ``if`` in
 one the start of another graph, within that of the ``if`` before, and 200 parameters took it minutes."""
-LEAST = 2.0**-120
-"""A power of two above it has a reciprocal in every dtype that is worked in."""
 
 
 def write(parameter: Any, value: Any) -> None:
@@ -149,16 +145,6 @@ def row_length(size: int) -> int:
     return max(length for length in range(1, ROW + 1) if size % length == 0)
 
 
-def is_power_of_two(value: Any, splitter: Any) -> Any:
-    """Whether a float scalar is a power of two above `LEAST`, a bool Tensor; False for the very large.
-
-    `splitter` is 2^23 + 1 in float32, 2^52 + 1 in float64. What it splits off is the leading bit (T. J. Dekker, "A floating-point technique
-    for extending the available precision", 1971), which is the whole of a power of two.
-    """
-    product = value * splitter
-    return (product - (product - value) == value) & (value > LEAST)
-
-
 def divide(sums: Any, divisor: Any, dtypes: Any) -> Any:
     """``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `divisor` is a scalar Tensor."""
     return each(ops.partial(_divide, divisor), sums, dtypes)
@@ -167,16 +153,6 @@ def divide(sums: Any, divisor: Any, dtypes: Any) -> Any:
 def _divide(divisor: Any, total: Any, dtype: Any) -> Any:
     work = working_dtype(total.dtype)
     return (total.astype(work) / divisor.astype(work)).astype(dtype)
-
-
-def multiply(sums: Any, factor: Any, dtypes: Any) -> Any:
-    """``sum * factor``, likewise; `factor` is the reciprocal of a power of two."""
-    return each(ops.partial(_multiply, factor), sums, dtypes)
-
-
-def _multiply(factor: Any, total: Any, dtype: Any) -> Any:
-    work = working_dtype(total.dtype)
-    return (total.astype(work) * factor.astype(work)).astype(dtype)
 
 
 def compiled_fits(sums: Any, divisor: Any, dtypes: Any) -> Any:

@@ -44,18 +44,7 @@ class Flush(nn.Cell):  # type: ignore[misc]
     def close(self, state: Any, event: Any) -> Any:
         """The end of a window, compiled. `state` is not written yet, and `event` what its last micro-batch wrote, if anything."""
         state = self.window.at_end(state, event)
-        squares = self.window.squares()
-        quick, apply, overflow, divisor, grad_norm = self.window.quick_decision(state, squares)
-        if quick:
-            self.update(self.window.quick_gradients(divisor))
-            self.window.write_closed(state, apply, overflow, grad_norm)
-        else:
-            self.close_otherwise(state, squares)
-        return True
-
-    def close_otherwise(self, state: Any, squares: Any) -> Any:
-        """The end of a window that is skipped, divided by no power of two, or whose squares overflow."""
-        apply, overflow, divisor, grad_norm = self.window.decision_on(state, squares)
+        apply, overflow, divisor, grad_norm = self.window.decision(state)
         if apply:
             self.update(self.window.gradients(divisor))
         return self.window.write_closed(state, apply, overflow, grad_norm)

@@ -4,7 +4,8 @@ The compiler drops what it believes to be without effect. Hence the shape of thi
 read before the first write; nothing is read again after it was written, but for the sums inside the branch that needs them;
 a branch returns no value that was computed in it. A function must return something: its None would be computed by the Python interpreter.
 
-The end of a window is a straight line but for its rare cases: a branch costs about as much as ten scalar operators.
+The end of a window has two branches, for the update and for a norm whose squares overflow: each costs about as much as ten scalar
+operators, and what stands in it is compiled once.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from gradaccum_mindspore.accumulator import (
     compiled_fits,
     divide,
     each,
-    is_power_of_two,
-    multiply,
     robust_measure,
     sum_of_squares,
 )
@@ -73,20 +72,8 @@ class CompiledWindow(CompiledState):
         return is_full(state, steps_at(self.steps, state[1], where))
 
     def decision(self, state: Any) -> Any:
-        """The fields of a `Decision` on the window of `state`."""
-        return self.decision_on(state, self.squares())
-
-    def squares(self) -> Any:
-        """The sum of the squares of all sums."""
-        return sum_of_squares(self.storage.sums, self.float_dtype)
-
-    def quick_decision(self, state: Any, squares: Any) -> Any:
-        """The same in one straight line, and whether it holds and `quick_gradients` may follow; else a `decision_on` has to be made."""
-        apply, overflow, divisor, grad_norm = self.judged(state, ops.sqrt(squares), ops.isfinite(squares))
-        return apply & is_power_of_two(divisor, self.splitter), apply, overflow, divisor, grad_norm
-
-    def decision_on(self, state: Any, squares: Any) -> Any:
-        """The fields of a `Decision`; norm and finiteness are measured the robust way where the squares overflowed."""
+        """The fields of a `Decision`; norm and finiteness are measured the robust way where the squares overflow."""
+        squares = sum_of_squares(self.storage.sums, self.float_dtype)
         norm, finite = ops.sqrt(squares), ops.isfinite(squares)
         if finite == False:  # noqa: E712
             norm, finite = robust_measure(self.storage.sums, self.float_dtype)
@@ -102,10 +89,6 @@ class CompiledWindow(CompiledState):
     def gradients(self, divisor: Any) -> Any:
         """What the inner optimizer is given."""
         return divide(self.storage.sums, divisor, self.storage.handed)
-
-    def quick_gradients(self, divisor: Any) -> Any:
-        """The same for a divisor that is a power of two."""
-        return multiply(self.storage.sums, self.one / divisor, self.storage.handed)
 
     def ordered(self, gradients: Any) -> Any:
         """The gradients in the parameters' order; raises `GradientError` while compiling."""

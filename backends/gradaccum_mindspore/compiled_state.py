@@ -35,7 +35,6 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.scale_moves = options.scale_rule._replace(init_scale=1.0) != ScaleRule()
         self.true = Tensor(True)
         self.one = Tensor(1.0, storage.float_dtype)
-        self.splitter = Tensor(2.0 ** (52 if storage.float_dtype == ms.float64 else 23) + 1, storage.float_dtype)
 
     def read(self) -> Any:
         """The state as plain tensors."""
