@@ -12,40 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
+from conformance_tests.framework_tests.torch_model import MAKERS, large_batch_step, loss_of, make_model, rows_of
 from gradaccum_torch import AccumulatingOptimizer
-
-X = torch.arange(24, dtype=torch.float32).reshape(8, 3) / 8
-Y = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def loss_of(model: nn.Module, rows: slice = slice(None)) -> Tensor:
-    return nn.functional.cross_entropy(model(X[rows]), Y[rows])
-
-
-def rows_of(index: int) -> slice:
-    return slice(2 * index, 2 * index + 2)
-
-
-def large_batch_step(make) -> list[Tensor]:
-    model = make_model()
-    optimizer = make(model.parameters())
-    loss_of(model).backward()
-    optimizer.step()
-    return [p.detach() for p in model.parameters()]
-
-
-MAKERS = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.5),
-    "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
-    "adamw_foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
-    "adam_weight_decay": lambda ps: torch.optim.Adam(ps, lr=0.1, weight_decay=0.1),
-    "sgd_momentum": lambda ps: torch.optim.SGD(ps, lr=0.5, momentum=0.9, nesterov=True),
-}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -176,20 +144,6 @@ def test_two_losses_of_one_micro_batch() -> None:
         torch.testing.assert_close(p.detach(), q.detach() - 0.5 * q.grad)
 
 
-def test_two_weights_in_one_micro_batch_are_refused() -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
-    opt.backward(loss_of(model), weight=3)
-    held = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(gradaccum.UsageError, match="weight"):
-        opt.backward(loss_of(model), weight=4)
-    with pytest.raises(gradaccum.UsageError, match="weight"):
-        opt.scale(loss_of(model))
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), held, strict=True))
-    opt.step()
-    assert opt.result.micro_step == 1
-
-
 def test_weight_zero_is_counted_without_a_backward_pass() -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
@@ -219,20 +173,6 @@ def test_loss_scale_is_taken_out_again(loss_scale: object, by: str) -> None:
         torch.testing.assert_close(p.detach(), expected)
 
 
-def test_a_plain_backward_under_a_loss_scale_is_refused() -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=4, loss_scale=1024.0)
-    loss_of(model).backward()
-    with pytest.raises(gradaccum.UsageError, match=r"opt\.backward\(loss\)"):
-        opt.step()
-    assert opt.result.micro_step == 0
-    opt.discard()
-    opt.backward(loss_of(model))
-    loss_of(model).backward()
-    with pytest.raises(gradaccum.UsageError, match=r"opt\.backward\(loss\)"):
-        opt.step()
-
-
 def test_lbfgs_with_its_closure() -> None:
     model, reference = make_model(), make_model()
     bare = torch.optim.LBFGS(reference.parameters(), max_iter=3)
@@ -252,16 +192,6 @@ def test_lbfgs_with_its_closure() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
     assert opt.result.applied
     assert opt.result.optimizer_step == 2
-
-
-@pytest.mark.parametrize("options", [{"steps": 2}, {"steps": None}, {"steps": 1, "clip_norm": 1.0}, {"steps": 1, "loss_scale": 2.0}])
-def test_a_closure_is_refused_where_it_cannot_work(options: dict) -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), **options)
-    called: list[int] = []
-    with pytest.raises(gradaccum.UsageError, match="steps=1"):
-        opt.step(lambda: called.append(1))
-    assert not called
 
 
 def test_an_inner_optimizer_that_raises_leaves_the_full_window_for_another_flush() -> None:
@@ -285,37 +215,6 @@ def test_an_inner_optimizer_that_raises_leaves_the_full_window_for_another_flush
     assert opt.result.applied
     for p, expected in zip(model.parameters(), large_batch_step(MAKERS["sgd"]), strict=True):
         torch.testing.assert_close(p.detach(), expected)
-
-
-@pytest.mark.parametrize("steps", [lambda step: 0, lambda step: None, lambda step: 1.5, lambda step: True])
-def test_a_schedule_that_gives_no_size_is_refused_at_step(steps: object) -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=steps)
-    loss_of(model).backward()
-    with pytest.raises(gradaccum.GradAccumError, match=r"steps\(0\)"):
-        opt.step()
-
-
-def test_wrong_objects_are_refused() -> None:
-    opt = gradaccum.wrap(torch.optim.SGD(make_model().parameters(), lr=0.5), steps=2)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="wrapped"):
-        gradaccum.wrap(opt, steps=2)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer"):
-        gradaccum.wrap(nn.Linear(1, 1), steps=2)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="steps"):
-        gradaccum.wrap(torch.optim.SGD(make_model().parameters(), lr=0.5))
-    with pytest.raises(gradaccum.ArgumentTypeError, match="foo"):
-        gradaccum.wrap(torch.optim.SGD(make_model().parameters(), lr=0.5), steps=2, foo=1)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="loss"):
-        opt.backward(3.0)
-    with pytest.raises(gradaccum.ArgumentValueError, match="weight"):
-        opt.backward(loss_of(make_model()), weight=-1)
-
-
-@pytest.mark.parametrize("dtype", ["int32", torch.int64, "no_such_dtype", 32])
-def test_an_accumulate_dtype_that_is_none_is_refused(dtype: object) -> None:
-    with pytest.raises(gradaccum.GradAccumError, match="accumulate_dtype"):
-        gradaccum.wrap(torch.optim.SGD(make_model().parameters(), lr=0.5), steps=2, accumulate_dtype=dtype)
 
 
 def test_a_dropped_wrapper_is_freed_at_once() -> None:

@@ -1,0 +1,39 @@
+"""A model small enough to compare parameter by parameter, its eight rows of data, and what one large batch makes of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+X = torch.arange(24, dtype=torch.float32).reshape(8, 3) / 8
+Y = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def loss_of(model: nn.Module, rows: slice = slice(None)) -> Tensor:
+    return nn.functional.cross_entropy(model(X[rows]), Y[rows])
+
+
+def rows_of(index: int) -> slice:
+    return slice(2 * index, 2 * index + 2)
+
+
+def large_batch_step(make) -> list[Tensor]:
+    model = make_model()
+    optimizer = make(model.parameters())
+    loss_of(model).backward()
+    optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+MAKERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.5),
+    "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+    "adamw_foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
+    "adam_weight_decay": lambda ps: torch.optim.Adam(ps, lr=0.1, weight_decay=0.1),
+    "sgd_momentum": lambda ps: torch.optim.SGD(ps, lr=0.5, momentum=0.9, nesterov=True),
+}
