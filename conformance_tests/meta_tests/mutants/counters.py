@@ -1,0 +1,65 @@
+"""When a window ends and what is counted of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .planting import change_state, mutant
+
+
+@mutant
+def forget_the_counter_on_discard(m: Any) -> None:
+    change_state(m, "discard", micro_step=lambda before, after: before.micro_step)
+
+
+@mutant
+def forget_the_weight_on_discard(m: Any) -> None:
+    change_state(m, "discard", weight=lambda before, after: before.weight)
+
+
+@mutant
+def count_micro_batches_as_updates(m: Any) -> None:
+    change_state(m, "accumulate", optimizer_step=lambda before, after: before.optimizer_step + 1)
+
+
+@mutant
+def count_a_skipped_window_as_an_update(m: Any) -> None:
+    change_state(m, "close", optimizer_step=lambda before, after: before.optimizer_step + 1)
+
+
+@mutant
+def do_not_count_skipped_windows(m: Any) -> None:
+    change_state(m, "close", skipped_windows=lambda before, after: before.skipped_windows)
+
+
+@mutant
+def run_the_optimizer_every_time(m: Any) -> None:
+    original = m.Accumulation.step
+
+    def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
+        before = self.machine.optimizer_step
+        original(self, gradient, weight)
+        if self.machine.optimizer_step == before:
+            self.optimizer.step({name: np.zeros_like(p) for name, p in self.optimizer.parameters.items()})
+
+    m.Accumulation.step = step
+
+
+@mutant
+def flush_counts_an_empty_window(m: Any) -> None:
+    original = m.Accumulation.flush
+
+    def flush(self: Any) -> None:
+        if self.machine.micro_step == 0:
+            self.machine = self.machine._replace(skipped_windows=self.machine.skipped_windows + 1)
+        original(self)
+
+    m.Accumulation.flush = flush
+
+
+@mutant
+def schedule_by_closed_windows(m: Any) -> None:
+    original = m.steps_at
+    m.steps_at = lambda schedule, step, where: original(schedule, step + 1, where)

@@ -1,0 +1,83 @@
+"""What the end of a window divides by, measures, clips and lets through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradaccum import State
+
+from .planting import change_decision, change_options, mutant
+
+
+@mutant
+def divide_the_tail_by_steps(m: Any) -> None:
+    def change(decision: Any, state: State, norm: Any, finite: Any, options: Any) -> dict[str, Any]:
+        short = isinstance(options.steps, int) and options.reduction == "mean"
+        return {"divisor": decision.divisor * options.steps / state.micro_step if short else decision.divisor}
+
+    change_decision(m, change)
+
+
+@mutant
+def divide_a_sum(m: Any) -> None:
+    change_decision(m, lambda d, state, *_: {"divisor": state.loss_scale * (state.weight or 1.0)})
+
+
+@mutant
+def step_on_overflow(m: Any) -> None:
+    change_decision(m, lambda *_: {"apply": True})
+
+
+@mutant
+def take_large_squares_for_an_overflow(m: Any) -> None:
+    def measure(sums: Any) -> tuple[float, bool]:
+        with np.errstate(over="ignore"):
+            norm = float(np.sqrt(sum(np.square(total).sum() for total in sums.values())))
+        return norm, bool(np.isfinite(norm))
+
+    m.measure = measure
+
+
+@mutant
+def clip_every_micro_batch(m: Any) -> None:
+    original = m.Accumulation.step
+
+    def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
+        limit = self.options.clip_norm
+        present = {name: g for name, g in gradient.items() if g is not None}
+        norm, finite = m.measure(present) if present else (0.0, True)
+        factor = limit * self.machine.loss_scale / norm if limit and finite and norm > limit * self.machine.loss_scale else 1.0
+        original(self, {name: g * g.dtype.type(factor) for name, g in present.items()}, weight)
+
+    m.Accumulation.step = step
+
+
+@mutant
+def clip_the_scaled_gradient(m: Any) -> None:
+    def change(decision: Any, state: State, norm: Any, finite: Any, options: Any) -> dict[str, Any]:
+        limit = options.clip_norm
+        return {"divisor": decision.divisor * max(norm / limit, 1.0)} if limit and finite else {}
+
+    change_decision(m, change)
+
+
+@mutant
+def ignore_clip_norm(m: Any) -> None:
+    change_options(m, "decide", 3, clip_norm=None)
+
+
+@mutant
+def ignore_skip_norm(m: Any) -> None:
+    change_options(m, "decide", 3, skip_norm=None)
+
+
+@mutant
+def report_the_norm_of_the_sum(m: Any) -> None:
+    change_decision(m, lambda decision, state, norm, *_: {"grad_norm": norm})
+
+
+@mutant
+def unscale_twice(m: Any) -> None:
+    change_decision(m, lambda decision, state, *_: {"divisor": decision.divisor * state.loss_scale})

@@ -1,0 +1,61 @@
+"""What is saved, loaded and let in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradaccum import State
+from gradaccum_conformance.reference.harness import NumpySession
+
+from .planting import mutant
+
+
+@mutant
+def save_without_the_sums(m: Any) -> None:
+    def getstate(self: Any) -> dict[str, Any]:
+        return {**self.__dict__, "sums": {name: np.zeros_like(total) for name, total in self.sums.items()}}
+
+    m.Accumulation.__getstate__ = getstate
+
+
+@mutant
+def load_without_checks(m: Any) -> None:
+    from gradaccum_conformance.reference import harness
+
+    harness._require_same_shapes = lambda loaded, own: None
+    harness._require_open_window = lambda loaded, own: None
+
+
+@mutant
+def take_any_weight(m: Any) -> None:
+    from gradaccum_conformance.reference import harness
+
+    harness.require_weight = float
+
+
+@mutant
+def take_any_gradient(m: Any) -> None:
+    from gradaccum_conformance.reference import harness
+
+    harness._checked = lambda name, g, parameters: np.resize(g, parameters[name].shape) if name in parameters else g
+
+
+def save_without(field: str) -> None:
+    def plant(m: Any) -> None:
+        original = NumpySession.load
+
+        def load(self: Any, directory: Any) -> None:
+            fresh = getattr(self.accumulation.machine, field)
+            original(self, directory)
+            self.accumulation.machine = self.accumulation.machine._replace(**{field: fresh})
+
+        NumpySession.load = load
+
+    plant.__name__ = f"save_without_{field}"
+    mutant(plant)
+
+
+for _field in State._fields:
+    save_without(_field)

@@ -1,0 +1,49 @@
+"""The list of faults, and the ways to plant one that several share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gradaccum import State
+
+MUTANTS: dict[str, Callable[[Any], None]] = {}
+
+
+def mutant(plant: Callable[[Any], None]) -> Callable[[Any], None]:
+    MUTANTS[plant.__name__] = plant
+    return plant
+
+
+def change_state(m: Any, transition: str, **changes: Callable[[State, State], Any]) -> None:
+    """After `transition`, replace fields by functions of the state before and the state after."""
+    original = getattr(m, transition)
+
+    def changed(before: Any, *arguments: Any) -> Any:
+        before, after = State(*before), State(*original(before, *arguments))
+        return after._replace(**{name: change(before, after) for name, change in changes.items()})
+
+    setattr(m, transition, changed)
+
+
+def change_decision(m: Any, change: Callable[..., dict[str, Any]]) -> None:
+    """Replace fields of every decision; `change(decision, state, norm, finite, options)` names them."""
+    original = m.decide
+
+    def changed(state: Any, norm: Any, finite: Any, options: Any, where: Any) -> Any:
+        decision = m.Decision(*original(state, norm, finite, options, where))
+        return decision._replace(**change(decision, State(*state), norm, finite, options))
+
+    m.decide = changed
+
+
+def change_options(m: Any, function: str, position: int, **changes: Any) -> None:
+    """Let `function` see other options."""
+    original = getattr(m, function)
+
+    def changed(*arguments: Any) -> Any:
+        values = list(arguments)
+        values[position] = values[position]._replace(**changes)
+        return original(*values)
+
+    setattr(m, function, changed)

@@ -1,0 +1,52 @@
+"""How overflows are remembered and the loss scale moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradaccum import State
+
+from .planting import change_decision, change_state, mutant
+
+
+@mutant
+def back_off_when_skipping_by_norm(m: Any) -> None:
+    change_decision(m, lambda decision, *_: {"overflow": not decision.apply})
+
+
+@mutant
+def move_the_scale_per_micro_batch(m: Any) -> None:
+    change_state(m, "accumulate", loss_scale=lambda before, after: before.loss_scale * (0.5 if after.overflow else 1.0))
+
+
+@mutant
+def no_floor_under_the_scale(m: Any) -> None:
+    def halved(before: State, after: State) -> float:
+        return before.loss_scale / 2 if after.growth_tracker == 0 and after.loss_scale == before.loss_scale == 1.0 else after.loss_scale
+
+    change_state(m, "close", loss_scale=halved)
+
+
+@mutant
+def no_ceiling_over_the_scale(m: Any) -> None:
+    original = m.close
+
+    def close(state: Any, apply: Any, overflow: Any, options: Any, where: Any) -> Any:
+        return original(state, apply, overflow, options._replace(scale_rule=options.scale_rule._replace(max_scale=float("inf"))), where)
+
+    m.close = close
+
+
+@mutant
+def forget_the_overflow_after_a_good_micro_batch(m: Any) -> None:
+    original = m.accumulate
+
+    def accumulate(state: Any, weight: Any, finite: Any, where: Any) -> Any:
+        return State(*original(state, weight, finite, where))._replace(overflow=not finite)
+
+    m.accumulate = accumulate
+
+
+@mutant
+def grow_on_an_overflowed_window(m: Any) -> None:
+    change_state(m, "close", growth_tracker=lambda before, after: (before.growth_tracker + 1) % 2)

@@ -1,0 +1,78 @@
+"""What is added and what is cleared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradaccum import State
+
+from .planting import change_options, mutant
+
+
+@mutant
+def clear_by_multiplying(m: Any) -> None:
+    def clear(sums: Any) -> None:
+        for total in sums.values():
+            with np.errstate(invalid="ignore"):
+                total *= 0
+
+    m.clear = clear
+
+
+@mutant
+def never_clear(m: Any) -> None:
+    m.clear = lambda sums: None
+
+
+@mutant
+def ignore_the_weights(m: Any) -> None:
+    m.contribution = lambda weight, options: 1.0
+
+
+@mutant
+def weigh_dropped_micro_batches(m: Any) -> None:
+    original = m.accumulate
+
+    def accumulate(state: Any, weight: Any, finite: Any, where: Any) -> Any:
+        return State(*original(state, weight, finite, where))._replace(weight=State(*state).weight + weight)
+
+    m.accumulate = accumulate
+
+
+@mutant
+def drop_nothing(m: Any) -> None:
+    change_options(m, "with_numpy_dtype", 0, on_overflow="skip_window")
+
+
+@mutant
+def a_missing_gradient_discards_the_sum(m: Any) -> None:
+    original = m.Accumulation.step
+
+    def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
+        for name, g in gradient.items():
+            if g is None:
+                self.sums[name][...] = 0
+        original(self, gradient, weight)
+
+    m.Accumulation.step = step
+
+
+@mutant
+def weight_zero_multiplies(m: Any) -> None:
+    original = m.Accumulation.step
+
+    def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
+        if weight == 0:
+            for name, g in gradient.items():
+                with np.errstate(invalid="ignore"):
+                    self.sums[name] += 0 * g
+        original(self, gradient, weight)
+
+    m.Accumulation.step = step
+
+
+@mutant
+def float32_sums_of_float64(m: Any) -> None:
+    m.Accumulation._dtype = lambda self, p: np.dtype(np.float32)
