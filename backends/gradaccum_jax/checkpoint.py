@@ -14,6 +14,7 @@ import numpy as np
 
 from gradaccum import CheckpointError, explain, steps_at
 from gradaccum_jax.backend import require_accumulation
+from gradaccum_jax.paths import unique
 from gradaccum_jax.state import AccumulationState
 
 _RESTORE = "Continue with the optimizer, the parameters and the steps that the checkpoint was made with."
@@ -56,7 +57,8 @@ def rebuild(tree: Any, like: Any) -> Any:
 def _by_path(tree: Any) -> dict[str, Any]:
     """Leaves by names joined with dots: the same for a tuple or named tuple and for the dict that was made of it."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(_name(key) for key in path): leaf for path, leaf in flat}
+    names = unique(".".join(_name(key) for key in path) for path, _ in flat)
+    return dict(zip(names, (leaf for _, leaf in flat), strict=True))
 
 
 def _name(key: Any) -> str:

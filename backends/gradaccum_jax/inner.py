@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from gradaccum_jax.accumulator import cast_like
 from gradaccum_jax.control_flow import ControlFlow, once
+from gradaccum_jax.dtypes import takes_part, wider
 
 
 class Inner(NamedTuple):
@@ -24,12 +25,24 @@ class Inner(NamedTuple):
     """``update(gradients, state, params, **extra)``: the optimizer's."""
     gradients: Callable[[Any], Any]
     """The gradient tree for it, from the accumulator."""
+    like: list[Any]
+    """The dtypes of gradients for which the updates would have the dtypes they are to have; see `dtypes.Handed`."""
     params: Any
     extra: dict[str, Any]
     control_flow: ControlFlow
 
     def run(self, accumulator: Any, state: Any) -> tuple[Any, Any]:
         return self.update(self.gradients(accumulator), state, self.params, **self.extra)
+
+    def kinds(self, accumulator: Any, state: Any) -> Any:
+        """The updates' shapes and dtypes. A parameter that takes no part keeps its own: its update is 0."""
+
+        def made(accumulator: Any, state: Any) -> Any:
+            leaves, structure = jax.tree.flatten(self.gradients(accumulator))
+            gradients = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.like, strict=True)]
+            return self.update(jax.tree.unflatten(structure, gradients), state, self.params, **self.extra)[0]
+
+        return _still(jax.eval_shape(made, accumulator, state), accumulator)
 
 
 def end_window(inner: Inner, accumulator: Any, state: Any, *, apply: Any, last: Any) -> tuple[Any, Any, Any]:
@@ -45,12 +58,12 @@ def end_window(inner: Inner, accumulator: Any, state: Any, *, apply: Any, last: 
     Returns:
         The updates (zeros unless `apply`), the accumulator (zeros if `last`) and the inner optimizer's state.
     """
-    updates, _ = jax.eval_shape(inner.run, accumulator, state)
+    updates = inner.kinds(accumulator, state)
     buffer = jax.tree.map(_wide_enough, accumulator, updates)
 
     def run(operand: tuple[Any, Any]) -> tuple[Any, Any]:
         made, new_state = inner.run(cast_like(operand[0], accumulator), operand[1])
-        return cast_like(made, buffer), cast_like(new_state, state)
+        return cast_like(_still(made, accumulator), buffer), cast_like(new_state, state)
 
     buffer, new_state = once(apply, run, (buffer, state), inner.control_flow)
     made = jax.tree.map(lambda held, update: jnp.where(apply, held, _nothing(held)).astype(update.dtype), buffer, updates)
@@ -70,24 +83,19 @@ def keep_window(inner: Inner, accumulator: Any, state: Any, never: Any) -> tuple
         state: the inner optimizer's.
         never: a bool scalar that is False, but only the running program knows.
     """
-    updates, _ = jax.eval_shape(inner.run, accumulator, state)
+    updates = inner.kinds(accumulator, state)
     accumulator = once(never, lambda held: _cleared(held, never), accumulator, inner.control_flow)
     zeros = jax.tree.map(lambda held, update: jnp.where(never, held, _nothing(held)).astype(update.dtype), accumulator, updates)
     return zeros, accumulator
 
 
-def gradient_dtypes(accumulator: Any, params: Any, gradients: list[Any] | None) -> list[Any]:
-    """The dtype of the inner optimizer's gradient, one per leaf: the parameter's, else the gradient's, else the accumulator's."""
-    leaves = jax.tree.leaves(accumulator)
-    known = gradients or [None] * len(leaves)
-    structures: list[Any] = [jax.tree.structure(params), jax.tree.structure(accumulator)]
-    if structures[0] == structures[1]:
-        known = jax.tree.leaves(params)
-    return [leaf.dtype if given is None else jnp.result_type(given) for leaf, given in zip(leaves, known, strict=True)]
-
-
 def _wide_enough(held: Any, update: Any) -> Any:
-    return held.astype(jnp.promote_types(held.dtype, update.dtype))
+    return held.astype(wider(held.dtype, update.dtype))
+
+
+def _still(updates: Any, accumulator: Any) -> Any:
+    """`updates` with the sum, an exact 0 in the parameter's dtype, for each parameter that takes no part."""
+    return jax.tree.map(lambda held, update: update if takes_part(held) else held, accumulator, updates)
 
 
 def _cleared(tree: Any, where: Any) -> Any:

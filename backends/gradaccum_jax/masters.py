@@ -49,12 +49,13 @@ def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
         held = in_place_of(params, state[1])
         updates, inner_state = inner.update(gradients, state[0], held, **extra)
         moved, out = [], []
-        for p, master, u in zip(*map(jax.tree.leaves, (params, held, updates)), strict=True):
-            if is_half(p):
+        for p, master, u in zip(*map(_leaves, (params, held, updates)), strict=True):
+            if p is not None and is_half(p):
                 moved.append(jnp.asarray(master + u).astype(jnp.float32))
                 u = distance(p, moved[-1])
             out.append(u)
-        return jax.tree.unflatten(jax.tree.structure(updates), out), (inner_state, _like(state[1], moved))
+        structure = jax.tree.structure(updates, is_leaf=_is_none)
+        return jax.tree.unflatten(structure, out), (inner_state, _like(state[1], moved))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -130,3 +131,12 @@ def apply_updates(params: Any, updates: Any, state: Any) -> Any:
 
 def _like(masters: Any, leaves: list[Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(masters), leaves)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """None too: the update of random keys."""
+    return jax.tree.leaves(tree, is_leaf=_is_none)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None

@@ -15,11 +15,13 @@ import optax
 
 from gradaccum import ArgumentTypeError, Fields, accumulate, close, explain, is_full, make_options, steps_at
 from gradaccum_jax import accumulator as sums
+from gradaccum_jax.alignment import align
 from gradaccum_jax.backend import require_transformation
-from gradaccum_jax.checks import align, require_dtype
+from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import require_control_flow
-from gradaccum_jax.inner import Inner, end_window, gradient_dtypes
+from gradaccum_jax.dtypes import handed, standard, takes_part
+from gradaccum_jax.inner import Inner, end_window
 
 SkipFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -127,8 +129,8 @@ class MultiSteps:
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
         full = is_full(fields, steps_at(self._options.steps, state.gradient_step, jnp.where))
         total = self._add(state, gradients, accepted)
-        dtypes = gradient_dtypes(total, None, gradients)
-        inner = Inner(self._opt.update, lambda held: sums.divide(held, 1, dtypes), params, extra, self._control_flow)
+        dtypes = handed(total, None, gradients)
+        inner = Inner(self._opt.update, lambda held: sums.divide(held, 1, dtypes.given), dtypes.like, params, extra, self._control_flow)
         last = full & accepted
         made, total, inner_state = end_window(inner, total, state.inner_opt_state, apply=last, last=last)
         after = _counters(accepted, last, fields, close(fields, True, False, self._options, jnp.where), state)
@@ -138,10 +140,15 @@ class MultiSteps:
         """The sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""
         if not self._use_grad_mean:
             return sums.add(state.acc_grads, gradients, None, accepted)
-        means = jax.tree.leaves(state.acc_grads)
-        offsets = [(0 if g is None else g) - mean for g, mean in zip(gradients, means, strict=True)]
-        share = [offset / (state.mini_step + 1).astype(offset.dtype) for offset in offsets]
-        return sums.add(state.acc_grads, share, None, accepted)
+
+        def share(mean: Any, gradient: Any) -> Any:
+            if not takes_part(mean):
+                return None
+            offset = (0 if gradient is None else standard(gradient)) - mean
+            return offset / (state.mini_step + 1).astype(offset.dtype)
+
+        shares = [share(*pair) for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)]
+        return sums.add(state.acc_grads, shares, None, accepted)
 
 
 def _never(*_: Any) -> tuple[Any, Any]:

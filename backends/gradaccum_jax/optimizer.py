@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -34,10 +34,12 @@ from gradaccum import (
 )
 from gradaccum import discard as forget
 from gradaccum_jax import accumulator as sums
-from gradaccum_jax.checks import align, as_weight, require_params, require_state
+from gradaccum_jax.alignment import align
+from gradaccum_jax.checks import as_weight, require_params, require_state
 from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import ControlFlow, once
-from gradaccum_jax.inner import Inner, end_window, gradient_dtypes, keep_window
+from gradaccum_jax.dtypes import Handed, handed
+from gradaccum_jax.inner import Inner, end_window, keep_window
 from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.norm import measure
 from gradaccum_jax.representable import representable
@@ -146,15 +148,19 @@ class Accumulation:
         counted = with_fields(state, accumulate(fields_of(state), weight, finite, jnp.where))
         return counted._replace(accumulator=total), dropped
 
-    def _dtypes(self, state: AccumulationState, params: Any, gradients: list[Any] | None) -> list[Any]:
+    def _dtypes(self, state: AccumulationState, params: Any, gradients: list[Any] | None) -> Handed:
         """Those of the inner optimizer's gradients."""
-        return gradient_dtypes(state.accumulator, in_place_of(params, state.masters), gradients)
+        return handed(state.accumulator, in_place_of(params, state.masters), gradients)
 
-    def _inner(self, dtypes: list[Any], params: Any, extra: dict[str, Any]) -> Callable[[Any], Inner]:
-        return lambda divisor: Inner(self.inner.update, lambda total: sums.divide(total, divisor, dtypes), params, extra, self.control_flow)
+    def _inner(self, dtypes: Handed, params: Any, extra: dict[str, Any]) -> Callable[[Any], Inner]:
+        def of(divisor: Any) -> Inner:
+            gradients = partial(sums.divide, divisor=divisor, dtypes=dtypes.given)
+            return Inner(self.inner.update, gradients, dtypes.like, params, extra, self.control_flow)
+
+        return of
 
     def _end(
-        self, state: AccumulationState, inner: Callable[[Any], Inner], dtypes: list[Any], last: Any, dropped: Any
+        self, state: AccumulationState, inner: Callable[[Any], Inner], dtypes: Handed, last: Any, dropped: Any
     ) -> tuple[Any, AccumulationState]:
         """Close the window where `last` holds."""
         decision = self._decide(state, dtypes, last)
@@ -165,14 +171,14 @@ class Accumulation:
         ended = with_fields(state, fields)._replace(accumulator=total, inner_state=inner_state, masters=masters, last_grad_norm=norm)
         return updates, with_event(ended, apply, last & ~decision.apply, jnp.where(last, decision.overflow, dropped))
 
-    def _decide(self, state: AccumulationState, dtypes: list[Any], last: Any) -> Decision:
+    def _decide(self, state: AccumulationState, dtypes: Handed, last: Any) -> Decision:
         """Measured only where the window ends."""
         start = (jnp.zeros_like(state.weight), jnp.asarray(True))
         divisor = Decision(*decide(fields_of(state), *start, self.options._replace(clip_norm=None), jnp.where)).divisor
 
         def look(_: tuple[Any, Any]) -> tuple[Any, Any]:
             norm, finite = measure(state.accumulator, start[0].dtype, self.control_flow)
-            return norm, finite & representable(state.accumulator, divisor, dtypes)
+            return norm, finite & representable(state.accumulator, divisor, dtypes.like)
 
         norm, finite = once(last, look, start, self.control_flow)
         return Decision(*decide(fields_of(state), norm, finite, self.options, jnp.where))
