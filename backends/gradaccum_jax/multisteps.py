@@ -15,6 +15,7 @@ import optax
 
 from gradaccum import ArgumentTypeError, Fields, accumulate, close, explain, is_full, make_options, steps_at
 from gradaccum_jax import accumulator as sums
+from gradaccum_jax.agreement import every
 from gradaccum_jax.alignment import align
 from gradaccum_jax.backend import require_transformation
 from gradaccum_jax.checks import require_dtype
@@ -124,17 +125,23 @@ class MultiSteps:
     def _update(
         self, gradients: list[Any], updates: Any, state: optax.MultiStepsState, params: Any, extra: dict[str, Any]
     ) -> tuple[Any, optax.MultiStepsState]:
+        inner = self._inner(state, gradients, params, extra)
+        kinds = inner.kinds(state.acc_grads, state.inner_opt_state)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         accepted = ~_require_bool(skip)
+        if kinds.axes and self._should_skip is not _never:
+            accepted = every(accepted, kinds.axes)
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
         full = is_full(fields, steps_at(self._options.steps, state.gradient_step, jnp.where))
         total = self._add(state, gradients, accepted)
-        dtypes = handed(total, None, gradients)
-        inner = Inner(self._opt.update, lambda held: sums.divide(held, 1, dtypes.given), dtypes.like, params, extra, self._control_flow)
         last = full & accepted
-        made, total, inner_state = end_window(inner, total, state.inner_opt_state, apply=last, last=last)
+        made, total, inner_state = end_window(inner, total, state.inner_opt_state, kinds.updates, apply=last, last=last)
         after = _counters(accepted, last, fields, close(fields, True, False, self._options, jnp.where), state)
         return made, optax.MultiStepsState(*after, inner_state, total, sums.cast_like(skip_state, state.skip_state))
+
+    def _inner(self, state: optax.MultiStepsState, gradients: list[Any], params: Any, extra: dict[str, Any]) -> Inner:
+        dtypes = handed(state.acc_grads, None, gradients)
+        return Inner(self._opt.update, lambda held: sums.divide(held, 1, dtypes.given), dtypes.like, params, extra, self._control_flow)
 
     def _add(self, state: optax.MultiStepsState, gradients: list[Any], accepted: Any) -> Any:
         """The sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""

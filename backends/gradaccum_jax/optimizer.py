@@ -34,12 +34,13 @@ from gradaccum import (
 )
 from gradaccum import discard as forget
 from gradaccum_jax import accumulator as sums
+from gradaccum_jax.agreement import agree, require_equal_parts
 from gradaccum_jax.alignment import align
 from gradaccum_jax.checks import as_weight, require_params, require_state
 from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import ControlFlow, once
 from gradaccum_jax.dtypes import Handed, handed
-from gradaccum_jax.inner import Inner, end_window, keep_window
+from gradaccum_jax.inner import Inner, Kinds, end_window, keep_window
 from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.norm import measure
 from gradaccum_jax.representable import representable
@@ -85,6 +86,8 @@ class Accumulation:
         Raises:
             GradientError: `grads` has another structure, shape or dtype; names the leaf.
             ArgumentTypeError, ArgumentValueError: `state` is not this optimizer's, `weight` not such a scalar, or `params` missing.
+            UsageError: the inner optimizer reduces over a named axis, and there is a weight or an option that each device would see to by
+                itself: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``.
         """
         self._check(state, params)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
@@ -123,11 +126,12 @@ class Accumulation:
         dtypes = self._dtypes(state, params, gradients)
         inner = self._inner(dtypes, params, extra)
         if self.options.steps is None:
-            held, never = (state.inner_state, state.masters), jnp.asarray(state.micro_step) < 0
-            updates, total = keep_window(inner(jnp.ones_like(state.weight)), state.accumulator, held, never)
+            kinds = self._kinds(inner(jnp.ones_like(state.weight)), state, weight)
+            never = jnp.asarray(state.micro_step) < 0
+            updates, total = keep_window(state.accumulator, kinds.updates, never, self.control_flow)
             return updates, with_event(state._replace(accumulator=total), False, False, dropped)
         full = is_full(fields_of(state), steps_at(self.options.steps, state.optimizer_step, jnp.where))
-        return self._end(state, inner, dtypes, full, dropped)
+        return self._end(state, inner, dtypes, full, dropped, weight)
 
     def _flush(self, state: AccumulationState, params: Any, extra: dict[str, Any]) -> tuple[Any, AccumulationState]:
         dtypes = self._dtypes(state, params, None)
@@ -160,16 +164,23 @@ class Accumulation:
         return of
 
     def _end(
-        self, state: AccumulationState, inner: Callable[[Any], Inner], dtypes: Handed, last: Any, dropped: Any
+        self, state: AccumulationState, inner: Callable[[Any], Inner], dtypes: Handed, last: Any, dropped: Any, weight: Any = None
     ) -> tuple[Any, AccumulationState]:
         """Close the window where `last` holds."""
         decision = self._decide(state, dtypes, last)
-        apply, held = last & decision.apply, (state.inner_state, state.masters)
-        updates, total, (inner_state, masters) = end_window(inner(decision.divisor), state.accumulator, held, apply=apply, last=last)
-        fields = _choose(last, close(fields_of(state), decision.apply, decision.overflow, self.options, jnp.where), fields_of(state))
+        made, held = inner(decision.divisor), (state.inner_state, state.masters)
+        kinds = self._kinds(made, state, weight)
+        apply, overflow = agree(last & decision.apply, decision.overflow, last, kinds.axes, self.control_flow)
+        updates, total, (inner_state, masters) = end_window(made, state.accumulator, held, kinds.updates, apply=apply, last=last)
+        fields = _choose(last, close(fields_of(state), apply, overflow, self.options, jnp.where), fields_of(state))
         norm = jnp.where(last, decision.grad_norm, state.last_grad_norm).astype(jnp.result_type(state.last_grad_norm))
         ended = with_fields(state, fields)._replace(accumulator=total, inner_state=inner_state, masters=masters, last_grad_norm=norm)
-        return updates, with_event(ended, apply, last & ~decision.apply, jnp.where(last, decision.overflow, dropped))
+        return updates, with_event(ended, apply, last & ~apply, jnp.where(last, overflow, dropped))
+
+    def _kinds(self, inner: Inner, state: AccumulationState, weight: Any) -> Kinds:
+        kinds = inner.kinds(state.accumulator, (state.inner_state, state.masters))
+        require_equal_parts(self.options, kinds.axes, weight)
+        return kinds
 
     def _decide(self, state: AccumulationState, dtypes: Handed, last: Any) -> Decision:
         """Measured only where the window ends."""
