@@ -14,6 +14,7 @@ from jax import lax
 
 from gradaccum import ArgumentValueError, explain
 from gradaccum_jax.dtypes import is_key, standard, takes_part
+from gradaccum_jax.weighted import add_weighted
 
 Dtypes = list[Any]
 
@@ -54,7 +55,7 @@ def weight_dtype(accumulator: Any) -> Any:
     return jnp.dtype("float64" if wide else "float32")
 
 
-def add(accumulator: Any, gradients: list[Any], factor: Any, kept: Any) -> Any:
+def add(accumulator: Any, gradients: list[Any], factor: Any, kept: Any, counted: Any = None) -> Any:
     """``accumulator + factor * gradients`` where `kept` holds, else `accumulator`; by select, because 0 x NaN is NaN.
 
     Args:
@@ -62,15 +63,16 @@ def add(accumulator: Any, gradients: list[Any], factor: Any, kept: Any) -> Any:
         gradients: aligned with its leaves; None adds nothing.
         factor: a scalar; None: 1, without a multiplication.
         kept: a bool scalar.
+        counted: a bool scalar, with a factor only; see `add_weighted`.
     """
 
     def add_leaf(held: Any, gradient: Any) -> Any:
         if gradient is None:
             return held
         gradient = standard(gradient)
-        term = gradient if factor is None else factor * gradient
-        total = (held + term).astype(held.dtype)
-        return jnp.where(kept, total, held)
+        if factor is not None:
+            return add_weighted(held, gradient, factor, kept, counted)
+        return jnp.where(kept, (held + gradient).astype(held.dtype), held)
 
     leaves, structure = jax.tree.flatten(accumulator)
     return jax.tree.unflatten(structure, [add_leaf(held, gradient) for held, gradient in zip(leaves, gradients, strict=True)])
