@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError, Fields, accumulate, close, explain, is_full, make_options, steps_at
+from gradaccum import ArgumentTypeError, Fields, accumulate, close, explain, is_full, make_options
 from gradaccum_jax import accumulator as sums
 from gradaccum_jax.agreement import every
 from gradaccum_jax.alignment import align
@@ -23,6 +23,7 @@ from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.dtypes import handed, standard, takes_part
 from gradaccum_jax.inner import Inner, end_window
+from gradaccum_jax.sizes import check_known, probe, size_at
 
 SkipFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -48,7 +49,8 @@ class MultiSteps:
 
     Args:
         opt: the wrapped optimizer.
-        every_k_schedule: mini-steps per update: an int >= 1, or a function of `gradient_step`.
+        every_k_schedule: mini-steps per update: an int >= 1, or a function of `gradient_step` that returns such a one. Under `jax.jit`,
+            where its value is not known, a window of less than one mini-step never ends, as in optax.
         use_grad_mean: mean over the mini-steps; False: sum.
         should_skip_update_fn: ``f(updates, gradient_step, params) -> (skip, skip_state)``, such as `optax.skip_not_finite`; `skip` is
             a bool scalar.
@@ -75,6 +77,7 @@ class MultiSteps:
             raise explain(ArgumentTypeError, "every_k_schedule", expected="an int >= 1 or a function", got=None, fix=fix)
         self._opt = optax.with_extra_args_support(opt)
         self._options = make_options(every_k_schedule, reduction="sum")
+        probe(self._options.steps)
         self._use_grad_mean = use_grad_mean
         self._should_skip = should_skip_update_fn or _never
         self._accumulator_dtype = require_dtype(accumulator_dtype)
@@ -105,7 +108,9 @@ class MultiSteps:
         Raises:
             GradientError: `updates` has another structure, shape or dtype than `acc_grads`.
             ArgumentTypeError: `should_skip_update_fn` returned something else than a bool scalar.
+            ArgumentTypeError, ArgumentValueError: a function `every_k_schedule` returned no int >= 1; known outside `jax.jit` alone.
         """
+        check_known(self._options.steps, state.gradient_step)
         aligned = align(updates, state.acc_grads, any_float=self._accumulator_dtype is not None)
         stepped: tuple[Any, optax.MultiStepsState] = call(self._compiled_update, self._update, aligned, updates, state, params, extra_args)
         return stepped
@@ -132,7 +137,8 @@ class MultiSteps:
         if kinds.axes and self._should_skip is not _never:
             accepted = every(accepted, kinds.axes)
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
-        full = is_full(fields, steps_at(self._options.steps, state.gradient_step, jnp.where))
+        steps = size_at(self._options.steps, state.gradient_step)
+        full = is_full(fields, steps) & (steps >= 1) if callable(self._options.steps) else is_full(fields, steps)
         total = self._add(state, gradients, accepted)
         last = full & accepted
         made, total, inner_state = end_window(inner, total, state.inner_opt_state, kinds.updates, apply=last, last=last)

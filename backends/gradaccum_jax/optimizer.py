@@ -30,7 +30,6 @@ from gradaccum import (
     explain,
     initial_state,
     is_full,
-    steps_at,
 )
 from gradaccum import discard as forget
 from gradaccum_jax import accumulator as sums
@@ -44,6 +43,7 @@ from gradaccum_jax.inner import Inner, Kinds, end_window, keep_window
 from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.norm import measure
 from gradaccum_jax.representable import representable
+from gradaccum_jax.sizes import check_known, size_at
 from gradaccum_jax.state import AccumulationState, fields_of, find_states, fresh, with_event, with_fields
 
 
@@ -86,10 +86,13 @@ class Accumulation:
         Raises:
             GradientError: `grads` has another structure, shape or dtype; names the leaf.
             ArgumentTypeError, ArgumentValueError: `state` is not this optimizer's, `weight` not such a scalar, or `params` missing.
+            ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1, outside `jax.jit`. Under it, where no value is
+                known, each micro-batch of such a window counts as not finite: no update is made, and `result` says ``overflow``.
             UsageError: the inner optimizer reduces over a named axis, and there is a weight or an option that each device would see to by
                 itself: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``.
         """
         self._check(state, params)
+        check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         weight = as_weight(weight, jnp.result_type(state.weight))
         stepped: tuple[Any, AccumulationState] = call(self._compiled_update, self._update, aligned, state, params, weight, extra)
@@ -122,33 +125,35 @@ class Accumulation:
     def _update(
         self, gradients: list[Any], state: AccumulationState, params: Any, weight: Any, extra: dict[str, Any]
     ) -> tuple[Any, AccumulationState]:
-        state, dropped = self._accumulate(gradients, state, weight)
+        steps = size_at(self.options.steps, state.optimizer_step)
+        state, dropped = self._accumulate(gradients, state, weight, steps)
         dtypes = self._dtypes(state, params, gradients)
         inner = self._inner(dtypes, params, extra)
-        if self.options.steps is None:
+        if steps is None:
             kinds = self._kinds(inner(jnp.ones_like(state.weight)), state, weight)
             never = jnp.asarray(state.micro_step) < 0
             updates, total = keep_window(state.accumulator, kinds.updates, never, self.control_flow)
             return updates, with_event(state._replace(accumulator=total), False, False, dropped)
-        full = is_full(fields_of(state), steps_at(self.options.steps, state.optimizer_step, jnp.where))
+        full = is_full(fields_of(state), steps)
         return self._end(state, inner, dtypes, full, dropped, weight)
 
     def _flush(self, state: AccumulationState, params: Any, extra: dict[str, Any]) -> tuple[Any, AccumulationState]:
         dtypes = self._dtypes(state, params, None)
         return self._end(state, self._inner(dtypes, params, extra), dtypes, jnp.asarray(state.micro_step) > 0, False)
 
-    def _accumulate(self, gradients: list[Any], state: AccumulationState, weight: Any) -> tuple[AccumulationState, Any]:
-        """The state with the micro-batch in it, and whether it was left out as not finite."""
+    def _accumulate(self, gradients: list[Any], state: AccumulationState, weight: Any, steps: Any) -> tuple[AccumulationState, Any]:
+        """The state with the micro-batch in it, and whether it was left out as not finite, or as one of a window of no size."""
         given, one = weight is not None, jnp.ones_like(state.weight)
         weight = weight if given else one
         factor = contribution(weight, self.options) if given and self.options.reduction == "mean" else None
         dropping = self.options.on_overflow == "drop_micro_batch"
         finite = sums.all_finite(gradients) | (weight == 0) if dropping else jnp.asarray(True)
+        finite = finite & (steps >= 1) if callable(self.options.steps) else finite
         clean = fields_of(state._replace(overflow=jnp.zeros_like(state.overflow)))
         dropped = State(*accumulate(clean, weight, finite, jnp.where)).overflow if dropping else False
         # Always true without a weight: XLA on the CPU makes a lone addition in place a loop of single elements, a select one of vectors.
         kept = (weight > 0 if given else jnp.asarray(state.micro_step) >= 0) & (~dropped if dropping else True)
-        total = sums.add(state.accumulator, gradients, factor, kept)
+        total = sums.add(state.accumulator, gradients, factor, kept, (weight >= 0) & (~dropped if dropping else True))
         counted = with_fields(state, accumulate(fields_of(state), weight, finite, jnp.where))
         return counted._replace(accumulator=total), dropped
 
