@@ -12,18 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import CheckpointError, explain, steps_at
+from gradaccum import CheckpointError, explain
 from gradaccum_jax.backend import require_accumulation
 from gradaccum_jax.paths import unique
 from gradaccum_jax.state import AccumulationState
+from gradaccum_jax.terms import resume
 
-_RESTORE = "Continue with the optimizer, the parameters and the steps that the checkpoint was made with."
+_RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
 
 
 def check_state(tx: Any, state: Any, params: Any) -> AccumulationState:
-    """`state` as JAX arrays in the structure that `tx` uses, if it is one that `tx` could have saved for `params`.
+    """The state to go on with: a restored `state` as JAX arrays in the structure that `tx` uses, if `tx` can go on with it.
 
-    Checked are the paths, every shape and dtype, and that the open window is shorter than a window of `tx`. Not for use under
+    Checked are the paths, every shape and dtype. An open window goes on under the options that it was made under: `reduction`,
+    `on_overflow`, `steps` and the kind of loss scale, or the scale itself if it is constant. Between two windows all of these may change:
+    the loss scale goes on if it is dynamic in both runs, else it is the option's own. So go on with what this returns. Not for use under
     `jit`: it looks at values.
 
     Args:
@@ -38,9 +41,7 @@ def check_state(tx: Any, state: Any, params: Any) -> AccumulationState:
     """
     wrapped = require_accumulation(tx)
     like = jax.eval_shape(wrapped.init, params)
-    checked: AccumulationState = rebuild(state, like)
-    _check_window(wrapped.options.steps, checked)
-    return checked
+    return resume(rebuild(state, like), wrapped.options)
 
 
 def rebuild(tree: Any, like: Any) -> Any:
@@ -81,13 +82,6 @@ def _check_leaves(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def _kind(leaf: Any) -> str:
     return f"an array of shape {np.shape(leaf)} and dtype {getattr(leaf, 'dtype', type(leaf).__name__)}"
-
-
-def _check_window(schedule: Any, state: AccumulationState) -> None:
-    held = int(state.micro_step)
-    steps = steps_at(schedule, state.optimizer_step, jnp.where)
-    if held < 0 or (steps is not None and held >= int(steps)):
-        _refuse("micro_step", f"a window of fewer than {steps} micro-batches", f"one of {held} micro-batches")
 
 
 def _refuse(path: str, expected: str, got: str) -> NoReturn:

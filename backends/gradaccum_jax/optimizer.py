@@ -33,6 +33,7 @@ from gradaccum import (
 )
 from gradaccum import discard as forget
 from gradaccum_jax import accumulator as sums
+from gradaccum_jax import terms
 from gradaccum_jax.agreement import agree, require_equal_parts
 from gradaccum_jax.alignment import align
 from gradaccum_jax.checks import as_weight, require_params, require_state
@@ -69,7 +70,8 @@ class Accumulation:
             fix = "Wrap it once, on the outside."
             raise explain(ArgumentTypeError, "optimizer", expected="one that is not wrapped", got="one that holds a wrapped one", fix=fix)
         fields = initial_state(self.options.scale_rule.init_scale)
-        return fresh(fields, sums.weight_dtype(accumulator), accumulator=accumulator, inner_state=inner_state, masters=masters)
+        trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": terms.first_terms(self.options)}
+        return fresh(fields, sums.weight_dtype(accumulator), **trees)
 
     def update(
         self, grads: Any, state: AccumulationState, params: Any = None, *, weight: Any = None, **extra: Any
@@ -155,7 +157,7 @@ class Accumulation:
         kept = (weight > 0 if given else jnp.asarray(state.micro_step) >= 0) & (~dropped if dropping else True)
         total = sums.add(state.accumulator, gradients, factor, kept, (weight >= 0) & (~dropped if dropping else True))
         counted = with_fields(state, accumulate(fields_of(state), weight, finite, jnp.where))
-        return counted._replace(accumulator=total), dropped
+        return counted._replace(accumulator=total, terms=terms.now(self.options, steps)), dropped
 
     def _dtypes(self, state: AccumulationState, params: Any, gradients: list[Any] | None) -> Handed:
         """Those of the inner optimizer's gradients."""
