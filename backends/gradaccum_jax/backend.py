@@ -72,8 +72,9 @@ def require_transformation(optimizer: Any) -> None:
     if not isinstance(optimizer, optax.GradientTransformation):
         fix = "Pass for example optax.adamw(1e-3); instead of an optax.MultiSteps, pass the optimizer inside it."
         raise optimizer_error("an optax.GradientTransformation", optimizer, fix)
-    if accumulation_of(optimizer) is not None:
-        raise wrapped_twice_error(optimizer)
+    owner = getattr(optimizer.update, "__self__", None)
+    if isinstance(owner, Accumulation) or hasattr(owner, "has_updated"):  # that of MultiSteps.gradient_transformation(), optax's too
+        raise wrapped_twice_error(owner)
 
 
 backend = JaxBackend()

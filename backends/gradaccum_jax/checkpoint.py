@@ -17,6 +17,7 @@ from gradaccum_jax.backend import require_accumulation
 from gradaccum_jax.paths import unique
 from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.terms import resume
+from gradaccum_jax.variables import plain
 
 _RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
 
@@ -32,7 +33,7 @@ def check_state(tx: Any, state: Any, params: Any) -> AccumulationState:
     Args:
         tx: what `gradaccum.wrap` returned.
         state: what a checkpoint gave back, arrays of NumPy or JAX: an `AccumulationState`, or the nested dicts of `flax.serialization`
-            and orbax restored without a target.
+            and orbax restored without a target; or flax nnx's ``optimizer.opt_state``, as in the recipes.
         params: the parameters, or their `jax.ShapeDtypeStruct`.
 
     Raises:
@@ -40,8 +41,8 @@ def check_state(tx: Any, state: Any, params: Any) -> AccumulationState:
         ArgumentTypeError: `tx` is not wrapped.
     """
     wrapped = require_accumulation(tx)
-    like = jax.eval_shape(wrapped.init, params)
-    return resume(rebuild(state, like), wrapped.options)
+    like = jax.eval_shape(wrapped.init, plain(params))
+    return resume(rebuild(plain(state), like), wrapped.options)
 
 
 def rebuild(tree: Any, like: Any) -> Any:

@@ -8,10 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, accumulate_dtype_error, explain, require_weight
+from gradaccum import ArgumentTypeError, ArgumentValueError, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
 from gradaccum_jax.masters import is_half
 from gradaccum_jax.state import AccumulationState
+
+ACCUMULATING = (AccumulationState, optax.MultiStepsState)
+"""The states of optimizers that accumulate."""
 
 
 def require_dtype(accumulate_dtype: Any) -> Any:
@@ -43,6 +47,18 @@ def require_state(state: Any) -> AccumulationState:
         return state
     fix = "Pass what tx.init(params) returned. A checkpoint is restored into that structure; in a chain it is one of the chain's states."
     raise explain(ArgumentTypeError, "state", expected="the state of a wrapped optimizer", got=f"a {type(state).__name__}", fix=fix)
+
+
+def require_plain(inner_state: Any) -> None:
+    """Refuse the state of an inner optimizer that accumulates too.
+
+    Raises:
+        ArgumentTypeError: it holds such a state.
+    """
+    nodes = jax.tree.leaves(inner_state, is_leaf=lambda node: isinstance(node, ACCUMULATING))
+    for node in nodes:
+        if isinstance(node, ACCUMULATING):
+            raise wrapped_twice_error(node)
 
 
 def require_params(params: Any, masters: Any) -> None:
@@ -77,6 +93,7 @@ def as_weight(weight: Any, dtype: Any) -> Any:
     """
     if weight is None:
         return None
+    weight = jnp.asarray(weight) if hasattr(weight, "__jax_array__") else weight  # as a symbolic size of `jax.export` has
     if np.shape(weight) != ():
         fix = "Sum the weights of the items: weight=mask.sum()."
         raise explain(ArgumentTypeError, "weight", expected="a scalar", got=f"shape {np.shape(weight)}", fix=fix)

@@ -15,6 +15,7 @@ import optax
 from jax import lax
 
 from gradaccum_jax.state import the_state
+from gradaccum_jax.variables import plain
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24
@@ -125,7 +126,7 @@ def apply_updates(params: Any, updates: Any, state: Any) -> Any:
         ArgumentTypeError: `state` holds no such state, or several.
     """
     moved = optax.apply_updates(params, updates)
-    held = in_place_of(moved, the_state(state).masters)
+    held = in_place_of(moved, plain(the_state(state).masters))
     return jax.tree.map(lambda p, master: jnp.asarray(master).astype(jnp.result_type(p)), moved, held)
 
 

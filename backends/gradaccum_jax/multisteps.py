@@ -18,7 +18,7 @@ from gradaccum_jax import accumulator as sums
 from gradaccum_jax.agreement import every
 from gradaccum_jax.alignment import align
 from gradaccum_jax.backend import require_transformation
-from gradaccum_jax.checks import require_dtype
+from gradaccum_jax.checks import require_dtype, require_plain
 from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.dtypes import handed, standard, takes_part
@@ -92,10 +92,12 @@ class MultiSteps:
         """The state before the first mini-step."""
         gradient_step = jnp.zeros((), jnp.int32)
         _, skip_state = self._should_skip(sums.clear(params), gradient_step, params)
+        inner_state = sums.strong(self._opt.init(params))
+        require_plain(inner_state)
         return optax.MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
-            inner_opt_state=sums.strong(self._opt.init(params)),
+            inner_opt_state=inner_state,
             acc_grads=sums.zeros(params, self._accumulator_dtype),
             skip_state=sums.strong(skip_state),
         )

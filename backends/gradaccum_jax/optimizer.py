@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import (
-    ArgumentTypeError,
     Decision,
     Fields,
     Options,
@@ -27,7 +26,6 @@ from gradaccum import (
     close,
     contribution,
     decide,
-    explain,
     initial_state,
     is_full,
 )
@@ -36,7 +34,7 @@ from gradaccum_jax import accumulator as sums
 from gradaccum_jax import terms
 from gradaccum_jax.agreement import agree, require_equal_parts
 from gradaccum_jax.alignment import align
-from gradaccum_jax.checks import as_weight, require_params, require_state
+from gradaccum_jax.checks import as_weight, require_params, require_plain, require_state
 from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import ControlFlow, once
 from gradaccum_jax.dtypes import Handed, handed
@@ -45,7 +43,7 @@ from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.norm import measure
 from gradaccum_jax.representable import representable
 from gradaccum_jax.sizes import check_known, size_at
-from gradaccum_jax.state import AccumulationState, fields_of, find_states, fresh, with_event, with_fields
+from gradaccum_jax.state import AccumulationState, fields_of, fresh, with_event, with_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +64,7 @@ class Accumulation:
         """
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = sums.strong(self.inner.init(params))
-        if find_states(inner_state):
-            fix = "Wrap it once, on the outside."
-            raise explain(ArgumentTypeError, "optimizer", expected="one that is not wrapped", got="one that holds a wrapped one", fix=fix)
+        require_plain(inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
         trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": terms.first_terms(self.options)}
         return fresh(fields, sums.weight_dtype(accumulator), **trees)
