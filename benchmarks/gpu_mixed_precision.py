@@ -82,7 +82,7 @@ def check_masters(problem: Problem) -> Iterator[Check]:
         model = problem.model(dtype)
         opt: Any = gradaccum.wrap(inner(model), steps=STEPS, loss_scale=2.0**8, master_weights=True)
         window(problem, model, opt)
-        masters = [master for group in opt.param_groups for master in group["params"]]
+        masters = opt.master_weights.values()
         rounded = all(torch.equal(p, m.to(dtype)) for p, m in zip(model.parameters(), masters, strict=True))
         full = all(m.dtype == torch.float32 for m in masters)
         yield Check(f"masters of {dtype}", rounded and full and opt.result.applied, "model = rounded masters")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradaccum import Options, ScaleRule, StepResult, UsageError, explain, require_weight
 from gradaccum_torch.checks import require_loss
+from gradaccum_torch.forwarding import forwarded, is_forwarded
 from gradaccum_torch.grad_scaler import refused
 from gradaccum_torch.micro_batch import unfinished
 from gradaccum_torch.persistence import PersistentOptimizer
@@ -43,6 +44,11 @@ class AccumulatingOptimizer(PersistentOptimizer):
     def result(self) -> StepResult:
         """What the last ``step``, ``flush`` or ``discard`` did, in Python numbers."""
         return self._window.result
+
+    @property
+    def master_weights(self) -> dict[int, Tensor]:
+        """The float32 master of each half-precision parameter by its index, with ``master_weights=True``; the tensors themselves."""
+        return self._window.parameters.masters()
 
     def backward(self, loss: Tensor, weight: float | None = None, **kwargs: Any) -> None:
         """``loss.backward(**kwargs)`` with the weight and the loss scale multiplied in.
@@ -132,6 +138,10 @@ class AccumulatingOptimizer(PersistentOptimizer):
         """Add a group, also in mid-window; see `torch.optim.Optimizer.add_param_group`."""
         self._inner.add_param_group(param_group)
         self._window.groups_changed()
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return forwarded(value, name, self._window) if is_forwarded(value) else value
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

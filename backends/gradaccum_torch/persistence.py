@@ -62,7 +62,7 @@ class PersistentOptimizer(Facade):
         return {
             "inner": self._inner,
             "options": self._options,
-            "parameters": strategy.positions(),
+            "masters": window.parameters.masters(),
             "fields": window.fields_to_save(),
             "grad_norm": window.grad_norm,
             "micro_batch": window.micro_batch,
@@ -73,7 +73,7 @@ class PersistentOptimizer(Facade):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Facade.__init__(self, state["inner"], state["options"])
-        window = self._window = Window(self._inner, self._options, state["parameters"])
+        window = self._window = Window(self._inner, self._options, state["masters"])
         window.start_with(state["fields"])
         window.grad_norm, window.micro_batch = state["grad_norm"], state["micro_batch"]
         for parameter, gradient in zip(window.strategy.positions(), state["gradients"], strict=True):
@@ -90,7 +90,9 @@ class PersistentOptimizer(Facade):
 
     def _load_inner(self, state_dict: dict[str, Any]) -> None:
         try:
-            self._inner.load_state_dict(state_dict)
+            # torch casts what it loads to the dtype of the parameter in the groups.
+            with self._window.parameters.masters_in_place():
+                self._inner.load_state_dict(state_dict)
         except (ValueError, KeyError) as error:
             expected, fix = "a state of these parameter groups", "Load a state that was saved from this model and optimizer."
             raise explain(CheckpointError, "state_dict", expected=expected, got=f"one where {error}", fix=fix) from error

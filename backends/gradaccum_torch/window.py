@@ -6,7 +6,7 @@ the gradients and no wait for the device. Nothing here knows who calls: how to r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,14 +46,14 @@ class Window:
     Args:
         inner: the optimizer whose parameters are summed over.
         options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
-        model: the model's parameters by position, where `inner` already holds master weights in their place.
+        masters: the master weights by position, where `inner` is a copy that has worked on them already.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, options: Options, model: Iterable[torch.Tensor] | None = None) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, options: Options, masters: Mapping[int, torch.Tensor] | None = None) -> None:
         self.options = options
         self._scaled = options.scale_rule != ScaleRule()
         self._inner = inner
-        self.parameters = Parameters(inner, options.master_weights, model)
+        self.parameters = Parameters(inner, options.master_weights, masters)
         self.scaler = link_scaler(options, self._device())
         self.micro_batch = MicroBatch()
         self.use_strategy()
@@ -139,6 +139,10 @@ class Window:
         norm = self.strategy.measure().norm
         self._end(Decision(True, False, 1.0, norm))
 
+    def is_under_way(self) -> bool:
+        """Whether a window is open, or the micro-batch that opens one has begun."""
+        return bool(self.fields.micro_step) or self.micro_batch.noted or self.strategy.sentinels.arrived
+
     def require_at_rest(self, call: str) -> None:
         """The sum is that of the micro-batches counted.
 
@@ -176,20 +180,22 @@ class Window:
             update: runs the inner optimizer.
             observed: whether something that `update` calls looks at ``.grad`` before the inner optimizer does.
         """
-        norm, finite, notes, norms = self.strategy.measure(() if self.scaler is None else self.scaler.notes())
+        strayed, scale = self.parameters.strayed(), () if self.scaler is None else self.scaler.notes()
+        norm, finite, notes, norms = self.strategy.measure((*scale, *strayed))
         if self.scaler is not None:
-            self.fields = self.scaler.used(self.fields, notes)
+            self.fields = self.scaler.used(self.fields, notes[: len(scale)])
         # Clipping comes after: what leaves the range before it is an overflow, as it would be in a large batch.
         whole = self.strategy.hands_over_whole
         finite = finite and (whole or self.strategy.fits(norm, self._divisor(self.fields)))
         decision = Decision(*decide(self.fields, norm, finite, self.options, select))
         if decision.apply:
-            if self.parameters.has_masters:
+            if any(notes[len(scale) :]):
                 self.parameters.take_over()
-            if not observed and whole and can_divide(self._inner, decision.divisor):
-                self._run_dividing(update, norms, decision.divisor)
-            else:
-                self._run(update, decision.divisor)
+            with self.parameters.masters_in_place():
+                if not observed and whole and can_divide(self._inner, decision.divisor):
+                    self._run_dividing(update, norms, decision.divisor)
+                else:
+                    self._run(update, decision.divisor)
         self._end(decision)
 
     def _run(self, update: Callable[[], Any], divisor: float) -> None:
