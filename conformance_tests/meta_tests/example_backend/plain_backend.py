@@ -4,7 +4,6 @@ import numpy as np
 from plain import Optimizer
 
 from gradaccum import (
-    ArgumentTypeError,
     Decision,
     State,
     StepResult,
@@ -14,10 +13,9 @@ from gradaccum import (
     contribution,
     decide,
     discard,
-    explain,
     initial_state,
     is_full,
-    require_options,
+    optimizer_error,
     select,
     steps_at,
 )
@@ -102,8 +100,8 @@ class PlainBackend:
 
     def wrap(self, optimizer, options):
         if not isinstance(optimizer, Optimizer):
-            raise explain(ArgumentTypeError, "optimizer", expected="a plain.Optimizer", got=optimizer, fix="Wrap one, once.")
-        return Accumulation(optimizer, with_numpy_dtype(require_options(options)))
+            raise optimizer_error("a plain.Optimizer", optimizer, "Wrap one, once.")
+        return Accumulation(optimizer, with_numpy_dtype(options))
 
 
 backend = PlainBackend()
