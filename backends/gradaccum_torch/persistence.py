@@ -35,7 +35,7 @@ class PersistentOptimizer(Facade):
         window.require_at_rest("state_dict()")
         state_dict = self._inner.state_dict()
         fields, masters = window.fields_to_save(), window.parameters.masters()
-        state_dict[KEY] = encode(fields, window.grad_norm, window.strategy.sums(), masters, window.parameters.groups())
+        state_dict[KEY] = encode(fields, window.terms(), window.grad_norm, window.strategy.sums(), masters, window.parameters.groups())
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -44,8 +44,10 @@ class PersistentOptimizer(Facade):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave, mid-window included; a bare optimizer's state is an empty window.
 
+        Between two windows the options of this optimizer hold: the saved loss scale goes on only if it is dynamic in both.
+
         Raises:
-            CheckpointError: the state is of other parameters or another window shape; nothing was changed.
+            CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
         """
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -83,10 +85,10 @@ class PersistentOptimizer(Facade):
         window.strategy.sentinels.reset(*state["sentinels"])
 
     def _decode(self, state_dict: dict[str, Any]) -> Saved:
-        if KEY in state_dict:
-            return decode(state_dict[KEY], self._window.parameters, self._window.sum_dtypes, self._options)
-        scaler, start = self._window.scaler, initial_state(self._options.scale_rule.init_scale)
-        return Saved(start if scaler is None else scaler.current(start), 0.0, {}, {})
+        window = self._window
+        bare = Saved(initial_state(), None, 0.0, {}, {})
+        saved = decode(state_dict[KEY], window.parameters, window.sum_dtypes) if KEY in state_dict else bare
+        return saved._replace(fields=window.resumed(saved.fields, saved.terms))
 
     def _load_inner(self, state_dict: dict[str, Any]) -> None:
         try:
