@@ -174,8 +174,8 @@ class AccumulatingOptimizer(PersistentOptimizer):
             raise refused()
         return [scaler.group()]
 
-    def _step_inner(self, *closure: Callable[[], Any]) -> Any:
-        returned, parameters = self._inner.step(*closure), self._window.parameters
+    def _step_inner(self, *args: Any, **kwargs: Any) -> Any:
+        returned, parameters = super()._step_inner(*args, **kwargs), self._window.parameters
         if parameters.has_masters:
             parameters.round()
         return returned
