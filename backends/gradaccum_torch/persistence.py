@@ -67,6 +67,7 @@ class PersistentOptimizer(Facade):
             "masters": window.parameters.masters(),
             "fields": window.fields_to_save(),
             "grad_norm": window.grad_norm,
+            "loads": window.loads,
             "micro_batch": window.micro_batch,
             "gradients": [None if parameter.grad is None else parameter.grad.detach() for parameter in strategy.positions()],
             "sums": None if strategy.sum_in_grad else strategy.sums(),
@@ -77,7 +78,7 @@ class PersistentOptimizer(Facade):
         Facade.__init__(self, state["inner"], state["options"])
         window = self._window = Window(self._inner, self._options, state["masters"])
         window.start_with(state["fields"])
-        window.grad_norm, window.micro_batch = state["grad_norm"], state["micro_batch"]
+        window.grad_norm, window.loads, window.micro_batch = state["grad_norm"], state["loads"], state["micro_batch"]
         for parameter, gradient in zip(window.strategy.positions(), state["gradients"], strict=True):
             parameter.grad = gradient
         if state["sums"] is not None:
@@ -107,6 +108,7 @@ class PersistentOptimizer(Facade):
         window.parameters.load(saved.masters)
         window.grad_norm = saved.grad_norm
         window.start_with(saved.fields)
+        window.loads = window.loads[0] + 1, saved.fields.optimizer_step
 
 
 def _copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:

@@ -64,6 +64,8 @@ class Window:
         self.size: int | None = None
         self.fields: State
         self.grad_norm = 0.0
+        self.loads = 0, 0
+        """How often a saved state was loaded, and the updates that the last one had."""
         self._set(initial_state(options.scale_rule.init_scale))
 
     @property
