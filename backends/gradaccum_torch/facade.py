@@ -56,15 +56,6 @@ class Facade(torch.optim.Optimizer):
         self._inner.param_groups = groups
 
     @property
-    def state(self) -> Any:
-        """The inner optimizer's state by parameter, the very mapping."""
-        return self._inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._inner.state = state
-
-    @property
     def defaults(self) -> dict[str, Any]:
         """The inner optimizer's defaults."""
         return self._inner.defaults

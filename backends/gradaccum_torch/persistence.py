@@ -13,6 +13,7 @@ from torch import Tensor
 from gradaccum import CheckpointError, explain, initial_state
 from gradaccum_torch.checkpoint import KEY, Saved, decode, encode
 from gradaccum_torch.facade import Facade
+from gradaccum_torch.model_state import asked_by, gather, initialize, spread
 from gradaccum_torch.window import Window
 
 
@@ -27,8 +28,10 @@ class PersistentOptimizer(Facade):
         As in torch, the tensors are the live ones: save them, or deep-copy, before training goes on.
 
         Raises:
-            UsageError: a micro-batch of the open window is under way, or something changed ``.grad``.
+            UsageError: a micro-batch of the open window is under way, or something changed ``.grad``; or a window is open and the caller is
+                ``get_optimizer_state_dict`` of `torch.distributed.checkpoint`, which would drop it.
         """
+        its_locals = asked_by("_get_optim_state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         window = self._window
@@ -36,6 +39,8 @@ class PersistentOptimizer(Facade):
         state_dict = self._inner.state_dict()
         fields, masters = window.fields_to_save(), window.parameters.masters()
         state_dict[KEY] = encode(fields, window.terms(), window.grad_norm, window.strategy.sums(), masters, window.parameters.groups())
+        if its_locals is not None:
+            state_dict = spread(state_dict, window.parameters, its_locals)
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -53,11 +58,25 @@ class PersistentOptimizer(Facade):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        state_dict = gather(state_dict, self._window.parameters)
         saved = self._decode(state_dict)
         self._load_inner({key: value for key, value in state_dict.items() if key != KEY})
         self._restore(saved)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state by parameter, the very mapping."""
+        if asked_by("_init_optim_state") is None:
+            return self._inner.state
+        with self._window.parameters.masters_in_place():
+            initialize(self._inner)
+        return {"initialized": True}  # Else a step of this optimizer would be made, even if the inner one has no state.
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._inner.state = state
 
     def __getstate__(self) -> dict[str, Any]:
         window, strategy = self._window, self._window.strategy
