@@ -23,14 +23,15 @@ _TOUCHES = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
 
 
 class _Watch(TorchFunctionMode):
-    """While it is on, whoever reads or writes the ``.grad`` of one of `parameters` is refused."""
+    """While it is on, whoever reads or writes the ``.grad`` of a parameter that holds a part of a window is refused."""
 
-    def __init__(self, method: str, parameters: list[Tensor]) -> None:
+    def __init__(self, method: str, window: Window) -> None:
         super().__init__()
-        self._method, self._ids = method, set(map(id, parameters))
+        self._method, self._window = method, window
+        self._ids = {id(tensor) for tensor in (*window.parameters.unique(), *window.parameters.masters().values())}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TOUCHES and id(args[0]) in self._ids:
+        if func in _TOUCHES and id(args[0]) in self._ids and self._window.is_under_way():
             raise _refused(self._method)
         return func(*args, **(kwargs or {}))
 
@@ -49,12 +50,8 @@ def forwarded(method: Callable[..., Any], name: str, window: Window) -> Callable
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        parameters = window.parameters
-        with parameters.published():
-            if not window.is_under_way():
-                return method(*args, **kwargs)
-            with _Watch(name, [*parameters.unique(), *parameters.masters().values()]):
-                return method(*args, **kwargs)
+        with window.parameters.published(), _Watch(name, window):
+            return method(*args, **kwargs)
 
     return call
 

@@ -18,7 +18,6 @@ from gradaccum_torch.forwarding import forwarded, is_forwarded
 from gradaccum_torch.grad_scaler import refused
 from gradaccum_torch.micro_batch import unfinished
 from gradaccum_torch.persistence import PersistentOptimizer
-from gradaccum_torch.strategies import GradStrategy
 from gradaccum_torch.window import Window
 
 _FROM_SCALER = "grad_scale"
@@ -196,13 +195,23 @@ class AccumulatingOptimizer(PersistentOptimizer):
     def _require_plain(self) -> None:
         """A closure sees the true gradient in ``.grad``, with nothing left to do to it."""
         self._window.open()
-        options, in_grad = self._options, isinstance(self._window.strategy, GradStrategy)
-        plain = options.clip_norm is None and options.skip_norm is None and options.scale_rule == ScaleRule() and in_grad
-        if self._window.size != 1 or not plain or self._window.parameters.masters():
+        if found := self._in_the_way():
             raise explain(
                 UsageError,
                 "closure",
-                expected="no closure, or steps=1 with no other option than reduction",
-                got="a closure, which evaluates one micro-batch again and again while the update waits for the whole window",
-                fix="Write opt.backward(loss); opt.step() for each micro-batch, or wrap with steps=1 for step(closure).",
+                expected="no closure, or steps=1 with no other option than reduction and accumulate_dtype",
+                got=f"a closure, which must find the true gradient in .grad each time, beside {', '.join(found)}",
+                fix="Write opt.backward(loss); opt.step() for each micro-batch, or leave these options out for step(closure).",
             )
+
+    def _in_the_way(self) -> list[str]:
+        """The options, as one would write them, that leave something to be done to what a closure puts in ``.grad``."""
+        options, window = self._options, self._window
+        found = [f"{name}={value}" for name in ("clip_norm", "skip_norm") if (value := getattr(options, name)) is not None]
+        found += [f"steps={window.size}"] if window.size != 1 else []
+        found += ["loss_scale="] if options.scale_rule != ScaleRule() else []
+        found += [f"on_overflow={options.on_overflow!r}"] if window.strategy.keeps_micro_batch_apart else []
+        found += ["master_weights=True"] if window.parameters.has_masters else []
+        pairs = zip(window.parameters.positions(), window.sum_dtypes, strict=True)
+        apart = {f"sums of {p.dtype} gradients in {total} (write accumulate_dtype={p.dtype})" for p, total in pairs if p.dtype != total}
+        return [*found, *sorted(apart)]

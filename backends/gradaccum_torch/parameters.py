@@ -101,7 +101,7 @@ class Parameters:
     @torch.no_grad()
     def strayed(self) -> tuple[Tensor, ...]:
         """Whether the model holds something else than the rounded masters: one bool, shape ``()``; nothing where there are no masters."""
-        found = [_bits_apart(parameter, master) for parameter, master in self._masters.items() if parameter.numel()]
+        found = [_bits_apart(parameter, master) for parameter, master in self._masters.items() if _local(parameter).numel()]
         return (torch.stack([bits.to(found[0].device) for bits in found]).any(),) if found else ()
 
     @torch.no_grad()
@@ -143,8 +143,11 @@ class Parameters:
             tensor.grad = None
 
     def _complete(self) -> None:
-        """Make the masters that are missing."""
-        for parameter in self.positions() if self._wanted else ():
+        """Make the masters that are missing, and forget those of parameters that were replaced."""
+        positions = self.positions() if self._wanted else []
+        for parameter in set(self._masters).difference(positions):
+            del self._models[self._masters.pop(parameter)]
+        for parameter in positions:
             if parameter.dtype in HALF and parameter not in self._masters:
                 self._pair(parameter, torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad))
                 self._widen_state(parameter)
@@ -171,9 +174,16 @@ class Parameters:
 def _bits_apart(parameter: Tensor, master: Tensor) -> Tensor:
     """Not 0 where the rounded `master` is another number than `parameter`, shape ``()``; -0 is another one than 0."""
     # Half the time of comparing the numbers, for which a CPU has no vector instruction.
-    bits = master.detach().to(parameter.dtype).view(torch.int16)
-    lowest, highest = bits.bitwise_xor_(parameter.detach().view(torch.int16)).aminmax()
+    bits = _local(master).to(parameter.dtype).view(torch.int16)
+    lowest, highest = bits.bitwise_xor_(_local(parameter).view(torch.int16)).aminmax()
     return lowest | highest
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that is here; each process takes over what was written into its own."""
+    own: Any = tensor.detach()
+    local: Tensor = own.to_local() if hasattr(own, "to_local") else own
+    return local
 
 
 def _widened(value: Any) -> Any:

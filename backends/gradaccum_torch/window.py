@@ -32,7 +32,7 @@ from gradaccum import (
     terms_of,
 )
 from gradaccum_torch.buffers import strategy_type
-from gradaccum_torch.checks import window_size
+from gradaccum_torch.checks import require_in_range, window_size
 from gradaccum_torch.fused import can_divide, run_dividing
 from gradaccum_torch.grad_scaler import link_scaler
 from gradaccum_torch.micro_batch import MicroBatch, changed_gradients, unfinished
@@ -112,10 +112,19 @@ class Window:
         return factor
 
     def scaled(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """`loss` times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is."""
-        factor = self.factor(weight) if self.scaler is None else float(contribution(weight, self.options))
-        loss = loss if self.scaler is None else self.scaler.scaler.scale(loss)
-        return loss if factor == 1 else loss * factor
+        """`loss` times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is.
+
+        Raises:
+            UsageError: its dtype cannot hold the factor, however far the loss scale backs off.
+        """
+        factor, rule = float(contribution(weight, self.options)), self.options.scale_rule
+        require_in_range(loss, factor * (rule.init_scale if rule.backoff_factor == 1 else rule.min_scale))
+        with torch.enable_grad():  # Where backward() itself works, with torch.no_grad() around it.
+            if self.scaler is not None:
+                loss = self.scaler.scaler.scale(loss)
+            else:
+                factor *= self.fields.loss_scale
+            return loss if factor == 1 else loss * factor
 
     def fields_to_save(self) -> State:
         """The state, with a `torch.amp.GradScaler`'s scale and tracker as they are now; may wait for the device."""

@@ -133,3 +133,18 @@ def test_a_method_that_switches_nothing_writes_nothing() -> None:
     opt.backward(loss)
     opt.step()
     assert opt.result.micro_step == 1
+
+
+def test_a_replaced_parameter_has_a_master_of_its_own() -> None:
+    """As code that grows a model does: it puts a new parameter into the group."""
+    model, opt = make()
+    train(model, opt)
+    group = opt.param_groups[0]
+    model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+    group["params"][2] = model[1].weight
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.bfloat16))]})
+    assert len(opt.master_weights) == 5
+    before = model[1].weight.detach().clone()
+    for _ in range(64):
+        train(model, opt)
+    assert not torch.equal(model[1].weight, before)

@@ -42,6 +42,10 @@ class SAM(torch.optim.SGD):
             for p in group["params"]:
                 p.grad = None
 
+    def with_gradients_of(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self.first_step()
+
     def describe(self) -> int:
         return len(self.param_groups)
 
@@ -72,6 +76,15 @@ def test_a_method_is_refused_in_an_open_window_too() -> None:
         opt.first_step(zero_grad=True)
     with pytest.raises(gradaccum.UsageError, match="forget"):
         opt.forget()
+
+
+def test_a_method_that_makes_its_own_gradients_is_refused() -> None:
+    """Called between two windows: what it reads is the micro-batch that it began."""
+    model, opt = make()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(gradaccum.UsageError, match="with_gradients_of"):
+        opt.with_gradients_of(loss_of(model))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
 def test_a_method_that_leaves_gradients_alone_passes() -> None:
