@@ -29,8 +29,8 @@ def window_size(options: Options, optimizer_step: int) -> int | None:
     Raises:
         ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave something else than an int >= 1.
     """
-    if options.steps is None:
-        return None
+    if options.steps is None or isinstance(options.steps, int):
+        return options.steps  # Checked by wrap.
     return require_steps(steps_at(options.steps, optimizer_step, select), optimizer_step)
 
 
