@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradaccum import CheckpointError, explain, initial_state
+from gradaccum import CheckpointError, State, Terms, explain, initial_state, resumed, terms_of
 from gradaccum_torch.checkpoint import KEY, Saved, decode, encode
 from gradaccum_torch.facade import Facade
 from gradaccum_torch.model_state import asked_by, gather, initialize, spread
@@ -38,7 +38,7 @@ class PersistentOptimizer(Facade):
         window.require_at_rest("state_dict()")
         state_dict = self._inner.state_dict()
         fields, masters = window.fields_to_save(), window.parameters.masters()
-        state_dict[KEY] = encode(fields, window.terms(), window.grad_norm, window.strategy.sums(), masters, window.parameters.groups())
+        state_dict[KEY] = encode(fields, self._terms(), window.grad_norm, window.strategy.sums(), masters, window.parameters.groups())
         if its_locals is not None:
             state_dict = spread(state_dict, window.parameters, its_locals)
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -108,7 +108,21 @@ class PersistentOptimizer(Facade):
         window = self._window
         bare = Saved(initial_state(), None, 0.0, {}, {})
         saved = decode(state_dict[KEY], window.parameters, window.sum_dtypes) if KEY in state_dict else bare
-        return saved._replace(fields=window.resumed(saved.fields, saved.terms))
+        return saved._replace(fields=self._resumed(saved.fields, saved.terms))
+
+    def _terms(self) -> Terms:
+        """What the open window depends on; between two windows the schedule, which may have come to its end, is not asked."""
+        window = self._window
+        return terms_of(self._options._replace(steps=window.size if window.fields.micro_step else None), window.fields.optimizer_step)
+
+    def _resumed(self, fields: State, saved: Terms | None) -> State:
+        """The fields to go on with, of a state that was saved under `saved`, which is None for a bare optimizer's."""
+        scaler = self._window.scaler
+        if scaler is not None and not fields.micro_step and (saved is None or saved.scale != "dynamic"):
+            return scaler.current(fields)  # It is the user's own, and may have been loaded from a file of its own.
+        if saved is None:
+            return initial_state(self._options.scale_rule.init_scale)
+        return resumed(fields, saved, self._options)
 
     def _load_inner(self, state_dict: dict[str, Any]) -> None:
         try:

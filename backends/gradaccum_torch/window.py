@@ -17,7 +17,6 @@ from gradaccum import (
     ScaleRule,
     State,
     StepResult,
-    Terms,
     accumulate,
     at_rest,
     close,
@@ -27,9 +26,7 @@ from gradaccum import (
     initial_state,
     is_full,
     largest_number,
-    resumed,
     select,
-    terms_of,
 )
 from gradaccum_torch.buffers import strategy_type
 from gradaccum_torch.checks import require_in_range, window_size
@@ -78,26 +75,6 @@ class Window:
     def sum_dtypes(self) -> list[torch.dtype]:
         """The dtype of each parameter's sum."""
         return [sum_dtype(parameter, self.options.accumulate_dtype) for parameter in self.parameters.positions()]
-
-    def terms(self) -> Terms:
-        """What the open window depends on; between two windows the schedule, which may have come to its end, is not asked."""
-        return terms_of(self.options._replace(steps=self.size if self.fields.micro_step else None), self.fields.optimizer_step)
-
-    def resumed(self, fields: State, saved: Terms | None) -> State:
-        """The fields to go on with here, of a state that was saved under `saved`; None for a bare optimizer's.
-
-        Raises:
-            CheckpointError: a window is open in it and depends on other options.
-        """
-        if saved is None or (self.scaler is not None and not fields.micro_step and saved.scale != "dynamic"):
-            return self._with_own_scale(fields)
-        return resumed(fields, saved, self.options)
-
-    def _with_own_scale(self, fields: State) -> State:
-        """`fields` with the loss scale that was given to this optimizer; a `torch.amp.GradScaler` may have been loaded since."""
-        if self.scaler is not None:
-            return self.scaler.current(fields)
-        return fields._replace(loss_scale=self.options.scale_rule.init_scale, growth_tracker=0)
 
     def start_with(self, fields: State) -> None:
         """Make `fields` the state; the sum is the caller's to provide."""
