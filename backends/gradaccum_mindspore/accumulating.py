@@ -14,6 +14,7 @@ from mindspore import nn, ops
 
 from gradaccum import ArgumentValueError, StepResult, explain, make_options
 from gradaccum_mindspore.compiled import CompiledWindow
+from gradaccum_mindspore.scaled import note_read, require_read
 from gradaccum_mindspore.storage import Storage
 
 
@@ -43,6 +44,7 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
         self.window = CompiledWindow(self.storage, checked)
 
     def construct(self, gradients: Any, weight: Any = None) -> Any:
+        require_read(self.storage.scaled)
         ordered = self.window.ordered(gradients)
         state, event = self.window.add(ordered, weight)
         full = state[0] < 0 if self.window.steps is None else self.window.ends(state)
@@ -66,11 +68,18 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
 
     def scale(self, loss: Any) -> Any:
         """``loss`` times the loss scale: what to differentiate."""
-        return loss * ops.cast(self.storage.loss_scale, loss.dtype)
+        return loss * ops.cast(self.loss_scale, loss.dtype)
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale, a float32 Tensor of shape () (a Parameter): in PyNative and in compiled code."""
+        note_read(self.storage.scaled)
+        return self.storage.loss_scale
 
     @property
     def result(self) -> StepResult:
         """What the last event did, in Python numbers. For Python, not for compiled code."""
+        note_read(self.storage.scaled)
         return self.storage.result()
 
 

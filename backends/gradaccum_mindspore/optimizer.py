@@ -19,6 +19,7 @@ from gradaccum_mindspore.closing import Discard, Flush, is_graph_mode
 from gradaccum_mindspore.compiled import CompiledWindow
 from gradaccum_mindspore.eager import EagerWindow
 from gradaccum_mindspore.masters import Update, turn_to_masters
+from gradaccum_mindspore.scaled import note_read, require_read
 from gradaccum_mindspore.storage import Storage
 
 
@@ -64,7 +65,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     def __setattr__(self, name: str, value: Any) -> None:
         if not self.__dict__.get("_complete", False):
             nn.Cell.__setattr__(self, name, value)
-        elif name in Options._fields or name in ("options", "inner", "storage", "window", "eager", "update", "flush", "discard"):
+        elif name in Options._fields or name in ("options", "inner", "storage", "window", "eager", "update", "flush", "discard", "loss_scale"):
             raise explain(
                 UsageError,
                 name,
@@ -91,7 +92,9 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         Raises:
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0.
+            UsageError: there is a loss scale, and nobody has asked for it yet.
         """
+        require_read(self.storage.scaled)
         ordered = gradients_by_position(gradients, self.storage.specs)
         amount = weight_as_number(weight)
         if is_graph_mode():
@@ -103,6 +106,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         return full
 
     def construct(self, gradients: Any, weight: Any = None) -> Any:
+        require_read(self.storage.scaled)
         gradients = self.window.ordered(gradients)
         state, event = self.window.add(gradients, weight)
         if self.window.steps is None:
@@ -116,11 +120,18 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
     def scale(self, loss: Any) -> Any:
         """``loss`` times the loss scale, in the loss's dtype: what to differentiate. In PyNative and in compiled code."""
-        return loss * ops.cast(self.storage.loss_scale, loss.dtype)
+        return loss * ops.cast(self.loss_scale, loss.dtype)
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale, a float32 Tensor of shape () (a Parameter): in PyNative and in compiled code, for ``sens`` say."""
+        note_read(self.storage.scaled)
+        return self.storage.loss_scale
 
     @property
     def result(self) -> StepResult:
         """What the last micro-batch, flush or discard did, in Python numbers. For Python, not for compiled code."""
+        note_read(self.storage.scaled)
         return self.storage.result()
 
 

@@ -20,6 +20,7 @@ from gradaccum import FIELD_DTYPES, Options, StepResult, at_rest, initial_state
 from gradaccum import State as NeutralState
 from gradaccum_mindspore.checks import HALF, accumulate_dtype, own_scaler, reaches_beyond
 from gradaccum_mindspore.masters import Masters
+from gradaccum_mindspore.scaled import key_of
 
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
 NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in DTYPES.items()}
@@ -45,6 +46,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.narrowed = tuple(i for i, pair in enumerate(zip(dtypes, self.handed, strict=True)) if reaches_beyond(*pair))
         """Positions of the sums that can be finite while the gradient handed over is not."""
         self.steps = options.steps
+        self.scaled = key_of(options)
+        """Constant by which compiled code asks whether the loss scale was ever read."""
         self.suffix = f".{name}.grad_sum"
         self.masters = Masters(parameters if options.master_weights else (), f".{name}.master")
         self.sums = ParameterTuple(
