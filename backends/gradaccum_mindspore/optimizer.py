@@ -22,6 +22,9 @@ from gradaccum_mindspore.masters import Update, turn_to_masters
 from gradaccum_mindspore.scaled import note_read, require_read
 from gradaccum_mindspore.storage import Storage
 
+FIXED = ("options", "inner", "storage", "window", "eager", "update", "flush", "discard", "loss_scale")
+"""Attributes that cannot be set, beside the options."""
+
 
 class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     """What `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
@@ -65,7 +68,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     def __setattr__(self, name: str, value: Any) -> None:
         if not self.__dict__.get("_complete", False):
             nn.Cell.__setattr__(self, name, value)
-        elif name in Options._fields or name in ("options", "inner", "storage", "window", "eager", "update", "flush", "discard", "loss_scale"):
+        elif name in Options._fields or name in FIXED:
             raise explain(
                 UsageError,
                 name,

@@ -62,7 +62,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             expected, got = "a wrapped optimizer", f"an object of type {type(optimizer).__name__}"
             raise explain(ArgumentTypeError, "optimizer", expected=expected, got=got, fix="Write gradaccum.wrap(optimizer, steps=4).")
         if weight is not None and not callable(weight):
-            raise explain(ArgumentTypeError, "weight", expected="a function of the network's inputs, or None", got=weight, fix="Leave it out.")
+            expected = "a function of the network's inputs, or None"
+            raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix="Leave it out.")
         super().__init__(network, optimizer)
         # Not `weight`: a Cell that holds parameters in a tuple has an attribute of each one's name.
         self.weight_of_micro_batch = weight

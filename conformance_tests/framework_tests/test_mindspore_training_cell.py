@@ -222,14 +222,14 @@ def test_an_input_without_items_needs_a_weight(mode):
     for weight, fails in (("items", True), (second, False)):
         cell = TrainOneStepCell(net, optimizer) if weight == "items" else TrainOneStepCell(net, optimizer, weight)
         step = ms.jit(cell.construct) if mode == "jit" else cell
-        with pytest.raises(gradaccum.ArgumentTypeError, match="weight.*shape") if fails else nullcontext():
+        with pytest.raises(gradaccum.ArgumentTypeError, match=r"weight.*shape") if fails else nullcontext():
             step(Tensor(2.0, ms.float32), Tensor(X[:3]))
     assert optimizer.storage.weight.asnumpy() == 3.0
 
 
 def test_what_the_cell_refuses():
     net = make_net()
-    with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer.*wrap"):
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer.*wrap"):
         TrainOneStepCell(net, nn.SGD(net.trainable_params(), 0.1))
     wrapped = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2)
     with pytest.raises(gradaccum.ArgumentTypeError, match="weight"):
