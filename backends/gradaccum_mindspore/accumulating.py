@@ -49,6 +49,7 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
         state, event = self.window.add(ordered, weight)
         full = state[0] < 0 if self.window.steps is None else self.window.ends(state)
         self.window.write_open(state, event)
+        self.window.write_size(state)
         return full
 
     def applicable(self) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspore import ops
 
-from gradaccum import accumulate, contribution, decide, is_full, steps_at
+from gradaccum import accumulate, contribution, decide, is_full
 from gradaccum_mindspore.accumulator import (
     compiled_add,
     compiled_finite,
@@ -67,9 +67,7 @@ class CompiledWindow(CompiledState):
 
     def ends(self, state: Any) -> Any:
         """Whether the window ends with this micro-batch."""
-        if self.calls_steps:
-            return is_full(state, self.steps(state[1]))
-        return is_full(state, steps_at(self.steps, state[1], where))
+        return is_full(state, self.size(state[1]))
 
     def decision(self, state: Any) -> Any:
         """The fields of a `Decision`; norm and finiteness are measured the robust way where the squares overflow."""
@@ -80,7 +78,9 @@ class CompiledWindow(CompiledState):
         return self.judged(state, norm, finite)
 
     def judged(self, state: Any, norm: Any, finite: Any) -> Any:
-        """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite."""
+        """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite, nor a window of no size."""
+        if self.calls_steps:
+            finite = finite & (self.size(state[1]) >= 1)
         if self.storage.narrowed:
             divisor = decide(state, norm, finite, self.unclipped, where, self.storage.largest)[2]
             finite = finite & compiled_fits(self.storage.sums, divisor, self.storage.handed)

@@ -13,7 +13,7 @@ import mindspore as ms
 from mindspore import ParameterTuple, nn, ops
 from mindspore.experimental import optim
 
-from gradaccum import Options, StepResult, UsageError, explain
+from gradaccum import Options, StepResult, UsageError, explain, is_full
 from gradaccum_mindspore.checks import gradients_by_position, weight_as_number
 from gradaccum_mindspore.closing import Discard, Flush, is_graph_mode
 from gradaccum_mindspore.compiled import CompiledWindow
@@ -95,6 +95,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         Raises:
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0.
+            ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
             UsageError: there is a loss scale, and nobody has asked for it yet.
         """
         require_read(self.storage.scaled)
@@ -102,8 +103,9 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         amount = weight_as_number(weight)
         if is_graph_mode():
             return super().__call__(ordered, None if weight is None else ms.Tensor(amount, self.storage.float_dtype))
+        size = self.eager.size()
         state = self.eager.add(ordered, amount)
-        full = self.eager.ends(state)
+        full = size is not None and bool(is_full(state, size))
         if full:
             self.eager.close(state, self.update)
         return full
@@ -117,6 +119,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             return state[0] < 0
         full = self.window.ends(state)
         self.window.write_open(state, event)
+        self.window.write_size(state)
         if full:
             self.flush.close(state, event)
         return full
