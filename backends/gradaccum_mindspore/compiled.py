@@ -83,12 +83,18 @@ class CompiledWindow(CompiledState):
             finite = finite & (self.size(state[1]) >= 1)
         if self.storage.narrowed:
             divisor = decide(state, norm, finite, self.unclipped, where, self.storage.largest)[2]
-            finite = finite & compiled_fits(self.storage.sums, divisor, self.storage.handed)
+            finite = finite & compiled_fits(self.storage.sums, self.handed_over(divisor), self.storage.handed)
         return decide(state, norm, finite, self.options, where, self.storage.largest)
 
     def gradients(self, divisor: Any) -> Any:
         """What the inner optimizer is given."""
-        return divide(self.storage.sums, divisor, self.storage.handed)
+        return divide(self.storage.sums, self.handed_over(divisor), self.storage.handed)
+
+    def handed_over(self, divisor: Any) -> Any:
+        """`divisor` without what the inner optimizer divides by itself."""
+        if self.storage.inner_scale == 1:
+            return divisor
+        return divisor / self.inner_scale
 
     def ordered(self, gradients: Any) -> Any:
         """The gradients in the parameters' order; raises `GradientError` while compiling."""

@@ -36,6 +36,7 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.scale_moves = options.scale_rule._replace(init_scale=1.0) != ScaleRule()
         self.true = Tensor(True)
         self.one = Tensor(1.0, storage.float_dtype)
+        self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
         self.varies = storage.varies
         self.last_code = Tensor([0, 0, 0, 1], ms.int32)
         self.other_codes = Tensor([*encode_terms(storage.terms_after(0))[:3], 0], ms.int32)

@@ -67,15 +67,15 @@ class EagerWindow:
     def in_range(self, unclipped: Decision) -> bool:
         """Whether the window's gradient is finite in the dtypes of the inner optimizer."""
         # No element exceeds the norm, so the elements themselves are seldom looked at.
-        if unclipped.grad_norm <= FLOAT16_MAX:
+        if unclipped.grad_norm * self.storage.inner_scale <= FLOAT16_MAX:
             return True
         sums, handed = self.storage.sums, self.storage.handed
-        divisor = Tensor(unclipped.divisor, self.storage.float_dtype)
+        divisor = Tensor(unclipped.divisor / self.storage.inner_scale, self.storage.float_dtype)
         return all(fits(sums[i], divisor, handed[i]).asnumpy().item() for i in self.storage.narrowed)
 
     def gradients(self, divisor: float) -> Any:
         """What the inner optimizer is given."""
-        return eager_sums.divided(self.storage.sums, divisor, self.storage.handed, self.storage.float_dtype)
+        return eager_sums.divided(self.storage.sums, divisor / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
 
     def discard(self) -> None:
         """Forget the open window."""

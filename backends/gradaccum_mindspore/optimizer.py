@@ -18,6 +18,7 @@ from gradaccum_mindspore.checks import gradients_by_position, weight_as_number
 from gradaccum_mindspore.closing import Discard, Flush, is_graph_mode
 from gradaccum_mindspore.compiled import CompiledWindow
 from gradaccum_mindspore.eager import EagerWindow
+from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
 from gradaccum_mindspore.masters import Update, turn_to_masters
 from gradaccum_mindspore.scaled import note_read, require_read
 from gradaccum_mindspore.storage import Storage
@@ -45,9 +46,10 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         if options.master_weights:
             # The inner optimizer's will be the masters; what users differentiate by stays.
             self.parameters = ParameterTuple(inner.parameters)
+        options = with_inner_scale(options, inner)
         self.inner = inner
         self.options = options
-        self.storage = Storage(inner.parameters, options, name)
+        self.storage = Storage(inner.parameters, options, name, inner_scale(inner))
         if options.master_weights:
             turn_to_masters(inner, self.storage.masters)
         self.window = CompiledWindow(self.storage, options)

@@ -33,7 +33,7 @@ from gradaccum import State as NeutralState
 from gradaccum_mindspore.checks import HALF, accumulate_dtype, own_scaler, reaches_beyond
 from gradaccum_mindspore.driven_scaler import drive
 from gradaccum_mindspore.masters import Masters
-from gradaccum_mindspore.scaled import key_of
+from gradaccum_mindspore.scaled import NEVER, key_of
 from gradaccum_mindspore.window_size import with_known_size
 
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
@@ -48,9 +48,10 @@ class Storage(nn.Cell):  # type: ignore[misc]
         parameters: the model's parameters, in the order of the gradients.
         options: the checked options.
         name: tells two accumulations in one program apart; part of every Parameter's name.
+        inner_scale: a part of the loss scale that the inner optimizer divides by itself.
     """
 
-    def __init__(self, parameters: Sequence[Any], options: Options, name: str) -> None:
+    def __init__(self, parameters: Sequence[Any], options: Options, name: str, inner_scale: float = 1.0) -> None:
         super().__init__(auto_prefix=False)
         dtypes = [accumulate_dtype(parameter.dtype, options.accumulate_dtype) for parameter in parameters]
         self.float_dtype = ms.float64 if ms.float64 in dtypes else ms.float32
@@ -64,8 +65,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.options = options
         self.varies = options.steps is not None and not isinstance(options.steps, int)
         """Whether windows have different sizes."""
-        self.scaled = key_of(options)
-        """Constant by which compiled code asks whether the loss scale was ever read."""
+        self.inner_scale = inner_scale
+        self.scaled = key_of(options) if inner_scale == 1 else NEVER
+        """Constant by which compiled code asks whether the loss scale was ever read; MindSpore's own pair need not read it."""
         self.suffix = f".{name}.grad_sum"
         self.masters = Masters(parameters if options.master_weights else (), f".{name}.master")
         self.sums = ParameterTuple(
