@@ -140,11 +140,13 @@ def spoil(entries, fault):
         entries["weight.gradaccum.grad_sum"] = Tensor(np.zeros((2, 4), np.float16))
     elif fault == "another parameter":
         entries["more.weight.gradaccum.grad_sum"] = Tensor(np.zeros((2, 4), np.float32))
+    elif fault == "terms":
+        entries["gradaccum.terms"] = Tensor([9, 0, 0, 4], ms.int32)
     else:
-        entries["gradaccum.micro_step"] = Tensor(4, ms.int32)
+        entries["gradaccum.micro_step"] = Tensor(5, ms.int32)
 
 
-@pytest.mark.parametrize("fault", ["missing field", "missing sum", "shape", "dtype", "another parameter", "window"])
+@pytest.mark.parametrize("fault", ["missing field", "missing sum", "shape", "dtype", "another parameter", "terms", "window"])
 def test_a_checkpoint_that_does_not_fit_is_refused_whole(fault):
     source, target = cell("pynative"), cell("pynative")
     go_on(source, 0, 3)
