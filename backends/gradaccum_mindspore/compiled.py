@@ -80,7 +80,7 @@ class CompiledWindow(CompiledState):
     def judged(self, state: Any, norm: Any, finite: Any) -> Any:
         """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite, nor a window of no size."""
         if self.calls_steps:
-            finite = finite & (self.size(state[1]) >= 1)
+            finite = finite & (self.size(self.storage.optimizer_step.value()) >= 1)
         if self.storage.narrowed:
             divisor = decide(state, norm, finite, self.unclipped, where, self.storage.largest)[2]
             finite = finite & compiled_fits(self.storage.sums, self.handed_over(divisor), self.storage.handed)
