@@ -1,8 +1,9 @@
 """Loading a checkpoint of a wrapped optimizer: checked whole before anything is written, and seen by compiled code.
 
-`mindspore.save_checkpoint` of the optimizer or of the training cell writes everything there is: parameters, inner state, the open
-window. For the way back use `load_checkpoint_into`: `mindspore.load_param_into_net` leaves out what it does not find, checks no
-window, and what it writes is ignored by a function that was compiled before.
+`mindspore.save_checkpoint` of the training cell writes everything there is: the model with the statistics of its normalizations, inner
+state, the open window. That of the optimizer alone leaves the statistics out. For the way back use `load_checkpoint_into`:
+`mindspore.load_param_into_net` leaves out what it does not find, checks no window, and what it writes is ignored by a function that was
+compiled before.
 """
 
 from __future__ import annotations
