@@ -111,7 +111,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         full = self.window.ends(state)
         self.window.write_open(state, event)
         if full:
-            self.flush.close(state, event)
+            self.flush.close()
         return full
 
     def scale(self, loss: Any) -> Any:
