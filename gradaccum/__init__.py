@@ -16,12 +16,14 @@ from gradaccum.errors import (
     explain,
 )
 from gradaccum.loss_scale import DynamicLossScale, LossScale, Scaler, ScaleRule, StaticLossScale
-from gradaccum.options import Options, make_options, require_options
+from gradaccum.options import Options, make_options
+from gradaccum.refusals import accumulate_dtype_error, foreign_scaler_error, optimizer_error, wrapped_twice_error
 from gradaccum.registry import Backend, available_backends, load_backend, registered_backends
 from gradaccum.result import StepResult
+from gradaccum.resuming import Terms, decode_terms, encode_terms, resumed, terms_of
 from gradaccum.scaling_report import SCALES, ScalingReport, scaling_report
-from gradaccum.schedule import steps_at
-from gradaccum.state import FIELD_DTYPES, State, at_rest, initial_state
+from gradaccum.schedule import require_steps, steps_at
+from gradaccum.state import FIELD_DTYPES, State, at_rest, initial_state, largest_number
 from gradaccum.transitions import Decision, Fields, Where, accumulate, close, contribution, decide, discard, is_full, select
 from gradaccum.wrapping import wrap
 
@@ -48,25 +50,35 @@ __all__ = [
     "State",
     "StaticLossScale",
     "StepResult",
+    "Terms",
     "UsageError",
     "Where",
     "accumulate",
+    "accumulate_dtype_error",
     "at_rest",
     "available_backends",
     "close",
     "contribution",
     "decide",
+    "decode_terms",
     "discard",
+    "encode_terms",
     "explain",
+    "foreign_scaler_error",
     "initial_state",
     "is_full",
+    "largest_number",
     "load_backend",
     "make_options",
+    "optimizer_error",
     "registered_backends",
-    "require_options",
+    "require_steps",
     "require_weight",
+    "resumed",
     "scaling_report",
     "select",
     "steps_at",
+    "terms_of",
     "wrap",
+    "wrapped_twice_error",
 ]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection
 from typing import Any
 
 from gradaccum.errors import ArgumentTypeError, ArgumentValueError, explain
 
 
-def require_int(argument: str, value: Any, *, at_least: int) -> int:
-    """`value` if it is an int of at least `at_least`; numpy integers count, bools do not."""
-    expected, fix = f"an int >= {at_least}", f"Write for example {argument}={max(at_least, 4)}."
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def require_int(argument: str, value: Any, *, at_least: int, fix: str | None = None) -> int:
+    """`value` if it is an int of at least `at_least`; integer scalars of a framework count, bools and traced values do not."""
+    expected, fix = f"an int >= {at_least}", fix or f"Write for example {argument}={max(at_least, 4)}."
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
         raise explain(ArgumentTypeError, argument, expected=expected, got=value, fix=fix)
-    number = value.__index__()
     if number < at_least:
         raise explain(ArgumentValueError, argument, expected=expected, got=value, fix=fix)
     return int(number)
@@ -28,9 +32,12 @@ def require_number(
     limit = "" if below == math.inf else f" and < {below:g}"
     expected = f"a {'' if allow_infinity else 'finite '}number {bound} {above:g}{limit}"
     fix = f"Write for example {argument}={above + 1 if below == math.inf else (above + below) / 2:g}."
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+    try:
+        number = None if isinstance(value, (bool, str)) else float(value)
+    except TypeError:  # An array of several numbers, or a value that is being traced.
+        number = None
+    if number is None:
         raise explain(ArgumentTypeError, argument, expected=expected, got=value, fix=fix)
-    number = float(value)
     large_enough = number >= above if or_equal else number > above
     small_enough = number < below or (allow_infinity and number == math.inf)
     if not (large_enough and small_enough):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, cast
 
 from gradaccum._validation import require_bool, require_choice, require_number
-from gradaccum.errors import ArgumentTypeError, explain
 from gradaccum.loss_scale import LossScale, Scaler, ScalerByAttributes, ScaleRule, scale_rule
 from gradaccum.schedule import Schedule, make_schedule
 
@@ -61,20 +60,3 @@ def make_options(
         master_weights=require_bool("master_weights", master_weights),
         scaler=loss_scale if isinstance(loss_scale, (Scaler, ScalerByAttributes)) else None,
     )
-
-
-def require_options(options: Options | None) -> Options:
-    """`options`, unless the caller of `wrap` left out ``steps``.
-
-    Raises:
-        ArgumentTypeError: they did.
-    """
-    if options is None:
-        raise explain(
-            ArgumentTypeError,
-            "steps",
-            expected="the number of micro-batches per window",
-            got="nothing at all",
-            fix="Write gradaccum.wrap(optimizer, steps=4).",
-        )
-    return options

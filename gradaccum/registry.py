@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, GradAccumError, explain
 from gradaccum.options import Options
@@ -24,15 +24,25 @@ TYPES = "gradaccum.types"
 
 
 class Backend(Protocol):
-    """What an adapter offers the core."""
+    """What an adapter offers the core. Options of its own are keyword-only arguments of its `wrap`."""
 
     name: str
 
-    def wrap(self, optimizer: Any, options: Options | None, **backend_options: Any) -> Any:
-        """Wrap `optimizer`, or raise `ArgumentTypeError` if it is not one, or is wrapped already.
+    def wrap(self, optimizer: Any, options: Options) -> Any:
+        """Wrap `optimizer`, or raise `ArgumentTypeError` if it is not one, or is wrapped already."""
+        ...
 
-        `options` is None if the caller gave no ``steps``: what needs them passes through `require_options`.
-        """
+
+@runtime_checkable
+class GatingBackend(Protocol):
+    """A backend whose framework has learning-rate schedulers that step beside the optimizer."""
+
+    def is_scheduler(self, candidate: Any) -> bool:
+        """Whether `candidate` is a scheduler, whatever optimizer it was built on."""
+        ...
+
+    def gate(self, scheduler: Any) -> Any:
+        """Make `scheduler` move only when an update was applied, or raise `ArgumentTypeError` if its optimizer is not wrapped."""
         ...
 
 
@@ -96,16 +106,19 @@ def available_backends() -> tuple[str, ...]:
 
 
 def backend_of(optimizer: Any) -> Backend:
-    """The backend whose package defines `optimizer`'s type, or a base of it.
+    """The backend whose package defines `optimizer`'s type, or a base of it; or that of the optimizer that it holds.
+
+    The latter is how a scheduler of another library than the framework's own, such as timm's, is told.
 
     Raises:
         ArgumentTypeError: no backend's package does.
     """
     types = owners(TYPES)
-    for base in type(optimizer).__mro__:
-        package = base.__module__.partition(".")[0]
-        if package in types:
-            return cast(Backend, _load_entry(types[package]))
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        for base in type(candidate).__mro__:
+            package = base.__module__.partition(".")[0]
+            if package in types:
+                return cast(Backend, _load_entry(types[package]))
     raise explain(
         ArgumentTypeError,
         "optimizer",

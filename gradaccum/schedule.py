@@ -26,11 +26,25 @@ def make_schedule(steps: Any) -> Schedule:
         return None
     if callable(steps):
         return cast(Callable[[Any], Any], steps)
-    if isinstance(steps, Iterable) and not isinstance(steps, (str, bytes)):
+    # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but not by its value.
+    if isinstance(steps, Iterable) and not isinstance(steps, (str, bytes)) and getattr(steps, "shape", None) != ():
         return _make_pairs(steps)
     if isinstance(steps, bool) or not hasattr(steps, "__index__"):
         raise explain(ArgumentTypeError, "steps", expected=_EXPECTED, got=steps, fix="Write for example steps=4.")
     return require_int("steps", steps, at_least=1)
+
+
+def require_steps(steps: Any, optimizer_step: int) -> int:
+    """What a callable ``steps`` gave for `optimizer_step`, as an int >= 1.
+
+    Each backend asks this wherever the value is known: when it wraps, for step 0, and for each window outside compiled code. Compiled
+    code cannot raise: there a size below 1 makes each micro-batch one that is not finite, so that no update is made and the result says so.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: it is none.
+    """
+    argument, fix = f"steps({optimizer_step})", "Return the number of micro-batches of that window."
+    return require_int(argument, steps, at_least=1, fix=fix)
 
 
 def steps_at(schedule: Any, optimizer_step: Any, where: Where) -> Any:

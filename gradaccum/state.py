@@ -7,6 +7,7 @@ the transitions in `gradaccum.transitions` are the only code that computes a new
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any, NamedTuple
 
 FIELD_DTYPES = {
@@ -56,6 +57,11 @@ def round_to_float32(value: float) -> float:
     (53 >= 2 x 24 + 2: S. Figueroa, "When is double rounding innocuous?", 1995).
     """
     return ctypes.c_float(value).value
+
+
+def largest_number(*, float64_weight: bool) -> float:
+    """The largest finite number of the dtype in which a window's sums are divided; see `gradaccum.decide`."""
+    return sys.float_info.max if float64_weight else 3.4028234663852886e38
 
 
 def at_rest(state: tuple[Any, ...], *, float64_weight: bool = False) -> State:

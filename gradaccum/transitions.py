@@ -81,8 +81,13 @@ def is_full(state: Fields, steps: Any) -> Any:
     return state[0] >= steps
 
 
-def decide(state: Fields, norm: Any, finite: Any, options: Options, where: Where) -> tuple[Any, Any, Any, Any]:
+def decide(
+    state: Fields, norm: Any, finite: Any, options: Options, where: Where, largest: float = FLOAT32_MAX
+) -> tuple[Any, Any, Any, Any]:
     """What to do with the window that ends here: the fields of a `Decision`.
+
+    A divisor beyond the sums' dtype would turn the gradient into 0, one below it into inf, and either would count as applied. So such a
+    window is an overflow: no update is made, and the loss scale, which is what grew or shrank too far, backs off.
 
     Args:
         state: the state after its last micro-batch.
@@ -91,11 +96,14 @@ def decide(state: Fields, norm: Any, finite: Any, options: Options, where: Where
             gradients may overflow, which is no reason to skip.
         options: the validated options.
         where: the backend's `Where`.
+        largest: the largest finite number of the dtype of the sums' division: float32's, or float64's where `weight` is float64.
     """
     _, _, _, weight, overflow, loss_scale, _ = state
+    one = 0 * weight + 1
     divisor = loss_scale * _denominator(weight, options, where)
-    grad_norm = norm / divisor
-    grad_norm = where(finite, grad_norm, INFINITY + 0 * divisor)
+    usable = (divisor >= 4 / largest) & (divisor <= largest)  # 4 / largest is the smallest normal number.
+    finite = finite & usable
+    grad_norm = where(finite, norm / where(usable, divisor, one), INFINITY + one)
     overflow = overflow | (finite == False)  # noqa: E712
     apply = finite & (weight > 0)
     if options.on_overflow == "skip_window":
@@ -104,7 +112,10 @@ def decide(state: Fields, norm: Any, finite: Any, options: Options, where: Where
         apply = apply & (grad_norm <= options.skip_norm)
     if options.clip_norm is not None:
         excess = grad_norm / options.clip_norm
-        divisor = divisor * where(apply & (excess > 1), excess, 1 + 0 * divisor)
+        clipping = divisor * where(apply & (excess > 1), excess, one)
+        overflow = overflow | (apply & (clipping > largest))
+        apply = apply & (clipping <= largest)
+        divisor = where(apply, clipping, divisor)
     return apply, overflow, divisor, grad_norm
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from inspect import Parameter, signature
 from typing import Any
 
+from gradaccum.errors import ArgumentTypeError, explain
 from gradaccum.loss_scale import LossScale
 from gradaccum.options import make_options
-from gradaccum.registry import backend_of
+from gradaccum.registry import Backend, GatingBackend, backend_of
 
 _NOT_GIVEN: Any = object()
+_DEFAULTS = {name: parameter.default for name, parameter in signature(make_options).parameters.items() if name != "steps"}
 
 
 def wrap(
@@ -28,7 +32,8 @@ def wrap(
 
     Args:
         optimizer: a `torch.optim.Optimizer`, an `optax.GradientTransformation`, a `mindspore.nn.Optimizer` or an optimizer of any
-            installed backend. Or a torch learning-rate scheduler built on a wrapped optimizer, then with no other argument.
+            installed backend. Or a torch learning-rate scheduler built on a wrapped optimizer, then with no other argument:
+            it moves only when an update was applied.
         steps: micro-batches per window: an int >= 1; a callable of the optimizer step; pairs ``(first optimizer_step, steps)``;
             or None, and the caller closes every window with ``flush``.
         reduction: ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss and w_i its number of items, 1 unless given;
@@ -49,20 +54,43 @@ def wrap(
         `optax.GradientTransformationExtraArgs`, a `mindspore.nn.Optimizer`.
 
     Raises:
-        ArgumentTypeError: `optimizer` belongs to no installed backend, or is already wrapped; an option has the wrong type.
+        ArgumentTypeError: `optimizer` belongs to no installed backend, or is already wrapped; an option has the wrong type or is unknown
+            to the backend; an option stands beside a scheduler.
         ArgumentValueError: an option has a value that makes no sense.
     """
     backend = backend_of(optimizer)
+    shared = {
+        "reduction": reduction,
+        "clip_norm": clip_norm,
+        "skip_norm": skip_norm,
+        "accumulate_dtype": accumulate_dtype,
+        "loss_scale": loss_scale,
+        "on_overflow": on_overflow,
+        "master_weights": master_weights,
+    }
+    if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
+        given = {"steps": steps, **{name: value for name, value in shared.items() if value is not _DEFAULTS[name]}, **backend_options}
+        _require_nothing_beside_a_scheduler(given)
+        return backend.gate(optimizer)
+    _require_own_options(backend, backend_options)
     if steps is _NOT_GIVEN:
-        return backend.wrap(optimizer, None, **backend_options)
-    options = make_options(
-        steps,
-        reduction=reduction,
-        clip_norm=clip_norm,
-        skip_norm=skip_norm,
-        accumulate_dtype=accumulate_dtype,
-        loss_scale=loss_scale,
-        on_overflow=on_overflow,
-        master_weights=master_weights,
-    )
-    return backend.wrap(optimizer, options, **backend_options)
+        fix = "Write gradaccum.wrap(optimizer, steps=4)."
+        raise explain(ArgumentTypeError, "steps", expected="the number of micro-batches per window", got="nothing at all", fix=fix)
+    return backend.wrap(optimizer, make_options(steps, **shared), **backend_options)
+
+
+def _require_nothing_beside_a_scheduler(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not _NOT_GIVEN:
+            expected, fix = "no option beside a scheduler, which follows its optimizer", "Write gradaccum.wrap(scheduler)."
+            raise explain(ArgumentTypeError, name, expected=expected, got=value, fix=fix)
+
+
+def _require_own_options(backend: Backend, given: Mapping[str, Any]) -> None:
+    """The options of one backend are the keyword-only arguments of its ``wrap``."""
+    own = sorted(name for name, p in signature(backend.wrap).parameters.items() if p.kind is Parameter.KEYWORD_ONLY)
+    for name, value in given.items():
+        if name not in own:
+            known = ", ".join((*_DEFAULTS, *own))
+            fix = "Leave it out, or check its spelling."
+            raise explain(ArgumentTypeError, name, expected=f"an option of gradaccum.wrap for {backend.name}: {known}", got=value, fix=fix)

@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from gradaccum import ArgumentTypeError, Options, explain, require_options
+from gradaccum import ArgumentTypeError, Options, explain, foreign_scaler_error, optimizer_error, wrapped_twice_error
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.masters import on_masters, without_masters
@@ -18,9 +18,7 @@ class JaxBackend:
 
     name = "jax"
 
-    def wrap(
-        self, optimizer: Any, options: Options | None, *, control_flow: str = "while_loop", **unknown: Any
-    ) -> optax.GradientTransformationExtraArgs:
+    def wrap(self, optimizer: Any, options: Options, *, control_flow: str = "while_loop") -> optax.GradientTransformationExtraArgs:
         """See `gradaccum.wrap`.
 
         Args:
@@ -29,19 +27,15 @@ class JaxBackend:
             control_flow: how the inner optimizer is run once per window: ``"while_loop"``, also once under `jax.vmap`; or ``"cond"``,
                 which has a reverse mode, for those who differentiate through the optimizer, and in which it may reduce over
                 a named axis of `jax.vmap`: with the loop, such a reduction raises `UsageError` where it is vmapped.
-            unknown: nothing.
 
         Raises:
-            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already; an option is unknown; `loss_scale` is the
-                scaler of another framework.
+            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already; `loss_scale` is another framework's scaler.
             ArgumentValueError: `control_flow` is neither.
         """
         require_transformation(optimizer)
-        for option in unknown:
-            raise explain(ArgumentTypeError, option, expected="an option of gradaccum.wrap", got=unknown[option], fix="Leave it out.")
-        checked = require_options(options)
-        require_no_scaler(checked.scaler)
-        checked = checked._replace(accumulate_dtype=require_dtype(checked.accumulate_dtype))
+        if options.scaler is not None:
+            raise foreign_scaler_error("", options.scaler)
+        checked = options._replace(accumulate_dtype=require_dtype(options.accumulate_dtype))
         inner = optax.with_extra_args_support(optimizer)
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
         wrapped = Accumulation(held, checked, require_control_flow(control_flow))
@@ -73,29 +67,11 @@ def require_transformation(optimizer: Any) -> None:
     Raises:
         ArgumentTypeError: it is one of those.
     """
-    expected = "an optax.GradientTransformation"
     if not isinstance(optimizer, optax.GradientTransformation):
         fix = "Pass for example optax.adamw(1e-3); instead of an optax.MultiSteps, pass the optimizer inside it."
-        raise explain(ArgumentTypeError, "optimizer", expected=expected, got=optimizer, fix=fix)
+        raise optimizer_error("an optax.GradientTransformation", optimizer, fix)
     if accumulation_of(optimizer) is not None:
-        fix = "Wrap it once; steps multiply, so one wrap with the product does the same."
-        raise explain(ArgumentTypeError, "optimizer", expected=f"{expected} that is not wrapped", got="one that is wrapped", fix=fix)
-
-
-def require_no_scaler(scaler: Any) -> None:
-    """Refuse a scaler with a state of its own: this one's is in the optimizer's state, where `jax.jit` sees it.
-
-    Raises:
-        ArgumentTypeError: there is one.
-    """
-    if scaler is not None:
-        expected, fix = (
-            "a number or a rule of gradaccum's",
-            "Write loss_scale=gradaccum.DynamicLossScale() with the same factors and interval.",
-        )
-        raise explain(
-            ArgumentTypeError, "loss_scale", expected=expected, got=f"a {type(scaler).__name__} that keeps its own state", fix=fix
-        )
+        raise wrapped_twice_error(optimizer)
 
 
 backend = JaxBackend()

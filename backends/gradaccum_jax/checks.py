@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, explain, require_weight
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, accumulate_dtype_error, explain, require_weight
 from gradaccum_jax.masters import is_half
 from gradaccum_jax.state import AccumulationState
 
@@ -18,20 +18,18 @@ def require_dtype(accumulate_dtype: Any) -> Any:
     """`accumulate_dtype` as a dtype, None as it is.
 
     Raises:
-        ArgumentTypeError: it names no dtype.
-        ArgumentValueError: it names one of integers or bools.
+        ArgumentTypeError, ArgumentValueError: it is no floating dtype.
     """
     if accumulate_dtype is None:
         return None
-    expected, fix = "a floating dtype or its name", "Write for example accumulate_dtype='float32'."
     # JAX's own bfloat16, whatever another package in this process has registered with NumPy under that name.
     named = getattr(jnp, accumulate_dtype, accumulate_dtype) if isinstance(accumulate_dtype, str) else accumulate_dtype
     try:
         dtype = jnp.dtype(named)
     except TypeError as error:
-        raise explain(ArgumentTypeError, "accumulate_dtype", expected=expected, got=accumulate_dtype, fix=fix) from error
+        raise accumulate_dtype_error(accumulate_dtype) from error
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise explain(ArgumentValueError, "accumulate_dtype", expected=expected, got=str(dtype), fix=fix)
+        raise accumulate_dtype_error(accumulate_dtype)
     return dtype
 
 

@@ -168,14 +168,15 @@ class Accumulation:
     def _decide(self, state: AccumulationState, dtypes: list[Any], last: Any) -> Decision:
         """Measured only where the window ends."""
         start = (jnp.zeros_like(state.weight), jnp.asarray(True))
-        divisor = Decision(*decide(fields_of(state), *start, self.options._replace(clip_norm=None), jnp.where)).divisor
+        largest = float(jnp.finfo(start[0].dtype).max)
+        divisor = Decision(*decide(fields_of(state), *start, self.options._replace(clip_norm=None), jnp.where, largest)).divisor
 
         def look(_: tuple[Any, Any]) -> tuple[Any, Any]:
             norm, finite = measure(state.accumulator, start[0].dtype, self.control_flow)
             return norm, finite & representable(state.accumulator, divisor, dtypes)
 
         norm, finite = once(last, look, start, self.control_flow)
-        return Decision(*decide(fields_of(state), norm, finite, self.options, jnp.where))
+        return Decision(*decide(fields_of(state), norm, finite, self.options, jnp.where, largest))
 
 
 def _choose(condition: Any, a: Fields, b: Fields) -> Fields:

@@ -7,7 +7,7 @@ from typing import Any
 from mindspore import nn
 from mindspore.experimental import optim
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, Options, explain, require_options
+from gradaccum import ArgumentTypeError, ArgumentValueError, Options, explain, optimizer_error, wrapped_twice_error
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
 
 
@@ -16,26 +16,23 @@ class MindSporeBackend:
 
     name = "mindspore"
 
-    def wrap(self, optimizer: Any, options: Options | None, *, name: str = "gradaccum") -> AccumulatingOptimizer:
+    def wrap(self, optimizer: Any, options: Options, *, name: str = "gradaccum") -> AccumulatingOptimizer:
         """Wrap `optimizer`; `name` becomes part of the names of the Parameters that hold the state.
 
         Raises:
-            ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped already; there are no options.
+            ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped already.
             ArgumentValueError: `name` is empty.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
-            raise _refused(optimizer, "an optimizer that is not wrapped yet", "Wrap it once.")
+            raise wrapped_twice_error(optimizer)
         if not isinstance(optimizer, (nn.Optimizer, optim.Optimizer)):
-            raise _refused(optimizer, "a mindspore.nn or mindspore.experimental optimizer", "Write gradaccum.wrap(optimizer, steps=4).")
+            fix = "Write for example gradaccum.wrap(nn.Adam(net.trainable_params()), steps=4)."
+            raise optimizer_error("a mindspore.nn or mindspore.experimental optimizer", optimizer, fix)
         if not isinstance(name, str) or not name:
             kind = ArgumentValueError if isinstance(name, str) else ArgumentTypeError
             raise explain(kind, "name", expected="a text that is not empty", got=name, fix="Write name='generator'.")
         wrapper = AccumulatingOptimizer if isinstance(optimizer, nn.Optimizer) else AccumulatingExperimentalOptimizer
-        return wrapper(optimizer, require_options(options), name)
-
-
-def _refused(optimizer: Any, expected: str, fix: str) -> ArgumentTypeError:
-    return explain(ArgumentTypeError, "optimizer", expected=expected, got=f"an object of type {type(optimizer).__name__}", fix=fix)
+        return wrapper(optimizer, options, name)
 
 
 backend = MindSporeBackend()

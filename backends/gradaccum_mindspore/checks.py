@@ -13,7 +13,7 @@ import mindspore as ms
 from mindspore import Tensor, amp
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, Options, explain, require_weight
+from gradaccum import ArgumentValueError, GradientError, Options, accumulate_dtype_error, explain, foreign_scaler_error, require_weight
 
 HALF = (ms.float16, ms.bfloat16)
 FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32, "float64": ms.float64}
@@ -30,13 +30,11 @@ def accumulate_dtype(own: Any, asked: Any) -> Any:
     """
     if asked is None:
         return ms.float32 if own in HALF else own
-    expected = f"None or one of {', '.join(FLOATS)}"
     name = asked if isinstance(asked, str) else getattr(asked, "__name__", None) or str(asked)
     for key, dtype in FLOATS.items():
         if asked is dtype or asked == dtype or name == key:
             return dtype
-    kind = ArgumentValueError if isinstance(asked, (str, type(own))) else ArgumentTypeError
-    raise explain(kind, "accumulate_dtype", expected=expected, got=asked, fix="Write accumulate_dtype='float32'.")
+    raise accumulate_dtype_error(asked)
 
 
 def reaches_beyond(own: Any, handed: Any) -> Any:
@@ -52,9 +50,7 @@ def own_scaler(options: Options) -> Any:
     """
     if options.scaler is None or isinstance(options.scaler, amp.DynamicLossScaler):
         return options.scaler
-    expected = "None, a number, a gradaccum loss scale or a mindspore.amp.DynamicLossScaler"
-    got = f"an object of type {type(options.scaler).__name__}"
-    raise explain(ArgumentTypeError, "loss_scale", expected=expected, got=got, fix="Write loss_scale=gradaccum.DynamicLossScale().")
+    raise foreign_scaler_error("a mindspore.amp.DynamicLossScaler", options.scaler)
 
 
 def gradients_by_position(gradients: Any, specs: Specs) -> tuple[Any, ...]:

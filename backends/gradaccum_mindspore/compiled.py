@@ -92,9 +92,9 @@ class CompiledWindow(CompiledState):
     def judged(self, state: Any, norm: Any, finite: Any) -> Any:
         """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite."""
         if self.storage.narrowed:
-            divisor = decide(state, norm, finite, self.unclipped, where)[2]
+            divisor = decide(state, norm, finite, self.unclipped, where, self.storage.largest)[2]
             finite = finite & compiled_fits(self.storage.sums, divisor, self.storage.handed)
-        return decide(state, norm, finite, self.options, where)
+        return decide(state, norm, finite, self.options, where, self.storage.largest)
 
     def gradients(self, divisor: Any) -> Any:
         """What the inner optimizer is given."""

@@ -49,8 +49,10 @@ class EagerWindow:
     def close(self, state: State, apply: Callable[[Any], Any]) -> None:
         """End the window: call `apply` with its gradients, or not at all."""
         norm, finite = eager_sums.measure(self.storage.sums, self.storage.float_dtype)
-        finite = finite and self.in_range(Decision(*decide(state, norm, finite, self.options._replace(clip_norm=None), select)))
-        decision = Decision(*decide(state, norm, finite, self.options, select))
+        finite = finite and self.in_range(
+            Decision(*decide(state, norm, finite, self.options._replace(clip_norm=None), select, self.storage.largest))
+        )
+        decision = Decision(*decide(state, norm, finite, self.options, select, self.storage.largest))
         if decision.apply:
             apply(self.gradients(decision.divisor))
         eager_sums.clear(self.storage.sums)

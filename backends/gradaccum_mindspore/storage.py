@@ -16,7 +16,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from gradaccum import FIELD_DTYPES, Options, StepResult, at_rest, initial_state
+from gradaccum import FIELD_DTYPES, Options, StepResult, at_rest, initial_state, largest_number
 from gradaccum import State as NeutralState
 from gradaccum_mindspore.checks import HALF, accumulate_dtype, own_scaler, reaches_beyond
 from gradaccum_mindspore.masters import Masters
@@ -38,6 +38,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         super().__init__(auto_prefix=False)
         dtypes = [accumulate_dtype(parameter.dtype, options.accumulate_dtype) for parameter in parameters]
         self.float_dtype = ms.float64 if ms.float64 in dtypes else ms.float32
+        self.largest = largest_number(float64_weight=self.float_dtype == ms.float64)
         """dtype of `weight` and of norms."""
         self.specs = tuple((parameter.name, tuple(parameter.shape), parameter.dtype) for parameter in parameters)
         self.handed = tuple(ms.float32 if options.master_weights and p.dtype in HALF else p.dtype for p in parameters)

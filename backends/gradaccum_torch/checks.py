@@ -6,17 +6,7 @@ from typing import Any
 
 import torch
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, Options, explain, select, steps_at
-
-
-def require_no_options(backend_options: dict[str, Any]) -> None:
-    """There are no options of this backend alone.
-
-    Raises:
-        ArgumentTypeError: one was given.
-    """
-    for name, value in backend_options.items():
-        raise explain(ArgumentTypeError, name, expected="no such option for torch", got=value, fix="Leave it out, or check its spelling.")
+from gradaccum import ArgumentTypeError, Options, accumulate_dtype_error, explain, require_steps, select, steps_at
 
 
 def require_accumulate_dtype(dtype: Any) -> torch.dtype | None:
@@ -25,15 +15,11 @@ def require_accumulate_dtype(dtype: Any) -> torch.dtype | None:
     Raises:
         ArgumentTypeError, ArgumentValueError: it is no real floating-point dtype.
     """
-    expected, fix = "a floating-point torch.dtype or its name", "Write accumulate_dtype=torch.float32."
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found is None and dtype is None:
+    if dtype is None:
         return None
-    if not isinstance(found, torch.dtype):
-        kind = ArgumentValueError if isinstance(dtype, str) else ArgumentTypeError
-        raise explain(kind, "accumulate_dtype", expected=expected, got=dtype, fix=fix)
-    if not found.is_floating_point:
-        raise explain(ArgumentValueError, "accumulate_dtype", expected=expected, got=dtype, fix=fix)
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise accumulate_dtype_error(dtype)
     return found
 
 
@@ -45,13 +31,7 @@ def window_size(options: Options, optimizer_step: int) -> int | None:
     """
     if options.steps is None:
         return None
-    steps = steps_at(options.steps, optimizer_step, select)
-    argument, expected, fix = f"steps({optimizer_step})", "an int >= 1", "Return the number of micro-batches of that window."
-    if isinstance(steps, bool) or not hasattr(steps, "__index__"):
-        raise explain(ArgumentTypeError, argument, expected=expected, got=steps, fix=fix)
-    if steps.__index__() < 1:
-        raise explain(ArgumentValueError, argument, expected=expected, got=steps, fix=fix)
-    return int(steps.__index__())
+    return require_steps(steps_at(options.steps, optimizer_step, select), optimizer_step)
 
 
 def require_loss(loss: Any) -> torch.Tensor:

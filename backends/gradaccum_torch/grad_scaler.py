@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gradaccum import Options, ScaleRule, State, UsageError, explain
+from gradaccum import Options, ScaleRule, State, UsageError, explain, foreign_scaler_error
 
 SMALLEST = 2.0**-149
 """The floor of a scale without one: the smallest float32 above 0, from which it can still grow."""
@@ -151,14 +151,13 @@ def link_scaler(options: Options, device: torch.device) -> ScalerLink | None:
     """The scaler that was given as ``loss_scale=``, unless it is disabled.
 
     Raises:
-        UsageError: it is none of torch's.
+        ArgumentTypeError: it is none of torch's.
     """
     scaler: Any = options.scaler
     if scaler is None or (isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled()):
         return None
     if not isinstance(scaler, torch.amp.GradScaler):
-        expected, fix = "a torch.amp.GradScaler", "Write loss_scale=gradaccum.DynamicLossScale()."
-        raise explain(UsageError, "loss_scale", expected=expected, got=scaler, fix=fix)
+        raise foreign_scaler_error("a torch.amp.GradScaler", scaler)
     return ScalerLink(scaler, device)
 
 

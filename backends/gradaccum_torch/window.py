@@ -25,6 +25,7 @@ from gradaccum import (
     discard,
     initial_state,
     is_full,
+    largest_number,
     select,
 )
 from gradaccum_torch.buffers import strategy_type
@@ -168,6 +169,7 @@ class Window:
         chosen = strategy_type(self.parameters.positions(), self.options)
         self.strategy: Strategy = chosen(self.parameters, self.options.accumulate_dtype)
         self._float64_weight = torch.float64 in self.sum_dtypes
+        self._largest = largest_number(float64_weight=self._float64_weight)
 
     def close(self, update: Callable[[], Any], observed: bool) -> None:
         """End the window, which holds a micro-batch at least.
@@ -182,7 +184,7 @@ class Window:
         # Clipping comes after: what leaves the range before it is an overflow, as it would be in a large batch.
         whole = self.strategy.hands_over_whole
         finite = finite and (whole or self.strategy.fits(norm, self._divisor(self.fields)))
-        decision = Decision(*decide(self.fields, norm, finite, self.options, select))
+        decision = Decision(*decide(self.fields, norm, finite, self.options, select, self._largest))
         if decision.apply:
             if self.parameters.has_masters:
                 self.parameters.take_over()
@@ -237,7 +239,7 @@ class Window:
 
     def _divisor(self, fields: State) -> float:
         """What the sum is divided by if nothing is clipped."""
-        divisor: float = Decision(*decide(fields, 0.0, True, self.options, select)).divisor
+        divisor: float = Decision(*decide(fields, 0.0, True, self.options, select, self._largest)).divisor
         return divisor
 
     def _device(self) -> torch.device:

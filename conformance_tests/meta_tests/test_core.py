@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import math
+import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gradaccum
-from gradaccum import Decision, State, accumulate, at_rest, close, decide, discard, initial_state, make_options, select, steps_at
+from gradaccum import (
+    CheckpointError,
+    Decision,
+    DynamicLossScale,
+    State,
+    accumulate,
+    at_rest,
+    close,
+    decide,
+    decode_terms,
+    discard,
+    encode_terms,
+    initial_state,
+    make_options,
+    resumed,
+    select,
+    steps_at,
+    terms_of,
+)
 
 
 def test_explain_names_everything() -> None:
@@ -80,6 +100,33 @@ def test_the_clipped_norm_is_the_limit() -> None:
     decision = Decision(*decide(State(2, 0, 0, 2.0, False, 8.0, 0), 64.0, True, options, select))
     assert decision.grad_norm == 4.0
     assert 64.0 / decision.divisor == 0.5
+
+
+def test_a_clipped_divisor_beyond_float32_is_an_overflow() -> None:
+    """Dividing by it would make the clipped gradient 0."""
+    options = make_options(1, clip_norm=1e-30)
+    decision = Decision(*decide(State(1, 0, 0, 1.0, False, 1.0, 0), 1e30, True, options, select))
+    assert (decision.apply, decision.overflow) == (False, True)
+    assert Decision(*decide(State(1, 0, 0, 1.0, False, 1.0, 0), 1e30, True, options, select, sys.float_info.max)).apply
+
+
+@pytest.mark.parametrize("steps", [4, None, [(0, 2), (3, 5)], lambda step: step + 1])
+@pytest.mark.parametrize("loss_scale", [None, 8.0, DynamicLossScale()])
+def test_terms_survive_their_codes(steps: Any, loss_scale: Any) -> None:
+    terms = terms_of(make_options(steps, reduction="sum", loss_scale=loss_scale), 3)
+    assert decode_terms(encode_terms(terms)) == terms
+    for codes in ((9, 0, 0, 0), (0, 0, -1, 0), (0, 0), "none"):
+        with pytest.raises(CheckpointError, match="terms"):
+            decode_terms(codes)
+
+
+def test_a_full_window_is_open() -> None:
+    """An interrupt between the last micro-batch and its update leaves one; it can be saved and resumed."""
+    options = make_options(4)
+    full = State(4, 0, 0, 4.0, False, 1.0, 0)
+    assert resumed(full, terms_of(options, 0), options) == full
+    with pytest.raises(CheckpointError, match="micro_step"):
+        resumed(full._replace(micro_step=5), terms_of(options, 0), options)
 
 
 def test_a_window_whose_norm_is_beyond_float32_is_no_overflow() -> None:

@@ -10,9 +10,10 @@ NAMES = {
     "gradaccum": """
         ArgumentTypeError ArgumentValueError Backend BackendNotFoundError CheckpointError Decision DynamicLossScale FIELD_DTYPES
         Fields GradAccumError GradientError LossScale Options SCALES ScaleRule Scaler ScalingReport scaling_report State
-        StaticLossScale StepResult UsageError Where accumulate at_rest available_backends close contribution decide discard
-        explain initial_state is_full load_backend make_options registered_backends require_options require_weight select steps_at
-        wrap
+        StaticLossScale StepResult Terms UsageError Where accumulate accumulate_dtype_error at_rest available_backends close
+        contribution decide decode_terms discard encode_terms explain foreign_scaler_error initial_state is_full largest_number load_backend
+        make_options optimizer_error registered_backends require_steps require_weight resumed select steps_at terms_of wrap
+        wrapped_twice_error
     """,
     "gradaccum_torch": "AccumulatingOptimizer GatedScheduler TorchBackend backend verify_loss_scaling",
     "gradaccum_jax": """

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradaccum import Options, State, StepResult
+from gradaccum import Options, State, StepResult, require_steps
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
 from gradaccum_conformance.specs import Array, Arrays
 
@@ -58,12 +58,16 @@ class ReferenceAccumulation:
         if not self.window:
             self._note()
             return
-        gradient = {name: array / self._rounded(self.loss_scale * self._denominator()) for name, array in self.total().items()}
+        divisor = self._rounded(self.loss_scale * self._denominator())
+        normal = self._limits().tiny <= divisor <= self._limits().max
+        gradient = {name: array / (divisor if normal else 1.0) for name, array in self.total().items()}
         handed_over = self._cast(gradient)
-        bad_total = not all(np.isfinite(array).all() for array in handed_over.values())
+        bad_total = not normal or not all(np.isfinite(array).all() for array in handed_over.values())
         self.grad_norm = math.inf if bad_total else norm(gradient)
-        overflow = bad_total or any(m.dropped for m in self.window)
         applied = self._may_apply(bad_total)
+        if applied and self.options.clip_norm is not None and divisor * self.grad_norm / self.options.clip_norm > self._limits().max:
+            applied, bad_total = False, True
+        overflow = bad_total or any(m.dropped for m in self.window)
         if applied:
             self.optimizer.step(self._cast(self._clipped(gradient)))
             for name, p in self.model.items():
@@ -78,6 +82,11 @@ class ReferenceAccumulation:
     def discard(self) -> None:
         """Forget the window."""
         self.window = []
+        self._note()
+
+    def resume(self, fields: State, options: Options) -> None:
+        """Go on under other options, with the loss scale and the growth tracker of `fields`."""
+        self.options, self.loss_scale, self.growth_tracker = options, fields.loss_scale, fields.growth_tracker
         self._note()
 
     def weight(self) -> float:
@@ -115,8 +124,12 @@ class ReferenceAccumulation:
         return MicroBatch({} if dropped else contribution, self._rounded(weight), dropped)
 
     def _rounded(self, value: float) -> float:
+        return value if self._limits().dtype == np.float64 else float32(value)
+
+    def _limits(self) -> Any:
+        """The largest and the smallest normal number of the weights' dtype, which is that of the divisions."""
         double = any(self._dtype(p) == np.float64 for p in self.model.values())
-        return value if double else float32(value)
+        return np.finfo(np.float64 if double else np.float32)
 
     def _dtype(self, p: Array) -> np.dtype[Any]:
         return np.dtype(self.options.accumulate_dtype or (np.float32 if is_half(p) else p.dtype))
@@ -155,7 +168,7 @@ class ReferenceAccumulation:
         steps = self.options.steps
         if isinstance(steps, tuple):
             return [count for first, count in steps if first <= self.optimizer_step][-1]
-        return int(steps(self.optimizer_step)) if callable(steps) else int(steps or 1)
+        return require_steps(steps(self.optimizer_step), self.optimizer_step) if callable(steps) else int(steps or 1)
 
     def _note(self, *, applied: bool = False, skipped: bool = False, overflow: bool = False) -> None:
         self.result = StepResult(applied, skipped, overflow, self.grad_norm, self.loss_scale, len(self.window), self.optimizer_step)

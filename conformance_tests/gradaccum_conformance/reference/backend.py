@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gradaccum import ArgumentTypeError, Options, explain, require_options
+from gradaccum import Options, accumulate_dtype_error, foreign_scaler_error, optimizer_error, wrapped_twice_error
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 
 
@@ -16,16 +16,15 @@ class NumpyBackend:
 
     name = "numpy"
 
-    def wrap(self, optimizer: Any, options: Options | None) -> ReferenceAccumulation:
-        if isinstance(optimizer, ReferenceAccumulation) or not hasattr(optimizer, "step"):
-            raise explain(
-                ArgumentTypeError,
-                "optimizer",
-                expected="an optimizer of gradaccum_conformance.reference that is not wrapped yet",
-                got=optimizer,
-                fix="Wrap the inner optimizer once.",
-            )
-        return ReferenceAccumulation(optimizer, with_numpy_dtype(require_options(options)))
+    def wrap(self, optimizer: Any, options: Options) -> ReferenceAccumulation:
+        if isinstance(optimizer, ReferenceAccumulation):
+            raise wrapped_twice_error(optimizer)
+        if not hasattr(optimizer, "step"):
+            fix = "Write for example gradaccum.wrap(Sgd(parameters, 0.1), steps=4)."
+            raise optimizer_error("an optimizer of gradaccum_conformance.reference", optimizer, fix)
+        if options.scaler is not None:
+            raise foreign_scaler_error("", options.scaler)
+        return ReferenceAccumulation(optimizer, with_numpy_dtype(options))
 
 
 def with_numpy_dtype(options: Options) -> Options:
@@ -36,8 +35,7 @@ def with_numpy_dtype(options: Options) -> Options:
         dtype = np.dtype(ml_dtypes.bfloat16 if options.accumulate_dtype == "bfloat16" else options.accumulate_dtype)
         ml_dtypes.finfo(dtype)
     except (TypeError, ValueError) as error:
-        expected, fix = "a floating dtype or its name", 'Write accumulate_dtype="float32".'
-        raise explain(ArgumentTypeError, "accumulate_dtype", expected=expected, got=options.accumulate_dtype, fix=fix) from error
+        raise accumulate_dtype_error(options.accumulate_dtype) from error
     return options._replace(accumulate_dtype=dtype)
 
 

@@ -30,6 +30,45 @@ def test_options(backend: Harness, name: str, value) -> None:
     assert "got" in str(caught.value)
 
 
+class ForeignScaler:
+    """The scaler of a framework that no backend knows, by the methods of `torch.amp.GradScaler`."""
+
+    def get_scale(self) -> float:
+        return 8.0
+
+    def get_growth_factor(self) -> float:
+        return 2.0
+
+    def get_backoff_factor(self) -> float:
+        return 0.5
+
+    def get_growth_interval(self) -> int:
+        return 100
+
+
+SAME_ERRORS: dict[str, tuple[str, Any, type, str]] = {
+    "unknown option": ("no_such_option", 1, gradaccum.ArgumentTypeError, "expected an option of gradaccum.wrap for"),
+    "dtype of a Python type": (
+        "accumulate_dtype",
+        int,
+        gradaccum.ArgumentTypeError,
+        "expected a floating dtype",
+    ),
+    "dtype by a wrong name": ("accumulate_dtype", "float31", gradaccum.ArgumentValueError, "expected a floating dtype"),
+    "foreign scaler": ("loss_scale", ForeignScaler(), gradaccum.ArgumentTypeError, "got an object of type ForeignScaler"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "kind", "words"), SAME_ERRORS.values(), ids=SAME_ERRORS)
+def test_one_mistake_one_error(backend: Harness, name: str, value, kind: type, words: str) -> None:
+    """The same class and the same words in every backend."""
+    with pytest.raises(gradaccum.GradAccumError) as caught:
+        start(backend, **{"steps": 4, name: value})
+    assert type(caught.value) is kind
+    assert str(caught.value).startswith(f"{name}: ")
+    assert words in str(caught.value)
+
+
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, "1", True], ids=repr)
 def test_weight(backend: Harness, mode: str, weight) -> None:
     session = start(backend, steps=4, mode=mode)

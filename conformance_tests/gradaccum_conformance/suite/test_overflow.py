@@ -47,6 +47,26 @@ def test_skipped_in_every_mode(backend: Harness, mode: str, value: float) -> Non
     assert same(hurt.parameters(), clean.parameters())
 
 
+@pytest.mark.parametrize(("scale", "weight"), [(2.0**112, 2.0**17), (2.0**-100, 2.0**-40)], ids=["beyond", "below"])
+def test_divisor_outside_float32(backend: Harness, mode: str, scale: float, weight: float) -> None:
+    """The gradient divided by it would be 0 or inf, and count as applied."""
+    session = start(backend, steps=1, loss_scale=scale, reduction="item_mean", mode=mode)
+    before = session.parameters()
+    session.gradients(random_tree(LINEAR, 0), weight=weight)
+    result = session.result()
+    assert (result.applied, result.overflow, result.grad_norm) == (False, True, math.inf)
+    assert same(session.parameters(), before)
+
+
+def test_scale_beyond_the_divisor_comes_back(backend: Harness) -> None:
+    rule = gradaccum.DynamicLossScale(init_scale=2.0**112, growth_interval=1)
+    session = start(backend, steps=1, loss_scale=rule, reduction="item_mean")
+    for seed in range(3):
+        session.gradients(random_tree(LINEAR, seed), weight=2.0**17)
+    assert session.state().optimizer_step == 1
+    assert session.state().skipped_windows == 2
+
+
 @VALUES
 def test_a_flushed_window_too(backend: Harness, value: float) -> None:
     session = start(backend, steps=8)

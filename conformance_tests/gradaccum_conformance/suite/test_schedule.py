@@ -2,8 +2,9 @@
 
 import pytest
 
+import gradaccum
 from gradaccum_conformance.harness import Harness
-from gradaccum_conformance.scenarios import random_tree, start
+from gradaccum_conformance.scenarios import random_tree, same, start
 from gradaccum_conformance.specs import LINEAR
 
 PAIRS = [(0, 1), (2, 3), (3, 2)]
@@ -29,6 +30,34 @@ def test_pairs(backend: Harness, mode: str) -> None:
 
 def test_callable(backend: Harness, mode: str) -> None:
     assert window_sizes(backend, growing, 10, mode) == [1, 2, 3, 4]
+
+
+def vanishing(optimizer_step):
+    return 1 - optimizer_step
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, None, "4"], ids=repr)
+def test_callable_gives_no_size(backend: Harness, value) -> None:
+    """It raises when the optimizer is wrapped, or at its first micro-batch."""
+    with pytest.raises(gradaccum.GradAccumError, match="steps") as caught:
+        start(backend, steps=lambda optimizer_step: value).gradients(random_tree(LINEAR, 0))
+    wrong_value = isinstance(value, int) and not isinstance(value, bool)
+    assert isinstance(caught.value, gradaccum.ArgumentValueError if wrong_value else gradaccum.ArgumentTypeError)
+
+
+def test_size_vanishes_later(backend: Harness, mode: str) -> None:
+    """It raises where the value is known; compiled code makes no update and says so."""
+    session = start(backend, steps=vanishing, mode=mode)
+    session.gradients(random_tree(LINEAR, 0))
+    before = session.parameters()
+    if mode in ("eager", "pynative"):
+        with pytest.raises(gradaccum.ArgumentValueError, match="steps"):
+            session.gradients(random_tree(LINEAR, 1))
+    else:
+        session.gradients(random_tree(LINEAR, 1))
+        assert session.result().overflow
+    assert session.state().optimizer_step == 1
+    assert same(session.parameters(), before)
 
 
 def test_a_skipped_window_does_not_move_the_schedule(backend: Harness) -> None:

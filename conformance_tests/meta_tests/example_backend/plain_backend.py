@@ -4,7 +4,6 @@ import numpy as np
 from plain import Optimizer
 
 from gradaccum import (
-    ArgumentTypeError,
     Decision,
     State,
     StepResult,
@@ -14,10 +13,12 @@ from gradaccum import (
     contribution,
     decide,
     discard,
-    explain,
+    foreign_scaler_error,
     initial_state,
     is_full,
-    require_options,
+    largest_number,
+    optimizer_error,
+    require_steps,
     select,
     steps_at,
 )
@@ -43,14 +44,15 @@ class Accumulation:
                 self.sums[name] += term
         self._move(accumulate(self.machine, weight, finite, select))
         self._note(overflow=not finite)
-        if self.options.steps is not None and is_full(self.machine, steps_at(self.options.steps, self.machine.optimizer_step, select)):
+        if self._ends():
             self.flush()
 
     def flush(self):
         if self.machine.micro_step == 0:
             return self._note()
         norm, finite = measure(self.sums)
-        decision = Decision(*decide(self.machine, norm, finite, self.options, select))
+        largest = largest_number(float64_weight=self._double())
+        decision = Decision(*decide(self.machine, norm, finite, self.options, select, largest))
         if decision.apply:
             parameters = self.optimizer.parameters
             self.optimizer.step({name: (total / decision.divisor).astype(parameters[name].dtype) for name, total in self.sums.items()})
@@ -64,6 +66,12 @@ class Accumulation:
         self._move(discard(self.machine))
         self._note()
 
+    def resume(self, fields, options):
+        """Go on from a saved state with the fields that `gradaccum.resumed` made of it."""
+        self.options = options
+        self._move(fields)
+        self._note()
+
     def state(self):
         return self.machine
 
@@ -73,9 +81,15 @@ class Accumulation:
     def _dtype(self, p):
         return np.dtype(self.options.accumulate_dtype or (np.float32 if p.dtype.itemsize == 2 else p.dtype))
 
+    def _ends(self):
+        steps, step = self.options.steps, self.machine.optimizer_step
+        return steps is not None and is_full(self.machine, require_steps(steps_at(steps, step, select), step))
+
+    def _double(self):
+        return any(total.dtype == np.float64 for total in self.sums.values())
+
     def _move(self, fields):
-        double = any(total.dtype == np.float64 for total in self.sums.values())
-        self.machine = at_rest(State(*fields), float64_weight=double)
+        self.machine = at_rest(State(*fields), float64_weight=self._double())
 
     def _note(self, applied=False, skipped=False, overflow=False):
         machine = self.machine
@@ -102,8 +116,10 @@ class PlainBackend:
 
     def wrap(self, optimizer, options):
         if not isinstance(optimizer, Optimizer):
-            raise explain(ArgumentTypeError, "optimizer", expected="a plain.Optimizer", got=optimizer, fix="Wrap one, once.")
-        return Accumulation(optimizer, with_numpy_dtype(require_options(options)))
+            raise optimizer_error("a plain.Optimizer", optimizer, "Wrap one, once.")
+        if options.scaler is not None:
+            raise foreign_scaler_error("", options.scaler)
+        return Accumulation(optimizer, with_numpy_dtype(options))
 
 
 backend = PlainBackend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,12 @@ def divide_a_sum(m: Any) -> None:
 @mutant
 def step_on_overflow(m: Any) -> None:
     change_decision(m, lambda *_: {"apply": True})
+
+
+@mutant
+def divide_by_anything(m: Any) -> None:
+    original = m.decide
+    m.decide = lambda state, norm, finite, options, where, largest: original(state, norm, finite, options, where, math.inf)
 
 
 @mutant

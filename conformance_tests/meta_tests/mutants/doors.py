@@ -25,7 +25,27 @@ def load_without_checks(m: Any) -> None:
     from gradaccum_conformance.reference import harness
 
     harness._require_same_shapes = lambda loaded, own: None
-    harness._require_open_window = lambda loaded, own: None
+
+
+@mutant
+def resume_under_any_terms(m: Any) -> None:
+    from gradaccum_conformance.reference import harness
+
+    original = harness.resumed
+    harness.resumed = lambda fields, saved, options: fields if fields.micro_step else original(fields, saved, options)
+
+
+@mutant
+def resume_with_the_saved_scale(m: Any) -> None:
+    from gradaccum_conformance.reference import harness
+
+    original = harness.resumed
+    harness.resumed = lambda fields, saved, options: original(fields, saved, options) if fields.micro_step else fields
+
+
+@mutant
+def take_any_size(m: Any) -> None:
+    m.require_steps = lambda steps, optimizer_step: steps
 
 
 @mutant

@@ -30,8 +30,8 @@ def change_decision(m: Any, change: Callable[..., dict[str, Any]]) -> None:
     """Replace fields of every decision; `change(decision, state, norm, finite, options)` names them."""
     original = m.decide
 
-    def changed(state: Any, norm: Any, finite: Any, options: Any, where: Any) -> Any:
-        decision = m.Decision(*original(state, norm, finite, options, where))
+    def changed(state: Any, norm: Any, finite: Any, options: Any, *rest: Any) -> Any:
+        decision = m.Decision(*original(state, norm, finite, options, *rest))
         return decision._replace(**change(decision, State(*state), norm, finite, options))
 
     m.decide = changed

@@ -1,0 +1,113 @@
+"""What an open window depends on beside its state, and what a loaded state goes on with.
+
+A partial sum means nothing without the options it was made under: weighted or not, scaled by what, a part of how many micro-batches. So
+a checkpoint says them, and a window is resumed under the same ones or not at all. Between two windows there is no sum, and all options may
+change: the counters go on, and a loss scale goes on if it moves in both runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+from gradaccum.errors import CheckpointError, explain
+from gradaccum.loss_scale import ScaleRule
+from gradaccum.options import ON_OVERFLOW, REDUCTIONS, Options
+from gradaccum.schedule import require_steps, steps_at
+from gradaccum.state import State, round_to_float32
+from gradaccum.transitions import select
+
+SCALES_IN_USE = ("unused", "static", "dynamic")
+
+
+class Terms(NamedTuple):
+    """What an open window depends on beside its state."""
+
+    reduction: str
+    on_overflow: str
+    scale: str
+    """``"unused"``, ``"static"`` or ``"dynamic"``: how the loss scale moves."""
+    steps: int | None
+    """Micro-batches in the window when it is full; None: the caller closes it."""
+
+
+def terms_of(options: Options, optimizer_step: Any) -> Terms:
+    """The terms of the window that follows update number `optimizer_step`, an int or an integer scalar.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
+    """
+    step = int(optimizer_step)
+    steps = None if options.steps is None else require_steps(steps_at(options.steps, step, select), step)
+    return Terms(options.reduction, options.on_overflow, _scale_in_use(options.scale_rule), steps)
+
+
+def encode_terms(terms: Terms) -> tuple[int, int, int, int]:
+    """`terms` as four integers, for a checkpoint that holds arrays only; ``steps=None`` is 0."""
+    names = ((REDUCTIONS, terms.reduction), (ON_OVERFLOW, terms.on_overflow), (SCALES_IN_USE, terms.scale))
+    return cast(tuple[int, int, int, int], (*(choices.index(name) for choices, name in names), terms.steps or 0))
+
+
+def decode_terms(codes: Any) -> Terms:
+    """What `encode_terms` made four integers of.
+
+    Raises:
+        CheckpointError: they are none of its making.
+    """
+    try:
+        reduction, on_overflow, scale, steps = (int(code) for code in codes)
+        if min(reduction, on_overflow, scale, steps) >= 0:
+            return Terms(REDUCTIONS[reduction], ON_OVERFLOW[on_overflow], SCALES_IN_USE[scale], steps or None)
+    except (TypeError, ValueError, IndexError):
+        pass
+    expected, fix = "the codes of reduction, on_overflow, loss scale and steps", "Load a state that this library saved."
+    raise explain(CheckpointError, "terms", expected=expected, got=codes, fix=fix)
+
+
+def resumed(fields: State, saved: Terms, options: Options) -> State:
+    """The fields to go on with under `options`, of a state that was saved under the terms `saved`.
+
+    An open window goes on as it is. A full one, whose update was interrupted, is open. Between two windows the loss scale goes on if it is
+    dynamic in both runs; else it is the option's own, as is its growth tracker.
+
+    Args:
+        fields: the saved state, in Python numbers.
+        saved: what it was saved under.
+        options: those of the optimizer that is to go on.
+
+    Raises:
+        CheckpointError: a window is open and one of its terms is another here; names the term. Nothing was changed.
+    """
+    if fields.micro_step:
+        _require_same_window(fields, saved, terms_of(options, fields.optimizer_step), options.scale_rule)
+        return fields
+    if saved.scale == _scale_in_use(options.scale_rule) == "dynamic":
+        return fields
+    return fields._replace(loss_scale=round_to_float32(options.scale_rule.init_scale), growth_tracker=0)
+
+
+def _scale_in_use(rule: ScaleRule) -> str:
+    if rule == ScaleRule():
+        return "unused"
+    return "static" if rule.growth_factor == rule.backoff_factor == 1 else "dynamic"
+
+
+def _require_same_window(fields: State, saved: Terms, own: Terms, rule: ScaleRule) -> None:
+    for name in ("reduction", "on_overflow", "steps"):
+        if getattr(saved, name) != getattr(own, name):
+            raise _another_window(name, f"{name}={getattr(own, name)!r}", f"{name}={getattr(saved, name)!r}")
+    init_scale = round_to_float32(rule.init_scale)
+    if saved.scale != own.scale or (own.scale != "dynamic" and fields.loss_scale != init_scale):
+        expected = f"a {own.scale} loss scale{'' if own.scale == 'dynamic' else f' of {init_scale:g}'}"
+        raise _another_window("loss_scale", expected, f"a {saved.scale} loss scale of {fields.loss_scale:g}")
+    if fields.micro_step < 0 or (own.steps is not None and fields.micro_step > own.steps):
+        raise _another_window("micro_step", f"at most {own.steps} micro-batches", f"{fields.micro_step}")
+
+
+def _another_window(argument: str, expected: str, got: str) -> CheckpointError:
+    return explain(
+        CheckpointError,
+        argument,
+        expected=f"an open window under {expected}",
+        got=f"one that was saved under {got}",
+        fix="Wrap with the options it was saved with, or save between two windows, where the options may change.",
+    )
