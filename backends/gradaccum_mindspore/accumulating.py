@@ -54,18 +54,19 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
 
     def applicable(self) -> Any:
         """Whether the open window may be applied: no overflow, a norm within ``skip_norm``, a weight above 0. A bool Tensor."""
-        return self.window.decision(self.window.read())[0]
+        self.window.decide()
+        return self.window.notes.applied & self.window.true
 
     def gradients(self) -> Any:
         """The open window's gradient: divided, unscaled, clipped; in the parameters' order and dtypes. Changes nothing."""
-        return self.window.gradients(self.window.decision(self.window.read())[2])
+        self.window.decide()
+        return self.window.gradients(self.window.notes.divisor.value())
 
     def clear(self) -> Any:
         """Close the window: count it as an update or as skipped, adjust the loss scale, forget the sums. Returns ``applicable()``."""
-        state = self.window.read()
-        apply, overflow, _, grad_norm = self.window.decision(state)
-        self.window.write_closed(state, apply, overflow, grad_norm)
-        return apply
+        self.window.decide()
+        self.window.write_closed()
+        return self.window.notes.applied & self.window.true
 
     def scale(self, loss: Any) -> Any:
         """``loss`` times the loss scale: what to differentiate."""

@@ -12,6 +12,7 @@ from mindspore import Tensor, nn, ops
 
 from gradaccum import Options, ScaleRule, close, discard, encode_terms, steps_at
 from gradaccum_mindspore.accumulator import compiled_clear
+from gradaccum_mindspore.notes import Notes
 from gradaccum_mindspore.storage import Storage
 from gradaccum_mindspore.window_size import check_constant_size, check_size_dtype
 
@@ -40,6 +41,7 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.varies = storage.varies
         self.last_code = Tensor([0, 0, 0, 1], ms.int32)
         self.other_codes = Tensor([*encode_terms(storage.terms_after(0))[:3], 0], ms.int32)
+        self.notes = Notes(storage.float_dtype)
 
     def read(self) -> Any:
         """The state as plain tensors."""
@@ -92,19 +94,13 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
             self.write_event(event)
         return True
 
-    def at_end(self, state: Any, event: Any) -> Any:
-        """`state` with what no micro-batch changes as it is now."""
-        now = self.read()
-        overflow = now[4] if event is None else state[4]
-        return state[0], now[1], now[2], state[3], overflow, now[5], now[6]
-
-    def write_closed(self, state: Any, apply: Any, overflow: Any, grad_norm: Any) -> Any:
+    def write_closed(self) -> Any:
         """Clear the sums, assign the state after the window and what became of it."""
-        store = self.storage
-        event = self.event(apply, apply == False, overflow, grad_norm)  # noqa: E712
-        after = close(state, apply, overflow, self.options, where)
+        store, notes = self.storage, self.notes
+        apply, overflow = notes.applied & self.true, notes.overflow & self.true
+        after = close(self.read(), apply, overflow, self.options, where)
         compiled_clear(store.sums, after[3])
-        self.write_open(after, event)
+        self.write_open(after, self.event(apply, apply == False, overflow, notes.grad_norm.value()))  # noqa: E712
         ops.assign(store.optimizer_step, after[1].astype(ms.int32))
         ops.assign(store.skipped_windows, after[2].astype(ms.int32))
         if self.scale_moves:

@@ -123,7 +123,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         self.window.write_open(state, event)
         self.window.write_size(state)
         if full:
-            self.flush.close(state, event)
+            self.flush.close()
         return full
 
     def scale(self, loss: Any) -> Any:
