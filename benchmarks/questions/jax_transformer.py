@@ -14,7 +14,7 @@ import optax
 
 import gradaccum
 from benchmarks.case import Case
-from benchmarks.transformer import GPT2_SMALL, STEPS, TINY, Shape, rates
+from benchmarks.contestants.transformer import GPT2_SMALL, STEPS, TINY, Shape, rates
 
 BASELINE = "optax.MultiSteps"
 

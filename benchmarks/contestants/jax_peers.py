@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.jax_mlp import ITEMS, STEPS, Compiled, Window, adamw, batches, compile_step, gradient, make_params, wait, window
+from benchmarks.contestants.jax_mlp import ITEMS, STEPS, Compiled, Window, adamw, batches, compile_step, gradient, make_params, wait, window
 
 
 def floor(width: int, members: int = 0) -> Window:

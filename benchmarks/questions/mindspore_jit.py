@@ -1,4 +1,4 @@
-"""MindSpore, `mindspore.jit`, Adam: the question of `benchmarks.mindspore_streaming` for steps that Python calls as jitted functions.
+"""MindSpore, `mindspore.jit`, Adam: the question of `mindspore_streaming` for steps that Python calls as jitted functions.
 
 The floor is made of GRAPH Cells, and so are the three cells, because a jitted function without control flow takes several times as long as
 the same graph as a Cell. All share one process: the mode is set for the time of a contestant's turn.
@@ -13,8 +13,8 @@ import mindspore as ms
 
 import gradaccum
 from benchmarks.case import Case
-from benchmarks.mindspore_peers import STEPS, Boost, Net, TrainStep, TutorialAccumulator, adam, batch, buffers, window_of
-from benchmarks.mindspore_streaming import BASELINE, FLOOR, SIZES, Contestant, floor, three_cells
+from benchmarks.contestants.mindspore_peers import STEPS, Boost, Net, TrainStep, TutorialAccumulator, adam, batch, buffers, window_of
+from benchmarks.questions.mindspore_streaming import BASELINE, FLOOR, SIZES, Contestant, floor, three_cells
 
 THREE_CELLS = "three GRAPH cells"
 

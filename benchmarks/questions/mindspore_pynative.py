@@ -19,8 +19,19 @@ from mindspore import ops
 
 import gradaccum
 from benchmarks.case import Case
-from benchmarks.mindspore_peers import STEPS, Boost, Gradient, Net, TrainStep, TutorialAccumulator, adam, batch, buffers, window_of
-from benchmarks.mindspore_streaming import FLOOR, SIZES, Contestant, floor
+from benchmarks.contestants.mindspore_peers import (
+    STEPS,
+    Boost,
+    Gradient,
+    Net,
+    TrainStep,
+    TutorialAccumulator,
+    adam,
+    batch,
+    buffers,
+    window_of,
+)
+from benchmarks.questions.mindspore_streaming import FLOOR, SIZES, Contestant, floor
 
 BASELINE = "the tutorials' accumulator"
 COMPILED = "the same in a jitted step"

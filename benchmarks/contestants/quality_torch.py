@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from benchmarks.digits import LEARNING_RATE, MOMENTUM, STEPS, Batch, Parameters, Window, whole
-from benchmarks.runs import GRADACCUM, LARGE, Run
+from benchmarks.contestants.digits import LEARNING_RATE, MOMENTUM, STEPS, Batch, Parameters, Window, whole
+from benchmarks.contestants.runs import GRADACCUM, LARGE, Run
 
 
 def runs() -> dict[str, Callable[[Parameters], Run]]:

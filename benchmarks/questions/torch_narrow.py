@@ -3,10 +3,7 @@
 Counted are the bytes of gradients and sums that live at once, at the worst moment of a backward pass, and how far the gradient that the
 optimizer gets is from the float64 sum of the same micro-batches. Autograd's sum is the smallest and the least right; a full float32
 buffer beside full gradients is the largest; gradients that leave ``.grad`` one by one need the buffer and one parameter's gradient.
-
-No bar of 1.00 holds here. Per parameter and micro-batch autograd reads two bfloat16 and writes one, 6 bytes; a float32 sum has at least 10
-(the gradient 2, the sum read and written 8), and torch's CPU kernels, which do not add two dtypes in one pass, write and read a float32
-copy as well, 8 more, which the cache bears where tensors, or the blocks that large ones are added in, fit there.
+``benchmarks/README.md`` says why no bar of 1.00 holds here.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
 """torch, float32: what a window costs beside the loop that people write by hand, and beside Accelerate, Fabric and Keras.
 
-Without clipping the hand-written loop promises less: gradaccum also measures the window's norm, so that an inf or NaN skips the update,
-and watches ``.grad``. Beside the window's own passes over its P parameters (per micro-batch the gradient is written and added, which
-moves 16 P bytes, and the matrix products read the weights twice, 8 P; an AdamW update moves 28 P) the norm's pass is 4 P of 220 P bytes
-for a window of 8, 1.8 %. With a fused optimizer that is what is left for large models, as its kernel divides, but for the divided gradient
-that the kernel writes back, 4 P; one that is not fused has the sum divided first, 8 P. Measured beside a hand-written loop that only adds
-``get_total_norm(...).item()`` (one thread, 100 M parameters, median ratios to the loop without it): norm alone 1.01, ours 1.02 both ways.
-
-For small models it is the calls. Of 10 k parameters that one norm alone is 1.07 to 1.08 of the loop, about 85 microseconds in 1.1
-milliseconds, as each call begins with cold caches after a backward pass; ours, with the watch, the counting and the division, is 1.10 to
-1.12. With clipping the promises are the same but for the watch, the norm's pass is in the hand-written loop too, and so is the division.
+Without clipping the hand-written loop promises less: gradaccum also measures the window's norm, so that an inf or NaN skips the update, and
+watches ``.grad``. ``benchmarks/README.md`` counts what that must cost.
 """
 
 from __future__ import annotations
@@ -22,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case
-from benchmarks.torch_loops import BASELINE, DEVICE, STEPS, Recipe, Window, accelerate, fabric, hand_written, recipes, wrapped
+from benchmarks.contestants.torch_loops import BASELINE, DEVICE, STEPS, Recipe, Window, accelerate, fabric, hand_written, recipes, wrapped
 
 ITEMS = 8
 CLIP = 1e-3

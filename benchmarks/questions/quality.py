@@ -17,12 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.case import Curve
-from benchmarks.digits import Digits, Parameters, distance, first_parameters, held_out, load, windows
-from benchmarks.runs import LARGE, Run
+from benchmarks.contestants.digits import Digits, Parameters, distance, first_parameters, held_out, load, windows
+from benchmarks.contestants.runs import LARGE, Run
 
 SEEDS, EPOCHS = 5, 10
 QUICK_SEEDS, QUICK_EPOCHS = 2, 3
-FRAMEWORKS = {"torch": "benchmarks.quality_torch", "JAX": "benchmarks.quality_jax", "MindSpore": "benchmarks.quality_mindspore"}
+FRAMEWORKS = {
+    "torch": "benchmarks.contestants.quality_torch",
+    "JAX": "benchmarks.contestants.quality_jax",
+    "MindSpore": "benchmarks.contestants.quality_mindspore",
+}
 
 Makers = dict[str, Callable[[Parameters], Run]]
 

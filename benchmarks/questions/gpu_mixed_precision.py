@@ -1,8 +1,8 @@
 """Mixed precision on a GPU: is a window the large batch, does nothing wait for the device inside it, and what does it cost?
 
-``python -m benchmarks.gpu_mixed_precision`` needs torch and gradaccum, and looks at JAX too where it is installed. Without CUDA it says so
-and ends well; ``--device cpu`` runs the same checks there, small. Each line of the table is a check with what was measured, and the
-program fails if one of them does.
+``python -m benchmarks.questions.gpu_mixed_precision`` needs torch and gradaccum, and looks at JAX too where it is installed. Without CUDA
+it says so and ends well; ``--device cpu`` runs the same checks there, small. Each line of the table is a check with what was measured, and
+the program fails if one of them does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import gradaccum
-from benchmarks.gpu_problem import STEPS, Problem, distance, inner, median_times, micro_batch, window
+from benchmarks.contestants.gpu_problem import STEPS, Problem, distance, inner, median_times, micro_batch, window
 
 
 class Check(NamedTuple):
@@ -82,7 +82,7 @@ def check_masters(problem: Problem) -> Iterator[Check]:
         model = problem.model(dtype)
         opt: Any = gradaccum.wrap(inner(model), steps=STEPS, loss_scale=2.0**8, master_weights=True)
         window(problem, model, opt)
-        masters = [master for group in opt.param_groups for master in group["params"]]
+        masters = opt.master_weights.values()
         rounded = all(torch.equal(p, m.to(dtype)) for p, m in zip(model.parameters(), masters, strict=True))
         full = all(m.dtype == torch.float32 for m in masters)
         yield Check(f"masters of {dtype}", rounded and full and opt.result.applied, "model = rounded masters")

@@ -1,17 +1,6 @@
 """MindSpore, GRAPH_MODE, Adam: what a window costs beside what people use today, and how far it is from the floor.
 
-What is to be expected where memory is the limit (4 x 1024^2, 8 items), in passes over a buffer of the model's size, read or written:
-the tutorials' accumulator makes 8 x 3 for the additions and 2 to clear; gradaccum 8 x 3, 3 to clear without a buffer of
-zeros, 3 for the norm (square, then sum) and 2 to divide. The tutorial divides the loss instead, for nothing, which is why its short last
-window is wrong, and measures no norm. So here gradaccum cannot be the faster one: 32 passes to 26, beside the gradients, which cost both
-the same. Nor can either be near the floor, which has none of these passes: one addition is 3 passes beside the about 3 over the
-weights (forward, backward, gradient) that a small micro-batch's own gradient takes. With more items the gradients take
-longer and the passes do not: the case with 256.
-
-Where memory is not the limit (4 x 64^2) an operator costs the same for one number as for a thousand, and what counts is how many there
-are: per micro-batch the tutorial's 3 on its counter, gradaccum's 5 on its counter and weight; per window also gradaccum's norm,
-decision, division and state, about 65 for 8 parameters. At some 8 microseconds each that is a sixth of a window of 4 milliseconds; the
-branch for squares that overflow and the other that makes the update add about a tenth.
+``benchmarks/README.md`` counts the passes over memory and, for small models, the operators.
 """
 
 from __future__ import annotations
@@ -23,7 +12,7 @@ import mindspore as ms
 
 import gradaccum
 from benchmarks.case import Case
-from benchmarks.mindspore_peers import (
+from benchmarks.contestants.mindspore_peers import (
     STEPS,
     Add,
     Boost,

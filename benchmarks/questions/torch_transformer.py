@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.case import Case
-from benchmarks.torch_loops import BASELINE, CUDA, DEVICE, Loss, Recipe, Window, hand_written, recipes, wrapped
-from benchmarks.transformer import GPT2_SMALL, TINY, Shape, rates
+from benchmarks.contestants.torch_loops import BASELINE, CUDA, DEVICE, Loss, Recipe, Window, hand_written, recipes, wrapped
+from benchmarks.contestants.transformer import GPT2_SMALL, TINY, Shape, rates
 
 
 class Decoder(nn.Module):

@@ -11,9 +11,9 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 import gradaccum
-from benchmarks.digits import LEARNING_RATE, MOMENTUM, STEPS, Batch, Parameters, Window, first_parameters, whole
-from benchmarks.mindspore_peers import TutorialAccumulator
-from benchmarks.runs import GRADACCUM, LARGE, Run
+from benchmarks.contestants.digits import LEARNING_RATE, MOMENTUM, STEPS, Batch, Parameters, Window, first_parameters, whole
+from benchmarks.contestants.mindspore_peers import TutorialAccumulator
+from benchmarks.contestants.runs import GRADACCUM, LARGE, Run
 
 
 def runs() -> dict[str, Callable[[Parameters], Run]]:

@@ -20,7 +20,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 import gradaccum
 from benchmarks.axes import FEW, RUN, SMALL, sizes
 from benchmarks.case import Case
-from benchmarks.mindspore_peers import TutorialAccumulator
+from benchmarks.contestants.mindspore_peers import TutorialAccumulator
 
 BASELINE = "the tutorials' accumulator"
 WINDOWS = (1, 16, 256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from benchmarks.digits import Parameters, Window
+from benchmarks.contestants.digits import Parameters, Window
 
 LARGE = "large batch"
 GRADACCUM = "gradaccum"

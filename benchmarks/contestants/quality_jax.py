@@ -11,8 +11,8 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from benchmarks.digits import LEARNING_RATE, MOMENTUM, STEPS, Batch, Parameters, Window, whole
-from benchmarks.runs import GRADACCUM, LARGE, Run
+from benchmarks.contestants.digits import LEARNING_RATE, MOMENTUM, STEPS, Batch, Parameters, Window, whole
+from benchmarks.contestants.runs import GRADACCUM, LARGE, Run
 
 
 def runs() -> dict[str, Callable[[Parameters], Run]]:

@@ -2,17 +2,8 @@
 
 Everything runs on one core. "held / params" is what must be there between two micro-batches: parameters, two moments and the sum are 4.
 "temp / params" is what a step wants beside that. With the gradient compiled in, it is two matrices of the four, one being computed while
-the last is added, and activations of the backward pass; the floor's row shows what the gradient alone wants.
-
-What is above the floor, in passes over all parameters, is what bounds the time of a model beyond the caches. Per micro-batch, the sum is
-read and written in place where the floor writes a fresh gradient, whose lines a processor reads first: about the same. At a window's end
-the sum is read for its norm, which finds an overflow too; the inner optimizer writes an update instead of the parameters;
-`optax.apply_updates` reads it, reads the parameters again and writes them; the sum is cleared. That is 5 passes, where the floor takes
-about 4 for each gradient and 7 to 10 for its update: some 12 % of a window of 8 that computes nothing, and less the more it
-computes. Code by hand needs none of the 5, as it checks nothing and ends its windows in a program of its own. `optax.MultiSteps` itself
-takes some 1.7 floors where memory is the limit, so that nobody who accumulates can take much less than 0.6 of it.
-
-In a model within the caches it is the calls that show: each array of the state is an argument and a result of every micro-batch's program.
+the last is added, and activations of the backward pass; the floor's row shows what the gradient alone wants. ``benchmarks/README.md``
+counts the passes over memory.
 """
 
 from __future__ import annotations
@@ -27,9 +18,9 @@ import optax
 import gradaccum
 import gradaccum_jax
 from benchmarks.case import Case
+from benchmarks.contestants.jax_mlp import STEPS, Window, adamw, batches, compile_step, gradient, make_params, scaled_gradient, window
+from benchmarks.contestants.jax_peers import by_hand, floor, keras_step, microbatched, scanned
 from benchmarks.jax_counts import MakeOptimizer, counts, sizes
-from benchmarks.jax_mlp import STEPS, Window, adamw, batches, compile_step, gradient, make_params, scaled_gradient, window
-from benchmarks.jax_peers import by_hand, floor, keras_step, microbatched, scanned
 from benchmarks.triad import one_core
 
 BASELINE = "optax.MultiSteps"

@@ -14,9 +14,9 @@ import optax
 import gradaccum
 import gradaccum_jax
 from benchmarks.case import Case
+from benchmarks.contestants.jax_mlp import STEPS, Window, adamw, batches, compile_step, make_params, window
+from benchmarks.contestants.jax_peers import by_hand, floor
 from benchmarks.jax_counts import MakeOptimizer, counts
-from benchmarks.jax_mlp import STEPS, Window, adamw, batches, compile_step, make_params, window
-from benchmarks.jax_peers import by_hand, floor
 from benchmarks.triad import one_core
 
 BASELINE = "optax.MultiSteps"
