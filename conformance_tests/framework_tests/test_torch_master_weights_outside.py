@@ -148,3 +148,27 @@ def test_a_replaced_parameter_has_a_master_of_its_own() -> None:
     for _ in range(64):
         train(model, opt)
     assert not torch.equal(model[1].weight, before)
+
+
+def test_a_method_called_by_the_inner_optimizers_hook_undoes_nothing() -> None:
+    """There the masters are ahead of the model, which gets them after it."""
+    (model, opt), (other, reference) = make(), make()
+    opt.optimizer.nothing = lambda: None
+    opt.optimizer.register_step_post_hook(lambda *_: opt.nothing())
+    for m, o in ((model, opt), (other, reference)):
+        train(m, o, 8)
+    assert all(torch.equal(opt.master_weights[index], master) for index, master in reference.master_weights.items())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_model_cast_to_float32_goes_on() -> None:
+    """Its masters are then of the same dtype, and comparing them must not write them."""
+    model, opt = make(accumulate_dtype="float32")
+    train(model, opt)
+    masters = [master.clone() for master in opt.master_weights.values()]
+    model.float()
+    for _ in range(4):
+        opt.backward(sum((parameter * 0).sum() for parameter in model.parameters()))
+        opt.step()
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(parameter, master.to(torch.bfloat16).float())
