@@ -6,12 +6,14 @@ from gradaccum_mindspore.callbacks import FlushAtEpochEnd
 from gradaccum_mindspore.loading import load_checkpoint_into
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
 from gradaccum_mindspore.scaling_check import verify_loss_scaling
+from gradaccum_mindspore.training import TrainOneStepCell
 
 __all__ = [
     "AccumulatingExperimentalOptimizer",
     "AccumulatingOptimizer",
     "Accumulator",
     "FlushAtEpochEnd",
+    "TrainOneStepCell",
     "backend",
     "load_checkpoint_into",
     "verify_loss_scaling",

@@ -14,6 +14,7 @@ from mindspore import nn, ops
 
 from gradaccum import ArgumentValueError, StepResult, explain, make_options
 from gradaccum_mindspore.compiled import CompiledWindow
+from gradaccum_mindspore.scaled import note_read, require_read
 from gradaccum_mindspore.storage import Storage
 
 
@@ -43,34 +44,44 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
         self.window = CompiledWindow(self.storage, checked)
 
     def construct(self, gradients: Any, weight: Any = None) -> Any:
+        require_read(self.storage.scaled)
         ordered = self.window.ordered(gradients)
         state, event = self.window.add(ordered, weight)
         full = state[0] < 0 if self.window.steps is None else self.window.ends(state)
         self.window.write_open(state, event)
+        self.window.write_size(state)
         return full
 
     def applicable(self) -> Any:
         """Whether the open window may be applied: no overflow, a norm within ``skip_norm``, a weight above 0. A bool Tensor."""
-        return self.window.decision(self.window.read())[0]
+        self.window.decide()
+        return self.window.notes.applied & self.window.true
 
     def gradients(self) -> Any:
         """The open window's gradient: divided, unscaled, clipped; in the parameters' order and dtypes. Changes nothing."""
-        return self.window.gradients(self.window.decision(self.window.read())[2])
+        self.window.decide()
+        return self.window.gradients(self.window.notes.divisor.value())
 
     def clear(self) -> Any:
         """Close the window: count it as an update or as skipped, adjust the loss scale, forget the sums. Returns ``applicable()``."""
-        state = self.window.read()
-        apply, overflow, _, grad_norm = self.window.decision(state)
-        self.window.write_closed(state, apply, overflow, grad_norm)
-        return apply
+        self.window.decide()
+        self.window.write_closed()
+        return self.window.notes.applied & self.window.true
 
     def scale(self, loss: Any) -> Any:
         """``loss`` times the loss scale: what to differentiate."""
-        return loss * ops.cast(self.storage.loss_scale, loss.dtype)
+        return loss * ops.cast(self.loss_scale, loss.dtype)
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale, a float32 Tensor of shape () (a Parameter): in PyNative and in compiled code."""
+        note_read(self.storage.scaled)
+        return self.storage.loss_scale
 
     @property
     def result(self) -> StepResult:
         """What the last event did, in Python numbers. For Python, not for compiled code."""
+        note_read(self.storage.scaled)
         return self.storage.result()
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore.train import Callback
+from mindspore.train import Callback, ModelCheckpoint
+
+from gradaccum import UsageError, explain
 
 
 class FlushAtEpochEnd(Callback):  # type: ignore[misc]
-    """Close the open window at the end of each epoch, so that no window reaches from one epoch into the next.
+    """Close the open window in the last step of each epoch, so that no window reaches from one epoch into the next.
 
-    The update divides by what the window holds. Put it before callbacks that save checkpoints.
+    The update divides by what the window holds. Put it before callbacks that save checkpoints: those save at the end of a step, as this
+    one flushes. `mindspore.train.Model.fit` validates after it. With a ``sink_size`` MindSpore's epoch is that many steps.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -20,6 +23,20 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         super().__init__()
         self.optimizer = optimizer
 
+    def on_train_begin(self, run_context: Any) -> None:
+        """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this callback: it would save without the tail."""
+        callbacks = run_context.original_args().list_callback
+        if any(isinstance(callback, ModelCheckpoint) for callback in callbacks[: callbacks.index(self)]):
+            expected, got = "FlushAtEpochEnd before ModelCheckpoint, which saves as the step ends", "the other order"
+            raise explain(UsageError, "callbacks", expected=expected, got=got, fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].")
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Flush, if the epoch ends with this step."""
+        run = run_context.original_args()
+        if run.cur_step_num % run.batch_num == 0:
+            self.optimizer.flush()
+
     def on_train_epoch_end(self, run_context: Any) -> None:
-        """Flush."""
-        self.optimizer.flush()
+        """Flush what an epoch left open that was stopped early."""
+        if self.optimizer.storage.micro_step.item() > 0:
+            self.optimizer.flush()

@@ -36,18 +36,22 @@ class Flush(nn.Cell):  # type: ignore[misc]
         state = self.window.read()
         open_window, never = state[0] > 0, state[0] < 0
         if open_window:
-            self.close(state, None)
+            self.close()
         else:
             self.window.write_event(self.window.event(never, never, never, self.window.norm()))
         return open_window
 
-    def close(self, state: Any, event: Any) -> Any:
-        """The end of a window, compiled. `state` is not written yet, and `event` what its last micro-batch wrote, if anything."""
-        state = self.window.at_end(state, event)
-        apply, overflow, divisor, grad_norm = self.window.decision(state)
-        if apply:
-            self.update(self.window.gradients(divisor))
-        return self.window.write_closed(state, apply, overflow, grad_norm)
+    def close(self) -> Any:
+        """The end of a window, compiled."""
+        self.window.decide()
+        self.apply()
+        return self.window.write_closed()
+
+    def apply(self) -> Any:
+        """The update, if that was decided."""
+        if self.window.notes.apply:
+            self.update(self.window.gradients(self.window.notes.divisor.value()))
+        return True
 
 
 class Discard(nn.Cell):  # type: ignore[misc]

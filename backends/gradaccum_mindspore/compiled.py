@@ -1,11 +1,12 @@
 """The events of a window where the state is a tensor: inside `mindspore.jit` and in graph mode.
 
 The compiler drops what it believes to be without effect. Hence the shape of this code: every new value is computed from what was
-read before the first write; nothing is read again after it was written, but for the sums inside the branch that needs them;
+read before the first write; nothing is read again after it was written, but at the end of a window, which begins with reading;
 a branch returns no value that was computed in it. A function must return something: its None would be computed by the Python interpreter.
 
 The end of a window has two branches, for the update and for a norm whose squares overflow: each costs about as much as ten scalar
-operators, and what stands in it is compiled once.
+operators. Each is a method of its own, because the compiler copies what follows an ``if`` in the same function into both branches.
+What one part tells the next goes through `Notes`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from mindspore import ops
 
-from gradaccum import accumulate, contribution, decide, is_full, steps_at
+from gradaccum import accumulate, contribution, decide, is_full
 from gradaccum_mindspore.accumulator import (
     compiled_add,
     compiled_finite,
@@ -67,28 +68,45 @@ class CompiledWindow(CompiledState):
 
     def ends(self, state: Any) -> Any:
         """Whether the window ends with this micro-batch."""
-        if self.calls_steps:
-            return is_full(state, self.steps(state[1]))
-        return is_full(state, steps_at(self.steps, state[1], where))
+        return is_full(state, self.size(state[1]))
 
-    def decision(self, state: Any) -> Any:
-        """The fields of a `Decision`; norm and finiteness are measured the robust way where the squares overflow."""
+    def decide(self) -> Any:
+        """Measure the window and note what is to be done with it."""
+        notes = self.notes
+        weight, overflow = self.storage.weight.value(), self.storage.overflow & self.true
+        if self.calls_steps:
+            no_size = self.size(self.storage.optimizer_step.value()) < 1
+            weight, overflow = where(no_size, 0 * weight, weight), overflow | no_size
+        notes.write_state(weight, overflow, self.storage.loss_scale)
         squares = sum_of_squares(self.storage.sums, self.float_dtype)
-        norm, finite = ops.sqrt(squares), ops.isfinite(squares)
-        if finite == False:  # noqa: E712
+        notes.write_measure(ops.sqrt(squares), ops.isfinite(squares))
+        self.measure_again()
+        apply, overflow, divisor, grad_norm = self.judged(notes.state(), notes.norm.value(), notes.finite & self.true)
+        return notes.write_decision(apply, overflow, divisor, grad_norm)
+
+    def measure_again(self) -> Any:
+        """Note norm and finiteness the robust way where the squares overflow."""
+        if self.notes.unmeasured:
             norm, finite = robust_measure(self.storage.sums, self.float_dtype)
-        return self.judged(state, norm, finite)
+            self.notes.write_measure(norm, finite)
+        return True
 
     def judged(self, state: Any, norm: Any, finite: Any) -> Any:
         """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite."""
         if self.storage.narrowed:
             divisor = decide(state, norm, finite, self.unclipped, where, self.storage.largest)[2]
-            finite = finite & compiled_fits(self.storage.sums, divisor, self.storage.handed)
+            finite = finite & compiled_fits(self.storage.sums, self.handed_over(divisor), self.storage.handed)
         return decide(state, norm, finite, self.options, where, self.storage.largest)
 
     def gradients(self, divisor: Any) -> Any:
         """What the inner optimizer is given."""
-        return divide(self.storage.sums, divisor, self.storage.handed)
+        return divide(self.storage.sums, self.handed_over(divisor), self.storage.handed)
+
+    def handed_over(self, divisor: Any) -> Any:
+        """`divisor` without what the inner optimizer divides by itself."""
+        if self.storage.inner_scale == 1:
+            return divisor
+        return divisor / self.inner_scale
 
     def ordered(self, gradients: Any) -> Any:
         """The gradients in the parameters' order; raises `GradientError` while compiling."""

@@ -10,9 +10,11 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from gradaccum import Options, ScaleRule, close, discard
+from gradaccum import Options, ScaleRule, close, discard, encode_terms, steps_at
 from gradaccum_mindspore.accumulator import compiled_clear
+from gradaccum_mindspore.notes import Notes
 from gradaccum_mindspore.storage import Storage
+from gradaccum_mindspore.window_size import check_constant_size, check_size_dtype
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
@@ -35,6 +37,11 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.scale_moves = options.scale_rule._replace(init_scale=1.0) != ScaleRule()
         self.true = Tensor(True)
         self.one = Tensor(1.0, storage.float_dtype)
+        self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
+        self.varies = storage.varies
+        self.last_code = Tensor([0, 0, 0, 1], ms.int32)
+        self.other_codes = Tensor([*encode_terms(storage.terms_after(0))[:3], 0], ms.int32)
+        self.notes = Notes(storage.float_dtype)
 
     def read(self) -> Any:
         """The state as plain tensors."""
@@ -48,6 +55,22 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
             store.loss_scale.value(),
             store.growth_tracker.value(),
         )
+
+    def size(self, optimizer_step: Any) -> Any:
+        """Micro-batches in the window that follows this update; below 1 only where a function of the user's gives that."""
+        if self.calls_steps:
+            given = self.steps(optimizer_step)
+            if isinstance(given, Tensor):
+                check_size_dtype(given.dtype)
+                return given.reshape(())
+            return 0 * optimizer_step + check_constant_size(given)
+        return steps_at(self.steps, optimizer_step, where)
+
+    def write_size(self, state: Any) -> Any:
+        """Assign the size of the open window, where it is not the same in every window."""
+        if self.varies:
+            ops.assign(self.storage.terms, self.other_codes + self.last_code * self.size(state[1]).astype(ms.int32))
+        return True
 
     def norm(self) -> Any:
         """The `grad_norm` of the last window."""
@@ -71,19 +94,13 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
             self.write_event(event)
         return True
 
-    def at_end(self, state: Any, event: Any) -> Any:
-        """`state` with what no micro-batch changes as it is now."""
-        now = self.read()
-        overflow = now[4] if event is None else state[4]
-        return state[0], now[1], now[2], state[3], overflow, now[5], now[6]
-
-    def write_closed(self, state: Any, apply: Any, overflow: Any, grad_norm: Any) -> Any:
+    def write_closed(self) -> Any:
         """Clear the sums, assign the state after the window and what became of it."""
-        store = self.storage
-        event = self.event(apply, apply == False, overflow, grad_norm)  # noqa: E712
-        after = close(state, apply, overflow, self.options, where)
+        store, notes = self.storage, self.notes
+        apply, overflow = notes.applied & self.true, notes.overflow & self.true
+        after = close(self.read(), apply, overflow, self.options, where)
         compiled_clear(store.sums, after[3])
-        self.write_open(after, event)
+        self.write_open(after, self.event(apply, apply == False, overflow, notes.grad_norm.value()))  # noqa: E712
         ops.assign(store.optimizer_step, after[1].astype(ms.int32))
         ops.assign(store.skipped_windows, after[2].astype(ms.int32))
         if self.scale_moves:

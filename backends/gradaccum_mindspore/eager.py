@@ -6,14 +6,15 @@ An operator costs more than reading a scalar there, so what a Python ``if`` can 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from mindspore import Tensor
 
-from gradaccum import Decision, Options, State, accumulate, close, contribution, decide, discard, is_full, select, steps_at
+from gradaccum import Decision, Options, State, accumulate, close, contribution, decide, discard, select
 from gradaccum_mindspore import eager_sums
 from gradaccum_mindspore.accumulator import fits
 from gradaccum_mindspore.storage import Storage
+from gradaccum_mindspore.window_size import window_size
 
 FLOAT16_MAX = 65504.0
 
@@ -42,9 +43,13 @@ class EagerWindow:
         parts = zip(self.storage.sums, gradients, strict=True)
         return all(g is None or eager_sums.all_finite(eager_sums.scaled(g, factor, s.dtype)) for s, g in parts)
 
-    def ends(self, state: State) -> bool:
-        """Whether the window ends with this micro-batch."""
-        return self.options.steps is not None and bool(is_full(state, steps_at(self.options.steps, state.optimizer_step, select)))
+    def size(self) -> int | None:
+        """Micro-batches in the open window when it is full; None: the caller closes it. Raises if the user's function gives none."""
+        if not self.storage.varies:
+            return cast("int | None", self.options.steps)
+        size = window_size(self.options.steps, self.storage.optimizer_step.item())
+        self.storage.push_size(cast(int, size))
+        return size
 
     def close(self, state: State, apply: Callable[[Any], Any]) -> None:
         """End the window: call `apply` with its gradients, or not at all."""
@@ -62,15 +67,15 @@ class EagerWindow:
     def in_range(self, unclipped: Decision) -> bool:
         """Whether the window's gradient is finite in the dtypes of the inner optimizer."""
         # No element exceeds the norm, so the elements themselves are seldom looked at.
-        if unclipped.grad_norm <= FLOAT16_MAX:
+        if unclipped.grad_norm * self.storage.inner_scale <= FLOAT16_MAX:
             return True
         sums, handed = self.storage.sums, self.storage.handed
-        divisor = Tensor(unclipped.divisor, self.storage.float_dtype)
+        divisor = Tensor(unclipped.divisor / self.storage.inner_scale, self.storage.float_dtype)
         return all(fits(sums[i], divisor, handed[i]).asnumpy().item() for i in self.storage.narrowed)
 
     def gradients(self, divisor: float) -> Any:
         """What the inner optimizer is given."""
-        return eager_sums.divided(self.storage.sums, divisor, self.storage.handed, self.storage.float_dtype)
+        return eager_sums.divided(self.storage.sums, divisor / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
 
     def discard(self) -> None:
         """Forget the open window."""

@@ -1,8 +1,9 @@
 """Loading a checkpoint of a wrapped optimizer: checked whole before anything is written, and seen by compiled code.
 
-`mindspore.save_checkpoint` of the optimizer or of the training cell writes everything there is: parameters, inner state, the open
-window. For the way back use `load_checkpoint_into`: `mindspore.load_param_into_net` leaves out what it does not find, checks no
-window, and what it writes is ignored by a function that was compiled before.
+`mindspore.save_checkpoint` of the training cell writes everything there is: the model with the statistics of its normalizations, inner
+state, the open window. That of the optimizer alone leaves the statistics out. For the way back use `load_checkpoint_into`:
+`mindspore.load_param_into_net` leaves out what it does not find, checks no window, and what it writes is ignored by a function that was
+compiled before.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from gradaccum import CheckpointError, explain, select, steps_at
+from gradaccum import FIELD_DTYPES, CheckpointError, State, decode_terms, encode_terms, explain, resumed, terms_of
 from gradaccum_mindspore.accumulator import write
 from gradaccum_mindspore.storage import Storage
+from gradaccum_mindspore.window_size import with_known_size
 
 
 def load_checkpoint_into(cell: Any, parameter_dict: Mapping[str, Any]) -> None:
@@ -26,17 +28,18 @@ def load_checkpoint_into(cell: Any, parameter_dict: Mapping[str, Any]) -> None:
             of `cell`. Entries of another kind (such as ``epoch_num``) are left alone.
 
     Raises:
-        CheckpointError: a value is missing, of another shape or dtype; the checkpoint has a sum or a master that `cell` has not; or its
-            open window is as long as, or longer than, the windows here. Nothing was written then.
+        CheckpointError: a value is missing, of another shape or dtype; the checkpoint has a sum or a master that `cell` has not; its open
+            window was saved under another reduction, overflow policy, loss scale or number of steps; or two Parameters of `cell` have one
+            name. Nothing was written then.
     """
-    parameters = {parameter.name: parameter for _, parameter in cell.parameters_and_names()}
+    parameters = _parameters(cell)
     for name, parameter in parameters.items():
         _check_entry(name, parameter, parameter_dict.get(name))
     for storage in _storages(cell):
         _check_names(storage, parameter_dict)
-        _check_window(storage, parameter_dict)
+    changed = {name: value for storage in _storages(cell) for name, value in _resumed(storage, parameter_dict)}
     for name, parameter in parameters.items():
-        write(parameter, Tensor(parameter_dict[name].asnumpy(), parameter.dtype))
+        write(parameter, Tensor(changed[name] if name in changed else parameter_dict[name].asnumpy(), parameter.dtype))
 
 
 def _storages(cell: Any) -> Iterator[Storage]:
@@ -65,12 +68,30 @@ def _check_names(storage: Storage, parameter_dict: Mapping[str, Any]) -> None:
             raise _error(f"{kind} for {sorted(own) or 'no parameter'} only", f"also {unknown}", fix)
 
 
-def _check_window(storage: Storage, parameter_dict: Mapping[str, Any]) -> None:
-    micro_step, optimizer_step = (int(parameter_dict[entry.name].asnumpy()) for entry in (storage.micro_step, storage.optimizer_step))
-    steps = steps_at(storage.steps, optimizer_step, select)
-    if steps is not None and micro_step >= int(steps):
-        expected = f"an open window of fewer than {int(steps)} micro-batches"
-        raise _error(expected, f"one of {micro_step} micro-batches", "Wrap with the steps of the run that was saved.")
+def _parameters(cell: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _, parameter in cell.parameters_and_names():
+        if found.setdefault(parameter.name, parameter) is not parameter:
+            got, fix = f"two that are called {parameter.name!r}", "Give one of them another name; an optimizer's state: name='generator'."
+            raise explain(
+                CheckpointError, "cell", expected="Parameters of different names, as a checkpoint has one of each", got=got, fix=fix
+            )
+    return found
+
+
+def _resumed(storage: Storage, parameter_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What becomes of the state under the options here, by the Parameter's name."""
+    own = storage.options
+    saved = State(*(parameter_dict[getattr(storage, field).name].asnumpy().item() for field in FIELD_DTYPES))
+    terms = decode_terms(parameter_dict[storage.terms.name].asnumpy().tolist())
+    if saved.micro_step:
+        own = with_known_size(own, saved.optimizer_step)
+    elif storage.varies:
+        # A schedule may end with the run, so it is not asked before the next micro-batch, which writes what it says.
+        own = own._replace(steps=terms.steps)
+    for field, value in zip(FIELD_DTYPES, resumed(saved, terms, own), strict=True):
+        yield getattr(storage, field).name, value
+    yield storage.terms.name, encode_terms(terms_of(own, saved.optimizer_step))
 
 
 def _error(expected: str, got: str, fix: str) -> CheckpointError:

@@ -13,13 +13,18 @@ import mindspore as ms
 from mindspore import ParameterTuple, nn, ops
 from mindspore.experimental import optim
 
-from gradaccum import Options, StepResult, UsageError, explain
+from gradaccum import Options, StepResult, UsageError, explain, is_full
 from gradaccum_mindspore.checks import gradients_by_position, weight_as_number
 from gradaccum_mindspore.closing import Discard, Flush, is_graph_mode
 from gradaccum_mindspore.compiled import CompiledWindow
 from gradaccum_mindspore.eager import EagerWindow
+from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
 from gradaccum_mindspore.masters import Update, turn_to_masters
+from gradaccum_mindspore.scaled import note_read, require_read
 from gradaccum_mindspore.storage import Storage
+
+FIXED = ("options", "inner", "storage", "window", "eager", "update", "flush", "discard", "loss_scale")
+"""Attributes that cannot be set, beside the options."""
 
 
 class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
@@ -41,9 +46,10 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         if options.master_weights:
             # The inner optimizer's will be the masters; what users differentiate by stays.
             self.parameters = ParameterTuple(inner.parameters)
+        options = with_inner_scale(options, inner)
         self.inner = inner
         self.options = options
-        self.storage = Storage(inner.parameters, options, name)
+        self.storage = Storage(inner.parameters, options, name, inner_scale(inner))
         if options.master_weights:
             turn_to_masters(inner, self.storage.masters)
         self.window = CompiledWindow(self.storage, options)
@@ -64,7 +70,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
     def __setattr__(self, name: str, value: Any) -> None:
         if not self.__dict__.get("_complete", False):
             nn.Cell.__setattr__(self, name, value)
-        elif name in Options._fields or name in ("options", "inner", "storage", "window", "eager", "update", "flush", "discard"):
+        elif name in Options._fields or name in FIXED:
             raise explain(
                 UsageError,
                 name,
@@ -91,18 +97,23 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         Raises:
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0.
+            ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
+            UsageError: there is a loss scale, and nobody has asked for it yet.
         """
+        require_read(self.storage.scaled)
         ordered = gradients_by_position(gradients, self.storage.specs)
         amount = weight_as_number(weight)
         if is_graph_mode():
             return super().__call__(ordered, None if weight is None else ms.Tensor(amount, self.storage.float_dtype))
+        size = self.eager.size()
         state = self.eager.add(ordered, amount)
-        full = self.eager.ends(state)
+        full = size is not None and bool(is_full(state, size))
         if full:
             self.eager.close(state, self.update)
         return full
 
     def construct(self, gradients: Any, weight: Any = None) -> Any:
+        require_read(self.storage.scaled)
         gradients = self.window.ordered(gradients)
         state, event = self.window.add(gradients, weight)
         if self.window.steps is None:
@@ -110,17 +121,25 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             return state[0] < 0
         full = self.window.ends(state)
         self.window.write_open(state, event)
+        self.window.write_size(state)
         if full:
-            self.flush.close(state, event)
+            self.flush.close()
         return full
 
     def scale(self, loss: Any) -> Any:
         """``loss`` times the loss scale, in the loss's dtype: what to differentiate. In PyNative and in compiled code."""
-        return loss * ops.cast(self.storage.loss_scale, loss.dtype)
+        return loss * ops.cast(self.loss_scale, loss.dtype)
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale, a float32 Tensor of shape () (a Parameter): in PyNative and in compiled code, for ``sens`` say."""
+        note_read(self.storage.scaled)
+        return self.storage.loss_scale
 
     @property
     def result(self) -> StepResult:
         """What the last micro-batch, flush or discard did, in Python numbers. For Python, not for compiled code."""
+        note_read(self.storage.scaled)
         return self.storage.result()
 
 

@@ -221,6 +221,9 @@ def test_two_optimizers_in_one_function_need_two_names():
 def test_accumulator_alone_is_the_wrapper_without_the_optimizer():
     parameters = two_parameters()
     accumulator, optimizer = Accumulator(parameters, steps=2, loss_scale=8.0), nn.SGD(parameters, 1.0)
+    with pytest.raises(gradaccum.UsageError, match="loss scale"):
+        accumulator(ones(16.0, 32.0))
+    assert accumulator.scale(Tensor(1.0)) == 8.0
     assert not accumulator(ones(16.0, 32.0))
     assert accumulator(ones(16.0, 32.0))
     optimizer(accumulator.gradients())

@@ -83,6 +83,7 @@ def driver(mode, steps, loss_scale, dtype=None, **options):
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     parameter = Parameter(Tensor(np.ones(3), dtype or ms.float32), name="p")
     optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=steps, loss_scale=loss_scale, **options)
+    optimizer.scale(Tensor(1.0))  # the gradients below stand for those of a loss that was scaled
 
     @ms.jit
     def jitted(gradient, weight):
@@ -175,6 +176,7 @@ def test_a_sum_at_the_edge_of_float16(mode, gradient, applied):
     optimizer = gradaccum.wrap(
         nn.SGD([parameter], 1.0), steps=2, reduction="sum", loss_scale=gradaccum.DynamicLossScale(1.0), clip_norm=16.0
     )
+    optimizer.scale(Tensor(1.0))
 
     @ms.jit
     def jitted(tree):

@@ -15,7 +15,7 @@ from mindspore.dataset import NumpySlicesDataset  # noqa: E402
 from mindspore.train import CheckpointConfig, LearningRateScheduler, LossMonitor, Model, ModelCheckpoint  # noqa: E402
 
 import gradaccum  # noqa: E402
-from gradaccum_mindspore import FlushAtEpochEnd, load_checkpoint_into  # noqa: E402
+from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell, load_checkpoint_into  # noqa: E402
 
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
@@ -46,7 +46,10 @@ def fit(size, rows, epochs=1, callbacks=(), **options):
     optimizer = gradaccum.wrap(inner, **options) if options else inner
     data = NumpySlicesDataset((X[:rows], Y[:rows]), ["x", "y"], shuffle=False).batch(size)
     own = [make(optimizer) for make in callbacks]
-    Model(net, nn.MSELoss(), optimizer).train(epochs, data, callbacks=own, dataset_sink_mode=False)
+    model = Model(net, nn.MSELoss(), optimizer)
+    if "loss_scale" in options:
+        model = Model(TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer))
+    model.train(epochs, data, callbacks=own, dataset_sink_mode=False)
     return net, optimizer
 
 
@@ -114,8 +117,9 @@ def test_nothing_is_logged_as_a_warning(mode, monkeypatch):
     warnings = []
     monkeypatch.setattr(ms.log, "warning", lambda message, *rest: warnings.append(message))
     set_mode(mode)
-    _, optimizer = fit(3, 18, callbacks=[FlushAtEpochEnd], steps=4, clip_norm=1.0, loss_scale=4.0)
-    assert optimizer.result.optimizer_step == 2
+    for options in ({}, {"loss_scale": 4.0}):
+        _, optimizer = fit(3, 18, callbacks=[FlushAtEpochEnd], steps=4, clip_norm=1.0, **options)
+        assert optimizer.result.optimizer_step == 2
     assert not warnings
 
 
@@ -136,11 +140,13 @@ def spoil(entries, fault):
         entries["weight.gradaccum.grad_sum"] = Tensor(np.zeros((2, 4), np.float16))
     elif fault == "another parameter":
         entries["more.weight.gradaccum.grad_sum"] = Tensor(np.zeros((2, 4), np.float32))
+    elif fault == "terms":
+        entries["gradaccum.terms"] = Tensor([9, 0, 0, 4], ms.int32)
     else:
-        entries["gradaccum.micro_step"] = Tensor(4, ms.int32)
+        entries["gradaccum.micro_step"] = Tensor(5, ms.int32)
 
 
-@pytest.mark.parametrize("fault", ["missing field", "missing sum", "shape", "dtype", "another parameter", "window"])
+@pytest.mark.parametrize("fault", ["missing field", "missing sum", "shape", "dtype", "another parameter", "terms", "window"])
 def test_a_checkpoint_that_does_not_fit_is_refused_whole(fault):
     source, target = cell("pynative"), cell("pynative")
     go_on(source, 0, 3)

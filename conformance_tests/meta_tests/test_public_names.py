@@ -20,7 +20,7 @@ NAMES = {
         AccumulationState MultiSteps apply_updates backend check_state discard flush result scale_loss verify_loss_scaling
     """,
     "gradaccum_mindspore": """
-        AccumulatingExperimentalOptimizer AccumulatingOptimizer Accumulator FlushAtEpochEnd backend load_checkpoint_into
+        AccumulatingExperimentalOptimizer AccumulatingOptimizer Accumulator FlushAtEpochEnd TrainOneStepCell backend load_checkpoint_into
         verify_loss_scaling
     """,
 }

@@ -1,0 +1,85 @@
+"""What one branch of compiled code tells another: Parameters that hold it for the time of one call.
+
+MindSpore's runtime copies a value that one branch computes and another uses. It frees the copy at the next run of the same branch, but
+only if an even number of calls lay between: with an even ``steps`` it kept 12 KiB of host memory per window, for good. The runtime hands
+a Parameter on as it is. Hence inside the end of a window no computed value crosses into an inner branch or past it, and a condition there
+is a bool Parameter. Each is read at one place only: a Parameter that is read again after a branch is copied too.
+
+Notes are no state: no checkpoint has them, and a Cell that holds the optimizer does not list or rename them.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+NUMBERS = count()
+"""Tells the notes of one program apart; compiled code takes no two Parameters of one name."""
+
+
+class Notes(nn.Cell):  # type: ignore[misc]
+    """The measure and the decision of the window that ends.
+
+    Args:
+        float_dtype: dtype of the norm and of the divisor.
+    """
+
+    weight: Any
+    before: Any
+    """bool: `State.overflow` before the decision."""
+    loss_scale: Any
+    norm: Any
+    finite: Any
+    unmeasured: Any
+    """bool: not `finite`, as a condition."""
+    overflow: Any
+    divisor: Any
+    grad_norm: Any
+    applied: Any
+    apply: Any
+    """bool: `applied`, as a condition."""
+
+    def __init__(self, float_dtype: Any) -> None:
+        super().__init__(auto_prefix=False)
+        self.float_dtype = float_dtype
+        number = next(NUMBERS)
+        self.add("loss_scale", Tensor(1.0, ms.float32), number)
+        for field in ("weight", "norm", "divisor", "grad_norm"):
+            self.add(field, Tensor(0.0, float_dtype), number)
+        for field in ("before", "finite", "unmeasured", "overflow", "applied", "apply"):
+            self.add(field, Tensor(False), number)
+
+    def add(self, field: str, value: Any, number: int) -> None:
+        """A Parameter that the Cell does not list."""
+        object.__setattr__(self, field, ms.Parameter(value, name=f"gradaccum.note{number}.{field}", requires_grad=False))
+
+    def write_state(self, weight: Any, overflow: Any, loss_scale: Any) -> Any:
+        """What the decision reads of the state, which is written after it."""
+        ops.assign(self.weight, weight)
+        ops.assign(self.before, overflow)
+        ops.assign(self.loss_scale, loss_scale)
+        return True
+
+    def state(self) -> Any:
+        """The same as a state, whose other fields no decision reads."""
+        weight, zero = self.weight.value(), 0 * self.weight.value()
+        return zero, zero, zero, weight, self.before & True, self.loss_scale.value(), zero
+
+    def write_measure(self, norm: Any, finite: Any) -> Any:
+        """The sums' norm, and whether all of them are finite."""
+        ops.assign(self.norm, norm.astype(self.float_dtype))
+        ops.assign(self.finite, finite)
+        ops.assign(self.unmeasured, finite == False)  # noqa: E712
+        return True
+
+    def write_decision(self, apply: Any, overflow: Any, divisor: Any, grad_norm: Any) -> Any:
+        """The fields of a `Decision`."""
+        ops.assign(self.divisor, divisor.astype(self.float_dtype))
+        ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
+        ops.assign(self.overflow, overflow)
+        ops.assign(self.applied, apply)
+        ops.assign(self.apply, apply)
+        return True

@@ -1,0 +1,83 @@
+"""The training cell: forward, backward and the wrapped optimizer's call, with the loss scaled and the micro-batch weighed.
+
+`mindspore.nn.TrainOneStepCell` hands over gradients alone, so it can neither scale the loss by a scale that moves nor say how many
+items a micro-batch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops import constexpr
+
+from gradaccum import ArgumentTypeError, explain
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+
+Weight = Callable[..., Any]
+
+
+def items(*inputs: Any) -> Any:
+    """How many items a micro-batch has: the length of its first input's first axis."""
+    first = inputs[0]
+    if not isinstance(first, Tensor):
+        refuse_input("no Tensor")
+    elif first.ndim == 0:
+        refuse_input("a Tensor of shape ()")
+    return first.shape[0]
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def refuse_input(got: str) -> None:
+    """Raise `ArgumentTypeError`: the first input has no items to count."""
+    expected = "a function of the network's inputs, as the first of them has no axis of items"
+    raise explain(ArgumentTypeError, "weight", expected=expected, got=got, fix="Write TrainOneStepCell(network, optimizer, weight=count).")
+
+
+class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
+    """One micro-batch: the loss, its gradient and the wrapped optimizer's call; a window's last one makes the update.
+
+    In PyNative, in `mindspore.jit`, in graph mode, and as the network of `mindspore.train.Model`:
+    ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. Save this cell to save all there is, also the statistics of a
+    normalization, which no optimizer holds.
+
+    Args:
+        network: a Cell that returns the loss, not scaled.
+        optimizer: the wrapped optimizer; its loss scale, if any, is applied here.
+        weight: a function of the network's inputs that returns how many items the micro-batch has, a number or a Tensor of one element; the
+            length of the first input's first axis unless given. None: every micro-batch weighs 1, which takes a pass less over the
+            gradients, and is the same if all have one size.
+
+    Returns:
+        When called: the loss of the micro-batch, not scaled.
+
+    Raises:
+        ArgumentTypeError: `optimizer` is not wrapped, `weight` is no function; on a call, the first input has no axis of items.
+    """
+
+    def __init__(self, network: Any, optimizer: Any, weight: Weight | None = items) -> None:
+        if not isinstance(optimizer, AccumulatingOptimizer):
+            expected, got = "a wrapped optimizer", f"an object of type {type(optimizer).__name__}"
+            raise explain(ArgumentTypeError, "optimizer", expected=expected, got=got, fix="Write gradaccum.wrap(optimizer, steps=4).")
+        if weight is not None and not callable(weight):
+            expected = "a function of the network's inputs, or None"
+            raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix="Leave it out.")
+        super().__init__(network, optimizer)
+        # Not `weight`: a Cell that holds parameters in a tuple has an attribute of each one's name.
+        self.weight_of_micro_batch = weight
+        self.backward = ms.value_and_grad(self.forward, None, self.weights, has_aux=True)
+
+    def forward(self, *inputs: Any) -> Any:
+        """The loss to differentiate, and the loss."""
+        loss = self.network(*inputs)
+        return self.optimizer.scale(loss), loss
+
+    def construct(self, *inputs: Any) -> Any:
+        weight = None
+        if self.weight_of_micro_batch is not None:
+            weight = self.weight_of_micro_batch(*inputs)
+        (_, loss), gradients = self.backward(*inputs)
+        gradients = self.grad_reducer(gradients)
+        return ops.depend(loss, self.optimizer(gradients, weight))
