@@ -1,1 +1,1 @@
-"""Benchmarks: one question per file, each with its baseline in the same run. ``python -m benchmarks`` answers them."""
+"""Benchmarks: questions, contestants, and the machinery here that lets them meet. ``python -m benchmarks`` answers them."""

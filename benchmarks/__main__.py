@@ -30,7 +30,9 @@ def main(
     only: Annotated[list[str], typer.Option(help=f"Questions, one or several. Known: {', '.join(QUESTIONS)}.")] = [],  # noqa: B006
     more: Annotated[list[str], typer.Argument(help="Further questions, after --only.", hidden=True)] = [],  # noqa: B006
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmark-results"),
-    readme: Annotated[bool, typer.Option("--readme", help="Also put table and plot into README.md.")] = False,
+    readme: Annotated[
+        bool, typer.Option("--readme", help="Also write the tables of benchmarks/README.md and the front page's plot.")
+    ] = False,
 ) -> None:
     """Measure, print the tables and write results.json, a PNG for each plot and report.html."""
     asked = [*only, *more]

@@ -39,7 +39,7 @@ class Curve(NamedTuple):
 
 
 class Question(Protocol):
-    """A module of this package."""
+    """A module of `benchmarks.questions`."""
 
     def cases(self, quick: bool) -> Iterator[Case | Curve]:
         """The comparisons, one after another; `quick` leaves out the large ones."""
@@ -84,4 +84,4 @@ QUESTIONS = {
 
 def load_question(name: str) -> Question:
     """The module of the question called `name`, one of `QUESTIONS`; imports its framework."""
-    return cast(Question, import_module(f"benchmarks.{name}"))
+    return cast(Question, import_module(f"benchmarks.questions.{name}"))

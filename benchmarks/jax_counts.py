@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.jax_mlp import STEPS, Compiled
+from benchmarks.contestants.jax_mlp import STEPS, Compiled
 
 MakeOptimizer = Callable[[Any], Any]
 """From the inner optimizer, of optax, what accumulates for it."""

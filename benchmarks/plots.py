@@ -29,18 +29,26 @@ def write_plots(answers: Answers, directory: Path) -> list[Path]:
 
 
 def write_summary(cases: list[Record], path: Path) -> None:
-    """Write one plot of what each case's baseline and gradaccum cost: the ratios of `OURS`."""
-    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.24 * len(cases)))
-    rows = [next(row for row in case["rows"] if row["contestant"] == OURS) for case in cases]
-    colors = {question: f"C{index}" for index, question in enumerate(dict.fromkeys(case["question"] for case in cases))}
-    axes.barh(range(len(rows)), [row["ratio"] for row in rows], xerr=_spread(rows), color=[colors[case["question"]] for case in cases])
+    """Write one plot for the front page: a row for each question, a dot for the ratio of `OURS` in each of its cases."""
+    rows = list(dict.fromkeys((case["question"], case["baseline"]) for case in cases))
+    frameworks = list(dict.fromkeys(_framework(question) for question, _ in rows))
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.45 * len(rows)))
+    for place, row in enumerate(rows):
+        found = [case for case in cases if (case["question"], case["baseline"]) == row]
+        ours = [next(entry for entry in case["rows"] if entry["contestant"] == OURS) for case in found]
+        heights = [place + 0.5 * ((index + 0.5) / len(ours) - 0.5) for index in range(len(ours))]
+        color = f"C{frameworks.index(_framework(row[0]))}"
+        axes.errorbar([entry["ratio"] for entry in ours], heights, xerr=_spread(ours), fmt="o", markersize=4, linewidth=1, color=color)
     axes.axvline(1, color="black", linewidth=1)
-    labels = [f"{case['question']}: {case['case']} / {case['baseline']}" for case in cases]
-    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{question.replace('_', ' ')}, beside {baseline}" for question, baseline in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"gradaccum: {BAR_LABEL}")
+    axes.set_xlabel("faster than the baseline  |  slower     (a window's time, baseline = 1; median and quartiles)")
     figure.savefig(path, format="png", dpi=110, bbox_inches="tight")
     plt.close(figure)
+
+
+def _framework(question: str) -> str:
+    return question.partition("_")[0]
 
 
 def _figures(answers: Answers) -> list[Any]:

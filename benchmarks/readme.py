@@ -1,4 +1,4 @@
-"""The README's table and plot, from what was measured: what gradaccum costs beside each baseline."""
+"""The tables of ``benchmarks/README.md`` and the front page's plot, from what was measured: what gradaccum costs beside each baseline."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ HEAD = ("case", "baseline", "baseline's time", "gradaccum / baseline", "quartile
 
 
 def write_readme(answers: Sequence[Answers], root: Path = ROOT) -> None:
-    """Put table and plot in place of what README.md holds between its marks.
+    """Put the tables in place of what ``benchmarks/README.md`` holds between its marks, and draw the plot.
 
     Raises:
-        ValueError: README.md has no such marks, or nothing was measured beside a baseline.
+        ValueError: the page has no such marks, or nothing was measured beside a baseline.
     """
-    readme = root / "README.md"
+    readme = root / "benchmarks" / "README.md"
     text = readme.read_text(encoding="utf-8")
     cases = [case for answer in answers for case in answer.cases if case["x"] is None and _row(case, OURS)]
     if not MARKED.search(text) or not cases:
@@ -31,7 +31,7 @@ def write_readme(answers: Sequence[Answers], root: Path = ROOT) -> None:
         )
     (root / PLOT).parent.mkdir(parents=True, exist_ok=True)
     write_summary(cases, root / PLOT)
-    block = "\n".join([_machine_line(machine()), "", *_table(answers), "", f"![gradaccum beside each baseline]({PLOT.as_posix()})", ""])
+    block = "\n".join([_machine_line(machine()), "", *_table(answers), ""])
     readme.write_text(MARKED.sub(lambda found: found[1] + block + found[2], text), encoding="utf-8")
 
 

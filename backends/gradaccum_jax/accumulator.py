@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradaccum import ArgumentValueError, explain
+from gradaccum_jax.dtypes import is_key, standard, takes_part
+from gradaccum_jax.weighted import add_weighted
 
 Dtypes = list[Any]
 
@@ -27,7 +29,7 @@ def accumulate_dtype_of(leaf: Any, accumulate_dtype: Any) -> Any:
         ArgumentValueError: float64 was asked for and JAX has it switched off.
     """
     own = jnp.result_type(leaf)
-    if not jnp.issubdtype(own, jnp.inexact):
+    if not takes_part(leaf):
         return own
     if accumulate_dtype is None:
         return jnp.dtype("float32") if own.itemsize < 4 else own
@@ -39,8 +41,12 @@ def accumulate_dtype_of(leaf: Any, accumulate_dtype: Any) -> Any:
 
 
 def zeros(params: Any, accumulate_dtype: Any) -> Any:
-    """An empty accumulator for `params`: exact zeros, one array per leaf; None stays None."""
-    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=accumulate_dtype_of(leaf, accumulate_dtype)), params)
+    """An empty accumulator for `params`: exact zeros, one array per leaf; None for random keys, and where there is None."""
+
+    def empty(leaf: Any) -> Any:
+        return None if is_key(leaf) else jnp.zeros_like(leaf, dtype=accumulate_dtype_of(leaf, accumulate_dtype))
+
+    return jax.tree.map(empty, params)
 
 
 def weight_dtype(accumulator: Any) -> Any:
@@ -49,7 +55,7 @@ def weight_dtype(accumulator: Any) -> Any:
     return jnp.dtype("float64" if wide else "float32")
 
 
-def add(accumulator: Any, gradients: list[Any], factor: Any, kept: Any) -> Any:
+def add(accumulator: Any, gradients: list[Any], factor: Any, kept: Any, counted: Any = None) -> Any:
     """``accumulator + factor * gradients`` where `kept` holds, else `accumulator`; by select, because 0 x NaN is NaN.
 
     Args:
@@ -57,14 +63,16 @@ def add(accumulator: Any, gradients: list[Any], factor: Any, kept: Any) -> Any:
         gradients: aligned with its leaves; None adds nothing.
         factor: a scalar; None: 1, without a multiplication.
         kept: a bool scalar.
+        counted: a bool scalar, with a factor only; see `add_weighted`.
     """
 
     def add_leaf(held: Any, gradient: Any) -> Any:
         if gradient is None:
             return held
-        term = gradient if factor is None else factor * gradient
-        total = (held + term).astype(held.dtype)
-        return jnp.where(kept, total, held)
+        gradient = standard(gradient)
+        if factor is not None:
+            return add_weighted(held, gradient, factor, kept, counted)
+        return jnp.where(kept, (held + gradient).astype(held.dtype), held)
 
     leaves, structure = jax.tree.flatten(accumulator)
     return jax.tree.unflatten(structure, [add_leaf(held, gradient) for held, gradient in zip(leaves, gradients, strict=True)])
@@ -91,8 +99,12 @@ def clear(tree: Any) -> Any:
 
 
 def cast_like(tree: Any, like: Any) -> Any:
-    """`tree` in the dtypes of `like`, never weakly typed."""
-    return jax.tree.map(lambda leaf, model: _strong(leaf, jnp.result_type(model)), tree, like)
+    """`tree` in the dtypes of `like`, never weakly typed; what is None there is taken from `like`."""
+
+    def cast(leaf: Any, model: Any) -> Any:
+        return model if leaf is None else _strong(leaf, jnp.result_type(model))
+
+    return jax.tree.map(cast, tree, like, is_leaf=lambda node: node is None)
 
 
 def strong(tree: Any) -> Any:

@@ -11,6 +11,7 @@ from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.masters import on_masters, without_masters
 from gradaccum_jax.optimizer import Accumulation
+from gradaccum_jax.sizes import probe
 
 
 class JaxBackend:
@@ -30,11 +31,12 @@ class JaxBackend:
 
         Raises:
             ArgumentTypeError: `optimizer` is no such transformation or is wrapped already; `loss_scale` is another framework's scaler.
-            ArgumentValueError: `control_flow` is neither.
+            ArgumentValueError: `control_flow` is neither, or a callable ``steps`` gives no int >= 1 for step 0.
         """
         require_transformation(optimizer)
         if options.scaler is not None:
             raise foreign_scaler_error("", options.scaler)
+        probe(options.steps)
         checked = options._replace(accumulate_dtype=require_dtype(options.accumulate_dtype))
         inner = optax.with_extra_args_support(optimizer)
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
@@ -70,8 +72,9 @@ def require_transformation(optimizer: Any) -> None:
     if not isinstance(optimizer, optax.GradientTransformation):
         fix = "Pass for example optax.adamw(1e-3); instead of an optax.MultiSteps, pass the optimizer inside it."
         raise optimizer_error("an optax.GradientTransformation", optimizer, fix)
-    if accumulation_of(optimizer) is not None:
-        raise wrapped_twice_error(optimizer)
+    owner = getattr(optimizer.update, "__self__", None)
+    if isinstance(owner, Accumulation) or hasattr(owner, "has_updated"):  # that of MultiSteps.gradient_transformation(), optax's too
+        raise wrapped_twice_error(owner)
 
 
 backend = JaxBackend()

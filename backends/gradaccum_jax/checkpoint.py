@@ -12,23 +12,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import CheckpointError, explain, steps_at
+from gradaccum import CheckpointError, explain
 from gradaccum_jax.backend import require_accumulation
+from gradaccum_jax.paths import unique
 from gradaccum_jax.state import AccumulationState
+from gradaccum_jax.terms import resume
+from gradaccum_jax.variables import plain
 
-_RESTORE = "Continue with the optimizer, the parameters and the steps that the checkpoint was made with."
+_RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
 
 
 def check_state(tx: Any, state: Any, params: Any) -> AccumulationState:
-    """`state` as JAX arrays in the structure that `tx` uses, if it is one that `tx` could have saved for `params`.
+    """The state to go on with: a restored `state` as JAX arrays in the structure that `tx` uses, if `tx` can go on with it.
 
-    Checked are the paths, every shape and dtype, and that the open window is shorter than a window of `tx`. Not for use under
+    Checked are the paths, every shape and dtype. An open window goes on under the options that it was made under: `reduction`,
+    `on_overflow`, `steps` and the kind of loss scale, or the scale itself if it is constant. Between two windows all of these may change:
+    the loss scale goes on if it is dynamic in both runs, else it is the option's own. So go on with what this returns. Not for use under
     `jit`: it looks at values.
 
     Args:
         tx: what `gradaccum.wrap` returned.
         state: what a checkpoint gave back, arrays of NumPy or JAX: an `AccumulationState`, or the nested dicts of `flax.serialization`
-            and orbax restored without a target.
+            and orbax restored without a target; or flax nnx's ``optimizer.opt_state``, as in the recipes.
         params: the parameters, or their `jax.ShapeDtypeStruct`.
 
     Raises:
@@ -36,10 +41,8 @@ def check_state(tx: Any, state: Any, params: Any) -> AccumulationState:
         ArgumentTypeError: `tx` is not wrapped.
     """
     wrapped = require_accumulation(tx)
-    like = jax.eval_shape(wrapped.init, params)
-    checked: AccumulationState = rebuild(state, like)
-    _check_window(wrapped.options.steps, checked)
-    return checked
+    like = jax.eval_shape(wrapped.init, plain(params))
+    return resume(rebuild(plain(state), like), wrapped.options)
 
 
 def rebuild(tree: Any, like: Any) -> Any:
@@ -56,7 +59,8 @@ def rebuild(tree: Any, like: Any) -> Any:
 def _by_path(tree: Any) -> dict[str, Any]:
     """Leaves by names joined with dots: the same for a tuple or named tuple and for the dict that was made of it."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(_name(key) for key in path): leaf for path, leaf in flat}
+    names = unique(".".join(_name(key) for key in path) for path, _ in flat)
+    return dict(zip(names, (leaf for _, leaf in flat), strict=True))
 
 
 def _name(key: Any) -> str:
@@ -79,13 +83,6 @@ def _check_leaves(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def _kind(leaf: Any) -> str:
     return f"an array of shape {np.shape(leaf)} and dtype {getattr(leaf, 'dtype', type(leaf).__name__)}"
-
-
-def _check_window(schedule: Any, state: AccumulationState) -> None:
-    held = int(state.micro_step)
-    steps = steps_at(schedule, state.optimizer_step, jnp.where)
-    if held < 0 or (steps is not None and held >= int(steps)):
-        _refuse("micro_step", f"a window of fewer than {steps} micro-batches", f"one of {held} micro-batches")
 
 
 def _refuse(path: str, expected: str, got: str) -> NoReturn:

@@ -15,6 +15,17 @@ import jax.numpy as jnp
 
 from gradaccum_jax.accumulator import cast_like
 from gradaccum_jax.control_flow import ControlFlow, once
+from gradaccum_jax.dtypes import takes_part, wider
+from gradaccum_jax.trip import named_axes
+
+
+class Kinds(NamedTuple):
+    """What a trace of the inner optimizer says."""
+
+    updates: Any
+    """The tree of the updates' shapes and dtypes."""
+    axes: frozenset[str]
+    """The named axes that it reduces over."""
 
 
 class Inner(NamedTuple):
@@ -24,6 +35,8 @@ class Inner(NamedTuple):
     """``update(gradients, state, params, **extra)``: the optimizer's."""
     gradients: Callable[[Any], Any]
     """The gradient tree for it, from the accumulator."""
+    like: list[Any]
+    """The dtypes of gradients for which the updates would have the dtypes they are to have; see `dtypes.Handed`."""
     params: Any
     extra: dict[str, Any]
     control_flow: ControlFlow
@@ -31,26 +44,37 @@ class Inner(NamedTuple):
     def run(self, accumulator: Any, state: Any) -> tuple[Any, Any]:
         return self.update(self.gradients(accumulator), state, self.params, **self.extra)
 
+    def kinds(self, accumulator: Any, state: Any) -> Kinds:
+        """What is known of the call while JAX traces. A parameter that takes no part keeps its dtype: its update is 0."""
 
-def end_window(inner: Inner, accumulator: Any, state: Any, *, apply: Any, last: Any) -> tuple[Any, Any, Any]:
+        def made(accumulator: Any, state: Any) -> Any:
+            leaves, structure = jax.tree.flatten(self.gradients(accumulator))
+            gradients = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.like, strict=True)]
+            return self.update(jax.tree.unflatten(structure, gradients), state, self.params, **self.extra)[0]
+
+        traced, updates = jax.make_jaxpr(made, return_shape=True)(accumulator, state)
+        return Kinds(_still(updates, accumulator), named_axes(traced))
+
+
+def end_window(inner: Inner, accumulator: Any, state: Any, updates: Any, *, apply: Any, last: Any) -> tuple[Any, Any, Any]:
     """Run the inner optimizer where `apply` holds, and clear the accumulator where `last` does.
 
     Args:
         inner: the call.
         accumulator: the tree of sums.
         state: the inner optimizer's state.
+        updates: the tree of the updates' shapes and dtypes; see `Inner.kinds`.
         apply: bool scalar; implies `last`.
         last: bool scalar.
 
     Returns:
         The updates (zeros unless `apply`), the accumulator (zeros if `last`) and the inner optimizer's state.
     """
-    updates, _ = jax.eval_shape(inner.run, accumulator, state)
     buffer = jax.tree.map(_wide_enough, accumulator, updates)
 
     def run(operand: tuple[Any, Any]) -> tuple[Any, Any]:
         made, new_state = inner.run(cast_like(operand[0], accumulator), operand[1])
-        return cast_like(made, buffer), cast_like(new_state, state)
+        return cast_like(_still(made, accumulator), buffer), cast_like(new_state, state)
 
     buffer, new_state = once(apply, run, (buffer, state), inner.control_flow)
     made = jax.tree.map(lambda held, update: jnp.where(apply, held, _nothing(held)).astype(update.dtype), buffer, updates)
@@ -58,40 +82,34 @@ def end_window(inner: Inner, accumulator: Any, state: Any, *, apply: Any, last: 
     return made, cleared, new_state
 
 
-def keep_window(inner: Inner, accumulator: Any, state: Any, never: Any) -> tuple[Any, Any]:
+def keep_window(accumulator: Any, updates: Any, never: Any, control_flow: ControlFlow) -> tuple[Any, Any]:
     """The updates, zeros, and the accumulator of a micro-batch that can close nothing.
 
     Constant zeros would be added to copies of the parameters, in a pass of their own: nothing says that the gradient, which wants the
     parameters as they were, comes first. After a loop over all sums, even of no trips, it has, and a select of nothing costs nothing.
 
     Args:
-        inner: the call that is not made.
         accumulator: the tree of sums.
-        state: the inner optimizer's.
+        updates: the tree of the updates' shapes and dtypes.
         never: a bool scalar that is False, but only the running program knows.
+        control_flow: how the loop is written.
     """
-    updates, _ = jax.eval_shape(inner.run, accumulator, state)
-    accumulator = once(never, lambda held: _cleared(held, never), accumulator, inner.control_flow)
+    accumulator = once(never, lambda held: _cleared(held, never), accumulator, control_flow)
     zeros = jax.tree.map(lambda held, update: jnp.where(never, held, _nothing(held)).astype(update.dtype), accumulator, updates)
     return zeros, accumulator
 
 
-def gradient_dtypes(accumulator: Any, params: Any, gradients: list[Any] | None) -> list[Any]:
-    """The dtype of the inner optimizer's gradient, one per leaf: the parameter's, else the gradient's, else the accumulator's."""
-    leaves = jax.tree.leaves(accumulator)
-    known = gradients or [None] * len(leaves)
-    structures: list[Any] = [jax.tree.structure(params), jax.tree.structure(accumulator)]
-    if structures[0] == structures[1]:
-        known = jax.tree.leaves(params)
-    return [leaf.dtype if given is None else jnp.result_type(given) for leaf, given in zip(leaves, known, strict=True)]
-
-
 def _wide_enough(held: Any, update: Any) -> Any:
-    return held.astype(jnp.promote_types(held.dtype, update.dtype))
+    return held.astype(wider(held.dtype, update.dtype))
+
+
+def _still(updates: Any, accumulator: Any) -> Any:
+    """`updates` with the sum, an exact 0 in the parameter's dtype, for each parameter that takes no part."""
+    return jax.tree.map(lambda held, update: update if takes_part(held) else held, accumulator, updates)
 
 
 def _cleared(tree: Any, where: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.where(where, 0, leaf), tree)
+    return jax.tree.map(lambda leaf: jnp.where(where, jnp.zeros((), leaf.dtype), leaf), tree)
 
 
 def _nothing(leaf: Any) -> Any:

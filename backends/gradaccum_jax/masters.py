@@ -15,6 +15,7 @@ import optax
 from jax import lax
 
 from gradaccum_jax.state import the_state
+from gradaccum_jax.variables import plain
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24
@@ -49,12 +50,13 @@ def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
         held = in_place_of(params, state[1])
         updates, inner_state = inner.update(gradients, state[0], held, **extra)
         moved, out = [], []
-        for p, master, u in zip(*map(jax.tree.leaves, (params, held, updates)), strict=True):
-            if is_half(p):
+        for p, master, u in zip(*map(_leaves, (params, held, updates)), strict=True):
+            if p is not None and is_half(p):
                 moved.append(jnp.asarray(master + u).astype(jnp.float32))
                 u = distance(p, moved[-1])
             out.append(u)
-        return jax.tree.unflatten(jax.tree.structure(updates), out), (inner_state, _like(state[1], moved))
+        structure = jax.tree.structure(updates, is_leaf=_is_none)
+        return jax.tree.unflatten(structure, out), (inner_state, _like(state[1], moved))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -124,9 +126,18 @@ def apply_updates(params: Any, updates: Any, state: Any) -> Any:
         ArgumentTypeError: `state` holds no such state, or several.
     """
     moved = optax.apply_updates(params, updates)
-    held = in_place_of(moved, the_state(state).masters)
+    held = in_place_of(moved, plain(the_state(state).masters))
     return jax.tree.map(lambda p, master: jnp.asarray(master).astype(jnp.result_type(p)), moved, held)
 
 
 def _like(masters: Any, leaves: list[Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(masters), leaves)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """None too: the update of random keys."""
+    return jax.tree.leaves(tree, is_leaf=_is_none)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None

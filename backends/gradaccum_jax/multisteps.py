@@ -13,13 +13,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError, Fields, accumulate, close, explain, is_full, make_options, steps_at
+from gradaccum import ArgumentTypeError, Fields, accumulate, close, explain, is_full, make_options
 from gradaccum_jax import accumulator as sums
+from gradaccum_jax.agreement import every
+from gradaccum_jax.alignment import align
 from gradaccum_jax.backend import require_transformation
-from gradaccum_jax.checks import align, require_dtype
+from gradaccum_jax.checks import require_dtype, require_plain
 from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import require_control_flow
-from gradaccum_jax.inner import Inner, end_window, gradient_dtypes
+from gradaccum_jax.dtypes import handed, standard, takes_part
+from gradaccum_jax.inner import Inner, end_window
+from gradaccum_jax.sizes import check_known, probe, size_at
 
 SkipFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -45,7 +49,8 @@ class MultiSteps:
 
     Args:
         opt: the wrapped optimizer.
-        every_k_schedule: mini-steps per update: an int >= 1, or a function of `gradient_step`.
+        every_k_schedule: mini-steps per update: an int >= 1, or a function of `gradient_step` that returns such a one. Under `jax.jit`,
+            where its value is not known, a window of less than one mini-step never ends, as in optax.
         use_grad_mean: mean over the mini-steps; False: sum.
         should_skip_update_fn: ``f(updates, gradient_step, params) -> (skip, skip_state)``, such as `optax.skip_not_finite`; `skip` is
             a bool scalar.
@@ -72,6 +77,7 @@ class MultiSteps:
             raise explain(ArgumentTypeError, "every_k_schedule", expected="an int >= 1 or a function", got=None, fix=fix)
         self._opt = optax.with_extra_args_support(opt)
         self._options = make_options(every_k_schedule, reduction="sum")
+        probe(self._options.steps)
         self._use_grad_mean = use_grad_mean
         self._should_skip = should_skip_update_fn or _never
         self._accumulator_dtype = require_dtype(accumulator_dtype)
@@ -86,10 +92,12 @@ class MultiSteps:
         """The state before the first mini-step."""
         gradient_step = jnp.zeros((), jnp.int32)
         _, skip_state = self._should_skip(sums.clear(params), gradient_step, params)
+        inner_state = sums.strong(self._opt.init(params))
+        require_plain(inner_state)
         return optax.MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
-            inner_opt_state=sums.strong(self._opt.init(params)),
+            inner_opt_state=inner_state,
             acc_grads=sums.zeros(params, self._accumulator_dtype),
             skip_state=sums.strong(skip_state),
         )
@@ -102,7 +110,9 @@ class MultiSteps:
         Raises:
             GradientError: `updates` has another structure, shape or dtype than `acc_grads`.
             ArgumentTypeError: `should_skip_update_fn` returned something else than a bool scalar.
+            ArgumentTypeError, ArgumentValueError: a function `every_k_schedule` returned no int >= 1; known outside `jax.jit` alone.
         """
+        check_known(self._options.steps, state.gradient_step)
         aligned = align(updates, state.acc_grads, any_float=self._accumulator_dtype is not None)
         stepped: tuple[Any, optax.MultiStepsState] = call(self._compiled_update, self._update, aligned, updates, state, params, extra_args)
         return stepped
@@ -122,26 +132,38 @@ class MultiSteps:
     def _update(
         self, gradients: list[Any], updates: Any, state: optax.MultiStepsState, params: Any, extra: dict[str, Any]
     ) -> tuple[Any, optax.MultiStepsState]:
+        inner = self._inner(state, gradients, params, extra)
+        kinds = inner.kinds(state.acc_grads, state.inner_opt_state)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         accepted = ~_require_bool(skip)
+        if kinds.axes and self._should_skip is not _never:
+            accepted = every(accepted, kinds.axes)
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
-        full = is_full(fields, steps_at(self._options.steps, state.gradient_step, jnp.where))
+        steps = size_at(self._options.steps, state.gradient_step)
+        full = is_full(fields, steps) & (steps >= 1) if callable(self._options.steps) else is_full(fields, steps)
         total = self._add(state, gradients, accepted)
-        dtypes = gradient_dtypes(total, None, gradients)
-        inner = Inner(self._opt.update, lambda held: sums.divide(held, 1, dtypes), params, extra, self._control_flow)
         last = full & accepted
-        made, total, inner_state = end_window(inner, total, state.inner_opt_state, apply=last, last=last)
+        made, total, inner_state = end_window(inner, total, state.inner_opt_state, kinds.updates, apply=last, last=last)
         after = _counters(accepted, last, fields, close(fields, True, False, self._options, jnp.where), state)
         return made, optax.MultiStepsState(*after, inner_state, total, sums.cast_like(skip_state, state.skip_state))
+
+    def _inner(self, state: optax.MultiStepsState, gradients: list[Any], params: Any, extra: dict[str, Any]) -> Inner:
+        dtypes = handed(state.acc_grads, None, gradients)
+        return Inner(self._opt.update, lambda held: sums.divide(held, 1, dtypes.given), dtypes.like, params, extra, self._control_flow)
 
     def _add(self, state: optax.MultiStepsState, gradients: list[Any], accepted: Any) -> Any:
         """The sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""
         if not self._use_grad_mean:
             return sums.add(state.acc_grads, gradients, None, accepted)
-        means = jax.tree.leaves(state.acc_grads)
-        offsets = [(0 if g is None else g) - mean for g, mean in zip(gradients, means, strict=True)]
-        share = [offset / (state.mini_step + 1).astype(offset.dtype) for offset in offsets]
-        return sums.add(state.acc_grads, share, None, accepted)
+
+        def share(mean: Any, gradient: Any) -> Any:
+            if not takes_part(mean):
+                return None
+            offset = (0 if gradient is None else standard(gradient)) - mean
+            return offset / (state.mini_step + 1).astype(offset.dtype)
+
+        shares = [share(*pair) for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)]
+        return sums.add(state.acc_grads, shares, None, accepted)
 
 
 def _never(*_: Any) -> tuple[Any, Any]:

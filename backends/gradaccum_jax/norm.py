@@ -29,7 +29,7 @@ def measure(accumulator: Any, dtype: Any, control_flow: ControlFlow) -> tuple[An
     for leaf in leaves:
         squares = squares + square_sum(leaf)
     plain = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
-    return once(~plain, lambda _: _scaled(leaves, squares), (jnp.sqrt(squares), plain), control_flow)
+    return once(~plain, lambda _: _scaled(leaves, squares), (_root(squares), plain), control_flow)
 
 
 def _scaled(leaves: list[Any], squares: Any) -> tuple[Any, Any]:
@@ -41,8 +41,14 @@ def _scaled(leaves: list[Any], squares: Any) -> tuple[Any, Any]:
         total = total + square_sum(leaf * scale)
         scale = jnp.where(total < 0, total, scale)  # never so, but it makes XLA scale one leaf after the other, not all at once
     finite = total < jnp.inf
-    norm = jnp.minimum(jnp.sqrt(total) / first, float(np.finfo(squares.dtype).max))
+    norm = jnp.minimum(_root(total) / first, float(np.finfo(squares.dtype).max))
     return jnp.where(finite, norm, jnp.inf), finite
+
+
+def _root(total: Any) -> Any:
+    """The square root, with a derivative at 0: that of a window of no gradient is 0, not 0 x inf."""
+    positive = total > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, total, 1)), total)
 
 
 def _smallest_sum(dtype: Any) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import (
-    ArgumentTypeError,
     Decision,
     Fields,
     Options,
@@ -27,21 +26,24 @@ from gradaccum import (
     close,
     contribution,
     decide,
-    explain,
     initial_state,
     is_full,
-    steps_at,
 )
 from gradaccum import discard as forget
 from gradaccum_jax import accumulator as sums
-from gradaccum_jax.checks import align, as_weight, require_params, require_state
+from gradaccum_jax import terms
+from gradaccum_jax.agreement import agree, require_equal_parts
+from gradaccum_jax.alignment import align
+from gradaccum_jax.checks import as_weight, require_params, require_plain, require_state
 from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import ControlFlow, once
-from gradaccum_jax.inner import Inner, end_window, gradient_dtypes, keep_window
+from gradaccum_jax.dtypes import Handed, handed
+from gradaccum_jax.inner import Inner, Kinds, end_window, keep_window
 from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.norm import measure
 from gradaccum_jax.representable import representable
-from gradaccum_jax.state import AccumulationState, fields_of, find_states, fresh, with_event, with_fields
+from gradaccum_jax.sizes import check_known, size_at
+from gradaccum_jax.state import AccumulationState, fields_of, fresh, with_event, with_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +64,10 @@ class Accumulation:
         """
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = sums.strong(self.inner.init(params))
-        if find_states(inner_state):
-            fix = "Wrap it once, on the outside."
-            raise explain(ArgumentTypeError, "optimizer", expected="one that is not wrapped", got="one that holds a wrapped one", fix=fix)
+        require_plain(inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
-        return fresh(fields, sums.weight_dtype(accumulator), accumulator=accumulator, inner_state=inner_state, masters=masters)
+        trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": terms.first_terms(self.options)}
+        return fresh(fields, sums.weight_dtype(accumulator), **trees)
 
     def update(
         self, grads: Any, state: AccumulationState, params: Any = None, *, weight: Any = None, **extra: Any
@@ -83,8 +84,13 @@ class Accumulation:
         Raises:
             GradientError: `grads` has another structure, shape or dtype; names the leaf.
             ArgumentTypeError, ArgumentValueError: `state` is not this optimizer's, `weight` not such a scalar, or `params` missing.
+            ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1, outside `jax.jit`. Under it, where no value is
+                known, each micro-batch of such a window counts as not finite: no update is made, and `result` says ``overflow``.
+            UsageError: the inner optimizer reduces over a named axis, and there is a weight or an option that each device would see to by
+                itself: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``.
         """
         self._check(state, params)
+        check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         weight = as_weight(weight, jnp.result_type(state.weight))
         stepped: tuple[Any, AccumulationState] = call(self._compiled_update, self._update, aligned, state, params, weight, extra)
@@ -117,55 +123,69 @@ class Accumulation:
     def _update(
         self, gradients: list[Any], state: AccumulationState, params: Any, weight: Any, extra: dict[str, Any]
     ) -> tuple[Any, AccumulationState]:
-        state, dropped = self._accumulate(gradients, state, weight)
+        steps = size_at(self.options.steps, state.optimizer_step)
+        state, dropped = self._accumulate(gradients, state, weight, steps)
         dtypes = self._dtypes(state, params, gradients)
         inner = self._inner(dtypes, params, extra)
-        if self.options.steps is None:
-            held, never = (state.inner_state, state.masters), jnp.asarray(state.micro_step) < 0
-            updates, total = keep_window(inner(jnp.ones_like(state.weight)), state.accumulator, held, never)
+        if steps is None:
+            kinds = self._kinds(inner(jnp.ones_like(state.weight)), state, weight)
+            never = jnp.asarray(state.micro_step) < 0
+            updates, total = keep_window(state.accumulator, kinds.updates, never, self.control_flow)
             return updates, with_event(state._replace(accumulator=total), False, False, dropped)
-        full = is_full(fields_of(state), steps_at(self.options.steps, state.optimizer_step, jnp.where))
-        return self._end(state, inner, dtypes, full, dropped)
+        full = is_full(fields_of(state), steps)
+        return self._end(state, inner, dtypes, full, dropped, weight)
 
     def _flush(self, state: AccumulationState, params: Any, extra: dict[str, Any]) -> tuple[Any, AccumulationState]:
         dtypes = self._dtypes(state, params, None)
         return self._end(state, self._inner(dtypes, params, extra), dtypes, jnp.asarray(state.micro_step) > 0, False)
 
-    def _accumulate(self, gradients: list[Any], state: AccumulationState, weight: Any) -> tuple[AccumulationState, Any]:
-        """The state with the micro-batch in it, and whether it was left out as not finite."""
+    def _accumulate(self, gradients: list[Any], state: AccumulationState, weight: Any, steps: Any) -> tuple[AccumulationState, Any]:
+        """The state with the micro-batch in it, and whether it was left out as not finite, or as one of a window of no size."""
         given, one = weight is not None, jnp.ones_like(state.weight)
         weight = weight if given else one
         factor = contribution(weight, self.options) if given and self.options.reduction == "mean" else None
         dropping = self.options.on_overflow == "drop_micro_batch"
         finite = sums.all_finite(gradients) | (weight == 0) if dropping else jnp.asarray(True)
+        finite = finite & (steps >= 1) if callable(self.options.steps) else finite
         clean = fields_of(state._replace(overflow=jnp.zeros_like(state.overflow)))
         dropped = State(*accumulate(clean, weight, finite, jnp.where)).overflow if dropping else False
         # Always true without a weight: XLA on the CPU makes a lone addition in place a loop of single elements, a select one of vectors.
         kept = (weight > 0 if given else jnp.asarray(state.micro_step) >= 0) & (~dropped if dropping else True)
-        total = sums.add(state.accumulator, gradients, factor, kept)
+        total = sums.add(state.accumulator, gradients, factor, kept, (weight >= 0) & (~dropped if dropping else True))
         counted = with_fields(state, accumulate(fields_of(state), weight, finite, jnp.where))
-        return counted._replace(accumulator=total), dropped
+        return counted._replace(accumulator=total, terms=terms.now(self.options, steps)), dropped
 
-    def _dtypes(self, state: AccumulationState, params: Any, gradients: list[Any] | None) -> list[Any]:
+    def _dtypes(self, state: AccumulationState, params: Any, gradients: list[Any] | None) -> Handed:
         """Those of the inner optimizer's gradients."""
-        return gradient_dtypes(state.accumulator, in_place_of(params, state.masters), gradients)
+        return handed(state.accumulator, in_place_of(params, state.masters), gradients)
 
-    def _inner(self, dtypes: list[Any], params: Any, extra: dict[str, Any]) -> Callable[[Any], Inner]:
-        return lambda divisor: Inner(self.inner.update, lambda total: sums.divide(total, divisor, dtypes), params, extra, self.control_flow)
+    def _inner(self, dtypes: Handed, params: Any, extra: dict[str, Any]) -> Callable[[Any], Inner]:
+        def of(divisor: Any) -> Inner:
+            gradients = partial(sums.divide, divisor=divisor, dtypes=dtypes.given)
+            return Inner(self.inner.update, gradients, dtypes.like, params, extra, self.control_flow)
+
+        return of
 
     def _end(
-        self, state: AccumulationState, inner: Callable[[Any], Inner], dtypes: list[Any], last: Any, dropped: Any
+        self, state: AccumulationState, inner: Callable[[Any], Inner], dtypes: Handed, last: Any, dropped: Any, weight: Any = None
     ) -> tuple[Any, AccumulationState]:
         """Close the window where `last` holds."""
         decision = self._decide(state, dtypes, last)
-        apply, held = last & decision.apply, (state.inner_state, state.masters)
-        updates, total, (inner_state, masters) = end_window(inner(decision.divisor), state.accumulator, held, apply=apply, last=last)
-        fields = _choose(last, close(fields_of(state), decision.apply, decision.overflow, self.options, jnp.where), fields_of(state))
+        made, held = inner(decision.divisor), (state.inner_state, state.masters)
+        kinds = self._kinds(made, state, weight)
+        apply, overflow = agree(last & decision.apply, decision.overflow, last, kinds.axes, self.control_flow)
+        updates, total, (inner_state, masters) = end_window(made, state.accumulator, held, kinds.updates, apply=apply, last=last)
+        fields = _choose(last, close(fields_of(state), apply, overflow, self.options, jnp.where), fields_of(state))
         norm = jnp.where(last, decision.grad_norm, state.last_grad_norm).astype(jnp.result_type(state.last_grad_norm))
         ended = with_fields(state, fields)._replace(accumulator=total, inner_state=inner_state, masters=masters, last_grad_norm=norm)
-        return updates, with_event(ended, apply, last & ~decision.apply, jnp.where(last, decision.overflow, dropped))
+        return updates, with_event(ended, apply, last & ~apply, jnp.where(last, overflow, dropped))
 
-    def _decide(self, state: AccumulationState, dtypes: list[Any], last: Any) -> Decision:
+    def _kinds(self, inner: Inner, state: AccumulationState, weight: Any) -> Kinds:
+        kinds = inner.kinds(state.accumulator, (state.inner_state, state.masters))
+        require_equal_parts(self.options, kinds.axes, weight)
+        return kinds
+
+    def _decide(self, state: AccumulationState, dtypes: Handed, last: Any) -> Decision:
         """Measured only where the window ends."""
         start = (jnp.zeros_like(state.weight), jnp.asarray(True))
         largest = float(jnp.finfo(start[0].dtype).max)
@@ -173,7 +193,7 @@ class Accumulation:
 
         def look(_: tuple[Any, Any]) -> tuple[Any, Any]:
             norm, finite = measure(state.accumulator, start[0].dtype, self.control_flow)
-            return norm, finite & representable(state.accumulator, divisor, dtypes)
+            return norm, finite & representable(state.accumulator, divisor, dtypes.like)
 
         norm, finite = once(last, look, start, self.control_flow)
         return Decision(*decide(fields_of(state), norm, finite, self.options, jnp.where, largest))

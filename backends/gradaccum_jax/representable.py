@@ -7,10 +7,13 @@ parameters, and with float32 masters.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from gradaccum_jax.dtypes import wider
 
 
 def representable(accumulator: Any, divisor: Any, dtypes: list[Any]) -> Any:
@@ -32,14 +35,14 @@ def _is_narrower(dtype: Any, held: Any) -> bool:
     """A division by a float32 makes float32 even of a half-precision sum."""
     if not jnp.issubdtype(held, jnp.inexact):
         return False
-    quotient = jnp.promote_types(held, jnp.float32)
+    quotient = wider(held, jnp.float32)
     return bool(jnp.finfo(dtype).maxexp < jnp.finfo(quotient).maxexp)
 
 
 def _limit(dtype: Any) -> float:
     """The smallest magnitude that rounds to infinity: half a step beyond the largest number. 65520 for float16."""
-    kind = jnp.finfo(dtype)
-    return float(2.0 ** int(kind.maxexp) * (1 - 2.0 ** -(int(kind.nmant) + 2)))
+    largest = float(jnp.finfo(dtype).max)
+    return largest + 2.0 ** (math.frexp(largest)[1] - int(jnp.finfo(dtype).nmant) - 2)
 
 
 def _largest(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import SCALES
+from gradaccum_jax.paths import unique
 
 Gradients = dict[str, Any]
 """Float64 arrays by path."""
@@ -25,7 +26,8 @@ def unscaled_gradients(pull_back: Any, cotangent: Any) -> Iterator[Gradients]:
     for scale in SCALES:
         scaled = jax.tree.map(lambda leaf, s=scale: (leaf * jnp.float32(s)).astype(leaf.dtype) if is_float(leaf) else leaf, cotangent)
         flat = jax.tree_util.tree_flatten_with_path(pull_back(scaled))[0]
-        yield {jax.tree_util.keystr(path[1:]) or "params": _wide(leaf) / scale for path, leaf in flat if is_float(leaf)}
+        names = unique(jax.tree_util.keystr(path[1:]) or "params" for path, _ in flat)
+        yield {name: _wide(leaf) / scale for name, (_, leaf) in zip(names, flat, strict=True) if is_float(leaf)}
 
 
 def errors_by_scale(gradients: Iterable[Gradients], dtypes: Iterable[Any]) -> Iterator[dict[str, float]]:

@@ -45,6 +45,8 @@ class AccumulationState(NamedTuple):
     """dtype of `weight`: global 2-norm of the last closed window's gradient before clipping; inf if it overflowed; 0 before any."""
     masters: Any = None
     """With ``master_weights=True`` the tree of the parameters: float32 masters of the float16 and bfloat16 ones, None for the others."""
+    terms: Any = None
+    """int32, shape (4,): reduction, on_overflow, kind of loss scale and steps of the open window, as `gradaccum.encode_terms` has them."""
 
 
 def fresh(start: State, weight_dtype: Any, **trees: Any) -> AccumulationState:

@@ -40,7 +40,7 @@ def zero_or_one(predicate: Any, function: Callable[[T], T], operand: T) -> T:
     def run(constants: Leaves, leaves: Leaves) -> Leaves:
         return list(core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, constants))(*leaves))
 
-    return cast(T, jax.tree.unflatten(structure, _trip(run, jnp.asarray(predicate), constants, leaves, _named_axes(closed))))
+    return cast(T, jax.tree.unflatten(structure, _trip(run, jnp.asarray(predicate), constants, leaves, named_axes(closed))))
 
 
 def _trip(run: Run, predicate: Any, constants: Leaves, leaves: Leaves, named: frozenset[str] = frozenset()) -> Leaves:
@@ -83,7 +83,7 @@ def _one_by_one(run: Run, wanted: Any, axes: list[Any], constants: Leaves, leave
     return _trip(all_members, jnp.any(wanted), [*constants, wanted], leaves)
 
 
-def _named_axes(closed: Any) -> frozenset[str]:
+def named_axes(closed: Any) -> frozenset[str]:
     """Those that a traced function reduces over, or asks for its place on."""
     return frozenset(effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect")
 

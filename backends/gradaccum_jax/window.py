@@ -6,6 +6,7 @@ from typing import Any
 
 from gradaccum_jax.backend import require_accumulation
 from gradaccum_jax.state import AccumulationState
+from gradaccum_jax.variables import plain
 
 
 def flush(tx: Any, state: AccumulationState, params: Any = None, **extra: Any) -> tuple[Any, AccumulationState]:
@@ -20,9 +21,9 @@ def flush(tx: Any, state: AccumulationState, params: Any = None, **extra: Any) -
 
     Args:
         tx: what `gradaccum.wrap` returned.
-        state: its state.
-        params: the parameters, if the inner optimizer wants them, and with master weights; also what says the dtype of half-precision
-            updates.
+        state: its state; flax nnx's ``optimizer.opt_state`` too, as in the recipes.
+        params: the parameters, if the inner optimizer wants them, and with master weights. They say the dtype of half-precision updates:
+            nobody knows here whether the gradients were float32, so give a float32 copy to get float32 updates of those.
         extra: passed on to the inner optimizer.
 
     Returns:
@@ -31,7 +32,7 @@ def flush(tx: Any, state: AccumulationState, params: Any = None, **extra: Any) -
     Raises:
         ArgumentTypeError: `tx` is not wrapped, `state` is not its state, or `params` are missing.
     """
-    return require_accumulation(tx).flush(state, params, **extra)
+    return require_accumulation(tx).flush(plain(state), plain(params), **extra)
 
 
 def discard(tx: Any, state: AccumulationState) -> AccumulationState:
@@ -40,4 +41,4 @@ def discard(tx: Any, state: AccumulationState) -> AccumulationState:
     Raises:
         ArgumentTypeError: `tx` is not wrapped, or `state` is not its state.
     """
-    return require_accumulation(tx).discard(state)
+    return require_accumulation(tx).discard(plain(state))

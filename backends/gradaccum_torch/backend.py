@@ -9,7 +9,7 @@ import torch
 from gradaccum import Options, optimizer_error, wrapped_twice_error
 from gradaccum_torch.checks import require_accumulate_dtype
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.scheduler import GatedScheduler
+from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 
 
 class TorchBackend:
@@ -31,8 +31,8 @@ class TorchBackend:
         return AccumulatingOptimizer(optimizer, options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype)))
 
     def is_scheduler(self, candidate: Any) -> bool:
-        """Whether `candidate` is one of torch's learning-rate schedulers, gated or not."""
-        return isinstance(candidate, torch.optim.lr_scheduler.LRScheduler)
+        """Whether `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""
+        return is_scheduler(candidate)
 
     def gate(self, scheduler: Any) -> GatedScheduler:
         """Gate a scheduler that was built on a wrapped optimizer.

@@ -3,6 +3,7 @@
 It sits under one key beside the inner optimizer's own entries, which torch ignores when a bare optimizer loads it:
 
 - the seven fields of `gradaccum.State`, and ``grad_norm``;
+- ``terms``: `gradaccum.Terms` as a mapping, the options that an open window depends on;
 - ``parameters``: shape, dtype and name of each, to refuse another model's state;
 - ``sums``: the partial sum by the index of its parameter, only while a window is open;
 - ``masters``: the float32 master of each half-precision parameter by the index of that parameter, only with ``master_weights=True``.
@@ -15,8 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gradaccum import CheckpointError, Options, State, explain, is_full
-from gradaccum_torch.checks import window_size
+from gradaccum import CheckpointError, State, Terms, explain
 from gradaccum_torch.parameters import Parameters
 
 KEY = "gradaccum"
@@ -28,6 +28,9 @@ class Saved(NamedTuple):
     """What was read from a checkpoint, checked."""
 
     fields: State
+    """As they were saved; what of them goes on depends on `terms`."""
+    terms: Terms | None
+    """None: it is a bare optimizer's state, and the fields are of this optimizer."""
     grad_norm: float
     sums: Mapping[int, Tensor]
     masters: Mapping[int, Tensor]
@@ -45,6 +48,7 @@ def describe(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 def encode(
     fields: State,
+    terms: Terms,
     grad_norm: float,
     sums: Sequence[Tensor | None],
     masters: Mapping[int, Tensor],
@@ -53,28 +57,34 @@ def encode(
     """The entry to save; sums and masters are the tensors themselves, as the inner optimizer's are."""
     held = {index: total for index, total in enumerate(sums) if total is not None} if fields.micro_step else {}
     saved_masters = {index: master.detach() for index, master in masters.items()}
-    return {**fields._asdict(), "grad_norm": grad_norm, "parameters": describe(groups), "sums": held, "masters": saved_masters}
+    return {
+        **fields._asdict(),
+        "grad_norm": grad_norm,
+        "terms": terms._asdict(),
+        "parameters": describe(groups),
+        "sums": held,
+        "masters": saved_masters,
+    }
 
 
-def decode(entry: Any, own: Parameters, sum_dtypes: Sequence[Any], options: Options) -> Saved:
+def decode(entry: Any, own: Parameters, sum_dtypes: Sequence[Any]) -> Saved:
     """Read what `encode` made for the parameters `own`; `sum_dtypes` are the dtypes this optimizer sums in, by parameter.
 
     Raises:
-        CheckpointError: it is of other parameters or of another window shape, or something is missing.
+        CheckpointError: it is of other parameters, or something is missing.
     """
     _require_entries(entry)
     _require_parameters(entry["parameters"], describe(own.groups()))
     fields = State(*(entry[name] for name in State._fields))
-    _require_window(fields, options)
     for index, total in entry["sums"].items():
         _require_sum(index, total, own.positions(), sum_dtypes)
     masters = entry.get("masters", {})
     _require_masters(masters, own.masters())
-    return Saved(fields, float(entry["grad_norm"]), entry["sums"], masters)
+    return Saved(fields, Terms(**entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters)
 
 
 def _require_entries(entry: Any) -> None:
-    expected = [*State._fields, "grad_norm", "parameters", "sums"]
+    expected = [*State._fields, "grad_norm", "terms", "parameters", "sums"]
     missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
     if missing:
         raise explain(CheckpointError, KEY, expected=f"the entries {expected}", got=f"a state without {missing}", fix=_FIX)
@@ -89,18 +99,6 @@ def _require_parameters(saved: Sequence[Any], own: Sequence[Any]) -> None:
             raise explain(
                 CheckpointError, f"parameter {index}", expected=_show(*mine), got=f"a state of {_show(shape, dtype, name)}", fix=_FIX
             )
-
-
-def _require_window(fields: State, options: Options) -> None:
-    steps = window_size(options, fields.optimizer_step)
-    if fields.micro_step < 0 or (steps is not None and fields.micro_step and is_full(fields, steps)):
-        raise explain(
-            CheckpointError,
-            "micro_step",
-            expected=f"fewer than the {steps} micro-batches of a window of this optimizer",
-            got=fields.micro_step,
-            fix="Wrap the optimizer with the steps= it was saved with, or save between two windows.",
-        )
 
 
 def _require_masters(saved: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradaccum import ArgumentTypeError, Options, accumulate_dtype_error, explain, require_steps, select, steps_at
+from gradaccum import ArgumentTypeError, Options, UsageError, accumulate_dtype_error, explain, require_steps, select, steps_at
 
 
 def require_accumulate_dtype(dtype: Any) -> torch.dtype | None:
@@ -29,8 +29,8 @@ def window_size(options: Options, optimizer_step: int) -> int | None:
     Raises:
         ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave something else than an int >= 1.
     """
-    if options.steps is None:
-        return None
+    if options.steps is None or isinstance(options.steps, int):
+        return options.steps  # Checked by wrap.
     return require_steps(steps_at(options.steps, optimizer_step, select), optimizer_step)
 
 
@@ -43,3 +43,19 @@ def require_loss(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise explain(ArgumentTypeError, "loss", expected="a torch.Tensor", got=loss, fix="Write opt.backward(loss).")
     return loss
+
+
+def require_in_range(loss: torch.Tensor, factor: float) -> None:
+    """A `loss` can be handed `factor` as its gradient: autograd casts that to the dtype of the loss, however it was multiplied.
+
+    Raises:
+        UsageError: `factor` is beyond that dtype, as only float16's range is so small, so that no gradient could be finite.
+    """
+    if loss.dtype is torch.float16 and factor > torch.finfo(torch.float16).max:
+        raise explain(
+            UsageError,
+            "loss",
+            expected=f"a dtype that holds weight x loss scale, which is at least {factor:g} here",
+            got="a float16 loss, in which that is inf, so that every gradient would overflow",
+            fix="Compute the loss in float32: loss_fn(output.float(), target).",
+        )

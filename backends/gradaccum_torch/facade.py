@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradaccum import Options
+from gradaccum import Options, UsageError, explain
 from gradaccum_torch.grad_scaler import refused
 
 _HOOKS = (
@@ -56,15 +56,6 @@ class Facade(torch.optim.Optimizer):
         self._inner.param_groups = groups
 
     @property
-    def state(self) -> Any:
-        """The inner optimizer's state by parameter, the very mapping."""
-        return self._inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._inner.state = state
-
-    @property
     def defaults(self) -> dict[str, Any]:
         """The inner optimizer's defaults."""
         return self._inner.defaults
@@ -90,15 +81,26 @@ class Facade(torch.optim.Optimizer):
 
     def _run_update(self, *closure: Callable[[], Any]) -> Any:
         """The inner optimizer's step, between the hooks that were registered here; its own hooks it runs itself."""
-        for before in tuple(self._optimizer_step_pre_hooks.values()):
-            before(self, (self, *closure), {})
-        returned = self._step_inner(*closure)
+        args, kwargs = self._run_pre_hooks((self, *closure))
+        returned = self._step_inner(*args[1:], **kwargs)
         for after in tuple(self._optimizer_step_post_hooks.values()):
-            after(self, (self, *closure), {})
+            after(self, args, kwargs)
         return returned
 
-    def _step_inner(self, *closure: Callable[[], Any]) -> Any:
-        return self._inner.step(*closure)
+    def _run_pre_hooks(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the step is called with: a hook may return other arguments, as in torch, which refuses everything else but None."""
+        kwargs: dict[str, Any] = {}
+        for before in tuple(self._optimizer_step_pre_hooks.values()):
+            result: Any = before(self, args, kwargs)
+            if isinstance(result, tuple) and len(result) == 2:
+                args, kwargs = result
+            elif result is not None:
+                expected, fix = "None, or a tuple of new positional and new keyword arguments", "Return nothing."
+                raise explain(UsageError, "step pre-hook", expected=f"to return {expected}", got=result, fix=fix)
+        return args, kwargs
+
+    def _step_inner(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.step(*args, **kwargs)
 
     def _groups_for_scaler(self, its_locals: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What the method of a scaler that unscales gradients is to see, given that method's local variables."""

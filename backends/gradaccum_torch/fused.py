@@ -19,9 +19,7 @@ def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
     """Whether ``inner.step()`` itself can divide what is in ``.grad``, exactly and unseen by anyone who looks before it."""
     if not getattr(inner, "_step_supports_amp_scaling", False):
         return False
-    # A subclass with a step of its own may read the gradients in Python; a hook may too.
-    known = type(inner).step.__module__.startswith("torch.optim.")
-    return known and not _hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
+    return _is_torchs(inner) and not _hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
 
 
 def run_dividing(inner: torch.optim.Optimizer, divisor: float, update: Callable[[], Any]) -> None:
@@ -43,6 +41,16 @@ def _scale(divisor: float, device: torch.device) -> Tensor:
 
 def _is_float32(divisor: float) -> bool:
     return torch.tensor(divisor, dtype=torch.float32, device="cpu").item() == divisor
+
+
+def _is_torchs(inner: torch.optim.Optimizer) -> bool:
+    """Whether ``inner.step`` is torch's own: a subclass's, or one that was patched onto it, may read the gradients in Python."""
+    step: Any = None if "step" in vars(inner) else type(inner).step
+    while step is not None and step.__globals__["__name__"].startswith("torch.optim."):
+        # functools.wraps copies the name of the module too, but not the module's variables.
+        if (step := getattr(step, "__wrapped__", None)) is None:
+            return True
+    return False
 
 
 def _hooked(inner: torch.optim.Optimizer) -> bool:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from gradaccum import Options, ScaleRule, State, UsageError, explain, foreign_scaler_error
 
-SMALLEST = 2.0**-149
-"""The floor of a scale without one: the smallest float32 above 0, from which it can still grow."""
+SMALLEST = 2.0**-125
+"""The floor of a scale without one: a power of two by which a window may still be divided, so that the scale can grow again."""
 
 _SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, Tensor]] = WeakKeyDictionary()
 """The true scale and tracker of a scaler whose tracker was set back, and the table that its next ``update`` replaces by another."""

@@ -162,9 +162,9 @@ class TorchSession(Session):
         return {name: _to_numpy(own) for name, own in self._worked_on().items()}
 
     def _worked_on(self) -> dict[str, Tensor]:
-        """What the inner optimizer has in each parameter's place."""
-        own = [own for group in self.inner.param_groups for own in group["params"]]
-        return dict(zip(self.model.named, own, strict=True))
+        """What the inner optimizer works on in each parameter's place."""
+        masters = self.optimizer.master_weights if self.wrapped else {}
+        return {name: masters.get(index, parameter) for index, (name, parameter) in enumerate(self.model.named.items())}
 
     def optimizer_state(self) -> Arrays:
         state = self.inner.state_dict()["state"]
@@ -176,7 +176,7 @@ class TorchSession(Session):
         }
 
     def captured(self) -> Captured:
-        entries = {name: self.inner.state.get(own, {}) for name, own in self._worked_on().items()}
+        entries = {name: self.inner.state.get(own, {}) for name, own in self.model.named.items()}
         calls = max(entry.get("calls", 0) for entry in entries.values())
         return Captured(calls, {name: _to_numpy(entry["gradient"]) for name, entry in entries.items()} if calls else None)
 

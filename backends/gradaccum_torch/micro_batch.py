@@ -54,8 +54,9 @@ class MicroBatch:
                 UsageError,
                 "loss",
                 expected="to be multiplied by the loss scale and the weight before it is differentiated",
-                got="a micro-batch with a plain backward()",
-                fix="Write opt.backward(loss) in place of loss.backward(). To start the window anew call opt.discard().",
+                got="a micro-batch with a plain backward()" if sentinels.arrived else "a step() without opt.backward(loss) before it",
+                fix="Write opt.backward(loss) in place of loss.backward(), and opt.backward(loss, weight=0) for a micro-batch that adds "
+                "nothing. To start the window anew call opt.discard().",
             )
 
 
@@ -66,8 +67,9 @@ def changed_gradients() -> UsageError:
         ".grad",
         expected="the gradients as backward() accumulated them since the window began",
         got="gradients that something else changed, such as clip_grad_norm_, scaler.unscale_, model.zero_grad() or an assignment",
-        fix="To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to clear, opt.zero_grad(); to change the window's gradient, "
-        "opt.register_step_pre_hook(...), which runs once per update. The window cannot be mended: call opt.discard().",
+        fix="To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to clear, opt.zero_grad(); in place of p.grad = g, "
+        "torch.autograd.backward(parameters, gradients); to change the window's gradient, opt.register_step_pre_hook(...), which runs once "
+        "per update. The window cannot be mended: call opt.discard().",
     )
 
 
@@ -78,6 +80,7 @@ def unfinished(call: str) -> UsageError:
         call,
         expected="to be called after step()",
         got="a call between backward() and step() of a micro-batch in an open window",
-        fix="Call opt.step() first, or opt.discard() to drop the whole window. To leave out micro-batches whose gradient is not finite, "
-        'write on_overflow="drop_micro_batch".',
+        fix="Call opt.step() first, or opt.discard() to drop the whole window. If that backward() was for something else, as a "
+        "GAN's generator or an adversarial input, keep it away from these parameters: loss.backward(inputs=list(generator.parameters())). "
+        'To leave out micro-batches whose gradient is not finite, write on_overflow="drop_micro_batch".',
     )

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gradaccum import Options, ScaleRule, StepResult, UsageError, explain, require_weight
 from gradaccum_torch.checks import require_loss
+from gradaccum_torch.forwarding import forwarded, is_forwarded
 from gradaccum_torch.grad_scaler import refused
 from gradaccum_torch.micro_batch import unfinished
 from gradaccum_torch.persistence import PersistentOptimizer
-from gradaccum_torch.strategies import GradStrategy
 from gradaccum_torch.window import Window
 
 _FROM_SCALER = "grad_scale"
@@ -43,6 +43,11 @@ class AccumulatingOptimizer(PersistentOptimizer):
     def result(self) -> StepResult:
         """What the last ``step``, ``flush`` or ``discard`` did, in Python numbers."""
         return self._window.result
+
+    @property
+    def master_weights(self) -> dict[int, Tensor]:
+        """The float32 master of each half-precision parameter by its index, with ``master_weights=True``; the tensors themselves."""
+        return self._window.parameters.masters()
 
     def backward(self, loss: Tensor, weight: float | None = None, **kwargs: Any) -> None:
         """``loss.backward(**kwargs)`` with the weight and the loss scale multiplied in.
@@ -133,6 +138,10 @@ class AccumulatingOptimizer(PersistentOptimizer):
         self._inner.add_param_group(param_group)
         self._window.groups_changed()
 
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return forwarded(value, name, self._window) if is_forwarded(value) else value
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Read by ``scaler.step``: whether it may call ``step`` at once, without unscaling and without waiting for the device."""
@@ -164,8 +173,8 @@ class AccumulatingOptimizer(PersistentOptimizer):
             raise refused()
         return [scaler.group()]
 
-    def _step_inner(self, *closure: Callable[[], Any]) -> Any:
-        returned, parameters = self._inner.step(*closure), self._window.parameters
+    def _step_inner(self, *args: Any, **kwargs: Any) -> Any:
+        returned, parameters = super()._step_inner(*args, **kwargs), self._window.parameters
         if parameters.has_masters:
             parameters.round()
         return returned
@@ -186,13 +195,23 @@ class AccumulatingOptimizer(PersistentOptimizer):
     def _require_plain(self) -> None:
         """A closure sees the true gradient in ``.grad``, with nothing left to do to it."""
         self._window.open()
-        options, in_grad = self._options, isinstance(self._window.strategy, GradStrategy)
-        plain = options.clip_norm is None and options.skip_norm is None and options.scale_rule == ScaleRule() and in_grad
-        if self._window.size != 1 or not plain or self._window.parameters.masters():
+        if found := self._in_the_way():
             raise explain(
                 UsageError,
                 "closure",
-                expected="no closure, or steps=1 with no other option than reduction",
-                got="a closure, which evaluates one micro-batch again and again while the update waits for the whole window",
-                fix="Write opt.backward(loss); opt.step() for each micro-batch, or wrap with steps=1 for step(closure).",
+                expected="no closure, or steps=1 with no other option than reduction and accumulate_dtype",
+                got=f"a closure, which must find the true gradient in .grad each time, beside {', '.join(found)}",
+                fix="Write opt.backward(loss); opt.step() for each micro-batch, or leave these options out for step(closure).",
             )
+
+    def _in_the_way(self) -> list[str]:
+        """The options, as one would write them, that leave something to be done to what a closure puts in ``.grad``."""
+        options, window = self._options, self._window
+        found = [f"{name}={value}" for name in ("clip_norm", "skip_norm") if (value := getattr(options, name)) is not None]
+        found += [f"steps={window.size}"] if window.size != 1 else []
+        found += ["loss_scale="] if options.scale_rule != ScaleRule() else []
+        found += [f"on_overflow={options.on_overflow!r}"] if window.strategy.keeps_micro_batch_apart else []
+        found += ["master_weights=True"] if window.parameters.has_masters else []
+        pairs = zip(window.parameters.positions(), window.sum_dtypes, strict=True)
+        apart = {f"sums of {p.dtype} gradients in {total} (write accumulate_dtype={p.dtype})" for p, total in pairs if p.dtype != total}
+        return [*found, *sorted(apart)]

@@ -1,52 +1,51 @@
 """Which tensors the model has and which the inner optimizer works on: the same ones, or float32 masters of half-precision parameters.
 
-With ``master_weights=True`` the groups of the inner optimizer hold a float32 master in place of each float16 or bfloat16 parameter, so
-that its state and its gradients are float32 too; after each update the model gets the rounded copy. The model is what counts: what
-something else wrote into a parameter since (a checkpoint, a swap to averaged weights and not back) is taken over by the master.
-torch does not count writes through ``parameter.data``, so those are overwritten by the next update.
+With ``master_weights=True`` the inner optimizer has a float32 master in place of each float16 or bfloat16 parameter while its ``step``
+runs, so that its state and its gradients are float32 too; after each update the model gets the rounded copy. Everybody else finds the
+model's parameters in the groups: ``clip_grad_norm_``, a weight decay or an average over ``opt.param_groups`` reach the model. The model
+is what counts: the next update takes over what something else wrote into a parameter since (a checkpoint, averaged weights), element
+by element. torch does not count writes through ``parameter.data``, so values are compared, not versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradaccum import ArgumentValueError, explain
 
 HALF = (torch.float16, torch.bfloat16)
 
-_MODELS = WeakTensorKeyDictionary()
-"""The model's parameter of each master that lives, for an inner optimizer that is wrapped again."""
+_MASTERS: WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, Tensor]] = WeakKeyDictionary()
+"""The masters by the model's parameter, of each inner optimizer that has some: it may be wrapped again."""
 
 
 class Parameters:
     """The parameters of a wrapped optimizer, by group and by position.
 
     Args:
-        inner: the optimizer; with `master_weights` its groups and its state are made to hold masters.
+        inner: the optimizer; with `master_weights` it works on masters.
         master_weights: whether half-precision parameters have float32 masters.
-        model: the model's parameters by position, where `inner` is a copy that holds their masters already.
+        masters: the masters by position, where `inner` is a copy whose state is that of masters already.
 
     Raises:
-        ArgumentValueError: `inner` holds masters from an earlier wrapper, and this one is to have none.
+        ArgumentValueError: `inner` has masters from an earlier wrapper, and this one is to have none.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, master_weights: bool, model: Iterable[Tensor] | None = None) -> None:
-        self._inner, self._wanted = inner, master_weights
-        self._masters: dict[Tensor, Tensor] = {}
-        self._models: dict[Tensor, Tensor] = {}
-        self._noted: dict[Tensor, int] = {}
-        positions = [own for group in inner.param_groups for own in group["params"]]
-        for parameter, own in zip(model or map(_model_of, positions), positions, strict=True):
-            if parameter is not own:
-                self._pair(parameter, own)
-        if self._masters and not master_weights:
+    def __init__(self, inner: torch.optim.Optimizer, master_weights: bool, masters: Mapping[int, Tensor] | None = None) -> None:
+        self._inner, self._wanted, self._in_place = inner, master_weights, False
+        if _MASTERS.get(inner) and not master_weights:
             raise _has_masters()
-        self._replace()
+        self._masters = _MASTERS.setdefault(inner, {}) if master_weights else {}
+        self._models = {master: parameter for parameter, master in self._masters.items()}
+        for index, master in (masters or {}).items():
+            self._pair(self.positions()[index], master)
+        self._complete()
 
     def groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's groups as they are now, with the model's parameters in them."""
@@ -76,32 +75,53 @@ class Parameters:
         return {index: self._masters[parameter] for index, parameter in enumerate(self.positions()) if parameter in self._masters}
 
     def groups_changed(self) -> None:
-        """Parameters were added to the inner optimizer.
+        """Parameters were added to the inner optimizer."""
+        self._complete()
 
-        Raises:
-            ArgumentValueError: one of them was there already; the last group is taken out again.
-        """
-        groups = self._inner.param_groups
-        if any(own in self._masters for group in groups for own in group["params"]):
-            groups.pop()
-            raise _twice()
-        self._replace()
+    @contextmanager
+    def masters_in_place(self) -> Iterator[None]:
+        """Inside, the groups and the state of the inner optimizer hold the masters in the place of the model's parameters."""
+        if not self._masters or self._in_place:
+            yield
+            return
+        try:
+            self._put(self._masters)
+            self._in_place = True
+            yield
+        finally:
+            self._put(self._models)
+            self._in_place = False
 
     @torch.no_grad()
     def round(self) -> None:
         """Give the model the rounded masters."""
         if self._masters:
             torch._foreach_copy_(list(self._masters), list(self._masters.values()))
-            self._noted = {parameter: parameter._version for parameter in self._masters}
+
+    @torch.no_grad()
+    def strayed(self) -> tuple[Tensor, ...]:
+        """Whether the model holds something else than the rounded masters: one bool, shape ``()``; nothing where there are no masters."""
+        found = [_bits_apart(parameter, master) for parameter, master in self._masters.items() if _local(parameter).numel()]
+        return (torch.stack([bits.to(found[0].device) for bits in found]).any(),) if found else ()
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Let the masters follow what something else wrote into the model, element by element; free where nothing did."""
+        """Let the masters follow what something else wrote into the model, element by element."""
         for parameter, master in self._masters.items():
-            if self._noted.get(parameter) != parameter._version:
-                same = master.to(parameter.dtype) == parameter
-                master.copy_(torch.where(same, master, parameter))
-                self._noted[parameter] = parameter._version
+            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter))
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """Inside, the inner optimizer is asked to do something with its masters: what that makes of them, the model gets."""
+        if any(self.strayed()):
+            self.take_over()
+        try:
+            with self.masters_in_place():
+                yield
+        finally:
+            # Writing a parameter spoils the graphs that have saved it, even if the value stays.
+            if any(self.strayed()):
+                self.round()
 
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
@@ -109,52 +129,61 @@ class Parameters:
         for index, parameter in enumerate(self.positions()):
             if index in masters:
                 self._masters[parameter].copy_(masters[index])
-        self._noted.clear()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear ``.grad`` of the model and of what the inner optimizer works on."""
+        """Clear ``.grad`` of the model; a master has one only during an update."""
         if set_to_none and getattr(self._inner.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
             # Not by its own, which takes longer over gradients that the window's end has freed than over others.
             return self.free_gradients()
         self._inner.zero_grad(set_to_none)
-        for parameter in self._masters:
-            if parameter.grad is not None and not set_to_none:
-                parameter.grad.detach().zero_()
-            elif set_to_none:
-                parameter.grad = None
 
     def free_gradients(self) -> None:
         """Free ``.grad`` everywhere."""
         for tensor in (*self.positions(), *self._masters.values()):
             tensor.grad = None
 
-    def _replace(self) -> None:
-        """Put masters in the place of half-precision parameters; in place, since an optimizer may keep the list."""
-        for group in self._inner.param_groups if self._wanted else ():
-            group["params"][:] = [self._master_for(own) for own in group["params"]]
-
-    def _master_for(self, parameter: Tensor) -> Tensor:
-        if parameter in self._models or parameter.dtype not in HALF:
-            return parameter
-        if parameter not in self._masters:
-            self._pair(parameter, torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad))
-            self._move_state(parameter)
-        return self._masters[parameter]
+    def _complete(self) -> None:
+        """Make the masters that are missing, and forget those of parameters that were replaced."""
+        positions = self.positions() if self._wanted else []
+        for parameter in set(self._masters).difference(positions):
+            del self._models[self._masters.pop(parameter)]
+        for parameter in positions:
+            if parameter.dtype in HALF and parameter not in self._masters:
+                self._pair(parameter, torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad))
+                self._widen_state(parameter)
 
     def _pair(self, parameter: Tensor, master: Tensor) -> None:
-        self._masters[parameter], self._models[master], _MODELS[master] = master, parameter, parameter
+        self._masters[parameter], self._models[master] = master, parameter
 
-    def _move_state(self, parameter: Tensor) -> None:
+    def _put(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Replace parameters by `others`; in the list itself, since an optimizer may keep it."""
+        for group in self._inner.param_groups:
+            group["params"][:] = [others.get(own, own) for own in group["params"]]
+        state: MutableMapping[Tensor, Any] = self._inner.state
+        for own, other in others.items() if state else ():
+            if own in state:
+                state[other] = state.pop(own)
+
+    def _widen_state(self, parameter: Tensor) -> None:
         """An optimizer that ran before it was wrapped goes on, with its state in float32."""
         if parameter in self._inner.state:
-            state = self._inner.state.pop(parameter)
-            self._inner.state[self._masters[parameter]] = {name: _widened(value) for name, value in state.items()}
+            state = self._inner.state[parameter]
+            self._inner.state[parameter] = {name: _widened(value) for name, value in state.items()}
 
 
-def _model_of(own: Tensor) -> Tensor:
-    """The model's parameter in whose place the inner optimizer has `own`."""
-    parameter: Tensor = _MODELS.get(own, own)  # type: ignore[no-untyped-call]
-    return parameter
+def _bits_apart(parameter: Tensor, master: Tensor) -> Tensor:
+    """Not 0 where the rounded `master` is another number than `parameter`, shape ``()``; -0 is another one than 0."""
+    # Half the time of comparing the numbers, for which a CPU has no vector instruction.
+    bits = _local(master).to(parameter.dtype).view(torch.int16)
+    lowest, highest = bits.bitwise_xor_(_local(parameter).view(torch.int16)).aminmax()
+    return lowest | highest
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that is here; each process takes over what was written into its own."""
+    own: Any = tensor.detach()
+    local: Tensor = own.to_local() if hasattr(own, "to_local") else own
+    return local
 
 
 def _widened(value: Any) -> Any:
@@ -165,17 +194,7 @@ def _has_masters() -> ArgumentValueError:
     return explain(
         ArgumentValueError,
         "master_weights",
-        expected="True for an optimizer whose groups hold master weights already",
+        expected="True for an optimizer that has master weights already",
         got=False,
         fix="Write master_weights=True, or wrap a new optimizer over the model's parameters.",
-    )
-
-
-def _twice() -> ArgumentValueError:
-    return explain(
-        ArgumentValueError,
-        "param_group",
-        expected="parameters that are in no other group",
-        got="one that has its master weights in another group",
-        fix="Leave it out of the new group.",
     )

@@ -1,36 +1,51 @@
 """Gates a learning-rate scheduler, so that ``scheduler.step()`` after every micro-batch moves it once per update.
 
 The gate only decides whether ``step`` reaches the scheduler; everything else is the scheduler's own, so that any of torch's and
-any user's kind works, whatever its ``step`` takes.
+any user's kind works, whatever its ``step`` takes. Those of timm are told how many updates there were: their ``step_update`` is given the
+true number, and their ``step``, which is given an epoch, is left alone.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
-from gradaccum import ArgumentTypeError, explain
+from gradaccum import ArgumentTypeError, UsageError, explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
-_OWN = frozenset({"_scheduler", "_stepped_at"})
+_OWN = frozenset({"_scheduler", "_stepped_at", "_loads", "_was_loaded"})
 _STEPPED_AT = "gradaccum_optimizer_step"
+
+
+def is_scheduler(candidate: Any) -> bool:
+    """Whether `candidate` is one of torch's schedulers, or looks like one: it holds an optimizer, is none, and has a ``step``."""
+    if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
+        return True
+    of_an_optimizer = isinstance(getattr(candidate, "optimizer", None), torch.optim.Optimizer) and not hasattr(candidate, "zero_grad")
+    return of_an_optimizer and any(callable(getattr(candidate, name, None)) for name in ("step", "step_update"))
 
 
 class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """A scheduler that moves only when an update was applied since its last step.
 
     Args:
-        scheduler: any `torch.optim.lr_scheduler.LRScheduler` built on a wrapped optimizer.
+        scheduler: any `torch.optim.lr_scheduler.LRScheduler` built on a wrapped optimizer, or an object with its ``step``, or with timm's
+            ``step_update``.
 
     Raises:
         ArgumentTypeError: its optimizer is not wrapped.
     """
 
-    _scheduler: torch.optim.lr_scheduler.LRScheduler
+    _scheduler: Any
     _stepped_at: int
+    _loads: int
+    """How often the optimizer had been given a saved state when the gate last looked."""
+    _was_loaded: bool
+    """The gate itself was given one since its last step, and an optimizer's that is loaded after it belongs to it."""
 
-    def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    def __init__(self, scheduler: Any) -> None:
         if not isinstance(getattr(scheduler, "optimizer", None), AccumulatingOptimizer):
             raise explain(
                 ArgumentTypeError,
@@ -40,47 +55,86 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
                 fix="Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10).",
             )
         self._scheduler = scheduler
-        self._stepped_at = self._updates()
+        self._stepped_at, (self._loads, _), self._was_loaded = self._updates(), scheduler.optimizer._window.loads, False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """``scheduler.step(...)`` if an update was applied since the last one, else nothing; the arguments are the scheduler's."""
+        if hasattr(self._scheduler, "step_update"):
+            return self._move(*args, **kwargs)
+        self._follow_loads()
         updates = self._updates()
-        if updates != self._stepped_at:
-            # torch warns if it has not seen the optimizer's step; of an update made before a checkpoint it cannot have.
-            self._scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-            self._scheduler.step(*args, **kwargs)
-            self._stepped_at = updates
+        if updates > self._stepped_at:
+            self._move(*args, **kwargs)
+        self._stepped_at = updates
+
+    def _step_update(self, num_updates: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted."""
+        return self._scheduler.step_update(self._updates(), *args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
-        return self._scheduler.get_last_lr()
+        return list(self._scheduler.get_last_lr())
 
     def get_lr(self) -> list[Any]:
-        return self._scheduler.get_lr()
+        return list(self._scheduler.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's, and the update it last moved at."""
+        self._follow_loads()
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._stepped_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; a bare scheduler's state counts as having moved at the last update."""
         state_dict = dict(state_dict)
-        self._stepped_at = state_dict.pop(_STEPPED_AT, self._updates())
+        self._stepped_at, self._was_loaded = state_dict.pop(_STEPPED_AT, self._updates()), True
         self._scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:
             raise AttributeError(name)
-        return getattr(self._scheduler, name)
+        if name == "_schedulers":
+            _require_no_sequence()
+        value = getattr(self._scheduler, name)
+        return self._step_update if name == "step_update" else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:
+            if name == "last_epoch":
+                _require_no_sequence()
             setattr(self._scheduler, name, value)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scheduler!r})"
 
+    def _move(self, *args: Any, **kwargs: Any) -> None:
+        # torch warns if it has not seen the optimizer's step; of an update made before a checkpoint it cannot have.
+        self._scheduler.optimizer._opt_called = True
+        self._scheduler.step(*args, **kwargs)
+
     def _updates(self) -> int:
-        optimizer: Any = self._scheduler.optimizer
-        return int(optimizer.result.optimizer_step)
+        return int(self._scheduler.optimizer.result.optimizer_step)
+
+    def _follow_loads(self) -> None:
+        """A state that only the optimizer was given, older or newer, is no update; it is where the scheduler last moved."""
+        loads, updates = self._scheduler.optimizer._window.loads
+        if loads != self._loads and not self._was_loaded:
+            self._stepped_at = updates
+        self._loads, self._was_loaded = loads, False
+
+
+def _require_no_sequence() -> None:
+    """`SequentialLR` undoes its children's first steps and makes them again, at which no update was applied.
+
+    Raises:
+        UsageError: that is what has called the caller.
+    """
+    caller = sys._getframe(2).f_locals.get("self")
+    if isinstance(caller, torch.optim.lr_scheduler.SequentialLR):
+        raise explain(
+            UsageError,
+            "schedulers",
+            expected="schedulers that are not gated, in a SequentialLR that is",
+            got="a SequentialLR over a gated one",
+            fix="Write gradaccum.wrap(SequentialLR(opt, [LinearLR(opt), CosineAnnealingLR(opt, 100)], milestones=[10])).",
+        )

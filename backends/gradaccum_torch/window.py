@@ -6,7 +6,7 @@ the gradients and no wait for the device. Nothing here knows who calls: how to r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from gradaccum import (
     select,
 )
 from gradaccum_torch.buffers import strategy_type
-from gradaccum_torch.checks import window_size
+from gradaccum_torch.checks import require_in_range, window_size
 from gradaccum_torch.fused import can_divide, run_dividing
 from gradaccum_torch.grad_scaler import link_scaler
 from gradaccum_torch.micro_batch import MicroBatch, changed_gradients, unfinished
@@ -47,20 +47,22 @@ class Window:
     Args:
         inner: the optimizer whose parameters are summed over.
         options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
-        model: the model's parameters by position, where `inner` already holds master weights in their place.
+        masters: the master weights by position, where `inner` is a copy that has worked on them already.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, options: Options, model: Iterable[torch.Tensor] | None = None) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, options: Options, masters: Mapping[int, torch.Tensor] | None = None) -> None:
         self.options = options
         self._scaled = options.scale_rule != ScaleRule()
         self._inner = inner
-        self.parameters = Parameters(inner, options.master_weights, model)
+        self.parameters = Parameters(inner, options.master_weights, masters)
         self.scaler = link_scaler(options, self._device())
         self.micro_batch = MicroBatch()
         self.use_strategy()
         self.size: int | None = None
         self.fields: State
         self.grad_norm = 0.0
+        self.loads = 0, 0
+        """How often a saved state was loaded, and the updates that the last one had."""
         self._set(initial_state(options.scale_rule.init_scale))
 
     @property
@@ -87,10 +89,19 @@ class Window:
         return factor
 
     def scaled(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """`loss` times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is."""
-        factor = self.factor(weight) if self.scaler is None else float(contribution(weight, self.options))
-        loss = loss if self.scaler is None else self.scaler.scaler.scale(loss)
-        return loss if factor == 1 else loss * factor
+        """`loss` times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is.
+
+        Raises:
+            UsageError: its dtype cannot hold the factor, however far the loss scale backs off.
+        """
+        factor, rule = float(contribution(weight, self.options)), self.options.scale_rule
+        require_in_range(loss, factor * (rule.init_scale if rule.backoff_factor == 1 else rule.min_scale))
+        with torch.enable_grad():  # Where backward() itself works, with torch.no_grad() around it.
+            if self.scaler is not None:
+                loss = self.scaler.scaler.scale(loss)
+            else:
+                factor *= self.fields.loss_scale
+            return loss if factor == 1 else loss * factor
 
     def fields_to_save(self) -> State:
         """The state, with a `torch.amp.GradScaler`'s scale and tracker as they are now; may wait for the device."""
@@ -140,6 +151,10 @@ class Window:
         norm = self.strategy.measure().norm
         self._end(Decision(True, False, 1.0, norm))
 
+    def is_under_way(self) -> bool:
+        """Whether a window is open, or the micro-batch that opens one has begun."""
+        return bool(self.fields.micro_step) or self.micro_batch.noted or self.strategy.sentinels.arrived
+
     def require_at_rest(self, call: str) -> None:
         """The sum is that of the micro-batches counted.
 
@@ -178,20 +193,22 @@ class Window:
             update: runs the inner optimizer.
             observed: whether something that `update` calls looks at ``.grad`` before the inner optimizer does.
         """
-        norm, finite, notes, norms = self.strategy.measure(() if self.scaler is None else self.scaler.notes())
+        strayed, scale = self.parameters.strayed(), () if self.scaler is None else self.scaler.notes()
+        norm, finite, notes, norms = self.strategy.measure((*scale, *strayed))
         if self.scaler is not None:
-            self.fields = self.scaler.used(self.fields, notes)
+            self.fields = self.scaler.used(self.fields, notes[: len(scale)])
         # Clipping comes after: what leaves the range before it is an overflow, as it would be in a large batch.
         whole = self.strategy.hands_over_whole
         finite = finite and (whole or self.strategy.fits(norm, self._divisor(self.fields)))
         decision = Decision(*decide(self.fields, norm, finite, self.options, select, self._largest))
         if decision.apply:
-            if self.parameters.has_masters:
+            if any(notes[len(scale) :]):
                 self.parameters.take_over()
-            if not observed and whole and can_divide(self._inner, decision.divisor):
-                self._run_dividing(update, norms, decision.divisor)
-            else:
-                self._run(update, decision.divisor)
+            with self.parameters.masters_in_place():
+                if not observed and whole and can_divide(self._inner, decision.divisor):
+                    self._run_dividing(update, norms, decision.divisor)
+                else:
+                    self._run(update, decision.divisor)
         self._end(decision)
 
     def _run(self, update: Callable[[], Any], divisor: float) -> None:

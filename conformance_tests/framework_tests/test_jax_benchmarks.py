@@ -12,10 +12,10 @@ pytest.importorskip("optax", reason="optax is not installed")
 import optax
 
 import gradaccum
-from benchmarks import jax_ensemble, jax_streaming
 from benchmarks.case import Case
+from benchmarks.contestants.jax_mlp import STEPS, make_params
 from benchmarks.jax_counts import copies, updates_per_window
-from benchmarks.jax_mlp import STEPS, make_params
+from benchmarks.questions import jax_ensemble, jax_streaming
 
 WIDTH, WINDOWS = 16, 3
 

@@ -128,24 +128,29 @@ def without(name: str) -> Callable[[Any], Any]:
         other_name,
         one_more,
         *(without(name) for name in gradaccum_jax.AccumulationState._fields if name != "masters"),  # there are none here
-        lambda state: state._replace(micro_step=jnp.asarray(3, jnp.int32)),
+        lambda state: state._replace(micro_step=jnp.asarray(4, jnp.int32)),
         lambda state: state._replace(micro_step=jnp.asarray(-1, jnp.int32)),
+        lambda state: state._replace(micro_step=jnp.asarray(1, jnp.int32), terms=jnp.asarray([7, 0, 0, 0], jnp.int32)),
         lambda state: (),
     ],
 )
 def test_a_state_of_another_optimizer_is_refused(spoil: Callable[[Any], Any]) -> None:
     state = TX.init(PARAMS)
     gradaccum_jax.check_state(TX, state._asdict(), PARAMS)
-    with pytest.raises(gradaccum.CheckpointError, match="state"):
+    with pytest.raises(gradaccum.CheckpointError, match=r"^(state|micro_step|terms)"):
         gradaccum_jax.check_state(TX, spoil(state), PARAMS)
 
 
 def test_the_window_of_a_schedule_is_that_of_the_saved_optimizer_step() -> None:
-    tx = make_tx(steps=[(0, 1), (5, 4)])
-    state = tx.init(PARAMS)._replace(micro_step=jnp.asarray(3, jnp.int32))
-    with pytest.raises(gradaccum.CheckpointError, match="micro_step"):
-        gradaccum_jax.check_state(tx, state, PARAMS)
-    gradaccum_jax.check_state(tx, state._replace(optimizer_step=jnp.asarray(5, jnp.int32)), PARAMS)
+    """Five windows of one, then windows of four: three micro-batches are open in the sixth alone."""
+    for steps in ([(0, 1), (5, 4)], lambda step: jnp.where(step < 5, 1, 4)):
+        tx = make_tx(steps=steps)
+        update, state = jax.jit(tx.update), tx.init(PARAMS)
+        for _ in range(8):
+            _, state = update(PARAMS, state, PARAMS)
+        assert_bitwise(gradaccum_jax.check_state(tx, state, PARAMS), state)
+        with pytest.raises(gradaccum.CheckpointError, match=r"steps=1; got one that was saved under steps=4"):
+            gradaccum_jax.check_state(tx, state._replace(optimizer_step=jnp.asarray(4, jnp.int32)), PARAMS)
 
 
 def test_flax_train_state() -> None:
@@ -205,3 +210,22 @@ def test_equinox_model_passed_whole_as_parameters() -> None:
     updates, state = tx.update(grads, tx.init(eqx.filter(model, eqx.is_inexact_array)), model)
     np.testing.assert_allclose(updates.layers[0].weight, -0.1 * grads.layers[0].weight, rtol=1e-6)
     assert gradaccum_jax.result(state).applied
+
+
+def test_a_state_restored_between_windows_goes_on_under_other_options() -> None:
+    """The scale of a run in float16 does not divide the gradients of one without a scale; what is returned says its own terms."""
+    state = TX.init(PARAMS)
+    for _ in range(3):
+        _, state = TX.update(PARAMS, state, PARAMS)
+    assert (state.loss_scale, state.micro_step) == (8.0, 0)
+    plain = gradaccum.wrap(optax.adamw(0.1), steps=2, reduction="sum")
+    own = gradaccum_jax.check_state(plain, state, PARAMS)
+    assert (own.loss_scale, own.growth_tracker, own.optimizer_step) == (1.0, 0, 1)
+    assert_bitwise(own.terms, plain.init(PARAMS).terms)
+    assert_bitwise(own.inner_state, state.inner_state)
+
+
+def test_a_callable_steps_is_asked_with_an_array() -> None:
+    tx = make_tx(steps=lambda step: (2 + step).astype(jnp.int32))
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert_bitwise(gradaccum_jax.check_state(tx, state, PARAMS), state)

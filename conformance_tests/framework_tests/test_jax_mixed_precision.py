@@ -204,3 +204,16 @@ def test_a_step_never_waits_for_the_host(options: dict[str, Any]) -> None:
         with pytest.raises(Exception, match=r"[Dd]isallowed"):
             step(params, state, grads, np.float32(2.0))
     assert state.optimizer_step + state.skipped_windows == 2
+
+
+def test_complex128_parameters_in_complex64_sums() -> None:
+    with switched(True):
+        tx = gradaccum.wrap(optax.sgd(1.0), steps=2, accumulate_dtype="float32")
+        params = jnp.asarray([1.0 + 2.0j, 3.0])
+        state = tx.init(params)
+        assert state.accumulator.dtype == jnp.complex64
+        for _ in range(2):
+            updates, state = tx.update(params, state, params)
+        np.testing.assert_array_equal(updates, -params)
+        with pytest.raises(gradaccum.GradientError, match="complex128"):
+            gradaccum.wrap(optax.sgd(1.0), steps=2).update(params, gradaccum.wrap(optax.sgd(1.0), steps=2).init(params.real))

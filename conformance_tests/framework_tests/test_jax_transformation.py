@@ -11,6 +11,7 @@ pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
 import optax
+from jax import export
 
 import gradaccum
 import gradaccum_jax
@@ -172,6 +173,21 @@ def test_weights_that_make_no_sense_are_refused(weight: Any) -> None:
         tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weight=weight)
 
 
+def test_a_symbolic_batch_size_is_a_weight() -> None:
+    tx = wrap(optax.sgd(1.0), steps=2)
+    state = tx.init(PARAMS["a"])
+    (batch,) = export.symbolic_shape("batch")
+    kind = jax.ShapeDtypeStruct((batch, 2), jnp.float32)
+    exported = export.export(jax.jit(lambda s, x: tx.update(x.sum(0), s, weight=x.shape[0])[1].weight))(state, kind)
+    assert exported.call(state, jnp.ones((5, 2))) == 5
+
+
+def test_a_scalar_array_is_a_number_of_steps() -> None:
+    for steps in (jnp.int32(2), np.int64(2), np.asarray(2)):
+        _, state = run(gradaccum.wrap(optax.sgd(1.0), steps))
+        assert state.optimizer_step == 2
+
+
 def test_traced_weights_must_be_real_scalars() -> None:
     tx = wrap(optax.sgd(1.0))
     for weight in (jnp.ones(2), jnp.asarray(True), jnp.asarray(1j)):
@@ -186,8 +202,17 @@ def test_traced_weights_must_be_real_scalars() -> None:
         (lambda: wrap(optax.chain(wrap(optax.sgd(1.0)))).init(PARAMS), gradaccum.ArgumentTypeError),
         (lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2)), gradaccum.ArgumentTypeError),
         (lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2)), gradaccum.ArgumentTypeError),
+        (lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()), gradaccum.ArgumentTypeError),
+        (lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()), gradaccum.ArgumentTypeError),
+        (
+            lambda: wrap(optax.chain(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation())).init(PARAMS),
+            gradaccum.ArgumentTypeError,
+        ),
+        (lambda: gradaccum_jax.MultiSteps(optax.chain(wrap(optax.sgd(1.0))), 2).init(PARAMS), gradaccum.ArgumentTypeError),
+        (lambda: jax.jit(lambda steps: gradaccum.wrap(optax.sgd(1.0), steps).init(PARAMS))(4), gradaccum.ArgumentTypeError),
+        (lambda: jax.jit(lambda norm: wrap(optax.sgd(1.0), clip_norm=norm).init(PARAMS))(1.0), gradaccum.ArgumentTypeError),
         (lambda: gradaccum.wrap(optax.sgd(1.0)), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="no such"), gradaccum.ArgumentTypeError),
+        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="no such"), gradaccum.ArgumentValueError),
         (lambda: wrap(optax.sgd(1.0), accumulate_dtype="int32"), gradaccum.ArgumentValueError),
         (lambda: wrap(optax.sgd(1.0), accumulate_dtype="float64").init(PARAMS), gradaccum.ArgumentValueError),
         (lambda: wrap(optax.sgd(1.0), control_flow="if"), gradaccum.ArgumentValueError),

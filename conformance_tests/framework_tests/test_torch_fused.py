@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,6 +111,36 @@ def test_a_step_of_ones_own_sees_the_divided_gradient() -> None:
     assert torch.equal(inner.seen[0], expected[0])
 
 
+def on_the_object(inner: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch, wrapped: Any) -> None:
+    inner.step = wrapped(inner.step)  # type: ignore[method-assign]
+
+
+def on_the_class(inner: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch, wrapped: Any) -> None:
+    monkeypatch.setattr(type(inner), "step", wrapped(type(inner).step))
+
+
+@pytest.mark.parametrize("patch", [on_the_object, on_the_class])
+def test_a_patched_step_sees_the_divided_gradient(patch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As profilers and libraries patch it, with `functools.wraps`, which keeps the name of torch's module."""
+    ps, plain = parameters(), parameters()
+    inner, seen = OPTIMIZERS["AdamW"](ps), []
+
+    def wrapped(step: Any) -> Any:
+        @functools.wraps(step)
+        def looking(*args: Any, **kwargs: Any) -> Any:
+            seen.append(ps[0].grad.clone())
+            return step(*args, **kwargs)
+
+        return looking
+
+    patch(inner, monkeypatch, wrapped)
+    run(gradaccum.wrap(inner, steps=3), ps)
+    other = gradaccum.wrap(torch.optim.SGD(plain), steps=3)
+    with looked_at(other, "inner") as expected:
+        run(other, plain)
+    assert torch.equal(seen[0], expected[0])
+
+
 def test_a_group_that_is_not_fused_has_it_divided_first() -> None:
     ps = parameters()
     inner = torch.optim.AdamW([{"params": ps[:1]}, {"params": ps[1:], "fused": False}], lr=0.1, fused=True)
@@ -179,12 +210,11 @@ def test_an_update_that_raises_between_two_groups_leaves_the_whole_sum(size: int
         torch.testing.assert_close(p.grad, total, rtol=2.0**-22, atol=0)
 
 
-def test_a_divisor_beyond_float32_clips_to_nothing_as_dividing_first_does() -> None:
-    first, second = parameters(), parameters()
-    mine, other = (
-        gradaccum.wrap(make(ps), steps=3, clip_norm=1e-44) for make, ps in ((OPTIMIZERS["SGD"], first), (torch.optim.SGD, second))
-    )
-    for opt, ps in ((mine, first), (other, second)):
+def test_a_divisor_beyond_float32_is_an_overflow_as_when_dividing_first() -> None:
+    for make in (OPTIMIZERS["SGD"], torch.optim.SGD):
+        ps, before = parameters(), parameters()
+        opt = gradaccum.wrap(make(ps), steps=3, clip_norm=1e-44)
         run(opt, ps, (1e10, 1e10, 1e10))
-        assert opt.result.applied
-    assert all(map(torch.equal, first, second))
+        assert opt.result.overflow
+        assert not opt.result.applied
+        assert all(map(torch.equal, ps, before))

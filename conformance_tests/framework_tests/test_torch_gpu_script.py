@@ -12,13 +12,13 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
 
-from benchmarks.gpu_problem import Problem, distance
+from benchmarks.contestants.gpu_problem import Problem, distance
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu_mixed_precision", *arguments]
+    command = [sys.executable, "-m", "benchmarks.questions.gpu_mixed_precision", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

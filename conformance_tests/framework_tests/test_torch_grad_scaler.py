@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import gradaccum
 from conformance_tests.framework_tests.torch_grad_scaler_loop import Alone, Loop, by_kind, state_of
 
-SMALLEST = 2.0**-149
+SMALLEST = 2.0**-125
 PATTERNS = 1500
 
 

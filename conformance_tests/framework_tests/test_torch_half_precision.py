@@ -46,7 +46,7 @@ ONE, ALL = SIZE * SIZE, LAYERS * SIZE * SIZE
 @pytest.mark.parametrize("master_weights", [False, True])
 def test_the_peak_is_the_sum_and_one_gradient(dtype: torch.dtype, master_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = make(dtype, master_weights=master_weights)
-    inner = [own for group in opt.param_groups for own in group["params"]]
+    inner = [*model.parameters(), *opt.master_weights.values()]
     peaks: list[int] = []
 
     def note(*_: object) -> None:

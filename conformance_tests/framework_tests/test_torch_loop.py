@@ -87,6 +87,28 @@ def test_hooks_fire_once_per_update() -> None:
     assert seen == ["pre", "inner pre", "post"] * 2
 
 
+def test_a_pre_hook_may_return_arguments() -> None:
+    """They are the inner step's, the hooks' after it too; torch refuses other values."""
+    model, seen = make_model(), []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure=None, **kwargs):
+            seen.append(kwargs)
+
+    opt = gradaccum.wrap(Noting(model.parameters(), lr=0.5), steps=1)
+    handle = opt.register_step_pre_hook(lambda o, args, kwargs: (args, {**kwargs, "extra": 1}))
+    opt.register_step_post_hook(lambda o, args, kwargs: seen.append(kwargs))
+    loss_of(model).backward()
+    opt.step()
+    assert seen == [{"extra": 1}, {"extra": 1}]
+    handle.remove()
+    opt.register_step_pre_hook(lambda o, args, kwargs: 7)
+    loss_of(model).backward()
+    with pytest.raises(gradaccum.UsageError, match="pre-hook"):
+        opt.step()
+    assert opt.result.micro_step == 1
+
+
 def test_a_pre_hook_may_change_the_windows_gradient() -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)

@@ -167,8 +167,8 @@ def other_count(state: dict) -> None:
     entry(state)["parameters"].pop()
 
 
-def full_window(state: dict) -> None:
-    entry(state)["micro_step"] = 3
+def overfull_window(state: dict) -> None:
+    entry(state)["micro_step"] = 4
 
 
 def other_sum(state: dict) -> None:
@@ -183,7 +183,7 @@ def no_entry(state: dict) -> None:
     state["gradaccum"] = None
 
 
-@pytest.mark.parametrize("damage", [drop_field, other_shape, other_dtype, other_count, full_window, other_sum, other_groups, no_entry])
+@pytest.mark.parametrize("damage", [drop_field, other_shape, other_dtype, other_count, overfull_window, other_sum, other_groups, no_entry])
 def test_a_wrong_state_is_refused_and_changes_nothing(damage: object) -> None:
     model, opt = make()
     train(model, opt, 0, 4)

@@ -6,9 +6,9 @@ from importlib import import_module
 
 import pytest
 
+from benchmarks.contestants.transformer import GPT2_SMALL, TINY, rates
 from benchmarks.rounds import Plan
 from benchmarks.run_question import _timed
-from benchmarks.transformer import GPT2_SMALL, TINY, rates
 
 
 def test_operations_of_a_window() -> None:
@@ -26,7 +26,7 @@ def test_the_utilization_is_given_where_the_peak_is_known() -> None:
 @pytest.mark.parametrize(("question", "framework"), [("torch_transformer", "torch"), ("jax_transformer", "optax")])
 def test_it_runs_tiny(question: str, framework: str) -> None:
     pytest.importorskip(framework, reason=f"needs {framework}")
-    for case in import_module(f"benchmarks.{question}").cases(quick=True):
+    for case in import_module(f"benchmarks.questions.{question}").cases(quick=True):
         record = _timed(case, Plan(rounds=1))
         assert {"gradaccum", case.baseline} <= {row["contestant"] for row in record["rows"]}
         assert all(row["counts"]["tokens/s"] > 0 for row in record["rows"])

@@ -51,7 +51,7 @@ def test_the_three_arrays_are_six_times_a_cache_of_32_mib(monkeypatch: pytest.Mo
 def test_torch_contestants_add(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     import gradaccum
-    from benchmarks import torch_bandwidth
+    from benchmarks.questions import torch_bandwidth
 
     require_whole(torch_bandwidth._float32())
     require_whole(torch_bandwidth._bfloat16())
@@ -72,7 +72,7 @@ def test_jax_contestants_add() -> None:
     import jax.numpy as jnp
 
     import gradaccum
-    from benchmarks import jax_bandwidth
+    from benchmarks.questions import jax_bandwidth
 
     steps = {
         "whole": jax_bandwidth._whole_step(gradaccum.wrap(optax.sgd(0.1), steps=jax_bandwidth.MANY), jnp.bfloat16),
@@ -88,6 +88,6 @@ def test_jax_contestants_add() -> None:
 
 def test_every_question_is_kept_on_one_core() -> None:
     """Or NumPy's one thread would be compared with all of a framework's."""
-    files = sorted((Path(triad.__file__).parent).glob("*_bandwidth.py"))
+    files = sorted((Path(triad.__file__).parent / "questions").glob("*_bandwidth.py"))
     assert len(files) == 3
     assert all("triad.one_core()" in file.read_text(encoding="utf-8") for file in files)

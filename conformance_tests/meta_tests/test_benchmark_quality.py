@@ -7,9 +7,9 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from benchmarks import digits
-from benchmarks.quality import FRAMEWORKS, curves
-from benchmarks.runs import GRADACCUM, LARGE
+from benchmarks.contestants import digits
+from benchmarks.contestants.runs import GRADACCUM, LARGE
+from benchmarks.questions.quality import FRAMEWORKS, curves
 
 EPOCHS = 2
 ROUNDING = 1e-5

@@ -25,7 +25,7 @@ def test_every_run_ends_at_the_end_of_a_window() -> None:
 @pytest.mark.parametrize("steps", [2, 8])
 def test_torch_holds_one_gradient(steps: int) -> None:
     pytest.importorskip("torch")
-    from benchmarks import torch_scaling as scaling
+    from benchmarks.questions import torch_scaling as scaling
 
     for make in scaling.LOOPS.values():
         assert scaling.held_bytes(make(scaling.model(TENSORS_HERE, ELEMENTS), steps), steps) == 4 * ELEMENTS
@@ -33,7 +33,7 @@ def test_torch_holds_one_gradient(steps: int) -> None:
 
 def test_torch_peers_agree() -> None:
     pytest.importorskip("torch")
-    from benchmarks import torch_scaling as scaling
+    from benchmarks.questions import torch_scaling as scaling
 
     trained = [scaling.model(TENSORS_HERE, ELEMENTS) for _ in scaling.LOOPS]
     first = [parameter.detach().clone() for parameter in trained[0]]
@@ -47,7 +47,7 @@ def test_torch_peers_agree() -> None:
 def test_jax_peers_agree_and_hold_one_gradient() -> None:
     optax = pytest.importorskip("optax")
     import gradaccum
-    from benchmarks import jax_scaling as scaling
+    from benchmarks.questions import jax_scaling as scaling
 
     def model() -> list[object]:
         return scaling.model(TENSORS_HERE, ELEMENTS)

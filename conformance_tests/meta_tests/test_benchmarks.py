@@ -103,7 +103,8 @@ def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_the_readme_gets_table_and_plot(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
+    readme = tmp_path / "benchmarks" / "README.md"
+    readme.parent.mkdir()
     readme.write_text("before\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nafter\n", encoding="utf-8")
     write_readme([Answers("jax_streaming", [timed("jax_streaming", 0.5), timed("jax_streaming", 0.25, x=1.0)])], tmp_path)
     text = readme.read_text(encoding="utf-8")
@@ -116,7 +117,8 @@ def test_the_readme_gets_table_and_plot(tmp_path: Path) -> None:
 
 
 def test_the_readme_stays_where_nothing_was_measured(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
+    readme = tmp_path / "benchmarks" / "README.md"
+    readme.parent.mkdir()
     readme.write_text("<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\n", encoding="utf-8")
     with pytest.raises(ValueError, match="cases"):
         write_readme([Answers("jax_streaming", [])], tmp_path)
@@ -129,7 +131,7 @@ def test_durations_have_a_unit_that_suits(milliseconds: float, text: str) -> Non
 
 
 def test_every_question_has_a_file() -> None:
-    assert all((ROOT / "benchmarks" / f"{name}.py").is_file() for name in QUESTIONS)
+    assert all((ROOT / "benchmarks" / "questions" / f"{name}.py").is_file() for name in QUESTIONS)
 
 
 def test_an_unknown_question_is_named() -> None:

@@ -1,0 +1,58 @@
+"""How many micro-batches a window holds, where a callable says so: what it gives is checked as far as it is known.
+
+A concrete value is checked as in every backend. Of a traced one only the dtype is known; if it then is below 1, `Accumulation` takes each
+micro-batch for one that is not finite, so that no update is made and the result says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradaccum import ArgumentTypeError, explain, require_steps, steps_at
+
+
+def size_at(schedule: Any, optimizer_step: Any) -> Any:
+    """The size of the window that follows update number `optimizer_step`, an int32 scalar, traced or not.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: a callable gave no int >= 1, or, traced, no integer scalar.
+    """
+    steps = steps_at(schedule, optimizer_step, jnp.where)
+    if not callable(schedule):
+        return steps
+    if not isinstance(steps, jax.core.Tracer):
+        return require_steps(steps, _number(optimizer_step))
+    if steps.shape != () or not jnp.issubdtype(steps.dtype, jnp.integer):
+        got, fix = f"one of dtype {steps.dtype} and shape {steps.shape}", "Cast what it returns: .astype(jnp.int32)."
+        raise explain(ArgumentTypeError, "steps(optimizer_step)", expected="an integer scalar", got=got, fix=fix)
+    return steps
+
+
+def probe(schedule: Any) -> None:
+    """Check the first window's size, before anything is traced.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: see `size_at`.
+    """
+    if callable(schedule):
+        with jax.ensure_compile_time_eval():
+            size_at(schedule, jnp.zeros((), jnp.int32))
+
+
+def check_known(schedule: Any, optimizer_step: Any) -> None:
+    """Check the open window's size where a loop outside `jax.jit` knows it; waits for the last update, and only for a callable.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: see `size_at`.
+    """
+    if callable(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
+        size_at(schedule, jnp.asarray(optimizer_step))
+
+
+def _number(optimizer_step: Any) -> int:
+    """Its name if it is traced: it is for the message."""
+    return cast(int, "optimizer_step") if isinstance(optimizer_step, jax.core.Tracer) else int(np.asarray(optimizer_step))

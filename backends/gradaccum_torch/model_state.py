@@ -1,0 +1,77 @@
+"""A state for `torch.distributed.checkpoint.state_dict`, which keeps ``"state"`` and ``"param_groups"`` and drops the rest.
+
+So the wrapper's entry travels in the first group, and the masters beside the inner optimizer's tensors of their parameters, which it calls
+by name and shards. A window's sum does not fit: what such a checkpoint is loaded into must have the same tensors before, and whether there
+is a sum changes from step to step. So an open window is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaccum import UsageError, explain
+from gradaccum_torch.checkpoint import KEY, describe
+from gradaccum_torch.parameters import Parameters
+
+MASTER = "gradaccum_master"
+
+
+def asked_by(function: str) -> Mapping[str, Any] | None:
+    """The local variables of who called the caller, if that is `function` of `torch.distributed.checkpoint.state_dict`."""
+    frame = sys._getframe(2)
+    module = frame.f_globals.get("__name__")
+    known = frame.f_code.co_name == function and module == "torch.distributed.checkpoint.state_dict"
+    return frame.f_locals if known else None
+
+
+def initialize(inner: torch.optim.Optimizer) -> None:
+    """Give `inner` the state that a step makes, as torch does it before it reads or loads one."""
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    _init_optim_state(inner)
+
+
+def spread(state_dict: dict[str, Any], parameters: Parameters, its_locals: Mapping[str, Any]) -> dict[str, Any]:
+    """`state_dict` in that form.
+
+    Raises:
+        UsageError: a window is open, or the state is to be flattened, which drops what torch does not know of a group.
+    """
+    entry = state_dict.pop(KEY)
+    if entry["micro_step"]:
+        got, fix = "an open window", "Call opt.flush() or opt.discard() first, or save opt.state_dict() itself, which holds the window."
+        raise _refused("to be called between two windows", got, fix)
+    if getattr(its_locals.get("info"), "flatten_optimizer_state_dict", False):
+        raise _refused("flatten_optimizer_state_dict=False", "True, which drops the state of the window", "Leave it out.")
+    masters = entry["masters"]
+    for index, parameter in enumerate(parameters.positions() if masters else ()):
+        # A parameter that is its own master too, or torch would miss its state where the inner optimizer has none.
+        state_dict["state"].setdefault(index, {})[MASTER] = masters.get(index, parameter.detach())
+    state_dict["param_groups"][0][KEY] = {name: value for name, value in entry.items() if name not in ("parameters", "sums", "masters")}
+    return state_dict
+
+
+def gather(state_dict: dict[str, Any], parameters: Parameters) -> dict[str, Any]:
+    """`state_dict` as the wrapper itself saves it; one that is in no other form stays as it is."""
+    groups = state_dict.get("param_groups", ())
+    if KEY in state_dict or not groups or KEY not in groups[0]:
+        return state_dict
+    state = {name: dict(entries) for name, entries in state_dict["state"].items()}
+    found = ((index, state.get(name, {}).pop(MASTER, None)) for index, name in enumerate(chain(*(group["params"] for group in groups))))
+    masters = {index: master for index, master in found if isinstance(master, Tensor) and index in parameters.masters()}
+    return {
+        **state_dict,
+        "state": {name: entries for name, entries in state.items() if entries},
+        "param_groups": [{name: value for name, value in group.items() if name != KEY} for group in groups],
+        KEY: {**groups[0][KEY], "parameters": describe(parameters.groups()), "sums": {}, "masters": masters},
+    }
+
+
+def _refused(expected: str, got: str, fix: str) -> UsageError:
+    return explain(UsageError, "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict", expected=expected, got=got, fix=fix)

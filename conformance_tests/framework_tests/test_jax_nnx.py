@@ -1,0 +1,61 @@
+"""flax nnx keeps each array of the optimizer's state in a variable: every function that takes the state takes that too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradaccum
+import gradaccum_jax
+
+nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+
+
+def begun(**options: Any) -> tuple[Any, Any]:
+    """A model and its optimizer, one micro-batch into a window."""
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0), param_dtype=options.pop("dtype", jnp.float32))
+    optimizer = nnx.Optimizer(model, gradaccum.wrap(optax.adam(0.5), steps=3, **options), wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.asarray([[1.0, 3.0]]))))(model))
+    return model, optimizer
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_flush_takes_variables(master_weights: bool) -> None:
+    model, optimizer = begun(master_weights=master_weights, dtype=jnp.bfloat16)
+    params = nnx.state(model, nnx.Param)
+    pure = nnx.pure(params)
+    expected = gradaccum_jax.flush(optimizer.tx, nnx.pure(optimizer.opt_state), pure)
+    found = gradaccum_jax.flush(optimizer.tx, optimizer.opt_state, params)
+    assert_same(found, expected)
+    assert gradaccum_jax.result(found[1]).applied
+    nnx.update(optimizer.opt_state, nnx.state(found[1]))
+    assert gradaccum_jax.result(optimizer.opt_state).optimizer_step == 1
+    if master_weights:
+        assert_same(gradaccum_jax.apply_updates(pure, found[0], optimizer.opt_state), optax.apply_updates(pure, found[0]))
+
+
+def test_discard_takes_variables() -> None:
+    model, optimizer = begun()
+    state = gradaccum_jax.discard(optimizer.tx, optimizer.opt_state)
+    assert_same(state, optimizer.tx.init(nnx.pure(nnx.state(model, nnx.Param))))
+
+
+def test_check_state_takes_variables() -> None:
+    model, optimizer = begun()
+    state = gradaccum_jax.check_state(optimizer.tx, optimizer.opt_state, nnx.state(model, nnx.Param))
+    assert_same(state, nnx.pure(optimizer.opt_state))
+    other = gradaccum.wrap(optax.adam(0.5), steps=2)
+    with pytest.raises(gradaccum.CheckpointError, match=r"^steps"):
+        gradaccum_jax.check_state(other, optimizer.opt_state, nnx.state(model, nnx.Param))
