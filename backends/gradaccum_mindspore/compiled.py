@@ -73,11 +73,9 @@ class CompiledWindow(CompiledState):
     def decide(self) -> Any:
         """Measure the window and note what is to be done with it."""
         notes = self.notes
-        weight, overflow = self.storage.weight.value(), self.storage.overflow & self.true
+        notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
         if self.calls_steps:
-            no_size = self.size(self.storage.optimizer_step.value()) < 1
-            weight, overflow = where(no_size, 0 * weight, weight), overflow | no_size
-        notes.write_state(weight, overflow, self.storage.loss_scale)
+            notes.write_terms(self.storage.terms)
         squares = sum_of_squares(self.storage.sums, self.float_dtype)
         notes.write_measure(ops.sqrt(squares), ops.isfinite(squares))
         self.measure_again()
@@ -92,7 +90,9 @@ class CompiledWindow(CompiledState):
         return True
 
     def judged(self, state: Any, norm: Any, finite: Any) -> Any:
-        """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite."""
+        """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite, nor is a window of no size."""
+        if self.calls_steps:
+            finite = finite & (self.notes.terms.value()[3] >= 1)
         if self.storage.narrowed:
             divisor = decide(state, norm, finite, self.unclipped, where, self.storage.largest)[2]
             finite = finite & compiled_fits(self.storage.sums, self.handed_over(divisor), self.storage.handed)

@@ -31,6 +31,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
     before: Any
     """bool: `State.overflow` before the decision."""
     loss_scale: Any
+    terms: Any
     norm: Any
     finite: Any
     unmeasured: Any
@@ -47,6 +48,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
         self.float_dtype = float_dtype
         number = next(NUMBERS)
         self.add("loss_scale", Tensor(1.0, ms.float32), number)
+        self.add("terms", Tensor([0, 0, 0, 1], ms.int32), number)
         for field in ("weight", "norm", "divisor", "grad_norm"):
             self.add(field, Tensor(0.0, float_dtype), number)
         for field in ("before", "finite", "unmeasured", "overflow", "applied", "apply"):
@@ -62,6 +64,10 @@ class Notes(nn.Cell):  # type: ignore[misc]
         ops.assign(self.before, overflow)
         ops.assign(self.loss_scale, loss_scale)
         return True
+
+    def write_terms(self, terms: Any) -> Any:
+        """The last of which is the window's size."""
+        return ops.assign(self.terms, terms)
 
     def state(self) -> Any:
         """The same as a state, whose other fields no decision reads."""
