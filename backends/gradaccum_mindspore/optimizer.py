@@ -106,7 +106,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         if is_graph_mode():
             return super().__call__(ordered, None if weight is None else ms.Tensor(amount, self.storage.float_dtype))
         size = self.eager.size()
-        state = self.eager.add(ordered, amount)
+        state = self.eager.add(ordered, amount, size)
         full = size is not None and bool(is_full(state, size))
         if full:
             self.eager.close(state, self.update)
