@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore import ops
+from mindspore import Tensor, ops
 
-from gradaccum import accumulate, contribution, decide, is_full
+from gradaccum import Options, accumulate, contribution, decide, is_full
 from gradaccum_mindspore.accumulator import (
     compiled_add,
     compiled_finite,
@@ -25,13 +25,29 @@ from gradaccum_mindspore.accumulator import (
     robust_measure,
     sum_of_squares,
 )
-from gradaccum_mindspore.checks import check_compiled_gradients, check_compiled_names, check_compiled_structure
+from gradaccum_mindspore.checks import (
+    check_compiled_gradients,
+    check_compiled_structure,
+    check_compiled_weight,
+    check_compiled_weight_shape,
+    compiled_names_of,
+)
 from gradaccum_mindspore.compiled_state import CompiledState, where
+from gradaccum_mindspore.storage import Storage
 
 
 def chosen(condition: Any, a: Any, b: Any) -> Any:
     """`where` for a condition that always holds, as it does for a finite gradient of weight 1."""
     return a
+
+
+def number_of(weight: Any) -> Any:
+    """A weight as a number or a scalar Tensor; raises while compiling if it is none."""
+    if isinstance(weight, Tensor):
+        check_compiled_weight_shape(weight.shape)
+        return weight.reshape(())
+    check_compiled_weight(weight)
+    return weight
 
 
 def shape_of(gradient: Any) -> Any:
@@ -47,13 +63,17 @@ def dtype_of(gradient: Any) -> Any:
 class CompiledWindow(CompiledState):
     """Micro-batches and what is decided at a window's end, for the compiler to follow."""
 
+    def __init__(self, storage: Storage, options: Options) -> None:
+        super().__init__(storage, options)
+        self.names_of = compiled_names_of(storage.specs, storage.names)
+
     def add(self, gradients: Any, weight: Any) -> Any:
         """Take in one micro-batch; returns the state after it, not yet written, and the event if its gradient may be dropped, else None."""
         state = self.read()
         if weight is None and self.options.on_overflow == "skip_window":
             compiled_add(self.storage.sums, gradients, None, None)
             return accumulate(state, self.one, self.true, chosen), None
-        amount = self.one if weight is None else self.one * weight
+        amount = self.one if weight is None else self.one * number_of(weight)
         factor = contribution(amount, self.options)
         finite = self.true
         usable = (amount > 0) & (amount < float("inf"))
@@ -73,16 +93,23 @@ class CompiledWindow(CompiledState):
     def decide(self) -> Any:
         """Measure the window and note what is to be done with it."""
         notes = self.notes
-        weight, overflow = self.storage.weight.value(), self.storage.overflow & self.true
+        notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
         if self.calls_steps:
-            no_size = self.size(self.storage.optimizer_step.value()) < 1
-            weight, overflow = where(no_size, 0 * weight, weight), overflow | no_size
-        notes.write_state(weight, overflow, self.storage.loss_scale)
+            ops.assign(notes.optimizer_step, self.storage.optimizer_step)
         squares = sum_of_squares(self.storage.sums, self.float_dtype)
         notes.write_measure(ops.sqrt(squares), ops.isfinite(squares))
         self.measure_again()
-        apply, overflow, divisor, grad_norm = self.judged(notes.state(), notes.norm.value(), notes.finite & self.true)
+        apply, overflow, divisor, grad_norm = self.judged(self.noted(), notes.norm.value(), notes.finite & self.true)
         return notes.write_decision(apply, overflow, divisor, grad_norm)
+
+    def noted(self) -> Any:
+        """The state to decide on; a window whose size is none has no weight and is an overflow."""
+        weight, overflow, loss_scale = self.notes.weight.value(), self.notes.before & self.true, self.notes.loss_scale.value()
+        if self.calls_steps:
+            no_size = self.size(self.notes.optimizer_step.value()) < 1
+            weight, overflow = where(no_size, 0 * weight, weight), overflow | no_size
+        # A decision reads no other field.
+        return loss_scale, loss_scale, loss_scale, weight, overflow, loss_scale, loss_scale
 
     def measure_again(self) -> Any:
         """Note norm and finiteness the robust way where the squares overflow."""
@@ -120,8 +147,7 @@ class CompiledWindow(CompiledState):
 
     def by_name(self, gradients: Any) -> Any:
         """A dict's values in the parameters' order."""
-        check_compiled_names(tuple(gradients.keys()), self.storage.specs)
         ordered: Any = ()
-        for spec in self.storage.specs:
-            ordered = (*ordered, gradients[spec[0]])
+        for name in self.names_of(tuple(gradients.keys())):
+            ordered = (*ordered, gradients[name])
         return ordered

@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 import gradaccum  # noqa: E402
 from gradaccum_mindspore import Accumulator  # noqa: E402
 
-WINDOWS = 300
+WINDOWS = 200
 LEAK = 100
 """Bytes per window; one tensor that is kept takes 1200."""
 
@@ -95,7 +95,17 @@ def wrapped(parameters):
 def with_everything(parameters):
     scale = gradaccum.DynamicLossScale(8.0, growth_interval=3)
     options = {"on_overflow": "drop_micro_batch", "loss_scale": scale, "clip_norm": 1.0, "skip_norm": 1e9}
-    return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2, **options))
+    optimizer = gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2, **options)
+    assert optimizer.loss_scale == 8.0
+    return Step(optimizer)
+
+
+def size_of(optimizer_step):
+    return 2 + 0 * optimizer_step
+
+
+def with_a_function(parameters):
+    return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=size_of))
 
 
 def by_hand(parameters):
@@ -119,7 +129,7 @@ def two_parameters():
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
-@pytest.mark.parametrize("make", [wrapped, with_everything, by_hand])
+@pytest.mark.parametrize("make", [wrapped, with_everything, with_a_function, by_hand])
 def test_a_window_keeps_no_memory(make, mode):
     assert kept_per_window(make(two_parameters()), mode) < LEAK
 
