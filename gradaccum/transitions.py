@@ -26,6 +26,8 @@ Fields = tuple[Any, Any, Any, Any, Any, Any, Any]
 """A state as a plain tuple, in the order of the fields of `State` (which is one)."""
 
 FLOAT32_MAX = 3.4028234663852886e38
+FLOAT32_TINY, FLOAT64_TINY = 2.0**-126, 2.0**-1022
+"""The smallest normal numbers. XLA takes what is smaller for 0."""
 INFINITY = float("inf")
 
 
@@ -101,7 +103,8 @@ def decide(
     _, _, _, weight, overflow, loss_scale, _ = state
     one = 0 * weight + 1
     divisor = loss_scale * _denominator(weight, options, where)
-    usable = (divisor >= 4 / largest) & (divisor <= largest)  # 4 / largest is the smallest normal number.
+    smallest = FLOAT32_TINY if largest == FLOAT32_MAX else FLOAT64_TINY
+    usable = (divisor >= smallest) & (divisor <= largest)
     finite = finite & usable
     grad_norm = where(finite, norm / where(usable, divisor, one), INFINITY + one)
     overflow = overflow | (finite == False)  # noqa: E712

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradaccum import ArgumentValueError, explain
+from gradaccum_torch.comparison import apart
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -98,11 +99,10 @@ class Parameters:
         if self._masters:
             torch._foreach_copy_(list(self._masters), list(self._masters.values()))
 
-    @torch.no_grad()
     def strayed(self) -> tuple[Tensor, ...]:
         """Whether the model holds something else than the rounded masters: one bool, shape ``()``; nothing where there are no masters."""
-        found = [_bits_apart(parameter, master) for parameter, master in self._masters.items() if _local(parameter).numel()]
-        return (torch.stack([bits.to(found[0].device) for bits in found]).any(),) if found else ()
+        found = apart(list(self._masters.items()))
+        return () if found is None else (found,)
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -113,7 +113,8 @@ class Parameters:
     @contextmanager
     def published(self) -> Iterator[None]:
         """Inside, the inner optimizer is asked to do something with its masters: what that makes of them, the model gets."""
-        if any(self.strayed()):
+        # In the midst of an update it is the masters that are ahead.
+        if not self._in_place and any(self.strayed()):
             self.take_over()
         try:
             with self.masters_in_place():
@@ -143,12 +144,12 @@ class Parameters:
             tensor.grad = None
 
     def _complete(self) -> None:
-        """Make the masters that are missing, and forget those of parameters that were replaced."""
-        positions = self.positions() if self._wanted else []
-        for parameter in set(self._masters).difference(positions):
+        """Make the masters that are missing, and forget those of parameters that were replaced, or cast to another dtype."""
+        half = [parameter for parameter in self.positions() if parameter.dtype in HALF] if self._wanted else []
+        for parameter in set(self._masters).difference(half):
             del self._models[self._masters.pop(parameter)]
-        for parameter in positions:
-            if parameter.dtype in HALF and parameter not in self._masters:
+        for parameter in half:
+            if parameter not in self._masters:
                 self._pair(parameter, torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad))
                 self._widen_state(parameter)
 
@@ -169,21 +170,6 @@ class Parameters:
         if parameter in self._inner.state:
             state = self._inner.state[parameter]
             self._inner.state[parameter] = {name: _widened(value) for name, value in state.items()}
-
-
-def _bits_apart(parameter: Tensor, master: Tensor) -> Tensor:
-    """Not 0 where the rounded `master` is another number than `parameter`, shape ``()``; -0 is another one than 0."""
-    # Half the time of comparing the numbers, for which a CPU has no vector instruction.
-    bits = _local(master).to(parameter.dtype).view(torch.int16)
-    lowest, highest = bits.bitwise_xor_(_local(parameter).view(torch.int16)).aminmax()
-    return lowest | highest
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that is here; each process takes over what was written into its own."""
-    own: Any = tensor.detach()
-    local: Tensor = own.to_local() if hasattr(own, "to_local") else own
-    return local
 
 
 def _widened(value: Any) -> Any:

@@ -95,6 +95,8 @@ class Window:
             UsageError: its dtype cannot hold the factor, however far the loss scale backs off.
         """
         factor, rule = float(contribution(weight, self.options)), self.options.scale_rule
+        if factor == 1 and not self._scaled:
+            return loss
         require_in_range(loss, factor * (rule.init_scale if rule.backoff_factor == 1 else rule.min_scale))
         with torch.enable_grad():  # Where backward() itself works, with torch.no_grad() around it.
             if self.scaler is not None:

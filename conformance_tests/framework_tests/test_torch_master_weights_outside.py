@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import gradaccum
+from gradaccum_torch import comparison
 
 STEP = 2.0**-13
 
@@ -148,3 +150,54 @@ def test_a_replaced_parameter_has_a_master_of_its_own() -> None:
     for _ in range(64):
         train(model, opt)
     assert not torch.equal(model[1].weight, before)
+
+
+def test_a_method_called_by_the_inner_optimizers_hook_undoes_nothing() -> None:
+    """There the masters are ahead of the model, which gets them after it."""
+    (model, opt), (other, reference) = make(), make()
+    opt.optimizer.nothing = lambda: None
+    opt.optimizer.register_step_post_hook(lambda *_: opt.nothing())
+    for m, o in ((model, opt), (other, reference)):
+        train(m, o, 8)
+    assert all(torch.equal(opt.master_weights[index], master) for index, master in reference.master_weights.items())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_model_cast_to_float32_goes_on() -> None:
+    """Its masters are then of the same dtype, and comparing them must not write them."""
+    model, opt = make(accumulate_dtype="float32")
+    train(model, opt)
+    masters = [master.clone() for master in opt.master_weights.values()]
+    model.float()
+    for _ in range(4):
+        opt.backward(sum((parameter * 0).sum() for parameter in model.parameters()))
+        opt.step()
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(parameter, master.to(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("compare", [lambda *pair: comparison.bits_apart(*pair), lambda *pair: comparison.differences([pair])[0]])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_smallest_change_of_one_element_is_seen(compare: Any, dtype: torch.dtype) -> None:
+    """By a CPU's way and by an accelerator's, which a CPU can go too; at every power of two, and down to the smallest numbers."""
+    limits = torch.finfo(dtype)
+    wide = torch.cat(
+        [torch.logspace(math.log2(limits.tiny), math.log2(limits.max) - 1, 300, base=2.0), torch.tensor([0.0, limits.smallest_normal])]
+    )
+    half = wide.to(dtype)
+    assert not compare(half, wide)
+    for index in range(len(half)):
+        changed = half.clone()
+        changed.view(torch.int16)[index] += 1
+        assert compare(changed, wide)
+        changed.copy_(half).view(torch.int16)[index] ^= -(2**15)
+        assert compare(changed, wide) or not half[index], "another sign"
+
+
+def test_tensors_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "CHUNK", 4)
+    pairs = [(torch.ones(size, dtype=torch.float16), torch.ones(size)) for size in (1, 5, 2, 3, 1)]
+    chunks = list(comparison._chunks(pairs))
+    assert [[half.numel() for half, _ in chunk] for chunk in chunks] == [[1, 5], [2, 3], [1]]
+    assert comparison.apart([]) is None
+    assert comparison.apart([(torch.ones(0, dtype=torch.float16), torch.ones(0))]) is None

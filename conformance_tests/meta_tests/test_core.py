@@ -110,6 +110,13 @@ def test_a_clipped_divisor_beyond_float32_is_an_overflow() -> None:
     assert Decision(*decide(State(1, 0, 0, 1.0, False, 1.0, 0), 1e30, True, options, select, sys.float_info.max)).apply
 
 
+@pytest.mark.parametrize("scale", [2.0**-126, 3.4028234663852886e38])
+def test_divisors_at_the_limits_are_usable(scale: float) -> None:
+    beyond = scale * (0.5 if scale < 1 else 2.0)
+    assert Decision(*decide(State(1, 0, 0, 1.0, False, scale, 0), scale, True, make_options(1), select)).apply
+    assert not Decision(*decide(State(1, 0, 0, 1.0, False, beyond, 0), scale, True, make_options(1), select)).apply
+
+
 @pytest.mark.parametrize("steps", [4, None, [(0, 2), (3, 5)], lambda step: step + 1])
 @pytest.mark.parametrize("loss_scale", [None, 8.0, DynamicLossScale()])
 def test_terms_survive_their_codes(steps: Any, loss_scale: Any) -> None:

@@ -1,4 +1,4 @@
-"""The README's code is run, and what it quotes is what the files say."""
+"""The front page's code is run, what the pages quote is what the files say, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-QUOTED = re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", README, re.DOTALL)
+PAGES = sorted(page.relative_to(ROOT).as_posix() for folder in (".", "backends", "benchmarks") for page in (ROOT / folder).glob("*.md"))
 EXAMPLES = {
     name: code
     for code in re.findall(r"(?<!-->\n)```python\n(.*?)```", README, re.DOTALL)
     for name in ("torch", "jax", "mindspore")
     if code.startswith(f"import {name}")
 }
+
+
+def quoted(page: str) -> list[tuple[str, str]]:
+    return re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "mindspore"])
@@ -30,16 +34,23 @@ def test_example_runs(name: str, tmp_path) -> None:
 
 
 def test_quoted_files_are_as_quoted() -> None:
-    assert QUOTED
-    for file, text in QUOTED:
-        assert text == (ROOT / file).read_text(encoding="utf-8"), f"README quotes an older {file}"
+    found = [(page, file, text) for page in PAGES for file, text in quoted(page)]
+    assert found
+    for page, file, text in found:
+        assert text == (ROOT / file).read_text(encoding="utf-8"), f"{page} quotes an older {file}"
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert links
-    missing = [link for link in links if not (ROOT / link).exists()]
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Those to files of this repository; no page is read from the network."""
+    path = ROOT / page
+    links = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (path.parent / link).exists()]
     assert not missing
+
+
+def test_the_front_page_links_every_page() -> None:
+    assert {page for page in PAGES if page != "README.md"} <= set(re.findall(r"\]\(([^)#:]+)\)", README))
 
 
 def test_the_commands_are_there() -> None:
