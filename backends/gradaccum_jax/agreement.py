@@ -54,4 +54,4 @@ def agree(apply: Any, overflow: Any, last: Any, axes: Axes, control_flow: Contro
 
 def every(flag: Any, axes: Axes) -> Any:
     """Whether `flag` holds on every device along `axes`."""
-    return lax.pmin(flag.astype(jnp.int32), tuple(sorted(axes))) > 0
+    return lax.pmin(flag.astype(jnp.int32), tuple(sorted(axes))) > 0  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ import optax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
 from gradaccum_jax.masters import is_half
+from gradaccum_jax.paths import unique
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
@@ -79,7 +80,8 @@ def require_params(params: Any, masters: Any) -> None:
 
 def _shapes(tree: Any, chosen: Callable[[Any], bool] = lambda leaf: True) -> dict[str, Any]:
     """The shapes of the leaves that are `chosen`, by path."""
-    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if chosen(leaf)}
+    leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if chosen(leaf)]
+    return dict(zip(unique(jax.tree_util.keystr(path) for path, _ in leaves), (np.shape(leaf) for _, leaf in leaves), strict=True))
 
 
 def as_weight(weight: Any, dtype: Any) -> Any:

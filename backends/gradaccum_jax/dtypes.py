@@ -70,9 +70,9 @@ def _wider_of(parameter: Any, other: Any) -> Any:
 
 def _leaves_like(params: Any, accumulator: Any) -> list[Any]:
     """Those of `params` in the accumulator's places; None each if it is another tree."""
-    held, structure = jax.tree.flatten(accumulator, is_leaf=_is_none)
-    own, other = jax.tree.flatten(params, is_leaf=_is_none)
-    known = own if structure == other else [None] * len(held)
+    held = jax.tree.leaves(accumulator, is_leaf=_is_none)
+    structures: list[Any] = [jax.tree.structure(tree, is_leaf=_is_none) for tree in (params, accumulator)]
+    known = jax.tree.leaves(params, is_leaf=_is_none) if structures[0] == structures[1] else [None] * len(held)
     return [p for p, leaf in zip(known, held, strict=True) if leaf is not None]
 
 

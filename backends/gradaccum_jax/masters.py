@@ -115,7 +115,7 @@ def apply_updates(params: Any, updates: Any, state: Any) -> Any:
     update, or one that is inf or NaN.
 
     Args:
-        params: the parameters.
+        params: the parameters, also in flax nnx's variables.
         updates: what `update` or `flush` returned.
         state: what it returned too, or a tree that holds exactly one wrapped optimizer's state for these parameters.
 
@@ -125,7 +125,7 @@ def apply_updates(params: Any, updates: Any, state: Any) -> Any:
     Raises:
         ArgumentTypeError: `state` holds no such state, or several.
     """
-    moved = optax.apply_updates(params, updates)
+    moved = optax.apply_updates(plain(params), updates)
     held = in_place_of(moved, plain(the_state(state).masters))
     return jax.tree.map(lambda p, master: jnp.asarray(master).astype(jnp.result_type(p)), moved, held)
 

@@ -33,14 +33,14 @@ def size_at(schedule: Any, optimizer_step: Any) -> Any:
 
 
 def probe(schedule: Any) -> None:
-    """Check the first window's size, before anything is traced.
+    """Check the first window's size, before anything is traced. With NumPy's 0: `wrap` alone starts no device.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: see `size_at`.
     """
     if callable(schedule):
         with jax.ensure_compile_time_eval():
-            size_at(schedule, jnp.zeros((), jnp.int32))
+            size_at(schedule, np.zeros((), np.int32))
 
 
 def check_known(schedule: Any, optimizer_step: Any) -> None:

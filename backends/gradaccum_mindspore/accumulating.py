@@ -34,6 +34,7 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong, or `parameters` are none.
+        UsageError: on a call, there is a loss scale, and nobody has asked for it yet.
         GradientError: on a call, another number, shape or dtype of gradients than the parameters'.
     """
 

@@ -21,7 +21,8 @@ class MindSporeBackend:
 
         Raises:
             ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped already.
-            ArgumentValueError: `name` is empty.
+            ArgumentValueError: `name` is empty, or the model has a parameter of a name of the state's; `optimizer` divides by a loss scale
+                of its own beside ``loss_scale=``; the scaler given as ``loss_scale=`` is driven by another wrapped optimizer.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)

@@ -95,21 +95,12 @@ class CompiledWindow(CompiledState):
         notes = self.notes
         notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
         if self.calls_steps:
-            ops.assign(notes.optimizer_step, self.storage.optimizer_step)
+            notes.write_terms(self.storage.terms)
         squares = sum_of_squares(self.storage.sums, self.float_dtype)
         notes.write_measure(ops.sqrt(squares), ops.isfinite(squares))
         self.measure_again()
-        apply, overflow, divisor, grad_norm = self.judged(self.noted(), notes.norm.value(), notes.finite & self.true)
+        apply, overflow, divisor, grad_norm = self.judged(notes.state(), notes.norm.value(), notes.finite & self.true)
         return notes.write_decision(apply, overflow, divisor, grad_norm)
-
-    def noted(self) -> Any:
-        """The state to decide on; a window whose size is none has no weight and is an overflow."""
-        weight, overflow, loss_scale = self.notes.weight.value(), self.notes.before & self.true, self.notes.loss_scale.value()
-        if self.calls_steps:
-            no_size = self.size(self.notes.optimizer_step.value()) < 1
-            weight, overflow = where(no_size, 0 * weight, weight), overflow | no_size
-        # A decision reads no other field.
-        return loss_scale, loss_scale, loss_scale, weight, overflow, loss_scale, loss_scale
 
     def measure_again(self) -> Any:
         """Note norm and finiteness the robust way where the squares overflow."""
@@ -119,7 +110,9 @@ class CompiledWindow(CompiledState):
         return True
 
     def judged(self, state: Any, norm: Any, finite: Any) -> Any:
-        """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite."""
+        """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite, nor is a window of no size."""
+        if self.calls_steps:
+            finite = finite & (self.notes.terms.value()[3] >= 1)
         if self.storage.narrowed:
             divisor = decide(state, norm, finite, self.unclipped, where, self.storage.largest)[2]
             finite = finite & compiled_fits(self.storage.sums, self.handed_over(divisor), self.storage.handed)

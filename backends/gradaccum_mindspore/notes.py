@@ -27,11 +27,11 @@ class Notes(nn.Cell):  # type: ignore[misc]
         float_dtype: dtype of the norm and of the divisor.
     """
 
-    optimizer_step: Any
     weight: Any
     before: Any
     """bool: `State.overflow` before the decision."""
     loss_scale: Any
+    terms: Any
     norm: Any
     finite: Any
     unmeasured: Any
@@ -48,7 +48,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
         self.float_dtype = float_dtype
         number = next(NUMBERS)
         self.add("loss_scale", Tensor(1.0, ms.float32), number)
-        self.add("optimizer_step", Tensor(0, ms.int32), number)
+        self.add("terms", Tensor([0, 0, 0, 1], ms.int32), number)
         for field in ("weight", "norm", "divisor", "grad_norm"):
             self.add(field, Tensor(0.0, float_dtype), number)
         for field in ("before", "finite", "unmeasured", "overflow", "applied", "apply"):
@@ -64,6 +64,15 @@ class Notes(nn.Cell):  # type: ignore[misc]
         ops.assign(self.before, overflow)
         ops.assign(self.loss_scale, loss_scale)
         return True
+
+    def write_terms(self, terms: Any) -> Any:
+        """The last of which is the window's size."""
+        return ops.assign(self.terms, terms)
+
+    def state(self) -> Any:
+        """The same as a state, whose other fields no decision reads."""
+        weight, zero = self.weight.value(), 0 * self.weight.value()
+        return zero, zero, zero, weight, self.before & True, self.loss_scale.value(), zero
 
     def write_measure(self, norm: Any, finite: Any) -> Any:
         """The sums' norm, and whether all of them are finite."""

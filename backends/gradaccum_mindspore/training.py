@@ -41,7 +41,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
     In PyNative, in `mindspore.jit`, in graph mode, and as the network of `mindspore.train.Model`:
     ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. Save this cell to save all there is, also the statistics of a
-    normalization, which no optimizer holds.
+    normalization, which no optimizer holds. Over several workers MindSpore's reducer takes the mean of their gradients in each micro-batch,
+    so all of them must then have the same number of items.
 
     Args:
         network: a Cell that returns the loss, not scaled.

@@ -36,7 +36,7 @@ def switched(wide: bool) -> Any:
 def our_trace(factor: Any, interval: Any, start: Any, floor: Any, clean: Any) -> Any:
     """(loss_scale, growth_tracker) after each window, by the transitions."""
     rule = gradaccum.ScaleRule(1.0, factor, 1 / factor, interval, floor, INF)
-    options = gradaccum.make_options(2)._replace(scale_rule=rule)
+    options = gradaccum.make_options(2, reduction="sum")._replace(scale_rule=rule)  # times a weight, 2^127 is beyond float32
     zero = jnp.zeros((), jnp.int32)
 
     def window(state: Any, finite: Any) -> Any:

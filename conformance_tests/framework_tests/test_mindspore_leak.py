@@ -96,16 +96,20 @@ def with_everything(parameters):
     scale = gradaccum.DynamicLossScale(8.0, growth_interval=3)
     options = {"on_overflow": "drop_micro_batch", "loss_scale": scale, "clip_norm": 1.0, "skip_norm": 1e9}
     optimizer = gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2, **options)
-    assert optimizer.loss_scale == 8.0
+    optimizer.scale(Tensor(1.0))  # the gradients below stand for those of a loss that was scaled
     return Step(optimizer)
 
 
-def size_of(optimizer_step):
+def two(optimizer_step):
     return 2 + 0 * optimizer_step
 
 
-def with_a_function(parameters):
-    return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=size_of))
+def of_sizes_from_a_function(parameters):
+    return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=two, on_overflow="drop_micro_batch"))
+
+
+def with_a_scale_of_its_own(parameters):
+    return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9, loss_scale=8.0), steps=[(0, 2), (1000, 2)], clip_norm=1.0))
 
 
 def by_hand(parameters):
@@ -129,7 +133,7 @@ def two_parameters():
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
-@pytest.mark.parametrize("make", [wrapped, with_everything, with_a_function, by_hand])
+@pytest.mark.parametrize("make", [wrapped, with_everything, of_sizes_from_a_function, with_a_scale_of_its_own, by_hand])
 def test_a_window_keeps_no_memory(make, mode):
     assert kept_per_window(make(two_parameters()), mode) < LEAK
 
