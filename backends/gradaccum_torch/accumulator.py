@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradaccum_torch.norms import Norms, are_alike
+from gradaccum_torch.norms import are_alike, norms_in_few_calls, norms_of, side_by_side, together
 
 BLOCK = 2**19
 """Elements per thread that a CPU adds at once where it copies them into another dtype first: the copy stays in its cache."""
@@ -38,8 +38,8 @@ class Measured(NamedTuple):
     """Whether every element is finite."""
     notes: list[float]
     """The values of the notes that were asked for beside it."""
-    norms: Norms
-    """Of the tensors, which can undo a division by them."""
+    norms: list[Tensor]
+    """Of one or several of the tensors each, shape ``()``."""
 
 
 @torch.no_grad()
@@ -53,14 +53,14 @@ def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measur
         notes: scalars, shape ``()``, to be read in the same transfer.
     """
     tensors = list(map(values, gradients))
-    norms = Norms(tensors)
-    norm, *read = _fetch(norms.each, notes)
+    norms = norms_in_few_calls(tensors)
+    norm, *read = _fetch(norms, notes)
     if math.isfinite(norm):
         return Measured(norm, True, read, norms)
     peak = largest(tensors)
     if not math.isfinite(peak):
         return Measured(math.inf, False, read, norms)
-    (scaled,) = _fetch([torch.linalg.vector_norm(tensor / peak) for tensor in tensors])
+    (scaled,) = _fetch([norm for tensor in tensors for norm in norms_of([tensor / peak])])
     return Measured(peak * scaled, True, read, norms)
 
 
@@ -76,7 +76,7 @@ def largest(gradients: Sequence[Tensor]) -> float:
     tensors = [tensor for gradient in gradients if (tensor := values(gradient)).numel()]
     if not tensors:
         return 0.0
-    return float(_side_by_side(torch._foreach_norm(tensors, math.inf)).max())
+    return float(side_by_side(norms_of(tensors, math.inf)).max())
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def survives(gradient: Tensor, divisor: float, dtype: torch.dtype) -> bool:
     """Whether a finite `gradient` divided by `divisor` is finite in `dtype`; rounded on the way as `narrowed` does it."""
     if not values(gradient).numel():
         return True
-    peak = torch.linalg.vector_norm(values(gradient), math.inf)
+    (peak,) = norms_of([values(gradient)], math.inf)
     return bool(torch.isfinite((peak / divisor).to(dtype)))
 
 
@@ -99,8 +99,7 @@ def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def divide(gradients: Sequence[Tensor], divisor: float) -> None:
     """Divide in place; no pass over the gradients for a divisor of 1."""
-    tensors = [values(gradient) for gradient in gradients]
-    if tensors and divisor != 1:
+    for tensors in together(list(map(values, gradients))) if divisor != 1 else ():
         # A CPU makes a tensor of a Python number for each tensor anew, which takes longer than dividing a small one.
         operand = torch.tensor(divisor, dtype=tensors[0].dtype, device="cpu") if are_alike(tensors) else divisor
         torch._foreach_div_(tensors, operand)
@@ -109,8 +108,7 @@ def divide(gradients: Sequence[Tensor], divisor: float) -> None:
 @torch.no_grad()
 def multiply(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiply in place: undoes `divide`, up to rounding."""
-    tensors = [values(gradient) for gradient in gradients]
-    if tensors and factor != 1:
+    for tensors in together(list(map(values, gradients))) if factor != 1 else ():
         torch._foreach_mul_(tensors, factor)
 
 
@@ -128,7 +126,7 @@ def add(held: Tensor, gradient: Tensor) -> Tensor:
 
 def _is_copied_first(held: Tensor, gradient: Tensor) -> bool:
     """Whether the addition copies a `gradient` that has blocks into the dtype of `held` first, as only a CPU does."""
-    of_two_dtypes = held.is_cpu and gradient.dtype is not held.dtype
+    of_two_dtypes = type(held) is Tensor and held.is_cpu and gradient.dtype is not held.dtype
     return of_two_dtypes and not gradient.is_sparse and held.is_contiguous() and gradient.is_contiguous()
 
 
@@ -140,14 +138,10 @@ def _add_in_blocks(held: Tensor, gradient: Tensor, elements: int) -> None:
 def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]:
     """The norm of all tensors from the norm of each, in float64, and then the notes, with one wait for the device."""
     scalars = [*norms, *notes]
-    read: list[float] = [scalars[0].item()] if len(scalars) == 1 else _side_by_side(scalars).tolist() if scalars else []
+    read: list[float] = [scalars[0].item()] if len(scalars) == 1 else side_by_side(scalars).tolist() if scalars else []
     return [math.hypot(*read[: len(norms)]), *read[len(norms) :]]
 
 
-def _side_by_side(scalars: Sequence[Tensor]) -> Tensor:
-    """Scalars of all dtypes and devices as one vector on the first one's device, in float64 where the device has it."""
-    first = scalars[0]
-    if any(scalar.dtype is not first.dtype or scalar.device != first.device for scalar in scalars):
-        dtype = torch.float32 if first.is_mps else torch.float64
-        scalars = [scalar.to(device=first.device, dtype=dtype) for scalar in scalars]
-    return torch.stack(list(scalars))
+def same(norms: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether norms that were measured of the same tensors are equal; waits for the device."""
+    return all(a.equal(b) for a, b in zip(norms, others, strict=True))

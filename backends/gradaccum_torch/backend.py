@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gradaccum import Options, optimizer_error, wrapped_twice_error
-from gradaccum_torch.checks import require_accumulate_dtype
+from gradaccum_torch.checks import require_accumulate_dtype, require_layouts
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 
@@ -28,7 +28,9 @@ class TorchBackend:
         if not isinstance(optimizer, torch.optim.Optimizer):
             fix = "Write for example gradaccum.wrap(torch.optim.AdamW(model.parameters()), steps=4)."
             raise optimizer_error("a torch.optim.Optimizer", optimizer, fix)
-        return AccumulatingOptimizer(optimizer, options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype)))
+        return AccumulatingOptimizer(
+            require_layouts(optimizer), options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype))
+        )
 
     def is_scheduler(self, candidate: Any) -> bool:
         """Whether `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""

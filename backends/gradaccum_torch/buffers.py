@@ -6,18 +6,20 @@ never live in full at once. `DroppingStrategy` lets a micro-batch finish in ``.g
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from gradaccum import Options, UsageError, explain
 from gradaccum_torch.accumulator import Measured, add, coalesced, divide, is_finite, measure, multiply, narrowed, survives
+from gradaccum_torch.hooks import Hook, can_be_hooked, untraced
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.sentinel import can_be_hooked, hook_accumulation
-from gradaccum_torch.strategies import GradStrategy, Strategy, sum_dtype
+from gradaccum_torch.strategies import GradStrategy, Strategy, gradient_dtype, sum_dtype
+from gradaccum_torch.versions import is_sharded
 
 _MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()
 """Who moves a parameter's gradients, by the parameter's id, which cannot be another's while its mover lives and holds it."""
@@ -29,18 +31,22 @@ class BufferStrategy(Strategy):
     sum_in_grad = False
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
-        super().__init__(parameters, accumulate_dtype)
         self._held: dict[Tensor, Tensor] = {}
+        self._undivided: dict[Tensor, int] = {}
+        """The version of each sum before it was divided."""
+        self._divided = False
+        super().__init__(parameters, accumulate_dtype)
 
     def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
         # In the parameters' order, not in that of arrival: a resumed window must have the same norm to the last bit.
         self._held = {parameter: coalesced(self._held[parameter]) for parameter in self.parameters() if parameter in self._held}
+        self._parameters.note_gradients(self._held)
         return measure(list(self._held.values()), notes)
 
     def fits(self, norm: float, divisor: float) -> bool:
         # No element exceeds the norm, so the elements themselves are seldom looked at.
         return all(
-            norm / divisor <= torch.finfo(parameter.dtype).max or survives(held, divisor, parameter.dtype)
+            norm / divisor <= torch.finfo(gradient_dtype(parameter)).max or survives(held, divisor, gradient_dtype(parameter))
             for parameter, held in self._held.items()
             if self._is_narrowed(parameter)
         )
@@ -49,20 +55,27 @@ class BufferStrategy(Strategy):
     def hands_over_whole(self) -> bool:  # type: ignore[override]
         return not any(map(self._is_narrowed, self._held))
 
-    def hand_over(self, divisor: float) -> None:
+    def hand_over(self, divisor: float, unclipped: float) -> None:
+        self._undivided = {parameter: held._version for parameter, held in self._held.items()}
+        self._divided = False
         divide([held for parameter, held in self._held.items() if not self._is_narrowed(parameter)], divisor)
+        self._divided = True
         for parameter, held in self._held.items():
             own = self._parameters.worked_on(parameter)
             if self._is_narrowed(parameter):
                 # One by one, each freeing the sum it came from: the gradients and the sums never live in full at once.
-                held = self._held[parameter] = narrowed(held, divisor, own.dtype)
+                held = self._held[parameter] = narrowed(held, divisor, gradient_dtype(own))
             own.grad = held
 
     def take_back(self, divisor: float) -> None:
-        for parameter, held in self._held.items():
+        for parameter, version in self._undivided.items():
+            held, dtype = self._held[parameter], sum_dtype(parameter, self._accumulate_dtype)
+            divided = held.dtype != dtype or held._version != version or (self._divided and is_sharded(held))
             self._parameters.worked_on(parameter).grad = None
-            self._held[parameter] = held.to(sum_dtype(parameter, self._accumulate_dtype))
-        multiply(list(self._held.values()), divisor)
+            self._held[parameter] = held = held.to(dtype)
+            if divided:
+                multiply([held], divisor)
+        self._undivided = {}
         self.sentinels.reset()
 
     def sums(self) -> list[Tensor | None]:
@@ -77,7 +90,7 @@ class BufferStrategy(Strategy):
         super().clear()
 
     def _absorb(self, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
         if gradient is None:
             return
         held = self._held.get(parameter)
@@ -85,27 +98,38 @@ class BufferStrategy(Strategy):
             self._held[parameter] = gradient.detach().to(sum_dtype(parameter, self._accumulate_dtype))
         elif (total := add(held, gradient)) is not held:
             self._held[parameter] = total
+        parameter.grad = None
 
     def _is_narrowed(self, parameter: Tensor) -> bool:
         """Whether the inner optimizer works in another dtype than the sum's."""
-        return self._parameters.worked_on(parameter).dtype != sum_dtype(parameter, self._accumulate_dtype)
+        return gradient_dtype(self._parameters.worked_on(parameter)) != sum_dtype(parameter, self._accumulate_dtype)
 
 
 class MovingStrategy(BufferStrategy):
-    """Gradients leave ``.grad`` as autograd produces them; only the few watched ones stay until `take`."""
+    """Gradients leave ``.grad`` as autograd produces them.
+
+    Some stay until `take`, so that a clip or an all-reduce finds something to write into, and is noticed: the small ones, or the last to
+    arrive where none of those did. In a window of one micro-batch all stay: there ``.grad`` is the window's gradient, as in the bare loop.
+    """
 
     keeps_micro_batch_apart = False
-    moves_gradients = True
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
-        super().__init__(parameters, accumulate_dtype)
-        self._handles: dict[Tensor, RemovableHandle] = {}
+        self._staying: set[int] = set()
+        self._last: Tensor | None = None
+        """What stays because nothing small has come in this micro-batch."""
+        self._seen_small = False
         self._replaced = False
-        self._hook_all()
+        super().__init__(parameters, accumulate_dtype)
+        self.sentinels.strict = True
+
+    def expect(self, size: int | None) -> None:
+        self.keeps_micro_batch_apart = size == 1
+        self.sentinels.strict = not self.keeps_micro_batch_apart
 
     def groups_changed(self) -> None:
         super().groups_changed()
-        self._hook_all()
+        self._staying = {id(parameter) for group in self._parameters.groups() for parameter in _small(group["params"])}
 
     def take(self) -> bool:
         if self._replaced:
@@ -113,31 +137,58 @@ class MovingStrategy(BufferStrategy):
         for parameter in self.parameters():
             if parameter.grad is not None:
                 self._absorb(parameter)
-                self._hook(parameter)
-        self.sentinels.reset()
+                self.sentinels.note(parameter)
+        self._last, self._seen_small = None, False
+        self.sentinels.next_micro_batch()
+        self.sentinels.arrivals.values.forget()
         return True
 
     def forget_micro_batch(self) -> None:
         self._held.clear()
+        self._last, self._seen_small = None, False
         super().forget_micro_batch()
 
-    def _hook_all(self) -> None:
-        for parameter in self.parameters():
-            self._hook(parameter)
+    def _hook_for(self, parameter: Tensor) -> Hook:
+        self._replace_other(parameter)
+        _MOVERS[id(parameter)] = self
+        watched, alive = self.sentinels.of(parameter), weakref.ref(self)
 
-    def _hook(self, parameter: Tensor) -> None:
-        """Hook a parameter once; one that was frozen until now is found by `take`."""
-        if parameter not in self._handles and parameter not in self.sentinels and can_be_hooked(parameter):
-            self._replace_other(parameter)
-            self._handles[parameter] = hook_accumulation(parameter, self, MovingStrategy._absorb)
-            _MOVERS[id(parameter)] = self
+        def hook(parameter: Tensor) -> None:
+            watched.arrive(parameter)
+            living = alive()
+            if living is not None and not living.keeps_micro_batch_apart:
+                living._move(parameter)
+
+        untraced(hook)
+        return hook
+
+    def _move(self, parameter: Tensor) -> None:
+        """Add what arrived to the sum, or let it stay and add what stayed in its place."""
+        moving: Tensor | None = parameter
+        if id(parameter) in self._staying:
+            self._seen_small = True
+            moving, self._last = self._last, None
+        elif not self._seen_small:
+            moving, self._last = self._last, parameter
+        if moving is not None and moving is not self._last:
+            self._absorb(moving)
+            self.sentinels.note(moving)
 
     def _replace_other(self, parameter: Tensor) -> None:
-        """Two could not both have the gradient: the latest wrapper gets it, and an older one that still lives says so."""
+        """Only one wrapper can take a gradient. The newest does; an older one raises at its next step."""
         other = _MOVERS.get(id(parameter))
-        if other is not None and parameter in other._handles:
+        if other is not None and other is not self and parameter in other._hooks:
             other._replaced = True
-            other._handles.pop(parameter).remove()
+            other._hooks.remove(parameter)
+
+
+def _small(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The trainable ones whose gradients may stay in ``.grad``: the smallest, and all that fit into a 256th of the memory."""
+    trainable = sorted(filter(can_be_hooked, parameters), key=Tensor.numel)
+    budget = sum(map(Tensor.numel, trainable)) // 256
+    ends = itertools.accumulate(map(Tensor.numel, trainable))
+    fitting = [each for each, end in zip(trainable, ends, strict=True) if end <= budget]
+    return fitting or trainable[:1]
 
 
 class DroppingStrategy(BufferStrategy):

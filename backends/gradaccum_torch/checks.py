@@ -59,3 +59,19 @@ def require_in_range(loss: torch.Tensor, factor: float) -> None:
             got="a float16 loss, in which that is inf, so that every gradient would overflow",
             fix="Compute the loss in float32: loss_fn(output.float(), target).",
         )
+
+
+def require_layouts(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`optimizer` if its trainable parameters are dense: torch adds no gradient to a compressed one.
+
+    Raises:
+        ArgumentTypeError: one is in a compressed sparse layout, such as CSR.
+    """
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter.requires_grad and parameter.layout in _COMPRESSED:
+            expected, fix = "dense parameters", "Hold the values in a dense parameter, and build the sparse tensor in the forward pass."
+            raise explain(ArgumentTypeError, "optimizer", expected=expected, got=f"a parameter in the layout {parameter.layout}", fix=fix)
+    return optimizer
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

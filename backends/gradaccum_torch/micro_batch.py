@@ -48,7 +48,7 @@ class MicroBatch:
             UsageError: there was a plain ``backward()`` where `factor` is needed.
         """
         forgotten = scale_in_use and not self.noted and not self.scaled_by_user
-        mixed = sentinels.outside and self.noted and not self.scaled_by_user and factor != 1
+        mixed = sentinels.arrivals.outside and self.noted and not self.scaled_by_user and factor != 1
         if forgotten or mixed:
             raise explain(
                 UsageError,
@@ -67,9 +67,10 @@ def changed_gradients() -> UsageError:
         ".grad",
         expected="the gradients as backward() accumulated them since the window began",
         got="gradients that something else changed, such as clip_grad_norm_, scaler.unscale_, model.zero_grad() or an assignment",
-        fix="To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to clear, opt.zero_grad(); in place of p.grad = g, "
-        "torch.autograd.backward(parameters, gradients); to change the window's gradient, opt.register_step_pre_hook(...), which runs once "
-        "per update. The window cannot be mended: call opt.discard().",
+        fix="To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to clear, opt.zero_grad(); to log the norm, read "
+        "opt.result.grad_norm after the window's last step; in place of p.grad = g, torch.autograd.backward(parameters, gradients); to "
+        "change the window's gradient, opt.register_step_pre_hook(...), which runs once per update. The window cannot be mended: call "
+        "opt.discard().",
     )
 
 
@@ -83,4 +84,27 @@ def unfinished(call: str) -> UsageError:
         fix="Call opt.step() first, or opt.discard() to drop the whole window. If that backward() was for something else, as a "
         "GAN's generator or an adversarial input, keep it away from these parameters: loss.backward(inputs=list(generator.parameters())). "
         'To leave out micro-batches whose gradient is not finite, write on_overflow="drop_micro_batch".',
+    )
+
+
+def interrupted() -> UsageError:
+    """The error for going on after a backward pass that raised when some of its gradients had arrived."""
+    return explain(
+        UsageError,
+        "backward()",
+        expected="to deliver a micro-batch's gradients or none",
+        got="a backward pass that raised, such as out of memory, when it had delivered a part of them",
+        fix="Call opt.discard() to drop the window, which holds that part. In the first micro-batch of a window opt.zero_grad() does, and "
+        "opt.backward(loss), in place of loss.backward(), takes that part out by itself.",
+    )
+
+
+def cast_in_window() -> UsageError:
+    """The error for parameters whose dtype was changed in an open window."""
+    return explain(
+        UsageError,
+        "model.to(dtype)",
+        expected="a call between two windows",
+        got="parameters that were cast in an open window, and its partial sum with them",
+        fix="Call opt.flush() before it. The window cannot be mended: call opt.discard().",
     )

@@ -1,16 +1,18 @@
-"""2-norms of many tensors in few calls, and what the tensors held when those were taken.
+"""2-norms of many tensors in few calls.
 
 On a CPU one more call takes as long as the norm of a thousand numbers, so small tensors are copied side by side and have one norm
-together. An accelerator has a kernel for many tensors, which is left to do it.
+together. An accelerator has a kernel for many tensors, which is left to do it. Of tensors that are split over processes each process
+has a part: their norms are reduced over the processes first, so that every element counts once and all processes decide alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 SMALL = 4096
 """Elements up to which a CPU copies a tensor in less time than one more call takes."""
@@ -21,30 +23,49 @@ FEW = 4
 def are_alike(tensors: Sequence[Tensor]) -> bool:
     """Whether all are on a CPU and have one dtype, float32 or float64, so that calls can be saved and no rounding is another."""
     dtype = tensors[0].dtype if tensors else None
-    return dtype in (torch.float32, torch.float64) and all(tensor.dtype is dtype and tensor.is_cpu for tensor in tensors)
+    return dtype in (torch.float32, torch.float64) and all(
+        type(tensor) is Tensor and tensor.dtype is dtype and tensor.is_cpu for tensor in tensors
+    )
 
 
-class Norms:
-    """The norms of `tensors`, dense ones of any shapes, dtypes and devices: of each large one, and of many small ones together."""
+def together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """`tensors` in lists that torch takes in one call each: those of one process, and those split over the same processes."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        key = None if type(tensor) is Tensor else (type(tensor), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
+        groups.setdefault(key, []).append(tensor)
+    return list(groups.values())
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        small = [tensor for tensor in tensors if tensor.numel() <= SMALL]
-        self._small = small if len(small) > FEW and are_alike(tensors) else []
-        self._large = [tensor for tensor in tensors if tensor.numel() > SMALL] if self._small else tensors
-        self._copy = _flatten_dense_tensors(self._small) if self._small else None  # type: ignore[no-untyped-call]
-        self.each = self._of_the_large()
-        """Tensors of shape ``()``, on the devices of what they measure."""
-        if self._copy is not None:
-            self.each.append(torch.linalg.vector_norm(self._copy))
 
-    def undo(self, divisor: float) -> None:
-        """Give the tensors back what they held, where somebody has divided them by `divisor` since: the large ones up to rounding."""
-        for tensor, before, now in zip(self._large, self.each, self._of_the_large(), strict=False):
-            if now != before:
-                tensor.mul_(divisor)
-        if self._copy is not None:
-            held = _unflatten_dense_tensors(self._copy, self._small)  # type: ignore[no-untyped-call]
-            torch._foreach_copy_(self._small, list(held))
+def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+    """Norms of shape ``()`` whose norm is that of all `tensors`: one for each tensor, or one for all that are split the same way."""
+    norms = []
+    for group in together(tensors):
+        of_each: list[Tensor] = list(torch._foreach_norm(group, order))
+        norms += [_whole(of_each, order)] if hasattr(group[0], "full_tensor") else of_each
+    return norms
 
-    def _of_the_large(self) -> list[Tensor]:
-        return list(torch._foreach_norm(self._large)) if self._large else []
+
+def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
+    """`norms_of` dense tensors of any shapes, dtypes and devices, with one for many small ones together."""
+    small = [tensor for tensor in tensors if tensor.numel() <= SMALL]
+    if len(small) <= FEW or not are_alike(tensors):
+        return norms_of(tensors)
+    copy = _flatten_dense_tensors(small)  # type: ignore[no-untyped-call]
+    return [*norms_of([tensor for tensor in tensors if tensor.numel() > SMALL]), torch.linalg.vector_norm(copy)]
+
+
+def side_by_side(scalars: Sequence[Tensor]) -> Tensor:
+    """Scalars of all dtypes and devices as one vector on the first one's device, in float64 where the device has it."""
+    first = scalars[0]
+    if any(scalar.dtype is not first.dtype or scalar.device != first.device for scalar in scalars):
+        dtype = torch.float32 if first.is_mps else torch.float64
+        scalars = [scalar.to(device=first.device, dtype=dtype) for scalar in scalars]
+    return torch.stack(list(scalars))
+
+
+def _whole(norms: list[Tensor], order: float) -> Tensor:
+    """The norm of tensors that are split over processes, from the norm of each, with one reduction."""
+    total: Any = torch.linalg.vector_norm(torch.stack(norms), order)
+    whole: Tensor = total.full_tensor()
+    return whole

@@ -65,7 +65,7 @@ class AccumulatingOptimizer(PersistentOptimizer):
         loss, number = require_loss(loss), 1.0 if weight is None else require_weight(weight)
         self._window.micro_batch.require_same(number)
         if number:
-            with self._window.strategy.sentinels.own_backward():
+            with self._window.own_backward():
                 self._window.scaled(loss, number).backward(**kwargs)  # type: ignore[no-untyped-call]
         self._window.micro_batch.note(number)
 
@@ -153,12 +153,15 @@ class AccumulatingOptimizer(PersistentOptimizer):
         if scaler is None:
             raise refused()
         window.micro_batch.scaled_by_user = scaler.update_follows = True
+        counted = False
         try:
-            if window.count():
+            if counted := window.count():
                 window.close(self._run_update, bool(self._optimizer_step_pre_hooks))
         except BaseException:
             # scaler.step does not get to it, and the next step may be the user's own.
             del self.grad_scale, self.found_inf
+            if counted and not window.fields.micro_step:
+                scaler.write(window.fields)
             raise
         finally:
             scaler.update_follows = False
@@ -174,16 +177,15 @@ class AccumulatingOptimizer(PersistentOptimizer):
         return [scaler.group()]
 
     def _step_inner(self, *args: Any, **kwargs: Any) -> Any:
-        returned, parameters = super()._step_inner(*args, **kwargs), self._window.parameters
-        if parameters.has_masters:
-            parameters.round()
+        returned = self._window.update.run_inner(args, kwargs)
+        if self._window.parameters.has_masters:
+            self._window.parameters.round()
         return returned
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         self._require_plain()
-        loss = self._run_update(lambda: self._evaluate(closure))
-        self._window.count_applied()
-        return loss
+        with self._window.counting_applied():
+            return self._run_update(lambda: self._evaluate(closure))
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
@@ -210,7 +212,7 @@ class AccumulatingOptimizer(PersistentOptimizer):
         found = [f"{name}={value}" for name in ("clip_norm", "skip_norm") if (value := getattr(options, name)) is not None]
         found += [f"steps={window.size}"] if window.size != 1 else []
         found += ["loss_scale="] if options.scale_rule != ScaleRule() else []
-        found += [f"on_overflow={options.on_overflow!r}"] if window.strategy.keeps_micro_batch_apart else []
+        found += [f"on_overflow={options.on_overflow!r}"] if options.on_overflow == "drop_micro_batch" else []
         found += ["master_weights=True"] if window.parameters.has_masters else []
         pairs = zip(window.parameters.positions(), window.sum_dtypes, strict=True)
         apart = {f"sums of {p.dtype} gradients in {total} (write accumulate_dtype={p.dtype})" for p, total in pairs if p.dtype != total}

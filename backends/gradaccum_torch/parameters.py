@@ -9,7 +9,7 @@ by element. torch does not count writes through ``parameter.data``, so values ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,6 +46,7 @@ class Parameters:
         self._models = {master: parameter for parameter, master in self._masters.items()}
         for index, master in (masters or {}).items():
             self._pair(self.positions()[index], master)
+        self._had_gradients: list[Tensor] = []
         self._complete()
 
     def groups(self) -> list[dict[str, Any]]:
@@ -137,11 +138,24 @@ class Parameters:
             # Not by its own, which takes longer over gradients that the window's end has freed than over others.
             return self.free_gradients()
         self._inner.zero_grad(set_to_none)
+        if not set_to_none:
+            self._zero_those_freed()
 
     def free_gradients(self) -> None:
         """Free ``.grad`` everywhere."""
         for tensor in (*self.positions(), *self._masters.values()):
             tensor.grad = None
+
+    def note_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """These have a gradient, which the end of a window frees."""
+        self._had_gradients = list(parameters)
+
+    def _zero_those_freed(self) -> None:
+        """Zeros are what ``zero_grad(set_to_none=False)`` leaves, with which momentum and weight decay go on."""
+        known = set(map(id, self.positions()))
+        for parameter in self._had_gradients:
+            if parameter.grad is None and id(parameter) in known:
+                parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
 
     def _complete(self) -> None:
         """Make the masters that are missing, and forget those of parameters that were replaced, or cast to another dtype."""

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from gradaccum_torch.accumulator import Measured, coalesced, divide, measure, multiply, narrowed
+from gradaccum_torch.hooks import Hook, Hooks, can_be_hooked
 from gradaccum_torch.parameters import HALF, Parameters
 from gradaccum_torch.sentinel import Sentinels
+from gradaccum_torch.versions import Versions
 
 
 class Strategy(ABC):
@@ -23,18 +25,17 @@ class Strategy(ABC):
 
     sum_in_grad: ClassVar[bool]
     """At the end of a window ``.grad`` holds the whole sum."""
-    keeps_micro_batch_apart: ClassVar[bool]
-    """Until `take`, ``.grad`` holds this micro-batch alone."""
-    moves_gradients: ClassVar[bool] = False
-    """Gradients leave ``.grad`` as soon as they are there."""
+    keeps_micro_batch_apart: bool
+    """Until `take`, ``.grad`` holds this micro-batch alone, and all of it."""
     hands_over_whole: bool = True
     """The inner optimizer gets the sum in a dtype that holds it, divided or not."""
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         # They know the inner optimizer, not the wrapper: a cycle would keep the hooks of a dropped wrapper at work until it is collected.
         self._parameters, self._accumulate_dtype = parameters, accumulate_dtype
+        self._hooks = Hooks()
         self.sentinels = Sentinels()
-        self.sentinels.watch_some(self._groups(), small=self.moves_gradients)
+        self.groups_changed()
         self.sentinels.reset()
 
     def parameters(self) -> list[Tensor]:
@@ -45,13 +46,20 @@ class Strategy(ABC):
         """The model's parameters by the index that a saved state calls them by."""
         return self._parameters.positions()
 
-    def _groups(self) -> list[list[Tensor]]:
-        """As they are now: groups can be added, and loading a state replaces them."""
-        return [group["params"] for group in self._parameters.groups()]
+    def expect(self, size: int | None) -> None:  # noqa: B027
+        """The next window is of `size` micro-batches, None if the user closes it."""
 
     def groups_changed(self) -> None:
-        """Parameters were added."""
-        self.sentinels.watch_some(self._groups(), small=self.moves_gradients)
+        """Parameters were added, replaced, frozen or unfrozen."""
+        trainable = {id(parameter): parameter for parameter in self.parameters() if can_be_hooked(parameter)}
+        self._hooks.keep(trainable)
+        self.sentinels.watch(trainable.values())
+        for parameter in trainable.values():
+            if parameter not in self._hooks:
+                self._hooks.add(parameter, self._hook_for(parameter))
+
+    def _hook_for(self, parameter: Tensor) -> Hook:
+        return self.sentinels.of(parameter).arrive
 
     @abstractmethod
     def take(self) -> bool:
@@ -66,12 +74,17 @@ class Strategy(ABC):
         return True
 
     @abstractmethod
-    def hand_over(self, divisor: float) -> None:
-        """Put the sum divided by `divisor` into ``.grad`` of what the inner optimizer works on."""
+    def hand_over(self, divisor: float, unclipped: float) -> None:
+        """Put the sum divided by `divisor` into ``.grad`` of what the inner optimizer works on.
+
+        Args:
+            divisor: of the sum.
+            unclipped: the divisor without clipping.
+        """
 
     @abstractmethod
     def take_back(self, divisor: float) -> None:
-        """Undo `hand_over`."""
+        """Undo `hand_over`, which may have raised anywhere."""
 
     @abstractmethod
     def sums(self) -> list[Tensor | None]:
@@ -97,12 +110,19 @@ class GradStrategy(Strategy):
     sum_in_grad = True
     keeps_micro_batch_apart = False
 
+    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
+        super().__init__(parameters, accumulate_dtype)
+        self._undivided, self._uncast = Versions(()), Versions(())
+        self._graphs: dict[Tensor, Tensor] = {}
+        """The undivided sums that have a graph, while the inner optimizer has divided ones."""
+
     def take(self) -> bool:
-        self.sentinels.next_micro_batch(self.parameters)
+        self.sentinels.next_micro_batch()
         return True
 
     def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
-        parameters = self.parameters()
+        parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        self._parameters.note_gradients(parameters)
         gradients = self._gradients(parameters)
         if any(gradient.is_sparse for gradient in gradients):
             for parameter in parameters:
@@ -112,21 +132,52 @@ class GradStrategy(Strategy):
             self.sentinels.reset()
         return measure(gradients, notes)
 
-    def hand_over(self, divisor: float) -> None:
-        if divisor == 1 and not self._parameters.has_masters:
+    def hand_over(self, divisor: float, unclipped: float) -> None:
+        self._undivided, self._uncast, self._graphs = Versions(()), Versions(()), {}
+        masters = self._parameters.has_masters
+        if divisor == 1 and not masters:
             return
-        divide(self._gradients(self._own_masters()), divisor)
-        for parameter in self.parameters():
+        parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        whole = [parameter for parameter in parameters if not self._is_narrowed(parameter)] if masters else parameters
+        self._divide_graphs(whole, unclipped)
+        gradients = self._gradients(whole)
+        self._undivided, self._uncast = Versions(gradients), Versions(self._gradients(parameters) if masters else ())
+        divide([gradient for gradient in gradients if not gradient.requires_grad], divisor)
+        divide([gradient for gradient in gradients if gradient.requires_grad], divisor / unclipped)
+        self._undivided.all_written = True
+        if masters:
+            self._give_masters(parameters, divisor)
+
+    def _give_masters(self, parameters: Sequence[Tensor], divisor: float) -> None:
+        for parameter, gradient in zip(parameters, self._gradients(parameters), strict=True):
             master = self._parameters.worked_on(parameter)
-            if master is not parameter and parameter.grad is not None:
-                master.grad = narrowed(parameter.grad.detach(), divisor, master.dtype)
+            if master is not parameter:
+                gradient = gradient.detach()
+                master.grad = narrowed(gradient, divisor, master.dtype) if self._is_narrowed(parameter) else gradient
+
+    def _is_narrowed(self, parameter: Tensor) -> bool:
+        """Whether the inner optimizer has a master in its place, which works in another dtype than the sum's."""
+        master = self._parameters.worked_on(parameter)
+        return master is not parameter and parameter.grad is not None and parameter.grad.dtype != master.dtype
+
+    def _divide_graphs(self, parameters: Sequence[Tensor], divisor: float) -> None:
+        """Divide what will be differentiated again (``create_graph=True``) in its graph, so that the second derivative is divided too."""
+        with torch.enable_grad():
+            for parameter in parameters:
+                if parameter.grad is not None and parameter.grad.requires_grad:
+                    self._graphs[parameter] = parameter.grad
+                    parameter.grad = parameter.grad / divisor
 
     def take_back(self, divisor: float) -> None:
-        multiply(self._gradients(self._own_masters()), divisor)
+        divided = {id(each): each for each in (*self._undivided.moved(), *self._uncast.moved()) if not each.requires_grad}
+        multiply(list(divided.values()), divisor)
+        for parameter, gradient in self._graphs.items():
+            parameter.grad = gradient
         for parameter in self.parameters():
             master = self._parameters.worked_on(parameter)
             if master is not parameter:
                 master.grad = None
+        self._undivided, self._uncast, self._graphs = Versions(()), Versions(()), {}
         self.sentinels.reset()
 
     def sums(self) -> list[Tensor | None]:
@@ -137,20 +188,20 @@ class GradStrategy(Strategy):
             parameter.grad = gradient
         self.sentinels.reset()
 
-    def _own_masters(self) -> list[Tensor]:
-        parameters = self.parameters()
-        if not self._parameters.has_masters:
-            return parameters
-        return [parameter for parameter in parameters if self._parameters.worked_on(parameter) is parameter]
-
     def _gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype that autograd gives its gradient: its own, unless the user has set ``parameter.grad_dtype``."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of the sum: float32 for float16 and bfloat16 unless given, else the gradient's own; complex stays as it is."""
-    if parameter.is_complex():
-        return parameter.dtype
+    own = gradient_dtype(parameter)
+    if own.is_complex:
+        return own
     if accumulate_dtype is not None:
         return accumulate_dtype
-    return torch.float32 if parameter.dtype in HALF else parameter.dtype
+    return torch.float32 if own in HALF else own

@@ -6,7 +6,9 @@ the gradients and no wait for the device. Nothing here knows who calls: how to r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,23 +27,20 @@ from gradaccum import (
     discard,
     initial_state,
     is_full,
-    largest_number,
     select,
 )
-from gradaccum_torch.buffers import strategy_type
 from gradaccum_torch.checks import require_in_range, window_size
-from gradaccum_torch.fused import can_divide, run_dividing
 from gradaccum_torch.grad_scaler import link_scaler
-from gradaccum_torch.micro_batch import MicroBatch, changed_gradients, unfinished
-from gradaccum_torch.norms import Norms
+from gradaccum_torch.micro_batch import MicroBatch, cast_in_window, changed_gradients, interrupted, unfinished
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.strategies import Strategy, sum_dtype
+from gradaccum_torch.plan import Planned
+from gradaccum_torch.update import Update, half_made, through
 
 _NOTHING_CLOSED = (False, False, False)
 _DROPPED = (False, False, True)
 
 
-class Window:
+class Window(Planned):
     """What is between two updates.
 
     Args:
@@ -63,7 +62,9 @@ class Window:
         self.grad_norm = 0.0
         self.loads = 0, 0
         """How often a saved state was loaded, and the updates that the last one had."""
+        self.update = Update(inner, self.parameters)
         self._set(initial_state(options.scale_rule.init_scale))
+        self._expect()
 
     @property
     def result(self) -> StepResult:
@@ -71,15 +72,12 @@ class Window:
         fields = self.fields
         return StepResult(*self._event, self.grad_norm, fields.loss_scale, fields.micro_step, fields.optimizer_step)
 
-    @property
-    def sum_dtypes(self) -> list[torch.dtype]:
-        """The dtype of each parameter's sum."""
-        return [sum_dtype(parameter, self.options.accumulate_dtype) for parameter in self.parameters.positions()]
-
     def start_with(self, fields: State) -> None:
         """Make `fields` the state; the sum is the caller's to provide."""
         self.size = window_size(self.options, fields.optimizer_step) if fields.micro_step else None
+        self.update.half_made = False
         self._set(fields)
+        self._expect()
         if self.scaler is not None:
             self.scaler.write(fields)
 
@@ -118,11 +116,15 @@ class Window:
     def count(self) -> bool:
         """End the micro-batch under way; whether the window is full now, and must be closed."""
         fields, micro_batch, sentinels = self.open(), self.micro_batch, self.strategy.sentinels
+        if self.update.half_made or sentinels.arrivals.under_way:
+            self.require_whole()
         weight = micro_batch.weight
         if self._scaled or micro_batch.noted:
             micro_batch.require_scaled(sentinels, self.factor(weight), self._scaled)
         if not sentinels.intact():
             self._require_still_right(State(*accumulate(fields, weight, True, select)))
+        if fields.micro_step == 0 and self._seen() != self._planned:
+            self.groups_changed()
         finite = self.strategy.take()
         micro_batch.clear()
         if self.scaler is not None:
@@ -132,6 +134,7 @@ class Window:
 
     def flush(self, update: Callable[[], Any], observed: bool) -> None:
         """Close the window with what it holds; the arguments are those of `close`."""
+        self.require_whole()
         if self.micro_batch.noted or (self.fields.micro_step and self.strategy.sentinels.arrived):
             raise unfinished("flush()")
         self._event = _NOTHING_CLOSED
@@ -144,10 +147,14 @@ class Window:
         """Forget it, and the micro-batch under way."""
         self.strategy.clear()
         self.micro_batch.clear()
+        self.update.half_made = False
         self._set(discard(self.fields))
 
-    def count_applied(self) -> None:
-        """Count a window of one micro-batch whose update the caller has made already."""
+    def counting_applied(self) -> AbstractContextManager[None]:
+        """Where an update of one micro-batch runs that a closure fills; it is counted once it is made."""
+        return self.update.counting(self._count_applied)
+
+    def _count_applied(self) -> None:
         self.micro_batch.clear()
         self._set(accumulate(self.fields, 1.0, True, select))
         norm = self.strategy.measure().norm
@@ -163,6 +170,7 @@ class Window:
         Raises:
             UsageError: a micro-batch is under way in it, or something changed ``.grad``.
         """
+        self.require_whole()
         if self.fields.micro_step == 0 or self.strategy.keeps_micro_batch_apart:
             return
         if self.micro_batch.noted or self.strategy.sentinels.arrived:
@@ -170,23 +178,32 @@ class Window:
         if not self.strategy.sentinels.intact():
             raise changed_gradients()
 
-    def groups_changed(self) -> None:
-        """Parameters were added; if the sum must now live elsewhere, it moves there."""
-        self.parameters.groups_changed()
-        if type(self.strategy) is strategy_type(self.parameters.positions(), self.options):
-            self.strategy.groups_changed()
-        else:
-            sums = self.strategy.sums()
-            self.strategy.clear()
-            self.use_strategy()
-            self.strategy.load(sums)
+    def require_whole(self) -> None:
+        """Neither a backward pass nor an update was made by half.
 
-    def use_strategy(self) -> None:
-        """Choose where the sum lives by the dtypes of the parameters."""
-        chosen = strategy_type(self.parameters.positions(), self.options)
-        self.strategy: Strategy = chosen(self.parameters, self.options.accumulate_dtype)
-        self._float64_weight = torch.float64 in self.sum_dtypes
-        self._largest = largest_number(float64_weight=self._float64_weight)
+        Raises:
+            UsageError: one raised in its midst.
+        """
+        if self.update.half_made:
+            raise half_made()
+        if self.strategy.sentinels.arrivals.under_way:
+            raise interrupted()
+
+    @contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """What arrives in this context comes from the wrapper's own backward pass; where it raises and can be undone, it is."""
+        self.require_whole()
+        strategy, sentinels = self.strategy, self.strategy.sentinels
+        apart = strategy.keeps_micro_batch_apart or self.fields.micro_step == 0
+        undoable = apart and not sentinels.arrived and not sentinels.holds
+        try:
+            with sentinels.own_backward():
+                yield
+        except BaseException:
+            if undoable:
+                self.parameters.free_gradients()
+                strategy.forget_micro_batch()
+            raise
 
     def close(self, update: Callable[[], Any], observed: bool) -> None:
         """End the window, which holds a micro-batch at least.
@@ -195,50 +212,32 @@ class Window:
             update: runs the inner optimizer.
             observed: whether something that `update` calls looks at ``.grad`` before the inner optimizer does.
         """
+        if self._seen()[1] != self._planned[1]:
+            raise cast_in_window()
         strayed, scale = self.parameters.strayed(), () if self.scaler is None else self.scaler.notes()
         norm, finite, notes, norms = self.strategy.measure((*scale, *strayed))
         if self.scaler is not None:
             self.fields = self.scaler.used(self.fields, notes[: len(scale)])
         # Clipping comes after: what leaves the range before it is an overflow, as it would be in a large batch.
-        whole = self.strategy.hands_over_whole
-        finite = finite and (whole or self.strategy.fits(norm, self._divisor(self.fields)))
+        whole, unclipped = self.strategy.hands_over_whole, self._divisor(self.fields)
+        finite = finite and (whole or self.strategy.fits(norm, unclipped))
         decision = Decision(*decide(self.fields, norm, finite, self.options, select, self._largest))
-        if decision.apply:
-            if any(notes[len(scale) :]):
-                self.parameters.take_over()
-            with self.parameters.masters_in_place():
-                if not observed and whole and can_divide(self._inner, decision.divisor):
-                    self._run_dividing(update, norms, decision.divisor)
-                else:
-                    self._run(update, decision.divisor)
-        self._end(decision)
-
-    def _run(self, update: Callable[[], Any], divisor: float) -> None:
-        """Run the update on the divided sum; if it raises, the full window is there for another ``flush``."""
-        self.strategy.hand_over(divisor)
-        try:
-            update()
-        except BaseException:
-            self.strategy.take_back(divisor)
-            raise
-
-    def _run_dividing(self, update: Callable[[], Any], norms: Norms, divisor: float) -> None:
-        """Run the update on the sum, of those norms, and let it divide; if it raises, the full window is there as well."""
-        self.strategy.hand_over(1.0)
-        try:
-            run_dividing(self._inner, divisor, update)
-        except BaseException:
-            # It may have raised before the kernel ran, after it, or between two groups.
-            norms.undo(divisor)
-            self.strategy.take_back(1.0)
-            raise
+        end = partial(self._end, decision)
+        if not decision.apply:
+            return end()
+        if any(notes[len(scale) :]):
+            self.parameters.take_over()
+        unseen = norms if whole and not observed else None
+        self.update.make(update, self.strategy, decision.divisor, unclipped, unseen, end)
 
     def _end(self, decision: Decision) -> None:
-        self.strategy.clear()
-        self.grad_norm = decision.grad_norm
         options = self.options if self.scaler is None else self.options._replace(scale_rule=self.scaler.rule)
         fields = close(self.fields, decision.apply, decision.overflow, options, select)
+        self.grad_norm = decision.grad_norm
         self._set(fields, (decision.apply, not decision.apply, decision.overflow))
+        through(self.strategy.clear)
+        self.strategy.sentinels.arrivals.values.window_ended()
+        self._expect()
         if self.scaler is not None and not self.scaler.update_follows:
             self.scaler.write(self.fields)
 
@@ -251,9 +250,10 @@ class Window:
     def _require_still_right(self, after: State, flushing: bool = False) -> None:
         """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1."""
         divisor = self._divisor(after)
-        first = after.micro_step == 1
-        true_gradient = divisor == 1 and (flushing or self._is_full(after)) and (first or self.strategy.sum_in_grad)
-        if not true_gradient or (self.strategy.sentinels.disturbed and not first):
+        first, strategy = after.micro_step == 1, self.strategy
+        all_there = strategy.sum_in_grad or (first and strategy.keeps_micro_batch_apart and not flushing)
+        true_gradient = divisor == 1 and (flushing or self._is_full(after)) and all_there
+        if not true_gradient or (strategy.sentinels.arrivals.disturbed and not first):
             raise changed_gradients()
 
     def _divisor(self, fields: State) -> float:

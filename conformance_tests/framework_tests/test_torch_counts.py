@@ -22,6 +22,9 @@ SIZE = 64
 CALLS = 19
 """Python functions in a step() and a zero_grad() inside a window: each takes a microsecond when the backward pass has filled the caches."""
 
+CALLS_AT_BEGIN = 25
+"""The same where a window begins: its size is looked up, and whether the parameters are still those it was planned for."""
+
 
 class Ops(TorchDispatchMode):
     """How often each operation ran while it was open."""
@@ -60,10 +63,18 @@ def backward(model: torch.nn.Module) -> None:
     model(torch.ones(2, SIZE)).square().sum().backward()
 
 
+def window(model: torch.nn.Module, opt: Any) -> None:
+    for _ in range(STEPS):
+        backward(model)
+        opt.step()
+        opt.zero_grad()
+
+
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"fused": True}], ids=str)
 def test_inside_a_window_step_and_zero_grad_run_no_operation_at_all(options: dict[str, Any]) -> None:
-    """So they allocate nothing, read nothing back and touch no gradient."""
+    """So they allocate nothing, read nothing back and touch no gradient. Only the first window's values are compared."""
     model, _, opt = setting(**options)
+    window(model, opt)
     for _ in range(STEPS - 1):
         backward(model)
         with Ops() as ops:
@@ -105,16 +116,21 @@ def test_inside_a_window_step_and_zero_grad_are_few_calls_however_many_parameter
         opt.step()
         opt.zero_grad()
 
-    for _ in range(STEPS - 1):
+    window(model, opt)
+    for first in (True, False, False):
         backward(model)
         called = python_calls(step)
-        assert len(called) <= CALLS, called
+        assert len(called) <= (CALLS_AT_BEGIN if first else CALLS), called
 
 
 def test_many_small_tensors_on_a_cpu_have_one_norm_and_are_divided_by_one_tensor() -> None:
     """Else there is a call for each norm, and a tensor made of the divisor for each division."""
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(50)]
     opt = gradaccum.wrap(torch.optim.SGD(parameters, foreach=True), steps=None)
+    for _ in range(3):
+        opt.backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
+        opt.step()
+    opt.flush()
     for _ in range(3):
         opt.backward(torch.stack([parameter.sum() for parameter in parameters]).sum())
         opt.step()

@@ -1,0 +1,67 @@
+"""Whether the values in ``.grad`` are what autograd left there, by the norm of each gradient.
+
+Versions tell who wrote, not what: ``clip_grad_norm_(parameters, inf)`` writes and changes nothing, ``p.grad.data.clamp_()`` changes
+and is not counted. Norms tell both, for a pass over the gradients and a wait for the device. A training loop does to every window what
+it did to its first, so norms are kept in the first window, and from then on only where a call was seen that writes what was there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gradaccum_torch.norms import side_by_side
+from gradaccum_torch.versions import local
+
+
+class Values:
+    """The norms of the gradients as autograd left them."""
+
+    def __init__(self) -> None:
+        self._first_window, self._rewritten = True, False
+        self.noted: Tensor | None = None
+        """What there is to compare with."""
+
+    @property
+    def wanted(self) -> bool:
+        """Norms are to be noted at the end of each backward pass."""
+        return self._first_window or self._rewritten
+
+    def note(self, gradients: Iterable[Tensor]) -> None:
+        """Take the values of `gradients` for what autograd left there."""
+        self.noted = _norms(gradients)
+
+    def forget(self) -> None:
+        """What was noted is no longer what ``.grad`` should hold."""
+        self.noted = None
+
+    def window_ended(self) -> None:
+        """The first window is over."""
+        self._first_window, self.noted = False, None
+
+    def rewritten(self) -> None:
+        """A call wrote the values that were there: go on comparing."""
+        self._rewritten = True
+
+    def same(self, gradients: Iterable[Tensor]) -> bool:
+        """Whether `gradients` have the values noted; waits for the device. An inf or NaN stays one, whatever it is multiplied by."""
+        now, noted = _norms(gradients), self.noted
+        if now is None or noted is None or now.shape != noted.shape:
+            return False
+        a, b = torch.stack([noted, now]).tolist()
+        return bool(a == b) or not (math.isfinite(sum(a)) or math.isfinite(sum(b)))
+
+
+@torch.no_grad()
+def _norms(gradients: Iterable[Tensor]) -> Tensor | None:
+    """A norm each, of what is in this process, shape ``(number,)``; None where there are none."""
+    tensors = [local(gradient) for gradient in gradients]
+    tensors = [tensor._values() if tensor.is_sparse else tensor for tensor in tensors]
+    if not tensors:
+        return None
+    # autocast would compute a norm in another dtype in the backward pass than outside of it.
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return side_by_side(torch._foreach_norm(tensors))

@@ -1,0 +1,264 @@
+"""What raises in the midst of something leaves the state before it, or the one after it, or says that it is neither."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch import nn
+
+import gradaccum
+from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
+from gradaccum_torch import buffers, strategies
+
+PLACES: dict[str, tuple[torch.dtype, dict]] = {
+    "in .grad": (torch.float32, {}),
+    "half precision": (torch.bfloat16, {}),
+    "in float64": (torch.float32, {"accumulate_dtype": "float64"}),
+    "masters": (torch.bfloat16, {"master_weights": True}),
+    "masters, half sums": (torch.bfloat16, {"master_weights": True, "accumulate_dtype": "bfloat16"}),
+    "kept apart": (torch.float32, {"on_overflow": "drop_micro_batch"}),
+}
+by_place = pytest.mark.parametrize("place", PLACES)
+BITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
+
+
+class Failure(Exception):
+    """What a hook, a kernel or the user (Ctrl-C) raises."""
+
+
+def make(place: str, **more: Any) -> tuple[nn.Module, Any]:
+    dtype, options = PLACES[place]
+    model = make_model().to(dtype)
+    return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), **{"steps": 3, **options, **more})
+
+
+def loss(model: nn.Module, index: int) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        return loss_of(model, rows_of(index))
+
+
+def micro_batches(model: nn.Module, opt: Any, number: int = 3) -> None:
+    for index in range(number):
+        opt.backward(loss(model, index))
+        opt.step()
+
+
+def failing(*_: object) -> None:
+    raise Failure
+
+
+def assert_as_uninterrupted(place: str, model: nn.Module, opt: Any, windows: int = 1) -> None:
+    other, reference = make(place)
+    for _ in range(windows):
+        micro_batches(other, reference)
+    assert opt.result.optimizer_step == reference.result.optimizer_step
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=BITS[p.dtype], atol=BITS[p.dtype])
+
+
+@by_place
+@pytest.mark.parametrize("who", ["wrapper", "inner"])
+def test_a_post_hook_that_raises_leaves_the_update_made(place: str, who: str) -> None:
+    model, opt = make(place)
+    handle = (opt if who == "wrapper" else opt.optimizer).register_step_post_hook(failing)
+    with pytest.raises(Failure):
+        micro_batches(model, opt)
+    handle.remove()
+    assert opt.result.applied
+    opt.flush()
+    assert_as_uninterrupted(place, model, opt)
+    micro_batches(model, opt)
+    assert_as_uninterrupted(place, model, opt, windows=2)
+
+
+@by_place
+def test_a_pre_hook_that_raises_leaves_the_window_open(place: str) -> None:
+    model, opt = make(place)
+    handle = opt.register_step_pre_hook(failing)
+    with pytest.raises(Failure):
+        micro_batches(model, opt)
+    handle.remove()
+    assert opt.result.micro_step == 3
+    opt.flush()
+    assert_as_uninterrupted(place, model, opt)
+
+
+@by_place
+def test_what_is_saved_then_can_be_loaded(place: str) -> None:
+    model, opt = make(place)
+    opt.register_step_pre_hook(failing)
+    with pytest.raises(Failure):
+        micro_batches(model, opt)
+    state, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
+    resumed, again = make(place)
+    resumed.load_state_dict(weights)
+    again.load_state_dict(state)
+    assert again.result.micro_step == 3
+    again.flush()
+    assert_as_uninterrupted(place, resumed, again)
+
+
+@pytest.mark.parametrize("place", ["half precision", "in float64", "masters, half sums"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_out_of_memory_while_the_sum_is_narrowed(place: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before or right after the third sum is divided and cast."""
+    model, opt = make(place)
+    micro_batches(model, opt, 2)
+    opt.backward(loss(model, 2))
+    module = strategies if place == "masters, half sums" else buffers
+    narrowed, calls = module.narrowed, []
+
+    def raising(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            if when == "after":
+                narrowed(*arguments)
+            raise Failure
+        return narrowed(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "narrowed", raising)
+        with pytest.raises(Failure):
+            opt.step()
+    assert opt.result.micro_step == 3
+    opt.flush()
+    assert_as_uninterrupted(place, model, opt)
+
+
+def test_a_hook_that_changed_the_gradient_before_it_raised() -> None:
+    """What it was is not known any more, so the window is refused."""
+    model, opt = make("in .grad")
+    opt.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
+    handle = opt.register_step_pre_hook(failing)
+    with pytest.raises(Failure):
+        micro_batches(model, opt)
+    handle.remove()
+    with pytest.raises(gradaccum.UsageError, match=r"opt\.discard\(\)"):
+        opt.flush()
+    opt.discard()
+    micro_batches(model, opt)
+    assert opt.result.applied
+
+
+class HalfAdam(torch.optim.AdamW):
+    """Raises where foreach_sqrt would run out of memory: the state and the weight decay are written, the update is not."""
+
+    broken = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.broken:
+            super().step(closure)
+        else:
+            for group in self.param_groups:
+                torch._foreach_mul_(group["params"], 0.99)
+            raise Failure
+
+
+def test_an_inner_optimizer_that_raises_half_way_is_refused() -> None:
+    model = make_model()
+    opt: Any = gradaccum.wrap(HalfAdam(model.parameters()), steps=1)
+    opt.backward(loss(model, 0))
+    with pytest.raises(Failure):
+        opt.step()
+    for call in (opt.flush, opt.step, opt.state_dict, lambda: opt.backward(loss(model, 0))):
+        with pytest.raises(gradaccum.UsageError, match="checkpoint"):
+            call()
+    opt.discard()
+    opt.optimizer.broken = False
+    opt.backward(loss(model, 0))
+    opt.step()
+    assert opt.result.applied
+
+
+@by_place
+@pytest.mark.parametrize("by", ["opt.backward", "loss.backward"])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_a_backward_pass_that_raises_half_way(place: str, by: str, micro_batch: int) -> None:
+    """Where the part that arrived can be taken out it is, or `zero_grad` does it; else nothing goes on with it."""
+    model, opt = make(place)
+    micro_batches(model, opt, micro_batch)
+
+    def backward() -> None:
+        if by == "opt.backward":
+            opt.backward(loss(model, micro_batch))
+        else:
+            loss(model, micro_batch).backward()
+
+    handle = model[0].weight.register_hook(failing)
+    with pytest.raises(Failure):
+        backward()
+    handle.remove()
+    apart = micro_batch == 0 or place == "kept apart"
+    if by == "loss.backward" or not apart:
+        calls = (opt.step, opt.flush) if place == "kept apart" else (opt.step, opt.flush, opt.state_dict)
+        for call in calls:
+            with pytest.raises(gradaccum.UsageError, match=r"opt\.discard\(\)"):
+                call()
+        if apart:
+            opt.zero_grad()
+        else:
+            opt.discard()
+            micro_batches(model, opt, micro_batch)
+    backward()
+    opt.step()
+    for index in range(micro_batch + 1, 3):
+        opt.backward(loss(model, index))
+        opt.step()
+    assert_as_uninterrupted(place, model, opt)
+
+
+def test_a_backward_pass_that_raises_before_anything_arrived() -> None:
+    model, opt = make("in .grad")
+    micro_batches(model, opt, 1)
+    handle = model[2].weight.register_hook(failing)
+    bias = model[2].bias.register_hook(failing)
+    with pytest.raises(Failure):
+        opt.backward(loss(model, 1))
+    handle.remove()
+    bias.remove()
+    for index in (1, 2):
+        opt.backward(loss(model, index))
+        opt.step()
+    assert_as_uninterrupted("in .grad", model, opt)
+
+
+def test_a_closure_whose_update_was_made_is_counted() -> None:
+    model = make_model()
+    opt: Any = gradaccum.wrap(torch.optim.LBFGS(model.parameters(), max_iter=2), steps=1)
+    opt.register_step_post_hook(failing)
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        value = loss_of(model)
+        value.backward()
+        return value
+
+    with pytest.raises(Failure):
+        opt.step(closure)
+    assert opt.result.optimizer_step == 1
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_scaler_after_a_post_hook_that_raised(steps: int) -> None:
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=steps, loss_scale=scaler)
+    opt.register_step_post_hook(failing)
+    for index in range(steps):
+        scaler.scale(loss(model, index)).backward()
+        if index == steps - 1:
+            with pytest.raises(Failure):
+                scaler.step(opt)
+        else:
+            scaler.step(opt)
+            scaler.update()
+    assert opt.result.optimizer_step == 1
+    assert scaler.get_scale() == opt.result.loss_scale == 16.0

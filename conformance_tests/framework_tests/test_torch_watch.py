@@ -1,0 +1,223 @@
+"""Every parameter's ``.grad`` is watched: what is noticed, what passes because it changes nothing, and where ``.grad`` may be changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import gradaccum
+from conformance_tests.framework_tests.torch_model import X, make_model
+
+PLACES: dict[str, tuple[torch.dtype, dict]] = {
+    "in .grad": (torch.float32, {}),
+    "half precision": (torch.bfloat16, {}),
+    "in float64": (torch.float32, {"accumulate_dtype": "float64"}),
+    "masters": (torch.bfloat16, {"master_weights": True}),
+    "kept apart": (torch.float32, {"on_overflow": "drop_micro_batch"}),
+}
+by_place = pytest.mark.parametrize("place", PLACES)
+
+
+class Branches(nn.Module):
+    """A body, a head, and a bias that no loss uses, the smallest parameter of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.unused = nn.Linear(3, 6), nn.Linear(6, 4), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(x))).float().square().mean()
+
+
+def make(place: str, **options: Any) -> tuple[Branches, Any]:
+    dtype, own = PLACES[place]
+    model = Branches().to(dtype)
+    return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), **{"steps": 3, **own, **options})
+
+
+def loss_of(model: nn.Module, factor: float = 1.0) -> torch.Tensor:
+    return model(X.to(next(model.parameters()).dtype)) * factor
+
+
+def windows(model: nn.Module, opt: Any, number: int) -> None:
+    for _ in range(3 * number):
+        loss_of(model).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@by_place
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("micro_batch", [0, 2])
+def test_a_clip_where_the_smallest_has_no_gradient(place: str, after: int, micro_batch: int) -> None:
+    model, opt = make(place)
+    windows(model, opt, after)
+    for _ in range(micro_batch):
+        loss_of(model).backward()
+        opt.step()
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        opt.step()
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "kept apart"])
+def test_a_micro_batch_under_way_is_seen_without_the_smallest(place: str) -> None:
+    model, opt = make(place)
+    loss_of(model).backward()
+    opt.step()
+    loss_of(model).backward()
+    for call in (opt.flush, opt.zero_grad, opt.state_dict):
+        with pytest.raises(gradaccum.UsageError, match=r"opt\.step\(\)"):
+            call()
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("part", ["body", "head"])
+@pytest.mark.parametrize("place", ["in .grad", "kept apart"])
+def test_a_clip_of_one_part_of_the_model(place: str, part: str, after: int) -> None:
+    model, opt = make(place)
+    windows(model, opt, after)
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(getattr(model, part).weight, 1e-4)
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        opt.step()
+
+
+@by_place
+def test_steps_1_leaves_the_gradient_to_the_user(place: str) -> None:
+    """As in the bare loop: clipping, scaling and clearing do what they say."""
+    for change, most in ((lambda m: nn.utils.clip_grad_norm_(m.parameters(), 2.0**-10), 2.0**-10), (nn.Module.zero_grad, 0.0)):
+        model, opt = make(place, steps=1)
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            loss_of(model, 1e3).backward()
+            change(model)
+            opt.step()
+            opt.zero_grad()
+        moved = math.hypot(*((p.detach() - q).float().norm().item() for p, q in zip(model.parameters(), before, strict=True)))
+        assert moved <= 1.1 * most
+
+
+@by_place
+def test_steps_1_in_a_schedule_leaves_it_too(place: str) -> None:
+    model, opt = make(place, steps=[(0, 2), (1, 1), (2, 2)])
+    for _ in range(2):
+        loss_of(model).backward()
+        opt.step()
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 2.0**-10)
+    opt.step()
+    assert opt.result.optimizer_step == 2
+    assert opt.result.grad_norm <= 2.0**-10 * 1.01
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 2.0**-10)
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        opt.step()
+
+
+@pytest.mark.parametrize("place", ["in .grad", "kept apart"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_call_that_only_logs_the_norm_passes(place: str, bad: bool) -> None:
+    """``clip_grad_norm_(parameters, inf)`` writes what is there; of an infinite gradient it makes NaN, which is an overflow as well."""
+    (model, opt), (other, plain) = make(place), make(place)
+    for index in range(12):
+        factor = math.inf if bad and index == 4 else 1.0
+        for m, o in ((model, opt), (other, plain)):
+            loss_of(m, factor).backward()
+            if o is opt:
+                nn.utils.clip_grad_norm_(m.parameters(), math.inf)
+            o.step()
+            o.zero_grad()
+    assert opt.result == plain.result
+    assert opt.result.optimizer_step == (3 if bad and place == "in .grad" else 4)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_call_that_only_logs_is_told_from_one_that_clips() -> None:
+    model, opt = make("in .grad")
+    for _ in range(2 * 3):
+        loss_of(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        opt.step()
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        opt.step()
+
+
+@pytest.mark.parametrize("place", ["half precision", "in float64", "masters"])
+def test_a_norm_of_gradients_that_have_left_is_refused(place: str) -> None:
+    """It would be the norm of the few that are still there."""
+    model, opt = make(place)
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    with pytest.raises(gradaccum.UsageError, match=r"opt\.result\.grad_norm"):
+        opt.step()
+
+
+def through_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data.mul_(0.5)
+
+
+def through_numpy(model: nn.Module) -> None:
+    model.head.weight.grad.numpy()[:] *= 0.5
+
+
+def of_new_data(model: nn.Module) -> None:
+    model.body.weight.grad.data = torch.zeros_like(model.body.weight)
+
+
+@pytest.mark.parametrize("place", ["in .grad", "kept apart"])
+@pytest.mark.parametrize("change", [through_data, through_numpy, of_new_data])
+def test_what_torch_does_not_count_is_seen_in_the_first_window(place: str, change: Callable[[nn.Module], None]) -> None:
+    model, opt = make(place)
+    loss_of(model).backward()
+    opt.step()
+    loss_of(model).backward()
+    change(model)
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        opt.step()
+
+
+@pytest.mark.parametrize("place", ["in .grad", "half precision"])
+def test_a_branch_that_is_new_is_watched(place: str) -> None:
+    dtype, options = PLACES[place]
+    layers = [nn.Linear(3, 1).to(dtype) for _ in range(9)]
+    opt: Any = gradaccum.wrap(torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01), steps=3, **options)
+    for _ in range(3):
+        layers[0](X.to(dtype)).sum().backward()
+        opt.step()
+    layers[4](X.to(dtype)).sum().backward()
+    nn.utils.clip_grad_norm_(layers[4].parameters(), 1e-3)
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        opt.step()
+
+
+def test_checkpointed_layers_run_their_own_backward_passes() -> None:
+    """The reentrant kind nests them; a shared layer gets two gradients in one."""
+    model, reference = make_model(), make_model()
+    opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2) for m in (model, reference))
+    for _ in range(4):
+        x = X.clone().requires_grad_(True)
+        hidden = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=True)
+        shared = torch.utils.checkpoint.checkpoint(model[0], x * 2, use_reentrant=True)
+        model[2](torch.tanh(hidden + shared)).square().mean().backward()
+        opt.step()
+        reference[2](torch.tanh(reference[0](X) + reference[0](X * 2))).square().mean().backward()
+        other.step()
+    assert opt.result.applied
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
