@@ -13,6 +13,8 @@ from typing import Any
 from mindspore import nn, ops
 
 from gradaccum import ArgumentValueError, StepResult, explain, make_options
+from gradaccum_mindspore.capturing import refuse_trace
+from gradaccum_mindspore.checks import require_parameters
 from gradaccum_mindspore.compiled import CompiledWindow
 from gradaccum_mindspore.scaled import note_read, require_read
 from gradaccum_mindspore.storage import Storage
@@ -31,18 +33,24 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
         options: the other options of `gradaccum.wrap`, but for ``master_weights``: the optimizer that would work on them is the caller's.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: an option is wrong.
+        ArgumentTypeError, ArgumentValueError: an option is wrong, or `parameters` are none.
         UsageError: on a call, there is a loss scale, and nobody has asked for it yet.
         GradientError: on a call, another number, shape or dtype of gradients than the parameters'.
     """
 
     def __init__(self, parameters: Sequence[Any], steps: Any = None, *, name: str = "gradaccum", **options: Any) -> None:
         super().__init__(auto_prefix=False)
+        parameters = require_parameters(parameters)
         checked = make_options(steps, **options)
         if checked.master_weights:
             raise _no_masters()
         self.storage = Storage(parameters, checked, name)
         self.window = CompiledWindow(self.storage, checked)
+
+    def __call__(self, gradients: Any, weight: Any = None) -> Any:
+        """One micro-batch, from Python."""
+        refuse_trace()
+        return super().__call__(gradients, weight)
 
     def construct(self, gradients: Any, weight: Any = None) -> Any:
         require_read(self.storage.scaled)

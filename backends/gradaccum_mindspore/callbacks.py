@@ -6,7 +6,8 @@ from typing import Any
 
 from mindspore.train import Callback, ModelCheckpoint
 
-from gradaccum import UsageError, explain
+from gradaccum import ArgumentTypeError, UsageError, explain
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
 class FlushAtEpochEnd(Callback):  # type: ignore[misc]
@@ -17,10 +18,16 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
 
     Args:
         optimizer: the wrapped optimizer.
+
+    Raises:
+        ArgumentTypeError: it is another object.
     """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
+        if not isinstance(optimizer, AccumulatingOptimizer):
+            got, fix = f"an object of type {type(optimizer).__name__}", "Write FlushAtEpochEnd(gradaccum.wrap(optimizer, steps=4))."
+            raise explain(ArgumentTypeError, "optimizer", expected="the wrapped optimizer", got=got, fix=fix)
         self.optimizer = optimizer
 
     def on_train_begin(self, run_context: Any) -> None:

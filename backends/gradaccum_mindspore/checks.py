@@ -6,14 +6,25 @@ inside `mindspore.jit` and graph mode, and at every call in PyNative.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, amp
+import numpy as np
+from mindspore import Parameter, Tensor, amp
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentValueError, GradientError, Options, accumulate_dtype_error, explain, foreign_scaler_error, require_weight
+from gradaccum import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    GradientError,
+    Options,
+    accumulate_dtype_error,
+    explain,
+    foreign_scaler_error,
+    require_weight,
+)
 
 HALF = (ms.float16, ms.bfloat16)
 FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32, "float64": ms.float64}
@@ -53,18 +64,30 @@ def own_scaler(options: Options) -> Any:
     raise foreign_scaler_error("a mindspore.amp.DynamicLossScaler", options.scaler)
 
 
-def gradients_by_position(gradients: Any, specs: Specs) -> tuple[Any, ...]:
+def require_parameters(parameters: Any) -> list[Any]:
+    """`parameters` as a list.
+
+    Raises:
+        ArgumentTypeError: they are none, but an optimizer, say.
+    """
+    listed = list(parameters) if isinstance(parameters, Iterable) else []
+    if not listed or not all(isinstance(parameter, Parameter) for parameter in listed):
+        got = f"an object of type {type(parameters).__name__}"
+        fix = "Write Accumulator(optimizer.parameters, steps=4)."
+        raise explain(ArgumentTypeError, "parameters", expected="the model's Parameters, in order", got=got, fix=fix)
+    return listed
+
+
+def gradients_by_position(gradients: Any, specs: Specs, now: Callable[[], tuple[str, ...]]) -> tuple[Any, ...]:
     """The gradients in the parameters' order, checked: a tuple or list in that order, or a dict by parameter name.
 
-    None stands for a parameter that took no part.
+    None stands for a parameter that took no part. The names are those in `specs`, or those that `now` gives.
 
     Raises:
         GradientError: another number, other names, another shape or dtype.
     """
-    names = [name for name, _, _ in specs]
     if isinstance(gradients, Mapping):
-        check_names(tuple(gradients), specs)
-        gradients = [gradients[name] for name in names]
+        gradients = [gradients[name] for name in names_of(tuple(gradients), specs, now())]
     if not isinstance(gradients, Sequence) or len(gradients) != len(specs):
         got = f"a tuple of {len(gradients)}" if isinstance(gradients, Sequence) else f"an object of type {type(gradients).__name__}"
         raise _structure_error(got, f"{len(specs)} gradients in the order of the optimizer's parameters")
@@ -73,11 +96,22 @@ def gradients_by_position(gradients: Any, specs: Specs) -> tuple[Any, ...]:
     return tuple(gradients)
 
 
-def check_names(keys: tuple[str, ...], specs: Specs) -> None:
-    """Raise `GradientError` unless the keys of a dict of gradients are the parameters' names."""
-    names = [name for name, _, _ in specs]
-    if set(keys) != set(names):
-        raise _structure_error(f"a dict with the keys {sorted(map(str, keys))}", f"the keys {names}")
+def names_of(keys: tuple[str, ...], specs: Specs, now: tuple[str, ...]) -> tuple[str, ...]:
+    """The keys of a dict of gradients in the parameters' order: the names in `specs`, or those of `now`.
+
+    Raises:
+        GradientError: other keys.
+    """
+    for names in (now, tuple(name for name, _, _ in specs)):
+        if set(keys) == set(names):
+            return names
+    raise _structure_error(f"a dict with the keys {sorted(map(str, keys))}", f"the keys {list(now)}")
+
+
+def without_none(gradients: tuple[Any, ...], specs: Specs) -> tuple[Any, ...]:
+    """Zeros where there is None: a tuple that holds a None is a constant of compiled code, and each new one compiles anew."""
+    pairs = zip(gradients, specs, strict=True)
+    return tuple(Tensor(np.zeros(shape), dtype) if gradient is None else gradient for gradient, (_, shape, dtype) in pairs)
 
 
 def check_gradient(gradient: Any, spec: tuple[str, tuple[int, ...], Any]) -> None:
@@ -108,10 +142,15 @@ def weight_as_number(weight: Any) -> float:
     if weight is None:
         return 1.0
     if isinstance(weight, Tensor):
-        if weight.size != 1:
-            raise explain(ArgumentValueError, "weight", expected="one number", got=f"shape {weight.shape}", fix="Write weight.sum().")
+        require_one_number(weight.size, weight.shape)
         weight = weight.asnumpy().item()
     return require_weight(weight)
+
+
+def require_one_number(size: int, shape: tuple[int, ...]) -> None:
+    """Raise `ArgumentValueError` unless a weight has one element."""
+    if size != 1:
+        raise explain(ArgumentValueError, "weight", expected="one number", got=f"shape {shape}", fix="Write weight.sum().")
 
 
 def _structure_error(got: str, expected: str) -> GradientError:
@@ -124,6 +163,11 @@ def _gradient_error(name: str, expected: str, got: str) -> GradientError:
     return explain(GradientError, f"gradient of {name!r}", expected=expected, got=got, fix=fix)
 
 
+def _sparse_error(name: str) -> GradientError:
+    fix = "Build the layer so that its gradient is dense: mindspore.nn.Embedding instead of EmbeddingLookup."
+    return explain(GradientError, f"gradient of {name!r}", expected="a dense Tensor or None", got="a sparse one: a RowTensor", fix=fix)
+
+
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_structure(count: int, specs: Specs) -> None:
     """The number of gradients, while compiling."""
@@ -131,10 +175,26 @@ def check_compiled_structure(count: int, specs: Specs) -> None:
         raise _structure_error(f"a tuple of {count}", f"{len(specs)} gradients in the order of the optimizer's parameters")
 
 
+def compiled_names_of(specs: Specs, now: Callable[[], tuple[str, ...]]) -> Any:
+    """`names_of` as a function of the keys alone, while compiling: the compiler follows no property that reads a Parameter's name."""
+
+    @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
+    def names(keys: tuple[str, ...]) -> tuple[str, ...]:
+        return names_of(keys, specs, now())
+
+    return names
+
+
 @constexpr  # type: ignore[untyped-decorator]
-def check_compiled_names(keys: tuple[str, ...], specs: Specs) -> None:
-    """The keys of a dict, while compiling."""
-    check_names(keys, specs)
+def check_compiled_weight(weight: Any) -> None:
+    """A weight that is a number, a constant of compiled code."""
+    require_weight(weight)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_compiled_weight_shape(shape: tuple[int, ...]) -> None:
+    """A weight that is a Tensor."""
+    require_one_number(prod(shape), shape)
 
 
 @constexpr  # type: ignore[untyped-decorator]
@@ -142,4 +202,6 @@ def check_compiled_gradients(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[
     """The gradients' shapes and dtypes, while compiling; a dtype of None: no gradient."""
     for shape, dtype, (name, expected_shape, expected_dtype) in zip(shapes, dtypes, specs, strict=True):
         if dtype is not None:
+            if isinstance(shape, Tensor):
+                raise _sparse_error(name)
             check_shape_and_dtype(name, tuple(shape), str(dtype), expected_shape, str(expected_dtype))

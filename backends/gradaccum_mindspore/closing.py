@@ -7,6 +7,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
+from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.compiled import CompiledWindow
 from gradaccum_mindspore.eager import EagerWindow
 from gradaccum_mindspore.masters import Update
@@ -23,6 +24,7 @@ class Flush(nn.Cell):  # type: ignore[misc]
 
     def __call__(self) -> Any:
         """Close the window from Python."""
+        refuse_trace()
         if is_graph_mode():
             return super().__call__()
         state = self.eager.storage.pull()
@@ -64,6 +66,7 @@ class Discard(nn.Cell):  # type: ignore[misc]
 
     def __call__(self) -> None:
         """Forget it from Python."""
+        refuse_trace()
         self.eager.discard()
 
     def construct(self) -> Any:

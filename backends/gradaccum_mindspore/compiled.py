@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore import ops
+from mindspore import Tensor, ops
 
-from gradaccum import accumulate, contribution, decide, is_full
+from gradaccum import Options, accumulate, contribution, decide, is_full
 from gradaccum_mindspore.accumulator import (
     compiled_add,
     compiled_finite,
@@ -25,13 +25,29 @@ from gradaccum_mindspore.accumulator import (
     robust_measure,
     sum_of_squares,
 )
-from gradaccum_mindspore.checks import check_compiled_gradients, check_compiled_names, check_compiled_structure
+from gradaccum_mindspore.checks import (
+    check_compiled_gradients,
+    check_compiled_structure,
+    check_compiled_weight,
+    check_compiled_weight_shape,
+    compiled_names_of,
+)
 from gradaccum_mindspore.compiled_state import CompiledState, where
+from gradaccum_mindspore.storage import Storage
 
 
 def chosen(condition: Any, a: Any, b: Any) -> Any:
     """`where` for a condition that always holds, as it does for a finite gradient of weight 1."""
     return a
+
+
+def number_of(weight: Any) -> Any:
+    """A weight as a number or a scalar Tensor; raises while compiling if it is none."""
+    if isinstance(weight, Tensor):
+        check_compiled_weight_shape(weight.shape)
+        return weight.reshape(())
+    check_compiled_weight(weight)
+    return weight
 
 
 def shape_of(gradient: Any) -> Any:
@@ -47,13 +63,17 @@ def dtype_of(gradient: Any) -> Any:
 class CompiledWindow(CompiledState):
     """Micro-batches and what is decided at a window's end, for the compiler to follow."""
 
+    def __init__(self, storage: Storage, options: Options) -> None:
+        super().__init__(storage, options)
+        self.names_of = compiled_names_of(storage.specs, storage.names)
+
     def add(self, gradients: Any, weight: Any) -> Any:
         """Take in one micro-batch; returns the state after it, not yet written, and the event if its gradient may be dropped, else None."""
         state = self.read()
         if weight is None and self.options.on_overflow == "skip_window":
             compiled_add(self.storage.sums, gradients, None, None)
             return accumulate(state, self.one, self.true, chosen), None
-        amount = self.one if weight is None else self.one * weight
+        amount = self.one if weight is None else self.one * number_of(weight)
         factor = contribution(amount, self.options)
         finite = self.true
         usable = (amount > 0) & (amount < float("inf"))
@@ -120,8 +140,7 @@ class CompiledWindow(CompiledState):
 
     def by_name(self, gradients: Any) -> Any:
         """A dict's values in the parameters' order."""
-        check_compiled_names(tuple(gradients.keys()), self.storage.specs)
         ordered: Any = ()
-        for spec in self.storage.specs:
-            ordered = (*ordered, gradients[spec[0]])
+        for name in self.names_of(tuple(gradients.keys())):
+            ordered = (*ordered, gradients[name])
         return ordered

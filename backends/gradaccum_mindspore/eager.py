@@ -5,14 +5,14 @@ An operator costs more than reading a scalar there, so what a Python ``if`` can 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 from mindspore import Tensor
 
-from gradaccum import Decision, Options, State, accumulate, close, contribution, decide, discard, select
+from gradaccum import Decision, Options, State, UsageError, accumulate, close, contribution, decide, discard, explain, select
 from gradaccum_mindspore import eager_sums
-from gradaccum_mindspore.accumulator import fits
+from gradaccum_mindspore.accumulator import add_into, fits
+from gradaccum_mindspore.masters import Update
 from gradaccum_mindspore.storage import Storage
 from gradaccum_mindspore.window_size import window_size
 
@@ -26,17 +26,39 @@ class EagerWindow:
         self.storage = storage
         self.options = options
 
-    def add(self, gradients: tuple[Any, ...], weight: float) -> State:
-        """Take in one micro-batch of checked gradients; returns the state after it, written."""
+    def add(self, gradients: tuple[Any, ...], weight: float, size: int | None) -> State:
+        """Take in one micro-batch of checked gradients; returns the state after it, written.
+
+        If this raises, it can be tried again: the state is the old one, or, where some sums hold the gradient and some do not, the
+        window is spoilt, so that its end skips it.
+
+        Raises:
+            UsageError: the window has its `size` already, as its update raised.
+        """
         state = self.storage.pull()
+        require_room(state, size)
         factor = contribution(weight, self.options)
         finite = weight == 0 or self.options.on_overflow == "skip_window" or self.finite(gradients, factor)
         usable = gradients if finite and weight > 0 else (None,) * len(gradients)
-        eager_sums.add(self.storage.sums, usable, factor)
-        after = self.storage.push(accumulate(state, weight, finite, select), state)
-        if not finite:
-            self.storage.push_event(False, False, True, micro_step=after.micro_step)
+        begun = False
+        try:
+            for total, part in eager_sums.parts(self.storage.sums, usable, factor):
+                begun = True
+                add_into(total, part)
+            begun = True
+            after = self.storage.push(accumulate(state, weight, finite, select), state)
+            if not finite:
+                self.storage.push_event(False, False, True, micro_step=after.micro_step)
+        except BaseException:
+            if begun:
+                self.take_back(state)
+            raise
         return after
+
+    def take_back(self, state: State) -> None:
+        """The state before a micro-batch of which some sums may hold a part."""
+        (eager_sums.spoil if state.micro_step else eager_sums.clear)(self.storage.sums)
+        self.storage.push(state, self.storage.pull())
 
     def finite(self, gradients: tuple[Any, ...], factor: float) -> bool:
         """Whether what would be added is free of inf and NaN."""
@@ -51,15 +73,29 @@ class EagerWindow:
         self.storage.push_size(cast(int, size))
         return size
 
-    def close(self, state: State, apply: Callable[[Any], Any]) -> None:
-        """End the window: call `apply` with its gradients, or not at all."""
+    def close(self, state: State, update: Update) -> None:
+        """End the window: make the `update` with its gradients, or not at all.
+
+        If this raises, the window is either open as before, and ``flush`` makes its update, or closed, if the update was made.
+        """
         norm, finite = eager_sums.measure(self.storage.sums, self.storage.float_dtype)
         finite = finite and self.in_range(
             Decision(*decide(state, norm, finite, self.options._replace(clip_norm=None), select, self.storage.largest))
         )
         decision = Decision(*decide(state, norm, finite, self.options, select, self.storage.largest))
-        if decision.apply:
-            apply(self.gradients(decision.divisor))
+        before = update.witness.look() if decision.apply else None
+        try:
+            if decision.apply:
+                update(self.gradients(decision.divisor))
+            self.finish(state, decision)
+        except BaseException:
+            if before is None or update.witness.look() != before:
+                update.round()
+                self.finish(state, decision)
+            raise
+
+    def finish(self, state: State, decision: Decision) -> None:
+        """Clear the sums and write the state after the window; once more does the same."""
         eager_sums.clear(self.storage.sums)
         self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)
         self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
@@ -78,8 +114,28 @@ class EagerWindow:
         return eager_sums.divided(self.storage.sums, divisor / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
 
     def discard(self) -> None:
-        """Forget the open window."""
+        """Forget the open window, even if this is interrupted."""
+        try:
+            self.forget()
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """Clear the sums and the state of the open window."""
         eager_sums.clear(self.storage.sums)
         state = self.storage.pull()
         self.storage.push(discard(state), state)
         self.storage.push_event(False, False, False)
+
+
+def require_room(state: State, size: int | None) -> None:
+    """Raise `UsageError` if the window holds `size` micro-batches already."""
+    if size is not None and state.micro_step >= size > 0:
+        raise explain(
+            UsageError,
+            "gradients",
+            expected="flush() or discard() first, as the window's update raised",
+            got=f"a micro-batch more for a window of {size} that holds {state.micro_step}",
+            fix="Write optimizer.flush() to make the update that is due.",
+        )

@@ -9,7 +9,7 @@ bfloat16, which NumPy does not have, MindSpore's operators work on.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from gradaccum_mindspore.accumulator import ROW, add_into, divide, robust_measure, sum_of_squares, working_dtype, write
+from gradaccum_mindspore.accumulator import ROW, divide, robust_measure, sum_of_squares, working_dtype, write
 
 ARRAYS: dict[Any, Any] = {ms.float16: np.dtype("float16"), ms.float32: np.dtype("float32"), ms.float64: np.dtype("float64")}
 
@@ -43,11 +43,11 @@ def scaled(gradient: Any, factor: float, dtype: Any) -> Any:
     return _cast(ops.mul(_cast(gradient, work), Tensor(factor, work)), dtype)
 
 
-def add(sums: Sequence[Any], gradients: Sequence[Any], factor: float) -> None:
-    """Add ``factor * gradient`` to each sum; a None adds nothing."""
+def parts(sums: Sequence[Any], gradients: Sequence[Any], factor: float) -> Iterator[tuple[Any, Any]]:
+    """Each sum and the ``factor * gradient`` to be added to it, made as it is asked for; none for a None."""
     for total, gradient in zip(sums, gradients, strict=True):
         if gradient is not None:
-            add_into(total, scaled(gradient, factor, total.dtype))
+            yield total, scaled(gradient, factor, total.dtype)
 
 
 def all_finite(tensor: Any) -> bool:
@@ -80,6 +80,12 @@ def divided(sums: Sequence[Any], divisor: float, dtypes: Sequence[Any], float_dt
     """``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `float_dtype` is what the divisor is rounded to."""
     rounded = ARRAYS[float_dtype].type(divisor)
     return tuple(_quotient(total, rounded, dtype) for total, dtype in zip(sums, dtypes, strict=True))
+
+
+def spoil(sums: Sequence[Any]) -> None:
+    """Make one sum NaN, the smallest."""
+    total = min(sums, key=lambda each: each.size)
+    write(total, Tensor(np.full(total.shape, math.nan), total.dtype))
 
 
 def clear(sums: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from gradaccum import FIELD_DTYPES, CheckpointError, State, decode_terms, encode_terms, explain, resumed, terms_of
+from gradaccum import FIELD_DTYPES, ArgumentTypeError, CheckpointError, State, decode_terms, encode_terms, explain, resumed, terms_of
 from gradaccum_mindspore.accumulator import write
 from gradaccum_mindspore.storage import Storage
 from gradaccum_mindspore.window_size import with_known_size
@@ -28,18 +28,29 @@ def load_checkpoint_into(cell: Any, parameter_dict: Mapping[str, Any]) -> None:
             of `cell`. Entries of another kind (such as ``epoch_num``) are left alone.
 
     Raises:
+        ArgumentTypeError: `cell` is no Cell, or `parameter_dict` is the path of a file.
         CheckpointError: a value is missing, of another shape or dtype; the checkpoint has a sum or a master that `cell` has not; its open
             window was saved under another reduction, overflow policy, loss scale or number of steps; or two Parameters of `cell` have one
             name. Nothing was written then.
     """
+    _check_arguments(cell, parameter_dict)
     parameters = _parameters(cell)
     for name, parameter in parameters.items():
         _check_entry(name, parameter, parameter_dict.get(name))
     for storage in _storages(cell):
-        _check_names(storage, parameter_dict)
+        _check_names(storage, parameters, parameter_dict)
     changed = {name: value for storage in _storages(cell) for name, value in _resumed(storage, parameter_dict)}
     for name, parameter in parameters.items():
         write(parameter, Tensor(changed[name] if name in changed else parameter_dict[name].asnumpy(), parameter.dtype))
+
+
+def _check_arguments(cell: Any, parameter_dict: Any) -> None:
+    if not isinstance(cell, nn.Cell):
+        got, fix = f"an object of type {type(cell).__name__}", "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file))."
+        raise explain(ArgumentTypeError, "cell", expected="a wrapped optimizer or a Cell that holds one", got=got, fix=fix)
+    if not isinstance(parameter_dict, Mapping):
+        fix = "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file))."
+        raise explain(ArgumentTypeError, "parameter_dict", expected="a dict by name", got=parameter_dict, fix=fix)
 
 
 def _storages(cell: Any) -> Iterator[Storage]:
@@ -59,13 +70,13 @@ def _check_entry(name: str, parameter: Any, entry: Any) -> None:
         raise _error(f"{name!r}: {expected}", got, "Load the checkpoint of the same model and optimizer.")
 
 
-def _check_names(storage: Storage, parameter_dict: Mapping[str, Any]) -> None:
+def _check_names(storage: Storage, parameters: Mapping[str, Any], parameter_dict: Mapping[str, Any]) -> None:
     for entries, suffix, kind in ((storage.sums, storage.suffix, "sums"), (storage.masters.masters, storage.masters.suffix, "masters")):
-        own = {entry.name for entry in entries}
-        unknown = [name for name in parameter_dict if name.endswith(suffix) and name not in own]
+        # Another wrapped optimizer of the cell may have the same suffix.
+        unknown = [name for name in parameter_dict if name.endswith(suffix) and name not in parameters]
         if unknown:
-            fix = "Load the checkpoint of the same model, wrapped with the same options."
-            raise _error(f"{kind} for {sorted(own) or 'no parameter'} only", f"also {unknown}", fix)
+            own, fix = sorted(entry.name for entry in entries), "Load the checkpoint of the same model, wrapped with the same options."
+            raise _error(f"{kind} for {own or 'no parameter'} only", f"also {unknown}", fix)
 
 
 def _parameters(cell: Any) -> dict[str, Any]:

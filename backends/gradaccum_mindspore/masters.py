@@ -19,6 +19,7 @@ from mindspore import Parameter, ParameterTuple, nn
 
 from gradaccum_mindspore.accumulator import each, write
 from gradaccum_mindspore.checks import HALF
+from gradaccum_mindspore.witness import Witness
 
 
 class Masters(nn.Cell):  # type: ignore[misc]
@@ -49,9 +50,15 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.inner = inner
         self.masters = masters
         self.rounds = len(masters.masters) > 0
+        self.witness = Witness(inner)
 
     def construct(self, gradients: Any) -> Any:
         self.inner(gradients)
+        self.round()
+        return True
+
+    def round(self) -> Any:
+        """Round the masters, if there are any, into the model's parameters."""
         if self.rounds:
             self.masters()
         return True

@@ -14,7 +14,8 @@ from mindspore import ParameterTuple, nn, ops
 from mindspore.experimental import optim
 
 from gradaccum import Options, StepResult, UsageError, explain, is_full
-from gradaccum_mindspore.checks import gradients_by_position, weight_as_number
+from gradaccum_mindspore.capturing import refuse_trace
+from gradaccum_mindspore.checks import gradients_by_position, weight_as_number, without_none
 from gradaccum_mindspore.closing import Discard, Flush, is_graph_mode
 from gradaccum_mindspore.compiled import CompiledWindow
 from gradaccum_mindspore.eager import EagerWindow
@@ -98,15 +99,17 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0.
             ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
-            UsageError: there is a loss scale, and nobody has asked for it yet.
+            UsageError: there is a loss scale, and nobody has asked for it yet; or ``jit(capture_mode="trace")`` is recording.
         """
+        refuse_trace()
         require_read(self.storage.scaled)
-        ordered = gradients_by_position(gradients, self.storage.specs)
+        ordered = gradients_by_position(gradients, self.storage.specs, self.storage.names)
         amount = weight_as_number(weight)
         if is_graph_mode():
+            ordered = without_none(ordered, self.storage.specs)
             return super().__call__(ordered, None if weight is None else ms.Tensor(amount, self.storage.float_dtype))
         size = self.eager.size()
-        state = self.eager.add(ordered, amount)
+        state = self.eager.add(ordered, amount, size)
         full = size is not None and bool(is_full(state, size))
         if full:
             self.eager.close(state, self.update)
@@ -145,3 +148,8 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
 
 class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):  # type: ignore[misc]
     """The same for a `mindspore.experimental.optim.Optimizer`, and an instance of that, so that its schedulers take it."""
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Raise `UsageError`: there are sums for the parameters that were there when the optimizer was wrapped."""
+        expected, got = "all groups before the optimizer is wrapped, as each parameter has its sum then", "a group more"
+        raise explain(UsageError, "param_group", expected=expected, got=got, fix="Write gradaccum.wrap(optimizer, steps=4) after it.")

@@ -57,6 +57,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.float_dtype = ms.float64 if ms.float64 in dtypes else ms.float32
         """dtype of `weight` and of norms."""
         self.largest = largest_number(float64_weight=self.float_dtype == ms.float64)
+        object.__setattr__(self, "model", tuple(parameters))  # A Cell would list them as its own.
         self.specs = tuple((parameter.name, tuple(parameter.shape), parameter.dtype) for parameter in parameters)
         self.handed = tuple(ms.float32 if options.master_weights and p.dtype in HALF else p.dtype for p in parameters)
         """dtype of each gradient as the inner optimizer gets it."""
@@ -86,6 +87,10 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.last_event = hidden_parameter(Tensor([0.0, 0.0, 0.0, 0.0], self.float_dtype), f"{prefix}.last_event")
         """(applied, skipped, overflow, grad_norm) of a `StepResult`; a flag that is up is 1 + the `micro_step` that it belongs to, so that
         an ordinary micro-batch need not take it down."""
+
+    def names(self) -> tuple[str, ...]:
+        """The parameters' names as they are now: a Cell that holds the model may have renamed them since this was made."""
+        return tuple(parameter.name for parameter in self.model)
 
     def first_state(self, options: Options, prefix: str) -> dict[str, Any]:
         """A Parameter per field; those of a `mindspore.amp.DynamicLossScaler`, which is driven then, are its own, renamed."""

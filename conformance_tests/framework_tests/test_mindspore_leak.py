@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 import gradaccum  # noqa: E402
 from gradaccum_mindspore import Accumulator  # noqa: E402
 
-WINDOWS = 300
+WINDOWS = 200
 LEAK = 100
 """Bytes per window; one tensor that is kept takes 1200."""
 

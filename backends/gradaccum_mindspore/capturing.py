@@ -1,0 +1,50 @@
+"""MindSpore's two other ways to capture Python: bytecode capture leaves this package to Python, tracing is refused.
+
+``jit(capture_mode="bytecode")`` fails on some of the functions here ("should not reach here"). MindSpore skips its own files, and
+is told to skip these too: the user's function is captured, and the wrapped optimizer runs as in PyNative.
+
+``jit(capture_mode="trace")`` records the operators of the first call and repeats them: whether a window ends would be decided once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mindspore import Tensor
+from mindspore._c_expression import pi_jit_set_context
+from mindspore.graph import jit_trace
+
+import gradaccum
+from gradaccum import UsageError, explain
+
+
+def skip_in_bytecode() -> None:
+    """Keep bytecode capture out of this package and the core."""
+    pi_jit_set_context(skip_files=tuple(str(Path(file).parent) for file in (__file__, gradaccum.__file__)))
+
+
+def refuse_trace() -> None:
+    """Raise if MindSpore is recording operators now.
+
+    Raises:
+        UsageError: it is.
+    """
+    if jit_trace._using_trace:
+        _stop_tracing()
+        raise explain(
+            UsageError,
+            "capture_mode",
+            expected="'ast' or 'bytecode' around a wrapped optimizer, because a trace repeats what the first micro-batch did",
+            got="trace",
+            fix="Write @mindspore.jit.",
+        )
+
+
+def _stop_tracing() -> None:
+    """What MindSpore leaves out if a recorded function raises: it goes on recording, and the next operator crashes."""
+    phase = jit_trace._trace_jit_context.phase
+    jit_trace._jit_trace_end(Tensor(0.0))
+    jit_trace._trace_compile_cache.discard(phase)
+
+
+skip_in_bytecode()

@@ -1,0 +1,240 @@
+"""Calls that cannot be right, and calls that look as if they could not: which raise, naming the fix, and which are exact."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn  # noqa: E402
+from mindspore.experimental import optim  # noqa: E402
+
+import gradaccum  # noqa: E402
+from gradaccum_mindspore import Accumulator, FlushAtEpochEnd, load_checkpoint_into  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def pynative_after(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
+    yield
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+def two_parameters():
+    return [Parameter(Tensor(np.ones(3, np.float32)), name="a"), Parameter(Tensor(np.ones(2, np.float32)), name="b")]
+
+
+def ones(a=1.0, b=1.0):
+    return Tensor(np.full(3, a, np.float32)), None if b is None else Tensor(np.full(2, b, np.float32))
+
+
+def wrapped(steps=2):
+    return gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=steps)
+
+
+def values(optimizer):
+    return [float(p.asnumpy()[0]) for p in optimizer.parameters]
+
+
+def test_bytecode_capture_runs_as_pynative():
+    optimizer = wrapped()
+
+    @ms.jit(capture_mode="bytecode")
+    def step(a, b):
+        return optimizer((a, b))
+
+    assert [bool(step(*ones(2.0, 4.0))) for _ in range(4)] == [False, True, False, True]
+    assert values(optimizer) == [-3.0, -7.0]
+
+
+TRACE = """
+import mindspore as ms, numpy as np
+from mindspore import Parameter, Tensor, nn
+import gradaccum
+from gradaccum_mindspore import Accumulator
+
+parameter, gradient = Parameter(Tensor(np.ones(3, np.float32)), name="a"), Tensor(np.full(3, 2, np.float32))
+optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=2)
+accumulator = Accumulator([parameter], steps=2, name="alone")
+calls = lambda: optimizer((gradient,)), optimizer.flush, optimizer.discard, lambda: accumulator((gradient,))
+
+for call in calls:
+    @ms.jit(capture_mode="trace")
+    def step(x):
+        call()
+        return x
+
+    for _ in range(2):
+        try:
+            step(gradient)
+        except gradaccum.UsageError as error:
+            assert "mindspore.jit" in str(error)
+            print("refused", end=" ")
+for _ in range(2):
+    optimizer((gradient + 0,))
+print(parameter.asnumpy()[0])
+"""
+
+
+def test_tracing_is_refused(tmp_path):
+    """A trace would repeat what its first micro-batch did, and never update. MindSpore crashes if the refusal leaves it tracing."""
+    (tmp_path / "trace.py").write_text(TRACE)
+    ran = subprocess.run([sys.executable, str(tmp_path / "trace.py")], capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == ["refused"] * 8 + ["-1.0"], ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("weight", [-2.0, float("nan"), float("inf"), True])
+def test_a_constant_weight_is_checked_as_it_compiles(weight):
+    optimizer = wrapped()
+
+    @ms.jit
+    def step(a, b):
+        return optimizer((a, b), weight)
+
+    with pytest.raises(gradaccum.GradAccumError, match="weight"):
+        step(*ones())
+    assert optimizer.result.micro_step == 0
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_weight_of_one_element(mode, shape):
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    optimizer = wrapped()
+
+    @ms.jit
+    def jitted(weight, *gradients):
+        return optimizer(gradients, weight)
+
+    for value, weight in ((1.0, 3.0), (5.0, 1.0)):
+        tensor = Tensor(np.full(shape, weight, np.float32))
+        closed = jitted(tensor, *ones(value, value)) if mode == "jit" else optimizer(ones(value, value), tensor)
+    assert closed
+    assert values(optimizer) == [-1.0, -1.0]
+
+
+def test_a_weight_of_two_elements_does_not_compile():
+    optimizer = wrapped()
+
+    @ms.jit
+    def step(weight, *gradients):
+        return optimizer(gradients, weight)
+
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"weight\.sum"):
+        step(Tensor([1.0, 2.0]), *ones())
+
+
+class Lookup(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.EmbeddingLookup(20, 4)
+
+    def construct(self, tokens):
+        return self.rows(tokens).sum()
+
+
+def test_a_sparse_gradient_is_named():
+    net = Lookup()
+    optimizer = gradaccum.wrap(nn.Adam(net.trainable_params(), 0.1), steps=2)
+    backward = ms.value_and_grad(net, None, optimizer.parameters)
+
+    @ms.jit
+    def step(tokens):
+        loss, gradients = backward(tokens)
+        optimizer(gradients)
+        return loss
+
+    with pytest.raises(gradaccum.GradientError, match="RowTensor"):
+        step(Tensor([1, 2, 3], ms.int32))
+
+
+def test_a_none_in_graph_mode_compiles_once():
+    """A tuple that holds a None is a constant for MindSpore, which compiles anew for each."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    optimizer = wrapped()
+    for value in (1.0, 2.0, 3.0, 4.0):
+        optimizer(ones(value, None))
+    assert len(optimizer.compile_cache) == 1
+    assert values(optimizer) == [1.0 - 1.5 - 3.5, 1.0]
+
+
+class Inside(nn.Cell):
+    """A training cell that renames the parameters, as it is made with auto_prefix."""
+
+    def __init__(self, net, optimizer):
+        super().__init__()
+        self.optimizer, self.net = optimizer, net
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
+def test_a_dict_by_the_names_of_now_or_of_then(mode):
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    net = nn.Dense(3, 2)
+    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 1.0), steps=4)
+    before = [p.name for p in optimizer.parameters]
+    Inside(net, optimizer)
+    after = [p.name for p in optimizer.parameters]
+    assert before != after
+    weight, bias = Tensor(np.ones((2, 3), np.float32)), Tensor(np.ones(2, np.float32))
+
+    @ms.jit
+    def jitted(gradients):
+        return optimizer(gradients)
+
+    call = jitted if mode == "jit" else optimizer
+    for names in (before, after):
+        call(dict(zip(names, (weight, bias), strict=True)))
+    assert optimizer.result.micro_step == 2
+    assert optimizer.storage.sums[0].asnumpy()[0, 0] == 2.0
+    with pytest.raises(gradaccum.GradientError, match=after[0]):
+        call({after[0]: weight, "another": bias})
+
+
+class Pair(nn.Cell):
+    """Two wrapped optimizers with the default name in one cell."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Dense(4, 2), nn.Dense(4, 2)
+        self.first = gradaccum.wrap(nn.Adam(self.one.trainable_params(), 0.1), steps=2)
+        self.second = gradaccum.wrap(nn.Adam(self.two.trainable_params(), 0.1), steps=3)
+
+
+def test_a_cell_with_two_wrapped_optimizers_loads_its_own_file(tmp_path):
+    pair, other = Pair(), Pair()
+    for optimizer in (pair.first, pair.second):
+        optimizer(tuple(Tensor(np.full(p.shape, 2.0, np.float32)) for p in optimizer.parameters))
+    ms.save_checkpoint(pair, str(tmp_path / "pair.ckpt"))
+    load_checkpoint_into(other, ms.load_checkpoint(str(tmp_path / "pair.ckpt")))
+    assert other.first.result.micro_step == other.second.result.micro_step == 1
+    for mine, theirs in zip(other.get_parameters(), pair.get_parameters(), strict=True):
+        np.testing.assert_array_equal(mine.asnumpy(), theirs.asnumpy())
+
+
+def test_an_experimental_optimizer_takes_no_group_more():
+    optimizer = gradaccum.wrap(optim.SGD(two_parameters()[:1], 1.0), steps=2)
+    with pytest.raises(gradaccum.UsageError, match="before the optimizer is wrapped"):
+        optimizer.add_param_group({"params": two_parameters()[1:]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_tensor_as_steps():
+    assert wrapped(Tensor(2)).options.steps == 2
+
+
+def test_arguments_that_are_something_else():
+    optimizer = wrapped()
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"mindspore\.load_checkpoint\("):
+        load_checkpoint_into(optimizer, "run.ckpt")
+    with pytest.raises(gradaccum.ArgumentTypeError, match="cell"):
+        load_checkpoint_into({}, optimizer)
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer\.parameters"):
+        Accumulator(nn.SGD(two_parameters(), 1.0), 2)
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer\.parameters"):
+        Accumulator([nn.Dense(2, 2)], 2)
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"gradaccum\.wrap"):
+        FlushAtEpochEnd(nn.SGD(two_parameters(), 1.0))
