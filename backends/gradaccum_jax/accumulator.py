@@ -14,6 +14,7 @@ from jax import lax
 
 from gradaccum import ArgumentValueError, explain
 from gradaccum_jax.dtypes import is_key, standard, takes_part
+from gradaccum_jax.folds import all_of
 from gradaccum_jax.weighted import add_weighted
 
 Dtypes = list[Any]
@@ -80,11 +81,7 @@ def add(accumulator: Any, gradients: list[Any], factor: Any, kept: Any, counted:
 
 def all_finite(gradients: list[Any]) -> Any:
     """Whether every element of every gradient that is there is finite: a bool scalar."""
-    finite = jnp.asarray(True)
-    for gradient in gradients:
-        if gradient is not None:
-            finite = finite & jnp.all(jnp.isfinite(gradient))
-    return finite
+    return all_of([jnp.all(jnp.isfinite(gradient)) for gradient in gradients if gradient is not None])
 
 
 def divide(accumulator: Any, divisor: Any, dtypes: Dtypes) -> Any:

@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 
 from gradaccum import ArgumentValueError, explain
-from gradaccum_jax.trip import zero_or_one
+from gradaccum_jax.trip import runner, zero_or_one
+from gradaccum_jax.varying import settled
 
 ControlFlow = Literal["while_loop", "cond"]
 CONTROL_FLOWS = ("while_loop", "cond")
@@ -44,7 +47,16 @@ def once(predicate: Any, function: Callable[[T], T], operand: T, control_flow: C
         operand: a tree of arrays.
         control_flow: ``"while_loop"`` or ``"cond"``.
     """
-    if control_flow == "cond":
-        return cast(T, lax.cond(predicate, function, lambda unchanged: unchanged, operand))
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, operand))
+    predicate = jnp.asarray(predicate)
 
-    return zero_or_one(predicate, function, operand)
+    def flat(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(function(jax.tree.unflatten(structure, leaves)))
+
+    closed, leaves = settled(predicate, flat, leaves)
+    if control_flow == "cond":
+        run = runner(closed.jaxpr, leaves)
+        leaves = lax.cond(predicate, lambda constants, leaves: run(constants, leaves), lambda _, leaves: leaves, closed.consts, leaves)
+    else:
+        leaves = zero_or_one(predicate, closed, leaves)
+    return cast(T, jax.tree.unflatten(structure, leaves))

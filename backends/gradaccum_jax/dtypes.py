@@ -51,7 +51,8 @@ def is_key(leaf: Any) -> bool:
 def wider(a: Any, b: Any) -> Any:
     """The dtype that holds both."""
     a, b = jnp.dtype(a), jnp.dtype(b)
-    return a if a == b else jnp.promote_types(_promotable(a), _promotable(b))
+    with jax.numpy_dtype_promotion("standard"):
+        return a if a == b else jnp.promote_types(_promotable(a), _promotable(b))
 
 
 def standard(leaf: Any) -> Any:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum_jax.control_flow import ControlFlow, once
-from gradaccum_jax.square_sum import square_sum
+from gradaccum_jax.folds import sum_of
+from gradaccum_jax.square_sum import WRITES_SQUARES, square_sum
 
 
 def measure(accumulator: Any, dtype: Any, control_flow: ControlFlow) -> tuple[Any, Any]:
@@ -25,9 +26,7 @@ def measure(accumulator: Any, dtype: Any, control_flow: ControlFlow) -> tuple[An
         control_flow: how the second measurement is left out.
     """
     leaves = _real_leaves(accumulator, dtype)
-    squares = jnp.zeros((), dtype)
-    for leaf in leaves:
-        squares = squares + square_sum(leaf)
+    squares = _total([square_sum(leaf) for leaf in leaves], dtype)
     plain = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
     return once(~plain, lambda _: _scaled(leaves, squares), (_root(squares), plain), control_flow)
 
@@ -36,10 +35,13 @@ def _scaled(leaves: list[Any], squares: Any) -> tuple[Any, Any]:
     """The norm of what has no sum of `squares` in range: finite times the smaller power unless an element is not."""
     power = 0.75 * int(jnp.finfo(squares.dtype).maxexp)
     first = scale = jnp.where(squares < 1, 2.0**power, 2.0**-power).astype(squares.dtype)
-    total = jnp.zeros_like(squares)
+    sums, so_far = [], jnp.zeros_like(squares)
     for leaf in leaves:
-        total = total + square_sum(leaf * scale)
-        scale = jnp.where(total < 0, total, scale)  # never so, but it makes XLA scale one leaf after the other, not all at once
+        sums.append(square_sum(leaf * scale))
+        if WRITES_SQUARES:  # Never below 0. The dependence makes XLA scale one leaf at a time, so only one temporary lives.
+            so_far = so_far + sums[-1]
+            scale = jnp.where(so_far < 0, so_far, scale)
+    total = _total(sums, squares.dtype)
     finite = total < jnp.inf
     norm = jnp.minimum(_root(total) / first, float(np.finfo(squares.dtype).max))
     return jnp.where(finite, norm, jnp.inf), finite
@@ -49,6 +51,13 @@ def _root(total: Any) -> Any:
     """The square root, with a derivative at 0: that of a window of no gradient is 0, not 0 x inf."""
     positive = total > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, total, 1)), total)
+
+
+def _total(sums: list[Any], dtype: Any) -> Any:
+    """Stacked, each sum is a kernel of its own where XLA writes squares; there only their chain's end is kept from being copied."""
+    if WRITES_SQUARES or not sums:
+        return sum_of(jnp.stack([sum(sums, jnp.zeros((), dtype)), jnp.zeros((), dtype)]))
+    return sum_of(jnp.stack(sums))
 
 
 def _smallest_sum(dtype: Any) -> float:

@@ -44,6 +44,7 @@ from gradaccum_jax.norm import measure
 from gradaccum_jax.representable import representable
 from gradaccum_jax.sizes import check_known, size_at
 from gradaccum_jax.state import AccumulationState, fields_of, fresh, with_event, with_fields
+from gradaccum_jax.varying import axes_of, vary, vary_like
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class Accumulation:
         require_plain(inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
         trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": terms.first_terms(self.options)}
-        return fresh(fields, sums.weight_dtype(accumulator), **trees)
+        return vary_like(params, fresh(fields, sums.weight_dtype(accumulator), **trees))
 
     def update(
         self, grads: Any, state: AccumulationState, params: Any = None, *, weight: Any = None, **extra: Any
@@ -153,7 +154,7 @@ class Accumulation:
         kept = (weight > 0 if given else jnp.asarray(state.micro_step) >= 0) & (~dropped if dropping else True)
         total = sums.add(state.accumulator, gradients, factor, kept, (weight >= 0) & (~dropped if dropping else True))
         counted = with_fields(state, accumulate(fields_of(state), weight, finite, jnp.where))
-        return counted._replace(accumulator=total, terms=terms.now(self.options, steps)), dropped
+        return counted._replace(accumulator=total, terms=vary(terms.now(self.options, steps), axes_of(state.terms))), dropped
 
     def _dtypes(self, state: AccumulationState, params: Any, gradients: list[Any] | None) -> Handed:
         """Those of the inner optimizer's gradients."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum_jax.dtypes import wider
+from gradaccum_jax.folds import all_of
 
 
 def representable(accumulator: Any, divisor: Any, dtypes: list[Any]) -> Any:
@@ -24,11 +25,8 @@ def representable(accumulator: Any, divisor: Any, dtypes: list[Any]) -> Any:
         divisor: a scalar; not yet that of clipping, which is decided on after this.
         dtypes: one per leaf: the inner optimizer's gradient's.
     """
-    fits = jnp.asarray(True)
-    for leaf, dtype in zip(jax.tree.leaves(accumulator), dtypes, strict=True):
-        if leaf.size and _is_narrower(dtype, leaf.dtype):
-            fits = fits & (_largest(leaf) / divisor < _limit(dtype))
-    return fits
+    held = zip(jax.tree.leaves(accumulator), dtypes, strict=True)
+    return all_of([_largest(leaf) / divisor < _limit(dtype) for leaf, dtype in held if leaf.size and _is_narrower(dtype, leaf.dtype)])
 
 
 def _is_narrower(dtype: Any, held: Any) -> bool:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum import ArgumentTypeError, Fields, State, StepResult, explain
+from gradaccum_jax.varying import axes_of, vary
 
 
 class AccumulationState(NamedTuple):
@@ -59,7 +60,9 @@ def fresh(start: State, weight_dtype: Any, **trees: Any) -> AccumulationState:
 
 def with_event(state: AccumulationState, applied: Any, skipped: Any, overflow: Any) -> AccumulationState:
     """`state` with what the last call did, three bool scalars."""
-    return state._replace(last_applied=jnp.asarray(applied), last_skipped=jnp.asarray(skipped), last_overflow=jnp.asarray(overflow))
+    held = (state.last_applied, state.last_skipped, state.last_overflow)
+    flags = [vary(jnp.asarray(new), axes_of(old)) for new, old in zip((applied, skipped, overflow), held, strict=True)]
+    return state._replace(last_applied=flags[0], last_skipped=flags[1], last_overflow=flags[2])
 
 
 def fields_of(state: AccumulationState) -> Fields:

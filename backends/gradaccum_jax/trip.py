@@ -1,8 +1,13 @@
-"""A loop of one trip or none, and what `jax.vmap` makes of it.
+"""A loop of one trip or none, what `jax.vmap` makes of it, and its derivative.
 
 JAX's own rule lets every member of a batch run the body if one of them wants it, and keeps the old values of the others by selects: each
 array the body writes in place is then copied first, in every window, although members mostly close their windows together. Here
 the body runs on the whole batch, in place, where all members want it; and where only some do, for each of those by itself.
+
+Where XLA partitions the batch over devices, both of these would make each device wait for, or gather, the members of the others. There
+each member's new values are made in every call and selected, as `optax.MultiSteps` does: arithmetic for which no device asks another.
+
+A loop that may run has no reverse mode. The derivative is that of the conditional that does the same.
 
 The members' axis has no name inside: an inner optimizer that reduces over ``jax.vmap(..., axis_name=...)`` is refused, and pointed
 to ``control_flow="cond"``.
@@ -11,7 +16,7 @@ to ``control_flow="cond"``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +25,41 @@ from jax.custom_batching import custom_vmap
 from jax.extend import core
 
 from gradaccum import UsageError, explain
+from gradaccum_jax.devices import partitioned
+from gradaccum_jax.varying import axes_of, vary
 
-T = TypeVar("T")
 Leaves = list[Any]
 Run = Callable[[Leaves, Leaves], Leaves]
 """``run(constants, leaves)``: new leaves, of the same shapes and dtypes."""
 
 
-def zero_or_one(predicate: Any, function: Callable[[T], T], operand: T) -> T:
-    """``function(operand)`` where `predicate`, a bool scalar, holds, else `operand`; what `function` closes over may be traced.
+def zero_or_one(predicate: Any, closed: Any, leaves: Leaves) -> Leaves:
+    """What `closed`, a traced function of `leaves`, makes of them where `predicate`, a bool scalar, holds, else `leaves`.
 
     Raises:
-        UsageError: `function` reduces over a named axis of the `jax.vmap` that this is under.
+        UsageError: the function reduces over a named axis of the `jax.vmap` that this is under.
     """
-    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, operand))
-    closed = jax.make_jaxpr(lambda *flat: jax.tree.leaves(function(jax.tree.unflatten(structure, flat))))(*leaves)
     constants = [jnp.asarray(constant) for constant in closed.consts]
+    run, named, ordered = runner(closed.jaxpr, leaves), named_axes(closed), _is_ordered(closed)
+    return _loop(run, predicate, constants, leaves) if ordered else _trip(run, predicate, constants, leaves, named)
+
+
+def runner(jaxpr: Any, leaves: Leaves) -> Run:
+    """Holds on to no array, and to no tracer: rules outlive the trace that they are made in."""
+    axes = [axes_of(leaf) for leaf in leaves]
 
     def run(constants: Leaves, leaves: Leaves) -> Leaves:
-        return list(core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, constants))(*leaves))
+        made = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))(*leaves)
+        return [vary(leaf, own) for leaf, own in zip(made, axes, strict=True)]
 
-    return cast(T, jax.tree.unflatten(structure, _trip(run, jnp.asarray(predicate), constants, leaves, named_axes(closed))))
+    return run
+
+
+def _loop(run: Run, predicate: Any, constants: Leaves, leaves: Leaves) -> Leaves:
+    def body(carry: tuple[Any, Leaves]) -> tuple[Any, Leaves]:
+        return carry[0] & False, run(constants, carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], body, (predicate, leaves))[1]
 
 
 def _trip(run: Run, predicate: Any, constants: Leaves, leaves: Leaves, named: frozenset[str] = frozenset()) -> Leaves:
@@ -48,10 +67,7 @@ def _trip(run: Run, predicate: Any, constants: Leaves, leaves: Leaves, named: fr
 
     @custom_vmap
     def loop(predicate: Any, constants: Leaves, leaves: Leaves) -> Leaves:
-        def body(carry: tuple[Any, Leaves]) -> tuple[Any, Leaves]:
-            return jnp.zeros_like(carry[0]), run(constants, carry[1])
-
-        return lax.while_loop(lambda carry: carry[0], body, (predicate, leaves))[1]
+        return _loop(run, predicate, constants, leaves)
 
     @loop.def_vmap
     def _(size: int, batched: Any, predicate: Any, constants: Leaves, leaves: Leaves) -> tuple[Leaves, list[bool]]:
@@ -59,17 +75,43 @@ def _trip(run: Run, predicate: Any, constants: Leaves, leaves: Leaves, named: fr
         predicate, constants, leaves = jax.tree.map(_typed, (predicate, constants, leaves), dtypes)
         several, axes, spread = batched[0], [0 if one else None for one in batched[1]], batched[2]
         leaves = [leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf, own in zip(leaves, spread, strict=True)]
-        leaves = _trip(jax.vmap(run, (axes, 0)), jnp.all(predicate), constants, leaves)
         if several:
-            leaves = _one_by_one(run, predicate & ~jnp.all(predicate), axes, constants, leaves)
+            leaves = _members(run, predicate, axes, constants, leaves)
+        else:
+            leaves = _trip(jax.vmap(run, (axes, 0)), predicate, constants, leaves)
         return leaves, [True] * len(leaves)
 
-    return list(loop(predicate, constants, leaves))
+    return list(_with_derivative(loop, run)(predicate, constants, leaves))
+
+
+def _with_derivative(loop: Callable[..., Leaves], run: Run) -> Callable[..., Leaves]:
+    def by_conditional(predicate: Any, constants: Leaves, leaves: Leaves) -> Leaves:
+        return cast(Leaves, lax.cond(predicate, lambda: run(constants, leaves), lambda: list(leaves)))
+
+    def rule(primals: Any, tangents: Any) -> tuple[Leaves, Leaves]:
+        return by_conditional(*primals), jax.jvp(by_conditional, primals, tangents)[1]
+
+    differentiable = jax.custom_jvp(loop)
+    differentiable.defjvp(rule)
+    return differentiable
+
+
+def _members(run: Run, wanted: Any, axes: list[Any], constants: Leaves, leaves: Leaves) -> Leaves:
+    """`run` on those members of the batch that are `wanted`."""
+    whole = jax.vmap(run, (axes, 0))
+
+    def masked(wanted: Any, constants: Leaves, leaves: Leaves) -> Leaves:
+        made = whole(constants, leaves)
+        return [jnp.where(wanted.reshape(-1, *[1] * (leaf.ndim - 1)), new, leaf) for new, leaf in zip(made, leaves, strict=True)]
+
+    def looped(wanted: Any, constants: Leaves, leaves: Leaves) -> Leaves:
+        leaves = _trip(whole, jnp.all(wanted), constants, leaves)
+        return _one_by_one(run, wanted & ~jnp.all(wanted), axes, constants, leaves)
+
+    return cast(Leaves, lax.cond(partitioned(), masked, looped, wanted, constants, leaves))
 
 
 def _one_by_one(run: Run, wanted: Any, axes: list[Any], constants: Leaves, leaves: Leaves) -> Leaves:
-    """`run` on those members of the batch that are `wanted`."""
-
     def all_members(given: Leaves, leaves: Leaves) -> Leaves:
         *constants, wanted = given
 
@@ -86,6 +128,11 @@ def _one_by_one(run: Run, wanted: Any, axes: list[Any], constants: Leaves, leave
 def named_axes(closed: Any) -> frozenset[str]:
     """Those that a traced function reduces over, or asks for its place on."""
     return frozenset(effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect")
+
+
+def _is_ordered(closed: Any) -> bool:
+    """Whether it has effects that happen in order; `jax.vmap` refuses those, and JAX 0.7 in any rule but its own."""
+    return any("Ordered" in type(effect).__name__ for effect in closed.effects)
 
 
 def _require_no_axis(named: frozenset[str]) -> None:

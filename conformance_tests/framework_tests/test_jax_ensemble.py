@@ -15,7 +15,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from gradaccum_jax.trip import zero_or_one
+from gradaccum_jax.control_flow import once
 
 MEMBERS, MICRO_BATCHES = 3, 9
 PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(MEMBERS, 2, 3)), jnp.float32), "b": jnp.ones((MEMBERS, 2))}
@@ -116,7 +116,7 @@ def test_a_trip_takes_constants_of_every_kind() -> None:
         def change(carry: Any) -> Any:
             return carry[0] * factor + shared + 1.5 + jax.random.uniform(key), carry[1] + 1, carry[2]
 
-        return jax.vmap(lambda wanted, x: zero_or_one(wanted, change, (x, 0, True)))(wanted, x)
+        return jax.vmap(lambda wanted, x: once(wanted, change, (x, 0, True), "while_loop"))(wanted, x)
 
     x, noise = jnp.ones((2, 3)), float(jax.random.uniform(key))
     for wanted in ([True, True], [True, False], [False, False]):

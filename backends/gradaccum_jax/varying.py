@@ -1,0 +1,59 @@
+"""The axes of a mesh along which values differ, which `jax.shard_map` keeps in their types and holds loops to.
+
+A loop or a conditional returns what it was given: same shapes, dtypes and, under ``check_vma=True``, the same axes. A flag that starts
+as True on all devices and is then measured on each has other axes at the end than at the start, so they are added before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+from jax import lax
+
+Leaves = list[Any]
+T = TypeVar("T")
+
+
+def axes_of(value: Any) -> frozenset[str]:
+    """The manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`."""
+    typeof: Any = jax.typeof
+    kind = value if isinstance(value, jax.core.AbstractValue) else typeof(value)
+    if hasattr(kind, "vma"):
+        return frozenset(kind.vma)
+    return frozenset(getattr(getattr(kind, "mat", None), "varying", ()))
+
+
+def vary(value: Any, axes: frozenset[str]) -> Any:
+    """`value`, varying along `axes` too: the same numbers with another type."""
+    missing = tuple(sorted(axes - axes_of(value)))
+    if not missing:
+        return value
+    library: Any = lax  # JAX 0.10 has the first name, 0.7 the second
+    return library.pcast(value, missing, to="varying") if hasattr(library, "pcast") else library.pvary(value, missing)
+
+
+def vary_like(params: Any, state: T) -> T:
+    """`state`, each of its arrays varying along every axis that some parameter varies along.
+
+    So each device decides on its own window, and all that hangs on the decision differs from device to device from the start.
+    """
+    axes = frozenset[str]().union(*(axes_of(leaf) for leaf in jax.tree.leaves(params)))
+    return cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state)) if axes else state
+
+
+def settled(predicate: Any, function: Callable[..., Leaves], leaves: Leaves) -> tuple[Any, Leaves]:
+    """`function` traced, and `leaves` with all axes that its results, run where `predicate` holds, may have.
+
+    Args:
+        predicate: bool scalar.
+        function: of the leaves, returns as many.
+        leaves: arrays.
+    """
+    while True:
+        closed = jax.make_jaxpr(function)(*leaves)
+        wanted = [axes_of(leaf) | axes_of(made) | axes_of(predicate) for leaf, made in zip(leaves, closed.out_avals, strict=True)]
+        if wanted == [axes_of(leaf) for leaf in leaves]:
+            return closed, leaves
+        leaves = [vary(leaf, axes) for leaf, axes in zip(leaves, wanted, strict=True)]

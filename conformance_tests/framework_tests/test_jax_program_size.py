@@ -1,0 +1,53 @@
+"""The size of a compiled step grows with the number of tensors, not with its square: a model has hundreds of norms and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradaccum
+import gradaccum_jax
+
+FEW, MANY = 20, 60
+MAKERS: dict[str, tuple[Callable[[Any], Any], float]] = {
+    "plain": (lambda inner: gradaccum.wrap(inner, steps=4), 3.0),
+    "cond": (lambda inner: gradaccum.wrap(inner, steps=4, control_flow="cond", clip_norm=1.0), 3.0),
+    "dropping": (lambda inner: gradaccum.wrap(inner, steps=4, on_overflow="drop_micro_batch"), 3.7),
+    "multisteps": (lambda inner: gradaccum_jax.MultiSteps(inner, 4), 1.5),
+}
+"""Each with the most lines for a tensor more, in those of `optax.MultiSteps`."""
+
+
+def lines(tx: Any, tensors: int, members: int = 0) -> int:
+    """Those of the optimized program of a step."""
+    shape = (members, 32) if members else (32,)
+    params = {f"w{index}": jax.ShapeDtypeStruct(shape, jnp.float32) for index in range(tensors)}
+
+    def step(params: Any, state: Any) -> Any:
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    whole, init = (jax.vmap(step), jax.vmap(tx.init)) if members else (step, tx.init)
+    return len(jax.jit(whole).lower(params, jax.eval_shape(init, params)).compile().as_text().splitlines())
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_lines_per_tensor(name: str) -> None:
+    make, most = MAKERS[name]
+    tx, theirs = make(optax.sgd(0.1)), optax.MultiSteps(optax.sgd(0.1), 4)
+    each, reference = ((lines(kind, MANY) - lines(kind, FEW)) / (MANY - FEW) for kind in (tx, theirs))
+    assert each <= most * reference
+
+
+@pytest.mark.parametrize("name", ["cond", "dropping"])
+def test_lines_per_tensor_of_an_ensemble(name: str) -> None:
+    tx = MAKERS[name][0](optax.sgd(0.1))
+    small, middle, large = (lines(tx, count, members=3) for count in (FEW, (FEW + MANY) // 2, MANY))
+    assert large - middle <= 1.05 * (middle - small)
