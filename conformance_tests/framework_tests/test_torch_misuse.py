@@ -113,7 +113,10 @@ def test_a_closure_in_half_precision_is_told_the_dtype() -> None:
     assert closure().item() < before
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_scale": 8.0}, {"loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)}], ids=str)
+SCALES = {"none": {}, "static": {"loss_scale": 8.0}, "scaler": {"loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)}}
+
+
+@pytest.mark.parametrize("options", SCALES.values(), ids=SCALES)
 def test_backward_under_no_grad_works_as_in_torch(options: dict) -> None:
     models = make_model(), make_model()
     for model, around in zip(models, (torch.no_grad, torch.enable_grad), strict=True):
