@@ -25,9 +25,9 @@ class JaxBackend:
         Args:
             optimizer: an `optax.GradientTransformation`.
             options: the validated options.
-            control_flow: how the inner optimizer is run once per window: ``"while_loop"``, also once under `jax.vmap`; or ``"cond"``,
-                which has a reverse mode, for those who differentiate through the optimizer, and in which it may reduce over
-                a named axis of `jax.vmap`: with the loop, such a reduction raises `UsageError` where it is vmapped.
+            control_flow: how the inner optimizer is run once per window: ``"while_loop"``, also once under `jax.vmap`; or ``"cond"``, for
+                those who differentiate through the optimizer, since the loop's derivative runs it in every micro-batch, and for an
+                optimizer that reduces over a named axis of `jax.vmap`: with the loop, that raises `UsageError` where it is vmapped.
 
         Raises:
             ArgumentTypeError: `optimizer` is no such transformation or is wrapped already; `loss_scale` is another framework's scaler.

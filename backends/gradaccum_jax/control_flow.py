@@ -2,7 +2,7 @@
 
 Masking (run always, keep the result sometimes) would pay for the inner optimizer in every micro-batch. `lax.cond` does not,
 until `vmap` gives it a batched predicate and turns it into both branches and a select. A `lax.while_loop` of zero or one trip
-stays a loop under `vmap`: see `trip` for which members it runs. The loop has no reverse mode, so `"cond"` stays for those who
+stays a loop under `vmap`: see `trip` for which members it runs, and for its derivative, which masks. So `"cond"` stays for those who
 differentiate through the optimizer.
 """
 

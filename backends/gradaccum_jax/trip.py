@@ -7,7 +7,7 @@ the body runs on the whole batch, in place, where all members want it; and where
 Where XLA partitions the batch over devices, both of these would make each device wait for, or gather, the members of the others. There
 each member's new values are made in every call and selected, as `optax.MultiSteps` does: arithmetic for which no device asks another.
 
-A loop that may run has no reverse mode. The derivative is that of the conditional that does the same.
+A loop that may run has no reverse mode. The derivative is that of a select between what the loop would make and what it was given.
 
 The members' axis has no name inside: an inner optimizer that reduces over ``jax.vmap(..., axis_name=...)`` is refused, and pointed
 to ``control_flow="cond"``.
@@ -88,8 +88,14 @@ def _with_derivative(loop: Callable[..., Leaves], run: Run) -> Callable[..., Lea
     def by_conditional(predicate: Any, constants: Leaves, leaves: Leaves) -> Leaves:
         return cast(Leaves, lax.cond(predicate, lambda: run(constants, leaves), lambda: list(leaves)))
 
+    def by_select(predicate: Any, constants: Leaves, leaves: Leaves) -> Leaves:
+        # Where nothing is wanted, run's derivative may be inf; 0 x inf must not reach what is held.
+        shielded = jax.tree.map(lambda leaf: jnp.where(predicate, leaf, lax.stop_gradient(leaf)), (constants, leaves))
+        return [jnp.where(predicate, made, leaf) for made, leaf in zip(run(*shielded), leaves, strict=True)]
+
     def rule(primals: Any, tangents: Any) -> tuple[Leaves, Leaves]:
-        return by_conditional(*primals), jax.jvp(by_conditional, primals, tangents)[1]
+        # The derivative of the conditional itself would be cheaper, but has no reverse mode once jax.vmap batches its predicate.
+        return by_conditional(*primals), jax.jvp(by_select, primals, tangents)[1]
 
     differentiable = jax.custom_jvp(loop)
     differentiable.defjvp(rule)

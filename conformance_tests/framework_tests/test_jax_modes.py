@@ -61,3 +61,27 @@ def test_reverse_mode_is_the_conditionals(make: Any) -> None:
     forward = jax.jvp(loss, (jnp.float32(1e-8),), (jnp.float32(1),))[1]
     assert forward != 0
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(jnp.float32(1e-8)), forward, rtol=1e-4)
+
+
+@pytest.mark.parametrize("phases", [[1, 1, 1], [0, 1, 0]], ids=["together", "apart"])
+@pytest.mark.parametrize("outer", ["grad of vmap", "vmap of grad"])
+def test_reverse_mode_under_vmap(outer: str, phases: list[int]) -> None:
+    """Members at rest bring nothing, though the derivative of their update, sqrt at 0, is inf."""
+    starts, counts = jnp.arange(3.0), jnp.array(phases, jnp.int32)
+
+    def found(control_flow: str) -> Any:
+        root = optax.stateless(lambda updates, params: jax.tree.map(jnp.sqrt, updates))
+        tx = gradaccum.wrap(root, steps=2, control_flow=control_flow)
+
+        def loss(rate: Any, start: Any, count: Any) -> Any:
+            state = tx.init(start)._replace(micro_step=count)
+            updates, _ = tx.update(rate * start, state, start)
+            return (start + updates) ** 2
+
+        if outer == "vmap of grad":
+            return jax.vmap(jax.grad(loss), (None, 0, 0))(jnp.float32(0.5), starts, counts)
+        return jax.grad(lambda rate: jax.vmap(loss, (None, 0, 0))(rate, starts, counts).sum())(jnp.float32(0.5))
+
+    by_conditional = found("cond")
+    assert np.any(by_conditional != 0)
+    np.testing.assert_allclose(found("while_loop"), by_conditional, rtol=1e-6)
