@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import ArgumentTypeError, Fields, accumulate, close, explain, is_full, make_options
-from gradaccum_jax import accumulator as sums
+from gradaccum_jax import sums
 from gradaccum_jax.agreement import every
 from gradaccum_jax.alignment import align
 from gradaccum_jax.backend import require_transformation
@@ -22,8 +22,8 @@ from gradaccum_jax.checks import require_dtype, require_plain
 from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.dtypes import handed, standard, takes_part
-from gradaccum_jax.inner import Inner, end_window
 from gradaccum_jax.sizes import check_known, probe, size_at
+from gradaccum_jax.update import Inner, end_window
 
 SkipFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
 

@@ -30,20 +30,19 @@ from gradaccum import (
     is_full,
 )
 from gradaccum import discard as forget
-from gradaccum_jax import accumulator as sums
-from gradaccum_jax import terms
+from gradaccum_jax import sums, terms
 from gradaccum_jax.agreement import agree, require_equal_parts
 from gradaccum_jax.alignment import align
 from gradaccum_jax.checks import as_weight, require_params, require_plain, require_state
 from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import ControlFlow, once
 from gradaccum_jax.dtypes import Handed, handed
-from gradaccum_jax.inner import Inner, Kinds, end_window, keep_window
 from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.norm import measure
 from gradaccum_jax.representable import representable
 from gradaccum_jax.sizes import check_known, size_at
 from gradaccum_jax.state import AccumulationState, fields_of, fresh, with_event, with_fields
+from gradaccum_jax.update import Inner, Kinds, end_window, keep_window
 from gradaccum_jax.varying import axes_of, vary, vary_like
 
 

@@ -1,11 +1,11 @@
 """Gradient accumulation for MindSpore; `gradaccum.wrap` of a MindSpore optimizer comes here."""
 
-from gradaccum_mindspore.accumulating import Accumulator
+from gradaccum_mindspore.accumulator import Accumulator
 from gradaccum_mindspore.backend import backend
 from gradaccum_mindspore.callbacks import FlushAtEpochEnd
-from gradaccum_mindspore.loading import load_checkpoint_into
+from gradaccum_mindspore.checkpoint import load_checkpoint_into
+from gradaccum_mindspore.linearity import verify_loss_scaling
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
-from gradaccum_mindspore.scaling_check import verify_loss_scaling
 from gradaccum_mindspore.training import TrainOneStepCell
 
 __all__ = [

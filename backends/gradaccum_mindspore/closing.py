@@ -8,9 +8,9 @@ import mindspore as ms
 from mindspore import nn
 
 from gradaccum_mindspore.capturing import refuse_trace
-from gradaccum_mindspore.compiled import CompiledWindow
-from gradaccum_mindspore.eager import EagerWindow
+from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.masters import Update
+from gradaccum_mindspore.pynative_window import EagerWindow
 
 
 class Flush(nn.Cell):  # type: ignore[misc]

@@ -11,10 +11,10 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from gradaccum import Options, ScaleRule, close, discard, encode_terms, steps_at
-from gradaccum_mindspore.accumulator import compiled_clear
 from gradaccum_mindspore.notes import Notes
-from gradaccum_mindspore.storage import Storage
-from gradaccum_mindspore.window_size import check_constant_size, check_size_dtype
+from gradaccum_mindspore.sizes import check_constant_size, check_size_dtype
+from gradaccum_mindspore.state import Storage
+from gradaccum_mindspore.sums import compiled_clear
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:

@@ -17,8 +17,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, nn
 
-from gradaccum_mindspore.accumulator import each, write
 from gradaccum_mindspore.checks import HALF
+from gradaccum_mindspore.sums import each, write
 from gradaccum_mindspore.witness import Witness
 
 

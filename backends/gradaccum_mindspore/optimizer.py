@@ -17,12 +17,12 @@ from gradaccum import Options, StepResult, UsageError, explain, is_full
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.checks import gradients_by_position, weight_as_number, without_none
 from gradaccum_mindspore.closing import Discard, Flush, is_graph_mode
-from gradaccum_mindspore.compiled import CompiledWindow
-from gradaccum_mindspore.eager import EagerWindow
+from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
 from gradaccum_mindspore.masters import Update, turn_to_masters
+from gradaccum_mindspore.pynative_window import EagerWindow
 from gradaccum_mindspore.scaled import note_read, require_read
-from gradaccum_mindspore.storage import Storage
+from gradaccum_mindspore.state import Storage
 
 FIXED = ("options", "inner", "storage", "window", "eager", "update", "flush", "discard", "loss_scale")
 """Attributes that cannot be set, beside the options."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gradaccum import Options, UsageError, explain
-from gradaccum_torch.accumulator import Measured, add, coalesced, divide, is_finite, measure, multiply, narrowed, survives
 from gradaccum_torch.hooks import Hook, can_be_hooked, untraced
-from gradaccum_torch.parameters import Parameters
+from gradaccum_torch.masters import Parameters
 from gradaccum_torch.strategies import GradStrategy, Strategy, gradient_dtype, sum_dtype
+from gradaccum_torch.sums import Measured, add, coalesced, divide, is_finite, measure, multiply, narrowed, survives
 from gradaccum_torch.versions import is_sharded
 
 _MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()

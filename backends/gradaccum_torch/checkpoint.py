@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gradaccum import CheckpointError, State, Terms, explain
-from gradaccum_torch.parameters import Parameters
+from gradaccum_torch.masters import Parameters
 
 KEY = "gradaccum"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradaccum import UsageError, explain
 from gradaccum_torch.checkpoint import KEY, describe
-from gradaccum_torch.parameters import Parameters
+from gradaccum_torch.masters import Parameters
 
 MASTER = "gradaccum_master"
 

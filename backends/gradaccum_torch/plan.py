@@ -9,7 +9,7 @@ import torch
 from gradaccum import Options, State, largest_number
 from gradaccum_torch.buffers import strategy_type
 from gradaccum_torch.checks import window_size
-from gradaccum_torch.parameters import Parameters
+from gradaccum_torch.masters import Parameters
 from gradaccum_torch.strategies import Strategy, sum_dtype
 
 _DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")

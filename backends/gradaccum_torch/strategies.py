@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaccum_torch.accumulator import Measured, coalesced, divide, measure, multiply, narrowed
 from gradaccum_torch.hooks import Hook, Hooks, can_be_hooked
-from gradaccum_torch.parameters import HALF, Parameters
+from gradaccum_torch.masters import HALF, Parameters
 from gradaccum_torch.sentinel import Sentinels
+from gradaccum_torch.sums import Measured, coalesced, divide, measure, multiply, narrowed
 from gradaccum_torch.versions import Versions
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from gradaccum import UsageError, explain
-from gradaccum_torch.accumulator import same
 from gradaccum_torch.attempt import Attempt
 from gradaccum_torch.fused import can_divide, run_dividing
-from gradaccum_torch.parameters import Parameters
+from gradaccum_torch.masters import Parameters
 from gradaccum_torch.strategies import Strategy
+from gradaccum_torch.sums import same
 
 
 class Update:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gradaccum_torch.norms import side_by_side
+from gradaccum_torch.norm import side_by_side
 from gradaccum_torch.versions import local
 
 

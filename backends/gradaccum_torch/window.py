@@ -31,8 +31,8 @@ from gradaccum import (
 )
 from gradaccum_torch.checks import require_in_range, window_size
 from gradaccum_torch.grad_scaler import link_scaler
+from gradaccum_torch.masters import Parameters
 from gradaccum_torch.micro_batch import MicroBatch, cast_in_window, changed_gradients, interrupted, unfinished
-from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.plan import Planned
 from gradaccum_torch.update import Update, half_made, through
 

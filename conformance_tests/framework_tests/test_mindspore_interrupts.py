@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
-from gradaccum_mindspore import eager, eager_sums, load_checkpoint_into, masters  # noqa: E402
+from gradaccum_mindspore import eager, load_checkpoint_into, masters, pynative_sums  # noqa: E402
 
 
 class Stop(BaseException):
@@ -98,7 +98,7 @@ def test_a_half_rounded_model_is_rounded(monkeypatch):
 def test_a_close_that_is_interrupted_is_finished(part, value, monkeypatch):
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=1)
     if part == "clear":
-        monkeypatch.setattr(eager_sums, "write", StopsAt(eager_sums.write, 2))
+        monkeypatch.setattr(pynative_sums, "write", StopsAt(pynative_sums.write, 2))
     else:
         monkeypatch.setattr(optimizer.storage, "_assign", StopsAt(optimizer.storage._assign, 3), raising=False)
     raises(lambda: optimizer(gradients(value)))
@@ -110,7 +110,7 @@ def test_a_close_that_is_interrupted_is_finished(part, value, monkeypatch):
 def test_a_discard_that_is_interrupted_is_finished(monkeypatch):
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     optimizer(gradients(7.0))
-    monkeypatch.setattr(eager_sums, "write", StopsAt(eager_sums.write, 2))
+    monkeypatch.setattr(pynative_sums, "write", StopsAt(pynative_sums.write, 2))
     raises(optimizer.discard)
     assert counted(optimizer) == (0, 0)
     optimizer(gradients(1.0))
@@ -149,7 +149,7 @@ def test_a_window_with_half_a_micro_batch_is_skipped(policy, monkeypatch, tmp_pa
 def test_memory_that_runs_out_before_adding_changes_nothing(monkeypatch):
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     optimizer(gradients(2.0), 2)
-    monkeypatch.setattr(eager_sums, "scaled", StopsAt(eager_sums.scaled, 1))
+    monkeypatch.setattr(pynative_sums, "scaled", StopsAt(pynative_sums.scaled, 1))
     raises(lambda: optimizer(gradients(4.0), 2))
     optimizer(gradients(4.0), 2)
     assert values(optimizer) == [-2.0, -2.0]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradaccum
-from gradaccum_torch import accumulator, buffers
+from gradaccum_torch import buffers
+from gradaccum_torch import sums as accumulator
 
 LAYERS, SIZE = 6, 32
 HALF = [torch.float16, torch.bfloat16]

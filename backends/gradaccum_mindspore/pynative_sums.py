@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from gradaccum_mindspore.accumulator import ROW, divide, robust_measure, sum_of_squares, working_dtype, write
+from gradaccum_mindspore.sums import ROW, divide, robust_measure, sum_of_squares, working_dtype, write
 
 ARRAYS: dict[Any, Any] = {ms.float16: np.dtype("float16"), ms.float32: np.dtype("float32"), ms.float64: np.dtype("float64")}
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 from mindspore import Tensor
 
 from gradaccum import Decision, Options, State, UsageError, accumulate, close, contribution, decide, discard, explain, select
-from gradaccum_mindspore import eager_sums
-from gradaccum_mindspore.accumulator import add_into, fits
+from gradaccum_mindspore import pynative_sums
 from gradaccum_mindspore.masters import Update
-from gradaccum_mindspore.storage import Storage
-from gradaccum_mindspore.window_size import window_size
+from gradaccum_mindspore.sizes import window_size
+from gradaccum_mindspore.state import Storage
+from gradaccum_mindspore.sums import add_into, fits
 
 FLOAT16_MAX = 65504.0
 
@@ -42,7 +42,7 @@ class EagerWindow:
         usable = gradients if finite and weight > 0 else (None,) * len(gradients)
         begun = False
         try:
-            for total, part in eager_sums.parts(self.storage.sums, usable, factor):
+            for total, part in pynative_sums.parts(self.storage.sums, usable, factor):
                 begun = True
                 add_into(total, part)
             begun = True
@@ -57,13 +57,13 @@ class EagerWindow:
 
     def take_back(self, state: State) -> None:
         """The state before a micro-batch of which some sums may hold a part."""
-        (eager_sums.spoil if state.micro_step else eager_sums.clear)(self.storage.sums)
+        (pynative_sums.spoil if state.micro_step else pynative_sums.clear)(self.storage.sums)
         self.storage.push(state, self.storage.pull())
 
     def finite(self, gradients: tuple[Any, ...], factor: float) -> bool:
         """Whether what would be added is free of inf and NaN."""
         parts = zip(self.storage.sums, gradients, strict=True)
-        return all(g is None or eager_sums.all_finite(eager_sums.scaled(g, factor, s.dtype)) for s, g in parts)
+        return all(g is None or pynative_sums.all_finite(pynative_sums.scaled(g, factor, s.dtype)) for s, g in parts)
 
     def size(self) -> int | None:
         """Micro-batches in the open window when it is full; None: the caller closes it. Raises if the user's function gives none."""
@@ -78,7 +78,7 @@ class EagerWindow:
 
         If this raises, the window is either open as before, and ``flush`` makes its update, or closed, if the update was made.
         """
-        norm, finite = eager_sums.measure(self.storage.sums, self.storage.float_dtype)
+        norm, finite = pynative_sums.measure(self.storage.sums, self.storage.float_dtype)
         finite = finite and self.in_range(
             Decision(*decide(state, norm, finite, self.options._replace(clip_norm=None), select, self.storage.largest))
         )
@@ -96,7 +96,7 @@ class EagerWindow:
 
     def finish(self, state: State, decision: Decision) -> None:
         """Clear the sums and write the state after the window; once more does the same."""
-        eager_sums.clear(self.storage.sums)
+        pynative_sums.clear(self.storage.sums)
         self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)
         self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
 
@@ -111,7 +111,7 @@ class EagerWindow:
 
     def gradients(self, divisor: float) -> Any:
         """What the inner optimizer is given."""
-        return eager_sums.divided(self.storage.sums, divisor / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
+        return pynative_sums.divided(self.storage.sums, divisor / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
 
     def discard(self) -> None:
         """Forget the open window, even if this is interrupted."""
@@ -123,7 +123,7 @@ class EagerWindow:
 
     def forget(self) -> None:
         """Clear the sums and the state of the open window."""
-        eager_sums.clear(self.storage.sums)
+        pynative_sums.clear(self.storage.sums)
         state = self.storage.pull()
         self.storage.push(discard(state), state)
         self.storage.push_event(False, False, False)

@@ -14,8 +14,8 @@ import gradaccum
 from gradaccum_conformance.harness import Dtype
 from gradaccum_conformance.specs import Array, Arrays, AvgPool, Conv, Dense, Flatten, Layer, MeanOverLength, Model, Optimizer
 from gradaccum_conformance.specs import Attention as AttentionSpec
-from gradaccum_mindspore import harness_layers as layers
-from gradaccum_mindspore.accumulator import write
+from gradaccum_mindspore.harness import layers
+from gradaccum_mindspore.sums import write
 
 MASTER = ".gradaccum.master"
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from gradaccum import scaling_report
-from gradaccum_jax.scaling_errors import errors_by_scale, is_float, tolerance, unscaled_gradients
+from gradaccum_jax.linearity.errors import errors_by_scale, is_float, tolerance, unscaled_gradients
 
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 

@@ -16,15 +16,6 @@ from typing import Any
 from mindspore import Tensor, ops
 
 from gradaccum import Options, accumulate, contribution, decide, is_full
-from gradaccum_mindspore.accumulator import (
-    compiled_add,
-    compiled_finite,
-    compiled_fits,
-    divide,
-    each,
-    robust_measure,
-    sum_of_squares,
-)
 from gradaccum_mindspore.checks import (
     check_compiled_gradients,
     check_compiled_structure,
@@ -33,7 +24,16 @@ from gradaccum_mindspore.checks import (
     compiled_names_of,
 )
 from gradaccum_mindspore.compiled_state import CompiledState, where
-from gradaccum_mindspore.storage import Storage
+from gradaccum_mindspore.state import Storage
+from gradaccum_mindspore.sums import (
+    compiled_add,
+    compiled_finite,
+    compiled_fits,
+    divide,
+    each,
+    robust_measure,
+    sum_of_squares,
+)
 
 
 def chosen(condition: Any, a: Any, b: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How far gradients are from proportional to the loss's scale: what both looks of `scaling_check` share."""
+"""How far gradients are from proportional to the loss's scale: what both looks of `check` share."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from mindspore import Tensor, nn
 from gradaccum import FIELD_DTYPES, State, StepResult, require_weight
 from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
-from gradaccum_mindspore.harness_trainer import MASTER, Trainer, plain
-from gradaccum_mindspore.loading import load_checkpoint_into
+from gradaccum_mindspore.checkpoint import load_checkpoint_into
+from gradaccum_mindspore.harness.trainer import MASTER, Trainer, plain
 
 FILE = "session.ckpt"
 REPORTS = TemporaryDirectory()

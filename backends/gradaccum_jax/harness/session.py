@@ -15,9 +15,9 @@ from gradaccum_conformance import Captured, Dtype, Fault, Harness, Loss, Model, 
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Array, Arrays, Batch
 from gradaccum_jax.checkpoint import check_state, rebuild
-from gradaccum_jax.harness_files import from_bytes, to_bytes
-from gradaccum_jax.harness_models import total_loss
-from gradaccum_jax.harness_program import Program, needs_x64, program, x64
+from gradaccum_jax.harness.files import from_bytes, to_bytes
+from gradaccum_jax.harness.models import total_loss
+from gradaccum_jax.harness.program import Program, needs_x64, program, x64
 from gradaccum_jax.state import result
 
 FILE = "checkpoint.msgpack"

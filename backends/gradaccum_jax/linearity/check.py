@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum import ArgumentValueError, ScalingReport, explain, scaling_report
-from gradaccum_jax.custom_rules import equations, non_linear_rules
-from gradaccum_jax.scaling_errors import errors_by_scale, is_float, tolerance, unscaled_gradients
+from gradaccum_jax.linearity.custom_rules import equations, non_linear_rules
+from gradaccum_jax.linearity.errors import errors_by_scale, is_float, tolerance, unscaled_gradients
 
 
 def verify_loss_scaling(loss_fn: Callable[..., Any], params: Any, *args: Any) -> ScalingReport:

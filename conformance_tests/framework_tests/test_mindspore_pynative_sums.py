@@ -13,7 +13,7 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
-from gradaccum_mindspore import eager_sums  # noqa: E402
+from gradaccum_mindspore import pynative_sums  # noqa: E402
 
 SHAPES = ((), (7,), (3, 5), (130, 100))
 """The last is longer than a row of the norm, and no multiple of it."""
@@ -25,7 +25,7 @@ WORK = {"float16": "float32", "float32": "float32", "float64": "float64"}
 def way(request, monkeypatch):
     """Both ways, one after the other: the second is that of other devices."""
     if request.param == "operators":
-        monkeypatch.setattr(eager_sums, "array_of", lambda tensor: None)
+        monkeypatch.setattr(pynative_sums, "array_of", lambda tensor: None)
 
 
 def arrays(dtype):
@@ -39,7 +39,7 @@ def tensors(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm(way, dtype):
-    norm, finite = eager_sums.measure(tensors(dtype), getattr(ms, WORK[dtype]))
+    norm, finite = pynative_sums.measure(tensors(dtype), getattr(ms, WORK[dtype]))
     true = math.sqrt(math.fsum(float(x) ** 2 for array in arrays(dtype) for x in array.ravel()))
     assert finite
     assert norm == pytest.approx(true, rel=1e-12 if dtype == "float64" else 3e-7)
@@ -50,13 +50,13 @@ def test_norm(way, dtype):
 def test_one_bad_element_shows(way, bad, position):
     values = np.ones(13_000, np.float32)
     values[position] = bad
-    assert not eager_sums.measure([Tensor(values)], ms.float32)[1]
-    assert not eager_sums.all_finite(Tensor(values))
-    assert eager_sums.all_finite(Tensor(np.ones(3, np.float32)))
+    assert not pynative_sums.measure([Tensor(values)], ms.float32)[1]
+    assert not pynative_sums.all_finite(Tensor(values))
+    assert pynative_sums.all_finite(Tensor(np.ones(3, np.float32)))
 
 
 def test_squares_that_overflow_do_not_hide_the_norm(way):
-    norm, finite = eager_sums.measure([Tensor(np.full((5000,), 1e30, np.float32))], ms.float32)
+    norm, finite = pynative_sums.measure([Tensor(np.full((5000,), 1e30, np.float32))], ms.float32)
     assert finite
     assert norm == pytest.approx(1e30 * math.sqrt(5000), rel=1e-6)
 
@@ -66,7 +66,7 @@ def test_squares_that_overflow_do_not_hide_the_norm(way):
 @pytest.mark.parametrize("divisor", [8.0, 3.0])
 def test_division_is_rounded_once_in_the_sums_own_dtype(way, total, handed, divisor):
     float_dtype = ms.float64 if total == "float64" else ms.float32
-    found = eager_sums.divided(tensors(total), divisor, [getattr(ms, handed)] * len(SHAPES), float_dtype)
+    found = pynative_sums.divided(tensors(total), divisor, [getattr(ms, handed)] * len(SHAPES), float_dtype)
     work = np.dtype(WORK[total])
     for tensor, array in zip(found, arrays(total), strict=True):
         assert tensor.dtype == getattr(ms, handed)
@@ -79,18 +79,18 @@ def test_division_is_rounded_once_in_the_sums_own_dtype(way, total, handed, divi
 def test_scaling_is_rounded_to_the_sums_dtype(way, own, total, factor):
     work = np.dtype(WORK[total])
     for tensor, array in zip(tensors(own), arrays(own), strict=True):
-        found = eager_sums.scaled(tensor, factor, getattr(ms, total))
+        found = pynative_sums.scaled(tensor, factor, getattr(ms, total))
         assert found.dtype == getattr(ms, total)
         np.testing.assert_array_equal(found.asnumpy(), (array.astype(work) * work.type(factor)).astype(total))
 
 
 def test_bfloat16_is_left_to_operators():
     half = Tensor(np.array([1.0, 3.0], np.float32)).astype(ms.bfloat16)
-    assert eager_sums.array_of(half) is None
-    (found,) = eager_sums.divided([Tensor(np.array([2.0], np.float32))], 4.0, [ms.bfloat16], ms.float32)
+    assert pynative_sums.array_of(half) is None
+    (found,) = pynative_sums.divided([Tensor(np.array([2.0], np.float32))], 4.0, [ms.bfloat16], ms.float32)
     assert found.dtype == ms.bfloat16
     assert found.astype(ms.float32).asnumpy() == [0.5]
-    np.testing.assert_array_equal(eager_sums.scaled(half, 0.5, ms.float32).asnumpy(), [0.5, 1.5])
+    np.testing.assert_array_equal(pynative_sums.scaled(half, 0.5, ms.float32).asnumpy(), [0.5, 1.5])
 
 
 class Nothing(nn.Optimizer):

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradaccum_jax.accumulator import cast_like
 from gradaccum_jax.control_flow import ControlFlow, once
 from gradaccum_jax.dtypes import takes_part, wider
+from gradaccum_jax.sums import cast_like
 from gradaccum_jax.trip import named_axes
 
 

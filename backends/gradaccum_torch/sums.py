@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradaccum_torch.norms import are_alike, norms_in_few_calls, norms_of, side_by_side, together
+from gradaccum_torch.norm import are_alike, norms_in_few_calls, norms_of, side_by_side, together
 
 BLOCK = 2**19
 """Elements per thread that a CPU adds at once where it copies them into another dtype first: the copy stays in its cache."""

@@ -17,8 +17,8 @@ from mindspore import Tensor
 from numpy.typing import NDArray
 
 from gradaccum import SCALES, ArgumentValueError, ScalingReport, explain, scaling_report
-from gradaccum_mindspore.custom_rules import is_float, is_linear
-from gradaccum_mindspore.watching import Met, watched
+from gradaccum_mindspore.linearity.custom_rules import is_float, is_linear
+from gradaccum_mindspore.linearity.watching import Met, watched
 
 EPSILON = {ms.float16: 2.0**-10, ms.bfloat16: 2.0**-7, ms.float32: 2.0**-23, ms.float64: 2.0**-52}
 """Distance from 1 to the next number."""

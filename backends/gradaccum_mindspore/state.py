@@ -34,7 +34,7 @@ from gradaccum_mindspore.checks import HALF, accumulate_dtype, own_scaler, reach
 from gradaccum_mindspore.driven_scaler import drive
 from gradaccum_mindspore.masters import Masters
 from gradaccum_mindspore.scaled import NEVER, key_of
-from gradaccum_mindspore.window_size import with_known_size
+from gradaccum_mindspore.sizes import with_known_size
 
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
 PACKAGE = "gradaccum"

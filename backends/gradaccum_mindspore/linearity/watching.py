@@ -16,8 +16,8 @@ import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore.common import _Function
 
-from gradaccum_mindspore.accumulator import write
-from gradaccum_mindspore.custom_rules import Custom
+from gradaccum_mindspore.linearity.custom_rules import Custom
+from gradaccum_mindspore.sums import write
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 """Their random numbers cannot be repeated: the kernel keeps its own state."""

@@ -14,9 +14,9 @@ from typing import Any
 from mindspore import Tensor, nn
 
 from gradaccum import FIELD_DTYPES, ArgumentTypeError, CheckpointError, State, decode_terms, encode_terms, explain, resumed, terms_of
-from gradaccum_mindspore.accumulator import write
-from gradaccum_mindspore.storage import Storage
-from gradaccum_mindspore.window_size import with_known_size
+from gradaccum_mindspore.sizes import with_known_size
+from gradaccum_mindspore.state import Storage
+from gradaccum_mindspore.sums import write
 
 
 def load_checkpoint_into(cell: Any, parameter_dict: Mapping[str, Any]) -> None:

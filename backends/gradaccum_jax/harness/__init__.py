@@ -1,0 +1,5 @@
+"""What the conformance suite drives: models from neutral specs, sessions over them, and the second door through which it looks."""
+
+from gradaccum_jax.harness.session import harness
+
+__all__ = ["harness"]

@@ -1,0 +1,5 @@
+"""Whether a loss is linear in its scale: grad(s x loss) = s x grad(loss), which loss scaling takes for granted. No part of accumulation."""
+
+from gradaccum_torch.linearity.check import verify_loss_scaling
+
+__all__ = ["verify_loss_scaling"]

@@ -1,0 +1,42 @@
+"""The adapters' floor plan: one concept has one file name in every adapter that has the concept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+BACKENDS = Path(__file__).parents[2] / "backends"
+TORCH, JAX, MINDSPORE = "torch", "jax", "mindspore"
+ALL = {TORCH, JAX, MINDSPORE}
+
+ROOMS = {
+    "backend": ("what the core finds by name", ALL),
+    "checks": ("what is refused, at the call that is wrong", ALL),
+    "checkpoint": ("saving and loading", ALL),
+    "closing": ("flush and discard, where they are no methods", {JAX, MINDSPORE}),
+    "masters": ("float32 master weights", ALL),
+    "norm": ("the global norm of a window", {TORCH, JAX}),
+    "optimizer": ("the wrapped optimizer", ALL),
+    "sizes": ("what a callable steps may give in compiled code", {JAX, MINDSPORE}),
+    "state": ("where the seven fields live", {JAX, MINDSPORE}),
+    "sums": ("the sum of a window and its arithmetic", ALL),
+    "update": ("the inner optimizer's call", {TORCH, JAX}),
+    "harness/session": ("a model under an optimizer, as the suite drives it", ALL),
+    "linearity/check": ("whether a loss is linear in its scale", ALL),
+    "linearity/custom_rules": ("which custom derivative is to blame", {JAX, MINDSPORE}),
+}
+
+
+def rooms_of(adapter: str) -> set[str]:
+    folder = BACKENDS / f"gradaccum_{adapter}"
+    return {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py") if path.name != "__init__.py"}
+
+
+def test_each_concept_has_its_file() -> None:
+    for name, (concept, adapters) in ROOMS.items():
+        assert {adapter for adapter in ALL if name in rooms_of(adapter)} == adapters, f"{name}.py: {concept}"
+
+
+def test_no_shared_name_without_a_concept() -> None:
+    """A name that two adapters have by accident would mean two things."""
+    shared = {name for a in ALL for b in ALL - {a} for name in rooms_of(a) & rooms_of(b)}
+    assert shared == set(ROOMS)
