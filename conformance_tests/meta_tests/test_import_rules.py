@@ -47,7 +47,7 @@ def test_an_adapter_imports_the_core_and_its_own_framework(adapter: str) -> None
     for file, module, names in imports(folder):
         top = module.partition(".")[0]
         allowed = {adapter, "gradaccum", "numpy"} | ADAPTERS[adapter]
-        if file.stem.startswith("harness"):
+        if file.parent.name == "harness":
             allowed |= {"gradaccum_conformance", "flax"}
         assert top in allowed or top in sys.stdlib_module_names, f"{file} imports {module}"
         if module == "gradaccum":
@@ -55,11 +55,14 @@ def test_an_adapter_imports_the_core_and_its_own_framework(adapter: str) -> None
         assert not module.startswith("gradaccum."), f"{file} imports {module}; the public names are in gradaccum"
 
 
+@pytest.mark.parametrize("wing", ["harness", "linearity"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_the_harness_is_not_imported_by_its_adapter(adapter: str) -> None:
+def test_accumulation_imports_no_wing(adapter: str, wing: str) -> None:
+    """The package's own ``__init__`` offers the linearity check; nothing else knows of it."""
     for file, module, _ in imports(ROOT / "backends" / adapter):
-        if not file.stem.startswith("harness"):
-            assert not module.startswith(f"{adapter}.harness"), f"{file} imports {module}"
+        door = wing == "linearity" and file == ROOT / "backends" / adapter / "__init__.py"
+        if file.parent.name != wing and not door:
+            assert not module.startswith(f"{adapter}.{wing}"), f"{file} imports {module}"
 
 
 def test_the_suite_imports_no_adapter_and_no_framework() -> None:
