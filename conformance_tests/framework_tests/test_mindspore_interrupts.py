@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
-from gradaccum_mindspore import eager, load_checkpoint_into, masters, pynative_sums  # noqa: E402
+from gradaccum_mindspore import load_checkpoint_into, masters, pynative_sums, pynative_window  # noqa: E402
 
 
 class Stop(BaseException):
@@ -120,7 +120,7 @@ def test_a_discard_that_is_interrupted_is_finished(monkeypatch):
 
 def test_a_first_micro_batch_that_raised_can_be_tried_again(monkeypatch):
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
-    monkeypatch.setattr(eager, "add_into", StopsAt(eager.add_into, 2))
+    monkeypatch.setattr(pynative_window, "add_into", StopsAt(pynative_window.add_into, 2))
     raises(lambda: optimizer(gradients(2.0)))
     assert counted(optimizer) == (0, 0)
     optimizer(gradients(2.0))
@@ -133,7 +133,7 @@ def test_a_window_with_half_a_micro_batch_is_skipped(policy, monkeypatch, tmp_pa
     """What is in the sums can neither be used nor taken back, so the window says overflow, also after a resume."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2, on_overflow=policy)
     optimizer(gradients(2.0))
-    monkeypatch.setattr(eager, "add_into", StopsAt(eager.add_into, 2))
+    monkeypatch.setattr(pynative_window, "add_into", StopsAt(pynative_window.add_into, 2))
     raises(lambda: optimizer(gradients(4.0)))
     assert counted(optimizer) == (1, 0)
     ms.save_checkpoint(optimizer, str(tmp_path / "interrupted.ckpt"))
