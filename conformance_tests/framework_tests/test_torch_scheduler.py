@@ -154,3 +154,10 @@ def test_a_scheduler_takes_no_options_and_is_gated_once() -> None:
         gradaccum.wrap(gated)
     with pytest.raises(gradaccum.ArgumentTypeError, match="steps"):
         gradaccum.wrap(lr_scheduler.StepLR(opt, 1), steps=2)
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip_norm", 1.0), ("reduction", "nonsense"), ("no_such_option", 1)])
+def test_no_option_beside_a_scheduler_is_dropped(name: str, value: object) -> None:
+    _, opt = make()
+    with pytest.raises(gradaccum.ArgumentTypeError, match=name):
+        gradaccum.wrap(lr_scheduler.StepLR(opt, 1), **{name: value})
