@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection
-from typing import Any
+from typing import SupportsFloat, SupportsIndex, cast
 
 from gradaccum.errors import ArgumentTypeError, ArgumentValueError, explain
 
 
-def require_int(argument: str, value: Any, *, at_least: int, fix: str | None = None) -> int:
+def require_int(argument: str, value: object, *, at_least: int, fix: str | None = None) -> int:
     """`value` if it is an int of at least `at_least`; integer scalars of a framework count, bools and traced values do not."""
     expected, fix = f"an int >= {at_least}", fix or f"Write for example {argument}={max(at_least, 4)}."
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
     except TypeError:
         number = None
     if number is None:
@@ -25,7 +25,7 @@ def require_int(argument: str, value: Any, *, at_least: int, fix: str | None = N
 
 
 def require_number(
-    argument: str, value: Any, *, above: float, below: float = math.inf, or_equal: bool = False, allow_infinity: bool = False
+    argument: str, value: object, *, above: float, below: float = math.inf, or_equal: bool = False, allow_infinity: bool = False
 ) -> float:
     """`value` as a float if it lies in (above, below), or [above, below) with `or_equal`."""
     bound = ">=" if or_equal else ">"
@@ -33,7 +33,7 @@ def require_number(
     expected = f"a {'' if allow_infinity else 'finite '}number {bound} {above:g}{limit}"
     fix = f"Write for example {argument}={above + 1 if below == math.inf else (above + below) / 2:g}."
     try:
-        number = None if isinstance(value, (bool, str)) else float(value)
+        number = None if isinstance(value, (bool, str)) else float(cast(SupportsFloat, value))
     except TypeError:  # An array of several numbers, or a value that is being traced.
         number = None
     if number is None:
@@ -45,14 +45,14 @@ def require_number(
     return number
 
 
-def require_bool(argument: str, value: Any) -> bool:
+def require_bool(argument: str, value: object) -> bool:
     """`value` if it is True or False."""
     if isinstance(value, bool):
         return value
     raise explain(ArgumentTypeError, argument, expected="True or False", got=value, fix=f"Write {argument}=True.")
 
 
-def require_choice(argument: str, value: Any, choices: Collection[str]) -> str:
+def require_choice(argument: str, value: object, choices: Collection[str]) -> str:
     """`value` if it is one of `choices`."""
     if isinstance(value, str) and value in choices:
         return value
@@ -61,6 +61,6 @@ def require_choice(argument: str, value: Any, choices: Collection[str]) -> str:
     raise explain(kind, argument, expected=f"one of {names}", got=value, fix=f"Write {argument}={next(iter(choices))!r}.")
 
 
-def require_weight(weight: Any) -> float:
+def require_weight(weight: object) -> float:
     """A micro-batch's weight as a float: a finite number >= 0."""
     return require_number("weight", weight, above=0, or_equal=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 
 class GradAccumError(Exception):
@@ -36,7 +36,16 @@ class BackendNotFoundError(GradAccumError, ImportError):
 E = TypeVar("E", bound=GradAccumError)
 
 
-def explain(kind: type[E], argument: str, *, expected: str, got: Any, fix: str) -> E:
-    """An error in the one shape that all of them have; `got` is shown with its type unless it is already a text."""
-    given = got if isinstance(got, str) and " " in got else f"{got!r} ({type(got).__name__})"
+def explain(kind: type[E], argument: str, *, expected: str, fix: str, got: object = None, found: str | None = None) -> E:
+    """An error in the one shape that all of them have: ``argument: expected ...; got .... fix``.
+
+    Args:
+        kind: the class of the error.
+        argument: the name of what is wrong, as the user writes it.
+        expected: what would have been right, as a noun phrase.
+        fix: what to write instead, as a sentence.
+        got: the value that was given; its `repr` and its type are shown.
+        found: in place of `got`, what was there in words, where the value would not say it.
+    """
+    given = f"{got!r} ({type(got).__name__})" if found is None else found
     return kind(f"{argument}: expected {expected}; got {given}. {fix}")

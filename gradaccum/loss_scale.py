@@ -95,55 +95,44 @@ class DynamicLossScale:
         )
 
 
-@runtime_checkable
-class Scaler(Protocol):
-    """A framework's own dynamic loss scaler, by the methods of `torch.amp.GradScaler`; a backend may drive it once per window."""
-
-    def get_scale(self) -> float: ...
-
-    def get_growth_factor(self) -> float: ...
-
-    def get_backoff_factor(self) -> float: ...
-
-    def get_growth_interval(self) -> int: ...
+LossScale = StaticLossScale | DynamicLossScale
+"""The rules that every backend takes as ``loss_scale=``, beside a number."""
 
 
 @runtime_checkable
-class ScalerByAttributes(Protocol):
-    """The same by the attributes of `mindspore.amp.DynamicLossScaler`; a backend may share its scale and its counter."""
+class ScalerDriver(Protocol):
+    """A backend that takes its framework's own loss scaler as ``loss_scale=`` and drives it once per window."""
 
-    scale_value: Any
-    scale_factor: Any
-    scale_window: Any
-    counter: Any
+    scaler_kind: str
+    """The scaler's type with an article, for messages: ``"a torch.amp.GradScaler"``."""
+
+    def scaler_rule(self, scaler: object) -> ScaleRule | None:
+        """The rule by which `scaler` moves now; None if it is another kind of object."""
+        ...
 
 
-LossScale = StaticLossScale | DynamicLossScale | Scaler | ScalerByAttributes
+def scale_rule(loss_scale: object, driver: ScalerDriver | None = None) -> tuple[ScaleRule, Any]:
+    """The rule of what the user gave as ``loss_scale=``, and the framework's own scaler if it is one, else None.
 
+    No loss scale is a scale of 1 that never moves.
 
-def scale_rule(loss_scale: float | LossScale | None) -> ScaleRule:
-    """The rule of what the user gave as ``loss_scale=``; None is a scale of 1 that never moves.
-
-    A `Scaler`'s rule has no floor and no ceiling, as it has none itself; a disabled one is a scale of 1.
-    `mindspore.amp.DynamicLossScaler` has a floor of 1.
+    Raises:
+        ArgumentTypeError: it is neither None, a number, a rule of gradaccum's nor a scaler that `driver` takes.
+        ArgumentValueError: a number that is not finite or not above 0.
     """
-    if loss_scale is None or (isinstance(loss_scale, Scaler) and not getattr(loss_scale, "is_enabled", lambda: True)()):
-        return ScaleRule()
-    if isinstance(loss_scale, Scaler):
-        factors = loss_scale.get_growth_factor(), loss_scale.get_backoff_factor()
-        return ScaleRule(float(loss_scale.get_scale()), *factors, loss_scale.get_growth_interval())
-    if isinstance(loss_scale, ScalerByAttributes):
-        factor = float(loss_scale.scale_factor)
-        return ScaleRule(float(loss_scale.scale_value), factor, 1 / factor, int(loss_scale.scale_window), min_scale=1.0)
+    if loss_scale is None:
+        return ScaleRule(), None
     if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
-        return loss_scale.rule()
+        return loss_scale.rule(), None
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
-        require_number("loss_scale", loss_scale, above=0)
-        return ScaleRule(init_scale=float(loss_scale))
-    raise explain(
-        ArgumentTypeError,
-        "loss_scale",
-        expected="None, a number > 0, gradaccum.StaticLossScale or gradaccum.DynamicLossScale",
-        got=loss_scale,
-        fix="Write loss_scale=gradaccum.DynamicLossScale().",
-    )
+        return ScaleRule(init_scale=require_number("loss_scale", loss_scale, above=0)), None
+    rule = None if driver is None else driver.scaler_rule(loss_scale)
+    if rule is None:
+        raise _loss_scale_error(loss_scale, "" if driver is None else f" or {driver.scaler_kind}")
+    return rule, loss_scale
+
+
+def _loss_scale_error(got: object, or_own: str) -> ArgumentTypeError:
+    expected = f"None, a number > 0, gradaccum.StaticLossScale, gradaccum.DynamicLossScale{or_own}"
+    fix = "Write loss_scale=gradaccum.DynamicLossScale(), with the factors and the interval of a scaler that it replaces."
+    return explain(ArgumentTypeError, "loss_scale", expected=expected, got=got, fix=fix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, cast
 
 from gradaccum._validation import require_bool, require_choice, require_number
-from gradaccum.loss_scale import LossScale, Scaler, ScalerByAttributes, ScaleRule, scale_rule
+from gradaccum.loss_scale import ScalerDriver, ScaleRule, scale_rule
 from gradaccum.schedule import Schedule, make_schedule
 
 Reduction = Literal["mean", "sum", "item_mean"]
@@ -29,34 +29,38 @@ class Options(NamedTuple):
     on_overflow: OnOverflow
     master_weights: bool = False
     """Keep float32 masters of half-precision parameters; the inner optimizer works on those."""
-    scaler: Scaler | ScalerByAttributes | None = None
-    """The framework's own scaler, if that was given as the loss scale: the backend drives it, or refuses it."""
+    scaler: Any = None
+    """The framework's own loss scaler, if that was given as the loss scale: the backend drives it."""
 
 
 def make_options(
-    steps: Any,
+    steps: object,
     *,
     reduction: str = "mean",
     clip_norm: float | None = None,
     skip_norm: float | None = None,
-    accumulate_dtype: Any = None,
-    loss_scale: float | LossScale | None = None,
+    accumulate_dtype: object = None,
+    loss_scale: object = None,
     on_overflow: str = "skip_window",
     master_weights: bool = False,
+    driver: ScalerDriver | None = None,
 ) -> Options:
     """Check the options of `gradaccum.wrap` and put them in the form the transitions read.
+
+    `driver` is the backend, if it drives loss scalers of its framework.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: naming the argument that is wrong.
     """
+    rule, scaler = scale_rule(loss_scale, driver)
     return Options(
         steps=make_schedule(steps),
         reduction=cast(Reduction, require_choice("reduction", reduction, REDUCTIONS)),
         clip_norm=None if clip_norm is None else require_number("clip_norm", clip_norm, above=0),
         skip_norm=None if skip_norm is None else require_number("skip_norm", skip_norm, above=0),
         accumulate_dtype=accumulate_dtype,
-        scale_rule=scale_rule(loss_scale),
+        scale_rule=rule,
         on_overflow=cast(OnOverflow, require_choice("on_overflow", on_overflow, ON_OVERFLOW)),
         master_weights=require_bool("master_weights", master_weights),
-        scaler=loss_scale if isinstance(loss_scale, (Scaler, ScalerByAttributes)) else None,
+        scaler=scaler,
     )

@@ -37,7 +37,7 @@ class Backend(Protocol):
 class GatingBackend(Protocol):
     """A backend whose framework has learning-rate schedulers that step beside the optimizer."""
 
-    def is_scheduler(self, candidate: Any) -> bool:
+    def is_scheduler(self, candidate: object) -> bool:
         """Whether `candidate` is a scheduler, whatever optimizer it was built on."""
         ...
 
@@ -105,7 +105,7 @@ def available_backends() -> tuple[str, ...]:
     )
 
 
-def backend_of(optimizer: Any) -> Backend:
+def backend_of(optimizer: object) -> Backend:
     """The backend whose package defines `optimizer`'s type, or a base of it; or that of the optimizer that it holds.
 
     The latter is how a scheduler of another library than the framework's own, such as timm's, is told.

@@ -7,14 +7,15 @@ change: the counters go on, and a loss scale goes on if it moves in both runs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable
+from typing import NamedTuple, SupportsInt, cast
 
 from gradaccum.errors import CheckpointError, explain
 from gradaccum.loss_scale import ScaleRule
 from gradaccum.options import ON_OVERFLOW, REDUCTIONS, Options
-from gradaccum.schedule import require_steps, steps_at
-from gradaccum.state import State, round_to_float32
-from gradaccum.transitions import select
+from gradaccum.schedule import require_steps
+from gradaccum.state import Scalar, State, round_to_float32
+from gradaccum.transitions import select, steps_at
 
 SCALES_IN_USE = ("unused", "static", "dynamic")
 
@@ -30,7 +31,7 @@ class Terms(NamedTuple):
     """Micro-batches in the window when it is full; None: the caller closes it."""
 
 
-def terms_of(options: Options, optimizer_step: Any) -> Terms:
+def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
     """The terms of the window that follows update number `optimizer_step`, an int or an integer scalar.
 
     Raises:
@@ -47,7 +48,7 @@ def encode_terms(terms: Terms) -> tuple[int, int, int, int]:
     return cast(tuple[int, int, int, int], (*(choices.index(name) for choices, name in names), terms.steps or 0))
 
 
-def decode_terms(codes: Any) -> Terms:
+def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
     """What `encode_terms` made four integers of.
 
     Raises:
@@ -103,11 +104,11 @@ def _require_same_window(fields: State, saved: Terms, own: Terms, rule: ScaleRul
         raise _another_window("micro_step", f"at most {own.steps} micro-batches", f"{fields.micro_step}")
 
 
-def _another_window(argument: str, expected: str, got: str) -> CheckpointError:
+def _another_window(argument: str, expected: str, found: str) -> CheckpointError:
     return explain(
         CheckpointError,
         argument,
         expected=f"an open window under {expected}",
-        got=f"one that was saved under {got}",
+        found=f"one that was saved under {found}",
         fix="Wrap with the options it was saved with, or save between two windows, where the options may change.",
     )

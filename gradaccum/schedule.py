@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 from gradaccum._validation import require_int
 from gradaccum.errors import ArgumentTypeError, ArgumentValueError, explain
-from gradaccum.transitions import Where
+from gradaccum.state import Scalar
 
-Schedule = int | tuple[tuple[int, int], ...] | Callable[[Any], Any] | None
+Schedule = int | tuple[tuple[int, int], ...] | Callable[[Scalar], Scalar] | None
 """`steps` as the options hold it."""
 
 _EXPECTED = "an int >= 1, pairs (first optimizer_step, steps), a callable of optimizer_step, or None"
 
 
-def make_schedule(steps: Any) -> Schedule:
+def make_schedule(steps: object) -> Schedule:
     """What the user gave as ``steps=``, checked.
 
     Raises:
@@ -25,7 +25,7 @@ def make_schedule(steps: Any) -> Schedule:
     if steps is None:
         return None
     if callable(steps):
-        return cast(Callable[[Any], Any], steps)
+        return cast(Callable[[Scalar], Scalar], steps)
     # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but not by its value.
     if isinstance(steps, Iterable) and not isinstance(steps, (str, bytes)) and getattr(steps, "shape", None) != ():
         return _make_pairs(steps)
@@ -34,7 +34,7 @@ def make_schedule(steps: Any) -> Schedule:
     return require_int("steps", steps, at_least=1)
 
 
-def require_steps(steps: Any, optimizer_step: int) -> int:
+def require_steps(steps: object, optimizer_step: int) -> int:
     """What a callable ``steps`` gave for `optimizer_step`, as an int >= 1.
 
     Each backend asks this wherever the value is known: when it wraps, for step 0, and for each window outside compiled code. Compiled
@@ -47,19 +47,7 @@ def require_steps(steps: Any, optimizer_step: int) -> int:
     return require_int(argument, steps, at_least=1, fix=fix)
 
 
-def steps_at(schedule: Any, optimizer_step: Any, where: Where) -> Any:
-    """The size of the window that follows update number `optimizer_step`; a schedule of None has no answer."""
-    if callable(schedule):
-        return schedule(optimizer_step)
-    if isinstance(schedule, tuple):
-        steps = 0 * optimizer_step + schedule[0][1]
-        for first, count in schedule[1:]:
-            steps = where(optimizer_step >= first, 0 * optimizer_step + count, steps)
-        return steps
-    return schedule
-
-
-def _make_pairs(steps: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+def _make_pairs(steps: Iterable[object]) -> tuple[tuple[int, int], ...]:
     pairs = []
     for pair in steps:
         if not isinstance(pair, Iterable) or len(values := tuple(pair)) != 2:

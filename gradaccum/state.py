@@ -10,6 +10,9 @@ import ctypes
 import sys
 from typing import Any, NamedTuple
 
+Scalar = Any
+"""A Python number, or a scalar of the framework, shape ``()``: traced, compiled or on a device."""
+
 FIELD_DTYPES = {
     "micro_step": "int32",
     "optimizer_step": "int32",
@@ -25,23 +28,23 @@ FIELD_DTYPES = {
 class State(NamedTuple):
     """What an open window and the run so far amount to. Every field is a scalar, shape ``()``."""
 
-    micro_step: Any
+    micro_step: Scalar
     """int32: micro-batches in the open window."""
-    optimizer_step: Any
+    optimizer_step: Scalar
     """int32: updates applied since the start."""
-    skipped_windows: Any
+    skipped_windows: Scalar
     """int32: windows closed without an update."""
-    weight: Any
+    weight: Scalar
     """float32 (float64 with float64 accumulators): sum of the weights in the open window."""
-    overflow: Any
+    overflow: Scalar
     """bool: some micro-batch of the open window is known to have had a non-finite gradient.
 
     With ``on_overflow="skip_window"`` nothing is measured inside a window (an inf or NaN stays in the sum, and the
     norm at the end finds it), so the flag is raised at the close; with ``"drop_micro_batch"`` it is raised at once.
     """
-    loss_scale: Any
+    loss_scale: Scalar
     """float32: what the loss is multiplied by before differentiation; 1 when unused."""
-    growth_tracker: Any
+    growth_tracker: Scalar
     """int32: clean windows since the loss scale last changed."""
 
 
@@ -64,7 +67,7 @@ def largest_number(*, float64_weight: bool) -> float:
     return sys.float_info.max if float64_weight else 3.4028234663852886e38
 
 
-def at_rest(state: tuple[Any, ...], *, float64_weight: bool = False) -> State:
+def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State:
     """A state of Python numbers, or its plain tuple, with each float rounded to the dtype of its field."""
     micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker = state
     weight = weight if float64_weight else round_to_float32(weight)

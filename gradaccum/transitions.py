@@ -9,20 +9,24 @@ options are constants of the program.
 
 A backend calls, in this order:
 
-- ``accumulate`` for each micro-batch, then ``is_full`` to learn whether the window ends here;
+- for each micro-batch ``usable`` (is its gradient added?), ``contribution`` (multiplied by what?), ``accumulate``, and ``ends`` (does the
+  window end here?);
 - at its end ``decide`` with the norm it measured, then acts on the `Decision`, then ``close``;
 - ``discard`` to forget an open window.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from gradaccum.state import Scalar
 
 if TYPE_CHECKING:
     from gradaccum.loss_scale import ScaleRule
     from gradaccum.options import Options
+    from gradaccum.schedule import Schedule
 
-Fields = tuple[Any, Any, Any, Any, Any, Any, Any]
+Fields = tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Scalar, Scalar]
 """A state as a plain tuple, in the order of the fields of `State` (which is one)."""
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -34,28 +38,28 @@ INFINITY = float("inf")
 class Where(Protocol):
     """``where(condition, a, b)``: `a` where `condition` holds, else `b`, elementwise."""
 
-    def __call__(self, condition: Any, a: Any, b: Any, /) -> Any: ...
+    def __call__(self, condition: Scalar, a: Scalar, b: Scalar, /) -> Scalar: ...
 
 
 class Decision(NamedTuple):
     """What a window's end asks of the backend: ``Decision(*decide(...))``. Every field is a scalar."""
 
-    apply: Any
+    apply: Scalar
     """bool: run the inner optimizer, once; otherwise not at all."""
-    overflow: Any
+    overflow: Scalar
     """bool: the window held a non-finite gradient (or a dropped micro-batch did)."""
-    divisor: Any
+    divisor: Scalar
     """float: accumulator / divisor is the gradient for the inner optimizer: loss scale, denominator and clipping in one."""
-    grad_norm: Any
+    grad_norm: Scalar
     """float: global 2-norm of the window's true gradient, before clipping; inf when it is not finite."""
 
 
-def select(condition: Any, a: Any, b: Any) -> Any:
+def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
     """``where`` for Python numbers."""
     return a if condition else b
 
 
-def accumulate(state: Fields, weight: Any, finite: Any, where: Where) -> Fields:
+def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> Fields:
     """Count one micro-batch.
 
     Args:
@@ -66,26 +70,81 @@ def accumulate(state: Fields, weight: Any, finite: Any, where: Where) -> Fields:
         where: the backend's `Where`.
     """
     micro_step, optimizer_step, skipped_windows, total, overflow, loss_scale, growth_tracker = state
-    good = finite & (weight >= 0) & (total + weight < INFINITY)
+    adds = usable(state, weight, finite)
+    harmless = adds | (weight == 0)
     return (
         micro_step + 1,
         optimizer_step,
         skipped_windows,
-        where(good, total + weight, total),
-        overflow | (good == False),  # noqa: E712
+        where(adds, total + weight, total),
+        overflow | (harmless == False),  # noqa: E712
         loss_scale,
         growth_tracker,
     )
 
 
-def is_full(state: Fields, steps: Any) -> Any:
-    """Whether the window holds `steps` micro-batches, so that it ends now."""
-    return state[0] >= steps
+def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
+    """bool: the micro-batch adds its gradient to the sum and its weight to the total.
+
+    One of weight 0 adds nothing, whatever its gradient is. One whose weight is negative or not finite, or makes the total infinite, adds
+    nothing either, and `accumulate` raises the overflow flag.
+
+    Args:
+        state: the state before the micro-batch.
+        weight: its weight, a scalar.
+        finite: bool, as for `accumulate`.
+    """
+    return finite & (weight > 0) & (state[3] + weight < INFINITY)
+
+
+def contribution(weight: Scalar, options: Options) -> Scalar:
+    """What a micro-batch's gradient is multiplied by as it is added: w_i for ``"mean"``, else 1."""
+    return weight if options.reduction == "mean" else 0 * weight + 1
+
+
+def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar:
+    """The size of the window that follows update number `optimizer_step`; None if the caller closes it.
+
+    Args:
+        schedule: `Options.steps`. What a callable gives is not checked here; see `gradaccum.kit.require_steps`.
+        optimizer_step: int scalar.
+        where: the backend's `Where`.
+    """
+    if callable(schedule):
+        return schedule(optimizer_step)
+    if isinstance(schedule, tuple):
+        steps = 0 * optimizer_step + schedule[0][1]
+        for first, count in schedule[1:]:
+            steps = where(optimizer_step >= first, 0 * optimizer_step + count, steps)
+        return steps
+    return schedule
+
+
+def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
+    """bool: the window ends with the micro-batch that was counted last; never where the caller closes it.
+
+    Args:
+        state: the state after the micro-batch.
+        steps: the size of this window, or the schedule that `steps_at` asks.
+        where: the backend's `Where`.
+    """
+    size = steps_at(steps, state[1], where)
+    return state[0] < 0 if size is None else state[0] >= size
+
+
+def divisor(state: Fields, options: Options, where: Where) -> Scalar:
+    """What the sum of the open window is divided by before anything is clipped: loss scale times denominator.
+
+    The denominator is 1 for ``"sum"``, else the window's weight. That of a window of weight 0, whose sum is 0, is 1.
+    """
+    weight, loss_scale = state[3], state[5]
+    one = 0 * weight + 1
+    return loss_scale * (one if options.reduction == "sum" else where(weight > 0, weight, one))
 
 
 def decide(
-    state: Fields, norm: Any, finite: Any, options: Options, where: Where, largest: float = FLOAT32_MAX
-) -> tuple[Any, Any, Any, Any]:
+    state: Fields, norm: Scalar, finite: Scalar, options: Options, where: Where, largest: float = FLOAT32_MAX
+) -> tuple[Scalar, Scalar, Scalar, Scalar]:
     """What to do with the window that ends here: the fields of a `Decision`.
 
     A divisor beyond the sums' dtype would turn the gradient into 0, one below it into inf, and either would count as applied. So such a
@@ -100,13 +159,13 @@ def decide(
         where: the backend's `Where`.
         largest: the largest finite number of the dtype of the sums' division: float32's, or float64's where `weight` is float64.
     """
-    _, _, _, weight, overflow, loss_scale, _ = state
+    weight, overflow = state[3], state[4]
     one = 0 * weight + 1
-    divisor = loss_scale * _denominator(weight, options, where)
+    divides = divisor(state, options, where)
     smallest = FLOAT32_TINY if largest == FLOAT32_MAX else FLOAT64_TINY
-    usable = (divisor >= smallest) & (divisor <= largest)
-    finite = finite & usable
-    grad_norm = where(finite, norm / where(usable, divisor, one), INFINITY + one)
+    in_range = (divides >= smallest) & (divides <= largest)
+    finite = finite & in_range
+    grad_norm = where(finite, norm / where(in_range, divides, one), INFINITY + one)
     overflow = overflow | (finite == False)  # noqa: E712
     apply = finite & (weight > 0)
     if options.on_overflow == "skip_window":
@@ -115,14 +174,14 @@ def decide(
         apply = apply & (grad_norm <= options.skip_norm)
     if options.clip_norm is not None:
         excess = grad_norm / options.clip_norm
-        clipping = divisor * where(apply & (excess > 1), excess, one)
+        clipping = divides * where(apply & (excess > 1), excess, one)
         overflow = overflow | (apply & (clipping > largest))
         apply = apply & (clipping <= largest)
-        divisor = where(apply, clipping, divisor)
-    return apply, overflow, divisor, grad_norm
+        divides = where(apply, clipping, divides)
+    return apply, overflow, divides, grad_norm
 
 
-def close(state: Fields, apply: Any, overflow: Any, options: Options, where: Where) -> Fields:
+def close(state: Fields, apply: Scalar, overflow: Scalar, options: Options, where: Where) -> Fields:
     """The state after the window: counters moved, the window empty, the loss scale adjusted.
 
     Args:
@@ -145,17 +204,7 @@ def discard(state: Fields) -> Fields:
     return 0 * micro_step, optimizer_step, skipped_windows, 0 * weight, micro_step < 0, loss_scale, growth_tracker
 
 
-def contribution(weight: Any, options: Options) -> Any:
-    """What a micro-batch's gradient is multiplied by as it is added: w_i for ``"mean"``, else 1."""
-    return weight if options.reduction == "mean" else 0 * weight + 1
-
-
-def _denominator(weight: Any, options: Options, where: Where) -> Any:
-    one = 0 * weight + 1
-    return one if options.reduction == "sum" else where(weight > 0, weight, one)
-
-
-def _adjust_scale(scale: Any, tracker: Any, overflow: Any, clean: Any, rule: ScaleRule, where: Where) -> tuple[Any, Any]:
+def _adjust_scale(scale: Scalar, tracker: Scalar, overflow: Scalar, clean: Scalar, rule: ScaleRule, where: Where) -> tuple[Scalar, Scalar]:
     """Back off after an overflow, grow after `growth_interval` clean windows; a window of weight 0 is neither.
 
     The rule is `torch.amp.GradScaler`'s, with a floor and a ceiling.

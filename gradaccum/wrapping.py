@@ -7,26 +7,26 @@ from inspect import Parameter, signature
 from typing import Any
 
 from gradaccum.errors import ArgumentTypeError, explain
-from gradaccum.loss_scale import LossScale
+from gradaccum.loss_scale import ScalerDriver
 from gradaccum.options import make_options
 from gradaccum.registry import Backend, GatingBackend, backend_of
 
 _NOT_GIVEN: Any = object()
-_DEFAULTS = {name: parameter.default for name, parameter in signature(make_options).parameters.items() if name != "steps"}
+_DEFAULTS = {name: parameter.default for name, parameter in signature(make_options).parameters.items() if name not in ("steps", "driver")}
 
 
 def wrap(
     optimizer: Any,
-    steps: Any = _NOT_GIVEN,
+    steps: object = _NOT_GIVEN,
     *,
     reduction: str = "mean",
     clip_norm: float | None = None,
     skip_norm: float | None = None,
-    accumulate_dtype: Any = None,
-    loss_scale: float | LossScale | None = None,
+    accumulate_dtype: object = None,
+    loss_scale: object = None,
     on_overflow: str = "skip_window",
     master_weights: bool = False,
-    **backend_options: Any,
+    **backend_options: object,
 ) -> Any:
     """Make an optimizer run once per window of micro-batches, with the gradient of the window as one large batch.
 
@@ -41,8 +41,8 @@ def wrap(
         clip_norm: clip the window's gradient to this global 2-norm, once, at its end.
         skip_norm: make no update if the window's gradient has a larger global 2-norm.
         accumulate_dtype: dtype of the sum: float32 for float16 and bfloat16 gradients unless given, else the gradient's own.
-        loss_scale: what the loss is multiplied by before differentiation: a number, `StaticLossScale`, `DynamicLossScale`, or in torch a
-            `torch.amp.GradScaler`, which is then driven once per window.
+        loss_scale: what the loss is multiplied by before differentiation: a number, `StaticLossScale`, `DynamicLossScale`, or the
+            framework's own scaler (`torch.amp.GradScaler`, `mindspore.amp.DynamicLossScaler`), which then moves once per window.
         on_overflow: ``"skip_window"``: a non-finite gradient makes the window end without an update; ``"drop_micro_batch"``: such a
             micro-batch adds nothing.
         master_weights: keep float32 masters of float16 and bfloat16 parameters: the inner optimizer works on those, and the model holds
@@ -59,7 +59,7 @@ def wrap(
         ArgumentValueError: an option has a value that makes no sense.
     """
     backend = backend_of(optimizer)
-    shared = {
+    shared: dict[str, Any] = {
         "reduction": reduction,
         "clip_norm": clip_norm,
         "skip_norm": skip_norm,
@@ -75,18 +75,19 @@ def wrap(
     _require_own_options(backend, backend_options)
     if steps is _NOT_GIVEN:
         fix = "Write gradaccum.wrap(optimizer, steps=4)."
-        raise explain(ArgumentTypeError, "steps", expected="the number of micro-batches per window", got="nothing at all", fix=fix)
-    return backend.wrap(optimizer, make_options(steps, **shared), **backend_options)
+        raise explain(ArgumentTypeError, "steps", expected="the number of micro-batches per window", found="nothing at all", fix=fix)
+    driver = backend if isinstance(backend, ScalerDriver) else None
+    return backend.wrap(optimizer, make_options(steps, **shared, driver=driver), **backend_options)
 
 
-def _require_nothing_beside_a_scheduler(given: Mapping[str, Any]) -> None:
+def _require_nothing_beside_a_scheduler(given: Mapping[str, object]) -> None:
     for name, value in given.items():
         if value is not _NOT_GIVEN:
             expected, fix = "no option beside a scheduler, which follows its optimizer", "Write gradaccum.wrap(scheduler)."
             raise explain(ArgumentTypeError, name, expected=expected, got=value, fix=fix)
 
 
-def _require_own_options(backend: Backend, given: Mapping[str, Any]) -> None:
+def _require_own_options(backend: Backend, given: Mapping[str, object]) -> None:
     """The options of one backend are the keyword-only arguments of its ``wrap``."""
     own = sorted(name for name, p in signature(backend.wrap).parameters.items() if p.kind is Parameter.KEYWORD_ONLY)
     for name, value in given.items():

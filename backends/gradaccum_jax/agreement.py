@@ -13,7 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from gradaccum import Options, UsageError, explain
+from gradaccum import UsageError
+from gradaccum.kit import Options, explain
 from gradaccum_jax.control_flow import ControlFlow, once
 
 Axes = frozenset[str]
@@ -30,7 +31,7 @@ def require_equal_parts(options: Options, axes: Axes, weight: Any) -> None:
     for name in (name for name, value in asked.items() if axes and value is not None):
         fix = "Reduce the gradients before tx.update, as in jax.lax.pmean(grads, axis), and leave the reduction out of the optimizer."
         expected = f"nothing, as the optimizer reduces over {sorted(axes)} and this would be each device's own"
-        raise explain(UsageError, name, expected=expected, got="an option or argument that is set", fix=fix)
+        raise explain(UsageError, name, expected=expected, found="an option or argument that is set", fix=fix)
 
 
 def agree(apply: Any, overflow: Any, last: Any, axes: Axes, control_flow: ControlFlow) -> tuple[Any, Any]:

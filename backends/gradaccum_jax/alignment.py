@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import GradientError, explain
+from gradaccum import GradientError
+from gradaccum.kit import explain
 from gradaccum_jax.dtypes import takes_part, wider
 
 FIX = "Differentiate with respect to the parameters that were given to tx.init."
@@ -100,5 +101,5 @@ def _array(gradient: Any) -> Any:
     return None if getattr(gradient, "dtype", None) == jax.dtypes.float0 else gradient
 
 
-def _refuse(name: str, expected: str, got: str, fix: str = FIX) -> NoReturn:
-    raise explain(GradientError, f"grads{name}", expected=expected, got=got, fix=fix)
+def _refuse(name: str, expected: str, found: str, fix: str = FIX) -> NoReturn:
+    raise explain(GradientError, f"grads{name}", expected=expected, found=found, fix=fix)

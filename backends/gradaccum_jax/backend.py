@@ -6,7 +6,8 @@ from typing import Any
 
 import optax
 
-from gradaccum import ArgumentTypeError, Options, explain, foreign_scaler_error, optimizer_error, wrapped_twice_error
+from gradaccum import ArgumentTypeError
+from gradaccum.kit import Options, explain, optimizer_error, wrapped_twice_error
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.masters import on_masters, without_masters
@@ -30,12 +31,10 @@ class JaxBackend:
                 optimizer that reduces over a named axis of `jax.vmap`: with the loop, that raises `UsageError` where it is vmapped.
 
         Raises:
-            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already; `loss_scale` is another framework's scaler.
+            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already.
             ArgumentValueError: `control_flow` is neither, or a callable ``steps`` gives no int >= 1 for step 0.
         """
         require_transformation(optimizer)
-        if options.scaler is not None:
-            raise foreign_scaler_error("", options.scaler)
         probe(options.steps)
         checked = options._replace(accumulate_dtype=require_dtype(options.accumulate_dtype))
         inner = optax.with_extra_args_support(optimizer)
@@ -59,7 +58,7 @@ def require_accumulation(tx: Any) -> Accumulation:
     found = accumulation_of(tx)
     if found is None:
         fix = "Pass what gradaccum.wrap returned; of an optax.chain that holds it, pass it and its own part of the chain's state."
-        raise explain(ArgumentTypeError, "tx", expected="a wrapped optimizer", got=f"a {type(tx).__name__} that is not wrapped", fix=fix)
+        raise explain(ArgumentTypeError, "tx", expected="a wrapped optimizer", found=f"a {type(tx).__name__} that is not wrapped", fix=fix)
     return found
 
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import CheckpointError, explain
+from gradaccum import CheckpointError
+from gradaccum.kit import explain
 from gradaccum_jax.backend import require_accumulation
 from gradaccum_jax.paths import unique
 from gradaccum_jax.state import AccumulationState
@@ -85,5 +86,5 @@ def _kind(leaf: Any) -> str:
     return f"an array of shape {np.shape(leaf)} and dtype {getattr(leaf, 'dtype', type(leaf).__name__)}"
 
 
-def _refuse(path: str, expected: str, got: str) -> NoReturn:
-    raise explain(CheckpointError, f"state.{path}", expected=expected, got=got, fix=_RESTORE)
+def _refuse(path: str, expected: str, found: str) -> NoReturn:
+    raise explain(CheckpointError, f"state.{path}", expected=expected, found=found, fix=_RESTORE)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
+from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum.kit import accumulate_dtype_error, explain, require_weight, wrapped_twice_error
 from gradaccum_jax.masters import is_half
 from gradaccum_jax.paths import unique
 from gradaccum_jax.state import AccumulationState
@@ -47,7 +48,7 @@ def require_state(state: Any) -> AccumulationState:
     if isinstance(state, AccumulationState):
         return state
     fix = "Pass what tx.init(params) returned. A checkpoint is restored into that structure; in a chain it is one of the chain's states."
-    raise explain(ArgumentTypeError, "state", expected="the state of a wrapped optimizer", got=f"a {type(state).__name__}", fix=fix)
+    raise explain(ArgumentTypeError, "state", expected="the state of a wrapped optimizer", found=f"a {type(state).__name__}", fix=fix)
 
 
 def require_plain(inner_state: Any) -> None:
@@ -71,11 +72,11 @@ def require_params(params: Any, masters: Any) -> None:
     """
     fix = "Pass the parameters that tx.init was given: tx.update(grads, state, params)."
     if params is None:
-        raise explain(ArgumentTypeError, "params", expected="the parameters, as master_weights=True", got="nothing at all", fix=fix)
+        raise explain(ArgumentTypeError, "params", expected="the parameters, as master_weights=True", found="nothing at all", fix=fix)
     wanted, given = _shapes(masters), _shapes(params, is_half)
     if wanted != given:
         expected = f"float16 or bfloat16 parameters of these shapes: {wanted}"
-        raise explain(ArgumentValueError, "params", expected=expected, got=f"these: {given}", fix=fix)
+        raise explain(ArgumentValueError, "params", expected=expected, found=f"these: {given}", fix=fix)
 
 
 def _shapes(tree: Any, chosen: Callable[[Any], bool] = lambda leaf: True) -> dict[str, Any]:
@@ -98,9 +99,9 @@ def as_weight(weight: Any, dtype: Any) -> Any:
     weight = jnp.asarray(weight) if hasattr(weight, "__jax_array__") else weight  # as a symbolic size of `jax.export` has
     if np.shape(weight) != ():
         fix = "Sum the weights of the items: weight=mask.sum()."
-        raise explain(ArgumentTypeError, "weight", expected="a scalar", got=f"shape {np.shape(weight)}", fix=fix)
+        raise explain(ArgumentTypeError, "weight", expected="a scalar", found=f"shape {np.shape(weight)}", fix=fix)
     if not isinstance(weight, jax.core.Tracer):
         return jnp.asarray(require_weight(weight), dtype)
     if not jnp.issubdtype(weight.dtype, jnp.floating) and not jnp.issubdtype(weight.dtype, jnp.integer):
-        raise explain(ArgumentTypeError, "weight", expected="a real number", got=f"dtype {weight.dtype}", fix="Cast it to float32.")
+        raise explain(ArgumentTypeError, "weight", expected="a real number", found=f"dtype {weight.dtype}", fix="Cast it to float32.")
     return weight.astype(dtype)

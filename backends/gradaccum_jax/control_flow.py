@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradaccum import ArgumentValueError, explain
+from gradaccum import ArgumentValueError
+from gradaccum.kit import explain
 from gradaccum_jax.trip import runner, zero_or_one
 from gradaccum_jax.varying import settled
 

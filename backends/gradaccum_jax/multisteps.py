@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError, Fields, accumulate, close, explain, is_full, make_options
+from gradaccum import ArgumentTypeError
+from gradaccum.kit import Fields, accumulate, close, ends, explain, make_options
 from gradaccum_jax import sums
 from gradaccum_jax.agreement import every
 from gradaccum_jax.alignment import align
@@ -140,7 +141,7 @@ class MultiSteps:
             accepted = every(accepted, kinds.axes)
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
         steps = size_at(self._options.steps, state.gradient_step)
-        full = is_full(fields, steps) & (steps >= 1) if callable(self._options.steps) else is_full(fields, steps)
+        full = ends(fields, steps, jnp.where) & (steps >= 1) if callable(self._options.steps) else ends(fields, steps, jnp.where)
         total = self._add(state, gradients, accepted)
         last = full & accepted
         made, total, inner_state = end_window(inner, total, state.inner_opt_state, kinds.updates, apply=last, last=last)
@@ -173,8 +174,8 @@ def _never(*_: Any) -> tuple[Any, Any]:
 def _require_bool(skip: Any) -> Any:
     skip = jnp.asarray(skip)
     if skip.shape != () or skip.dtype != jnp.bool_:
-        got, fix = f"one of dtype {skip.dtype} and shape {skip.shape}", "Reduce it with jnp.any."
-        raise explain(ArgumentTypeError, "should_skip_update_fn", expected="a bool scalar as first result", got=got, fix=fix)
+        found, fix = f"one of dtype {skip.dtype} and shape {skip.shape}", "Reduce it with jnp.any."
+        raise explain(ArgumentTypeError, "should_skip_update_fn", expected="a bool scalar as first result", found=found, fix=fix)
     return skip
 
 

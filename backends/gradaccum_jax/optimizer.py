@@ -17,19 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import (
-    Decision,
-    Fields,
-    Options,
-    State,
-    accumulate,
-    close,
-    contribution,
-    decide,
-    initial_state,
-    is_full,
-)
-from gradaccum import discard as forget
+from gradaccum.kit import Decision, Fields, Options, State, accumulate, close, contribution, decide, divisor, ends, initial_state
+from gradaccum.kit import discard as forget
 from gradaccum_jax import sums, terms
 from gradaccum_jax.agreement import agree, require_equal_parts
 from gradaccum_jax.alignment import align
@@ -132,7 +121,7 @@ class Accumulation:
             never = jnp.asarray(state.micro_step) < 0
             updates, total = keep_window(state.accumulator, kinds.updates, never, self.control_flow)
             return updates, with_event(state._replace(accumulator=total), False, False, dropped)
-        full = is_full(fields_of(state), steps)
+        full = ends(fields_of(state), steps, jnp.where)
         return self._end(state, inner, dtypes, full, dropped, weight)
 
     def _flush(self, state: AccumulationState, params: Any, extra: dict[str, Any]) -> tuple[Any, AccumulationState]:
@@ -189,11 +178,11 @@ class Accumulation:
         """Measured only where the window ends."""
         start = (jnp.zeros_like(state.weight), jnp.asarray(True))
         largest = float(jnp.finfo(start[0].dtype).max)
-        divisor = Decision(*decide(fields_of(state), *start, self.options._replace(clip_norm=None), jnp.where, largest)).divisor
+        divides = divisor(fields_of(state), self.options, jnp.where)
 
         def look(_: tuple[Any, Any]) -> tuple[Any, Any]:
             norm, finite = measure(state.accumulator, start[0].dtype, self.control_flow)
-            return norm, finite & representable(state.accumulator, divisor, dtypes.like)
+            return norm, finite & representable(state.accumulator, divides, dtypes.like)
 
         norm, finite = once(last, look, start, self.control_flow)
         return Decision(*decide(fields_of(state), norm, finite, self.options, jnp.where, largest))

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import ArgumentTypeError, explain, require_steps, steps_at
+from gradaccum import ArgumentTypeError
+from gradaccum.kit import explain, require_steps, steps_at
 
 
 def size_at(schedule: Any, optimizer_step: Any) -> Any:
@@ -27,8 +28,8 @@ def size_at(schedule: Any, optimizer_step: Any) -> Any:
     if not isinstance(steps, jax.core.Tracer):
         return require_steps(steps, _number(optimizer_step))
     if steps.shape != () or not jnp.issubdtype(steps.dtype, jnp.integer):
-        got, fix = f"one of dtype {steps.dtype} and shape {steps.shape}", "Cast what it returns: .astype(jnp.int32)."
-        raise explain(ArgumentTypeError, "steps(optimizer_step)", expected="an integer scalar", got=got, fix=fix)
+        found, fix = f"one of dtype {steps.dtype} and shape {steps.shape}", "Cast what it returns: .astype(jnp.int32)."
+        raise explain(ArgumentTypeError, "steps(optimizer_step)", expected="an integer scalar", found=found, fix=fix)
     return steps
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradaccum import ArgumentTypeError, Fields, State, StepResult, explain
+from gradaccum import ArgumentTypeError, StepResult
+from gradaccum.kit import Fields, State, explain
 from gradaccum_jax.varying import axes_of, vary
 
 
@@ -47,7 +48,7 @@ class AccumulationState(NamedTuple):
     masters: Any = None
     """With ``master_weights=True`` the tree of the parameters: float32 masters of the float16 and bfloat16 ones, None for the others."""
     terms: Any = None
-    """int32, shape (4,): reduction, on_overflow, kind of loss scale and steps of the open window, as `gradaccum.encode_terms` has them."""
+    """int32, shape (4,): reduction, on_overflow, kind of loss scale and steps of the open window: `gradaccum.kit.encode_terms`."""
 
 
 def fresh(start: State, weight_dtype: Any, **trees: Any) -> AccumulationState:
@@ -94,7 +95,7 @@ def the_state(tree: Any) -> AccumulationState:
             ArgumentTypeError,
             "state",
             expected="the state of a wrapped optimizer, or a tree that holds one",
-            got=f"a {type(tree).__name__} that holds {len(states)} of them",
+            found=f"a {type(tree).__name__} that holds {len(states)} of them",
             fix="Pass what tx.init(params) or tx.update(...) returned.",
         )
     return states[0]

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradaccum import ArgumentValueError, explain
+from gradaccum import ArgumentValueError
+from gradaccum.kit import explain
 from gradaccum_jax.dtypes import is_key, standard, takes_part
 from gradaccum_jax.folds import all_of
 from gradaccum_jax.weighted import add_weighted
@@ -37,7 +38,7 @@ def accumulate_dtype_of(leaf: Any, accumulate_dtype: Any) -> Any:
     wanted = jnp.dtype(accumulate_dtype)
     if jax.dtypes.canonicalize_dtype(wanted) != wanted:
         fix = "Set jax.config.update('jax_enable_x64', True) first."
-        raise explain(ArgumentValueError, "accumulate_dtype", expected="a dtype that JAX has switched on", got=str(wanted), fix=fix)
+        raise explain(ArgumentValueError, "accumulate_dtype", expected="a dtype that JAX has switched on", found=str(wanted), fix=fix)
     return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(own, jnp.complexfloating) else wanted
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import Options, State, decode_terms, encode_terms, resumed, select, steps_at, terms_of
+from gradaccum.kit import Options, State, decode_terms, encode_terms, resumed, select, steps_at, terms_of
 from gradaccum_jax.state import AccumulationState, fields_of, with_fields
 
 STEPS = 3

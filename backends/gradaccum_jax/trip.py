@@ -24,7 +24,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.extend import core
 
-from gradaccum import UsageError, explain
+from gradaccum import UsageError
+from gradaccum.kit import explain
 from gradaccum_jax.devices import partitioned
 from gradaccum_jax.varying import axes_of, vary
 
@@ -147,7 +148,7 @@ def _require_no_axis(named: frozenset[str]) -> None:
     if lost:
         fix = "Write gradaccum.wrap(..., control_flow='cond')."
         expected = "one that does not reduce over a named axis of jax.vmap"
-        raise explain(UsageError, "optimizer", expected=expected, got=f"one that reduces over {lost}", fix=fix)
+        raise explain(UsageError, "optimizer", expected=expected, found=f"one that reduces over {lost}", fix=fix)
 
 
 def _typed(value: Any, dtype: Any) -> Any:

@@ -12,9 +12,12 @@ from typing import Any
 
 from mindspore import nn, ops
 
-from gradaccum import ArgumentValueError, StepResult, explain, make_options
+from gradaccum import ArgumentValueError, StepResult
+from gradaccum.kit import ends, explain, make_options
+from gradaccum_mindspore.backend import backend
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.checks import require_parameters
+from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.scaled import note_read, require_read
 from gradaccum_mindspore.state import Storage
@@ -41,7 +44,7 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
     def __init__(self, parameters: Sequence[Any], steps: Any = None, *, name: str = "gradaccum", **options: Any) -> None:
         super().__init__(auto_prefix=False)
         parameters = require_parameters(parameters)
-        checked = make_options(steps, **options)
+        checked = make_options(steps, driver=backend, **options)
         if checked.master_weights:
             raise _no_masters()
         self.storage = Storage(parameters, checked, name)
@@ -56,7 +59,7 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
         require_read(self.storage.scaled)
         ordered = self.window.ordered(gradients)
         state, event = self.window.add(ordered, weight)
-        full = state[0] < 0 if self.window.steps is None else self.window.ends(state)
+        full = state[0] < 0 if self.window.steps is None else ends(state, self.window.size(state[1]), where)
         self.window.write_open(state, event)
         self.window.write_size(state)
         return full

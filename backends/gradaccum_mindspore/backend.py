@@ -7,14 +7,21 @@ from typing import Any
 from mindspore import nn
 from mindspore.experimental import optim
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, Options, explain, optimizer_error, wrapped_twice_error
+from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum.kit import Options, ScaleRule, explain, optimizer_error, wrapped_twice_error
+from gradaccum_mindspore.driven_scaler import scaler_rule
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
 
 
 class MindSporeBackend:
-    """`gradaccum.Backend` for `mindspore.nn.Optimizer` and `mindspore.experimental.optim.Optimizer`."""
+    """`gradaccum.kit.Backend` for `mindspore.nn.Optimizer` and `mindspore.experimental.optim.Optimizer`."""
 
     name = "mindspore"
+    scaler_kind = "a mindspore.amp.DynamicLossScaler"
+
+    def scaler_rule(self, scaler: object) -> ScaleRule | None:
+        """How a `mindspore.amp.DynamicLossScaler` moves; None for another object."""
+        return scaler_rule(scaler)
 
     def wrap(self, optimizer: Any, options: Options, *, name: str = "gradaccum") -> AccumulatingOptimizer:
         """Wrap `optimizer`; `name` becomes part of the names of the Parameters that hold the state.

@@ -6,7 +6,8 @@ from typing import Any
 
 from mindspore.train import Callback, ModelCheckpoint
 
-from gradaccum import ArgumentTypeError, UsageError, explain
+from gradaccum import ArgumentTypeError, UsageError
+from gradaccum.kit import explain
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
@@ -26,16 +27,16 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
         if not isinstance(optimizer, AccumulatingOptimizer):
-            got, fix = f"an object of type {type(optimizer).__name__}", "Write FlushAtEpochEnd(gradaccum.wrap(optimizer, steps=4))."
-            raise explain(ArgumentTypeError, "optimizer", expected="the wrapped optimizer", got=got, fix=fix)
+            found, fix = f"an object of type {type(optimizer).__name__}", "Write FlushAtEpochEnd(gradaccum.wrap(optimizer, steps=4))."
+            raise explain(ArgumentTypeError, "optimizer", expected="the wrapped optimizer", found=found, fix=fix)
         self.optimizer = optimizer
 
     def on_train_begin(self, run_context: Any) -> None:
         """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this callback: it would save without the tail."""
         callbacks = run_context.original_args().list_callback
         if any(isinstance(callback, ModelCheckpoint) for callback in callbacks[: callbacks.index(self)]):
-            expected, got = "FlushAtEpochEnd before ModelCheckpoint, which saves as the step ends", "the other order"
-            raise explain(UsageError, "callbacks", expected=expected, got=got, fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].")
+            expected, found = "FlushAtEpochEnd before ModelCheckpoint, which saves as the step ends", "the other order"
+            raise explain(UsageError, "callbacks", expected=expected, found=found, fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].")
 
     def on_train_step_end(self, run_context: Any) -> None:
         """Flush, if the epoch ends with this step."""

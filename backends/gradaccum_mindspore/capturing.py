@@ -15,7 +15,8 @@ from mindspore._c_expression import pi_jit_set_context
 from mindspore.graph import jit_trace
 
 import gradaccum
-from gradaccum import UsageError, explain
+from gradaccum import UsageError
+from gradaccum.kit import explain
 
 
 def skip_in_bytecode() -> None:
@@ -35,7 +36,7 @@ def refuse_trace() -> None:
             UsageError,
             "capture_mode",
             expected="'ast' or 'bytecode' around a wrapped optimizer, because a trace repeats what the first micro-batch did",
-            got="trace",
+            found="trace",
             fix="Write @mindspore.jit.",
         )
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from gradaccum import FIELD_DTYPES, ArgumentTypeError, CheckpointError, State, decode_terms, encode_terms, explain, resumed, terms_of
+from gradaccum import ArgumentTypeError, CheckpointError
+from gradaccum.kit import FIELD_DTYPES, State, decode_terms, encode_terms, explain, resumed, terms_of
 from gradaccum_mindspore.sizes import with_known_size
 from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.sums import write
@@ -46,8 +47,8 @@ def load_checkpoint_into(cell: Any, parameter_dict: Mapping[str, Any]) -> None:
 
 def _check_arguments(cell: Any, parameter_dict: Any) -> None:
     if not isinstance(cell, nn.Cell):
-        got, fix = f"an object of type {type(cell).__name__}", "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file))."
-        raise explain(ArgumentTypeError, "cell", expected="a wrapped optimizer or a Cell that holds one", got=got, fix=fix)
+        found, fix = f"an object of type {type(cell).__name__}", "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file))."
+        raise explain(ArgumentTypeError, "cell", expected="a wrapped optimizer or a Cell that holds one", found=found, fix=fix)
     if not isinstance(parameter_dict, Mapping):
         fix = "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file))."
         raise explain(ArgumentTypeError, "parameter_dict", expected="a dict by name", got=parameter_dict, fix=fix)
@@ -65,9 +66,9 @@ def _check_entry(name: str, parameter: Any, entry: Any) -> None:
         raise _error(
             f"{name!r}: {expected}", "a checkpoint without it", "Save the whole optimizer: mindspore.save_checkpoint(optimizer, file)."
         )
-    got = f"{entry.dtype} of shape {tuple(entry.shape)}"
-    if got != expected:
-        raise _error(f"{name!r}: {expected}", got, "Load the checkpoint of the same model and optimizer.")
+    found = f"{entry.dtype} of shape {tuple(entry.shape)}"
+    if found != expected:
+        raise _error(f"{name!r}: {expected}", found, "Load the checkpoint of the same model and optimizer.")
 
 
 def _check_names(storage: Storage, parameters: Mapping[str, Any], parameter_dict: Mapping[str, Any]) -> None:
@@ -80,14 +81,14 @@ def _check_names(storage: Storage, parameters: Mapping[str, Any], parameter_dict
 
 
 def _parameters(cell: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for _, parameter in cell.parameters_and_names():
-        if found.setdefault(parameter.name, parameter) is not parameter:
-            got, fix = f"two that are called {parameter.name!r}", "Give one of them another name; an optimizer's state: name='generator'."
+        if named.setdefault(parameter.name, parameter) is not parameter:
+            found, fix = f"two that are called {parameter.name!r}", "Give one of them another name; an optimizer's state: name='generator'."
             raise explain(
-                CheckpointError, "cell", expected="Parameters of different names, as a checkpoint has one of each", got=got, fix=fix
+                CheckpointError, "cell", expected="Parameters of different names, as a checkpoint has one of each", found=found, fix=fix
             )
-    return found
+    return named
 
 
 def _resumed(storage: Storage, parameter_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -105,5 +106,5 @@ def _resumed(storage: Storage, parameter_dict: Mapping[str, Any]) -> Iterator[tu
     yield storage.terms.name, encode_terms(terms_of(own, saved.optimizer_step))
 
 
-def _error(expected: str, got: str, fix: str) -> CheckpointError:
-    return explain(CheckpointError, "parameter_dict", expected=expected, got=got, fix=fix)
+def _error(expected: str, found: str, fix: str) -> CheckpointError:
+    return explain(CheckpointError, "parameter_dict", expected=expected, found=found, fix=fix)

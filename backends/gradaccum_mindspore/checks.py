@@ -12,19 +12,11 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, amp
+from mindspore import Parameter, Tensor
 from mindspore.ops import constexpr
 
-from gradaccum import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    GradientError,
-    Options,
-    accumulate_dtype_error,
-    explain,
-    foreign_scaler_error,
-    require_weight,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
+from gradaccum.kit import accumulate_dtype_error, explain, require_weight
 
 HALF = (ms.float16, ms.bfloat16)
 FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32, "float64": ms.float64}
@@ -53,17 +45,6 @@ def reaches_beyond(own: Any, handed: Any) -> Any:
     return handed == ms.float16 or (own == ms.float64 and handed != ms.float64)
 
 
-def own_scaler(options: Options) -> Any:
-    """The `mindspore.amp.DynamicLossScaler` that was given as the loss scale, or None.
-
-    Raises:
-        ArgumentTypeError: another framework's scaler was given.
-    """
-    if options.scaler is None or isinstance(options.scaler, amp.DynamicLossScaler):
-        return options.scaler
-    raise foreign_scaler_error("a mindspore.amp.DynamicLossScaler", options.scaler)
-
-
 def require_parameters(parameters: Any) -> list[Any]:
     """`parameters` as a list.
 
@@ -72,9 +53,9 @@ def require_parameters(parameters: Any) -> list[Any]:
     """
     listed = list(parameters) if isinstance(parameters, Iterable) else []
     if not listed or not all(isinstance(parameter, Parameter) for parameter in listed):
-        got = f"an object of type {type(parameters).__name__}"
+        found = f"an object of type {type(parameters).__name__}"
         fix = "Write Accumulator(optimizer.parameters, steps=4)."
-        raise explain(ArgumentTypeError, "parameters", expected="the model's Parameters, in order", got=got, fix=fix)
+        raise explain(ArgumentTypeError, "parameters", expected="the model's Parameters, in order", found=found, fix=fix)
     return listed
 
 
@@ -89,8 +70,8 @@ def gradients_by_position(gradients: Any, specs: Specs, now: Callable[[], tuple[
     if isinstance(gradients, Mapping):
         gradients = [gradients[name] for name in names_of(tuple(gradients), specs, now())]
     if not isinstance(gradients, Sequence) or len(gradients) != len(specs):
-        got = f"a tuple of {len(gradients)}" if isinstance(gradients, Sequence) else f"an object of type {type(gradients).__name__}"
-        raise _structure_error(got, f"{len(specs)} gradients in the order of the optimizer's parameters")
+        found = f"a tuple of {len(gradients)}" if isinstance(gradients, Sequence) else f"an object of type {type(gradients).__name__}"
+        raise _structure_error(found, f"{len(specs)} gradients in the order of the optimizer's parameters")
     for gradient, spec in zip(gradients, specs, strict=True):
         check_gradient(gradient, spec)
     return tuple(gradients)
@@ -150,22 +131,22 @@ def weight_as_number(weight: Any) -> float:
 def require_one_number(size: int, shape: tuple[int, ...]) -> None:
     """Raise `ArgumentValueError` unless a weight has one element."""
     if size != 1:
-        raise explain(ArgumentValueError, "weight", expected="one number", got=f"shape {shape}", fix="Write weight.sum().")
+        raise explain(ArgumentValueError, "weight", expected="one number", found=f"shape {shape}", fix="Write weight.sum().")
 
 
-def _structure_error(got: str, expected: str) -> GradientError:
+def _structure_error(found: str, expected: str) -> GradientError:
     fix = "Differentiate by optimizer.parameters: mindspore.value_and_grad(fn, None, optimizer.parameters)."
-    return explain(GradientError, "gradients", expected=expected, got=got, fix=fix)
+    return explain(GradientError, "gradients", expected=expected, found=found, fix=fix)
 
 
-def _gradient_error(name: str, expected: str, got: str) -> GradientError:
+def _gradient_error(name: str, expected: str, found: str) -> GradientError:
     fix = "Hand over the gradient as mindspore.value_and_grad returns it."
-    return explain(GradientError, f"gradient of {name!r}", expected=expected, got=got, fix=fix)
+    return explain(GradientError, f"gradient of {name!r}", expected=expected, found=found, fix=fix)
 
 
 def _sparse_error(name: str) -> GradientError:
     fix = "Build the layer so that its gradient is dense: mindspore.nn.Embedding instead of EmbeddingLookup."
-    return explain(GradientError, f"gradient of {name!r}", expected="a dense Tensor or None", got="a sparse one: a RowTensor", fix=fix)
+    return explain(GradientError, f"gradient of {name!r}", expected="a dense Tensor or None", found="a sparse one: a RowTensor", fix=fix)
 
 
 @constexpr  # type: ignore[untyped-decorator]

@@ -10,7 +10,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from gradaccum import Options, ScaleRule, close, discard, encode_terms, steps_at
+from gradaccum.kit import Options, ScaleRule, close, discard, encode_terms, steps_at
 from gradaccum_mindspore.notes import Notes
 from gradaccum_mindspore.sizes import check_constant_size, check_size_dtype
 from gradaccum_mindspore.state import Storage
@@ -32,7 +32,6 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.calls_steps = callable(options.steps)
         # A function or an object inside a named tuple is nothing the compiler can follow.
         self.options = options._replace(steps=None, scaler=None)
-        self.unclipped = self.options._replace(clip_norm=None)
         self.float_dtype = storage.float_dtype
         self.scale_moves = options.scale_rule._replace(init_scale=1.0) != ScaleRule()
         self.true = Tensor(True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspore import Tensor, ops
 
-from gradaccum import Options, accumulate, contribution, decide, is_full
+from gradaccum.kit import Options, accumulate, contribution, decide, divisor
 from gradaccum_mindspore.checks import (
     check_compiled_gradients,
     check_compiled_structure,
@@ -86,10 +86,6 @@ class CompiledWindow(CompiledState):
         compiled_add(self.storage.sums, gradients, None if weight is None else factor, usable)
         return after, event
 
-    def ends(self, state: Any) -> Any:
-        """Whether the window ends with this micro-batch."""
-        return is_full(state, self.size(state[1]))
-
     def decide(self) -> Any:
         """Measure the window and note what is to be done with it."""
         notes = self.notes
@@ -110,12 +106,12 @@ class CompiledWindow(CompiledState):
         return True
 
     def judged(self, state: Any, norm: Any, finite: Any) -> Any:
-        """`gradaccum.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite, nor is a window of no size."""
+        """`gradaccum.kit.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite, nor is a window of no size."""
         if self.calls_steps:
             finite = finite & (self.notes.terms.value()[3] >= 1)
         if self.storage.narrowed:
-            divisor = decide(state, norm, finite, self.unclipped, where, self.storage.largest)[2]
-            finite = finite & compiled_fits(self.storage.sums, self.handed_over(divisor), self.storage.handed)
+            divides = divisor(state, self.options, where)
+            finite = finite & compiled_fits(self.storage.sums, self.handed_over(divides), self.storage.handed)
         return decide(state, norm, finite, self.options, where, self.storage.largest)
 
     def gradients(self, divisor: Any) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradaccum import ArgumentValueError, Options, ScaleRule, explain
+from gradaccum import ArgumentValueError
+from gradaccum.kit import Options, ScaleRule, explain
 
 
 def inner_scale(inner: Any) -> float:
@@ -27,7 +28,7 @@ def with_inner_scale(options: Options, inner: Any) -> Options:
     if scale == 1:
         return options
     if options.scale_rule != ScaleRule():
-        expected, got = f"None, as the optimizer divides by its own loss_scale={scale:g}", f"{options.scale_rule.init_scale:g}"
+        expected, found = f"None, as the optimizer divides by its own loss_scale={scale:g}", f"{options.scale_rule.init_scale:g}"
         fix = "Leave loss_scale out of the optimizer: gradaccum.wrap(nn.SGD(parameters, 0.1), steps=4, loss_scale=1024.0)."
-        raise explain(ArgumentValueError, "loss_scale", expected=expected, got=got, fix=fix)
+        raise explain(ArgumentValueError, "loss_scale", expected=expected, found=found, fix=fix)
     return options._replace(scale_rule=ScaleRule(init_scale=scale))

@@ -13,10 +13,12 @@ import mindspore as ms
 from mindspore import ParameterTuple, nn, ops
 from mindspore.experimental import optim
 
-from gradaccum import Options, StepResult, UsageError, explain, is_full
+from gradaccum import StepResult, UsageError
+from gradaccum.kit import Options, ends, explain, select
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.checks import gradients_by_position, weight_as_number, without_none
 from gradaccum_mindspore.closing import Discard, Flush, is_graph_mode
+from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
 from gradaccum_mindspore.masters import Update, turn_to_masters
@@ -110,7 +112,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             return super().__call__(ordered, None if weight is None else ms.Tensor(amount, self.storage.float_dtype))
         size = self.eager.size()
         state = self.eager.add(ordered, amount, size)
-        full = size is not None and bool(is_full(state, size))
+        full = bool(ends(state, size, select))
         if full:
             self.eager.close(state, self.update)
         return full
@@ -122,7 +124,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         if self.window.steps is None:
             self.window.write_open(state, event)
             return state[0] < 0
-        full = self.window.ends(state)
+        full = ends(state, self.window.size(state[1]), where)
         self.window.write_open(state, event)
         self.window.write_size(state)
         if full:
@@ -151,5 +153,5 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
 
     def add_param_group(self, param_group: Any) -> None:
         """Raise `UsageError`: there are sums for the parameters that were there when the optimizer was wrapped."""
-        expected, got = "all groups before the optimizer is wrapped, as each parameter has its sum then", "a group more"
-        raise explain(UsageError, "param_group", expected=expected, got=got, fix="Write gradaccum.wrap(optimizer, steps=4) after it.")
+        expected, found = "all groups before the optimizer is wrapped, as each parameter has its sum then", "a group more"
+        raise explain(UsageError, "param_group", expected=expected, found=found, fix="Write gradaccum.wrap(optimizer, steps=4) after it.")

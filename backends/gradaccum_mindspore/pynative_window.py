@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from mindspore import Tensor
 
-from gradaccum import Decision, Options, State, UsageError, accumulate, close, contribution, decide, discard, explain, select
+from gradaccum import UsageError
+from gradaccum.kit import Decision, Options, State, accumulate, close, contribution, decide, discard, divisor, explain, select
 from gradaccum_mindspore import pynative_sums
 from gradaccum_mindspore.masters import Update
 from gradaccum_mindspore.sizes import window_size
@@ -79,9 +80,7 @@ class EagerWindow:
         If this raises, the window is either open as before, and ``flush`` makes its update, or closed, if the update was made.
         """
         norm, finite = pynative_sums.measure(self.storage.sums, self.storage.float_dtype)
-        finite = finite and self.in_range(
-            Decision(*decide(state, norm, finite, self.options._replace(clip_norm=None), select, self.storage.largest))
-        )
+        finite = finite and self.in_range(norm, divisor(state, self.options, select))
         decision = Decision(*decide(state, norm, finite, self.options, select, self.storage.largest))
         before = update.witness.look() if decision.apply else None
         try:
@@ -100,14 +99,14 @@ class EagerWindow:
         self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)
         self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
 
-    def in_range(self, unclipped: Decision) -> bool:
-        """Whether the window's gradient is finite in the dtypes of the inner optimizer."""
+    def in_range(self, norm: float, unclipped: float) -> bool:
+        """Whether the window's gradient, divided by `unclipped` alone, is finite in the dtypes of the inner optimizer."""
+        divides = unclipped / self.storage.inner_scale
         # No element exceeds the norm, so the elements themselves are seldom looked at.
-        if unclipped.grad_norm * self.storage.inner_scale <= FLOAT16_MAX:
+        if norm <= FLOAT16_MAX * divides:
             return True
-        sums, handed = self.storage.sums, self.storage.handed
-        divisor = Tensor(unclipped.divisor / self.storage.inner_scale, self.storage.float_dtype)
-        return all(fits(sums[i], divisor, handed[i]).asnumpy().item() for i in self.storage.narrowed)
+        sums, handed, operand = self.storage.sums, self.storage.handed, Tensor(divides, self.storage.float_dtype)
+        return all(fits(sums[i], operand, handed[i]).asnumpy().item() for i in self.storage.narrowed)
 
     def gradients(self, divisor: float) -> Any:
         """What the inner optimizer is given."""
@@ -136,6 +135,6 @@ def require_room(state: State, size: int | None) -> None:
             UsageError,
             "gradients",
             expected="flush() or discard() first, as the window's update raised",
-            got=f"a micro-batch more for a window of {size} that holds {state.micro_step}",
+            found=f"a micro-batch more for a window of {size} that holds {state.micro_step}",
             fix="Write optimizer.flush() to make the update that is due.",
         )

@@ -11,7 +11,8 @@ from itertools import count
 
 from mindspore.ops import constexpr
 
-from gradaccum import Options, ScaleRule, UsageError, explain
+from gradaccum import UsageError
+from gradaccum.kit import Options, ScaleRule, explain
 
 NEVER = 0
 """The key of an accumulation whose loss needs no scaling."""
@@ -41,7 +42,7 @@ def require_read(key: int) -> bool:
         UsageError,
         "gradients",
         expected="gradients of the loss times the loss scale",
-        got="a micro-batch before anyone asked for the loss scale",
+        found="a micro-batch before anyone asked for the loss scale",
         fix="Train with gradaccum_mindspore.TrainOneStepCell(network, optimizer), which mindspore.train.Model takes as its network; or "
         "return optimizer.scale(loss) from the function that is differentiated; or pass optimizer.loss_scale as sens.",
     )

@@ -12,7 +12,8 @@ import mindspore as ms
 from mindspore import Tensor
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, Options, explain, require_steps, select, steps_at
+from gradaccum import ArgumentTypeError
+from gradaccum.kit import Options, explain, require_steps, select, steps_at
 
 INTEGERS = ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64")
 
@@ -48,5 +49,5 @@ def check_constant_size(size: Any) -> int:
 def check_size_dtype(dtype: Any) -> None:
     """Raise `ArgumentTypeError` unless a size that is no constant is an integer."""
     if str(dtype) not in INTEGERS:
-        got, fix = f"a Tensor of {dtype}", "Return the number of micro-batches of that window, rounded: optimizer_step // 2 + 1."
-        raise explain(ArgumentTypeError, "steps(optimizer_step)", expected="an int >= 1", got=got, fix=fix)
+        found, fix = f"a Tensor of {dtype}", "Return the number of micro-batches of that window, rounded: optimizer_step // 2 + 1."
+        raise explain(ArgumentTypeError, "steps(optimizer_step)", expected="an int >= 1", found=found, fix=fix)

@@ -16,21 +16,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from gradaccum import (
-    FIELD_DTYPES,
-    ArgumentValueError,
-    Options,
-    StepResult,
-    Terms,
-    at_rest,
-    encode_terms,
-    explain,
-    initial_state,
-    largest_number,
-    terms_of,
-)
-from gradaccum import State as NeutralState
-from gradaccum_mindspore.checks import HALF, accumulate_dtype, own_scaler, reaches_beyond
+from gradaccum import ArgumentValueError, StepResult
+from gradaccum.kit import FIELD_DTYPES, Options, Terms, at_rest, encode_terms, explain, initial_state, largest_number, terms_of
+from gradaccum.kit import State as NeutralState
+from gradaccum_mindspore.checks import HALF, accumulate_dtype, reaches_beyond
 from gradaccum_mindspore.driven_scaler import drive
 from gradaccum_mindspore.masters import Masters
 from gradaccum_mindspore.scaled import NEVER, key_of
@@ -83,7 +72,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         for field, entry in self.first_state(options, prefix).items():
             setattr(self, field, entry)
         self.terms = hidden_parameter(Tensor(codes, ms.int32), f"{prefix}.terms")
-        """What the open window depends on beside its state, for a checkpoint: `gradaccum.encode_terms`."""
+        """What the open window depends on beside its state, for a checkpoint: `gradaccum.kit.encode_terms`."""
         self.last_event = hidden_parameter(Tensor([0.0, 0.0, 0.0, 0.0], self.float_dtype), f"{prefix}.last_event")
         """(applied, skipped, overflow, grad_norm) of a `StepResult`; a flag that is up is 1 + the `micro_step` that it belongs to, so that
         an ordinary micro-batch need not take it down."""
@@ -96,7 +85,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """A Parameter per field; those of a `mindspore.amp.DynamicLossScaler`, which is driven then, are its own, renamed."""
         start = initial_state(options.scale_rule.init_scale)._asdict()
         fields = {field: hidden_parameter(Tensor(value, self.field_dtype(field)), f"{prefix}.{field}") for field, value in start.items()}
-        scaler = own_scaler(options)
+        scaler = options.scaler
         if scaler is not None:
             drive(scaler, self.scaled)
             for field, entry in (("loss_scale", scaler.scale_value), ("growth_tracker", scaler.counter)):
@@ -163,8 +152,8 @@ def require_free_names(prefix: str, parameters: Sequence[Any]) -> None:
     """Raise `ArgumentValueError` if the model has a Parameter of a name of the state's: a checkpoint would hold one of the two."""
     taken = [parameter.name for parameter in parameters if parameter.name.rpartition(".")[0] == prefix]
     if taken:
-        expected, got = f"a name such that no parameter of the model is called {prefix}.*", f"a model with {taken}"
-        raise explain(ArgumentValueError, "name", expected=expected, got=got, fix="Write for example name='accumulation'.")
+        expected, found = f"a name such that no parameter of the model is called {prefix}.*", f"a model with {taken}"
+        raise explain(ArgumentValueError, "name", expected=expected, found=found, fix="Write for example name='accumulation'.")
 
 
 def hidden_parameter(value: Any, name: str) -> Any:

@@ -13,7 +13,8 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, explain
+from gradaccum import ArgumentTypeError
+from gradaccum.kit import explain
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 Weight = Callable[..., Any]
@@ -30,10 +31,12 @@ def items(*inputs: Any) -> Any:
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def refuse_input(got: str) -> None:
+def refuse_input(found: str) -> None:
     """Raise `ArgumentTypeError`: the first input has no items to count."""
     expected = "a function of the network's inputs, as the first of them has no axis of items"
-    raise explain(ArgumentTypeError, "weight", expected=expected, got=got, fix="Write TrainOneStepCell(network, optimizer, weight=count).")
+    raise explain(
+        ArgumentTypeError, "weight", expected=expected, found=found, fix="Write TrainOneStepCell(network, optimizer, weight=count)."
+    )
 
 
 class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
@@ -60,8 +63,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
     def __init__(self, network: Any, optimizer: Any, weight: Weight | None = items) -> None:
         if not isinstance(optimizer, AccumulatingOptimizer):
-            expected, got = "a wrapped optimizer", f"an object of type {type(optimizer).__name__}"
-            raise explain(ArgumentTypeError, "optimizer", expected=expected, got=got, fix="Write gradaccum.wrap(optimizer, steps=4).")
+            expected, found = "a wrapped optimizer", f"an object of type {type(optimizer).__name__}"
+            raise explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix="Write gradaccum.wrap(optimizer, steps=4).")
         if weight is not None and not callable(weight):
             expected = "a function of the network's inputs, or None"
             raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix="Leave it out.")

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from gradaccum import Options, optimizer_error, wrapped_twice_error
+from gradaccum.kit import Options, ScaleRule, optimizer_error, wrapped_twice_error
 from gradaccum_torch.checks import require_accumulate_dtype, require_layouts
+from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 
@@ -16,6 +17,11 @@ class TorchBackend:
     """The entry point of this adapter."""
 
     name = "torch"
+    scaler_kind = "a torch.amp.GradScaler"
+
+    def scaler_rule(self, scaler: object) -> ScaleRule | None:
+        """How a `torch.amp.GradScaler` moves; None for another object."""
+        return scaler_rule(scaler)
 
     def wrap(self, optimizer: Any, options: Options) -> AccumulatingOptimizer:
         """Wrap a `torch.optim.Optimizer`.

@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from gradaccum import Options, UsageError, explain
+from gradaccum import UsageError
+from gradaccum.kit import Options, explain
 from gradaccum_torch.hooks import Hook, can_be_hooked, untraced
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.strategies import GradStrategy, Strategy, gradient_dtype, sum_dtype
@@ -223,6 +224,6 @@ def _replaced() -> UsageError:
         UsageError,
         "optimizer",
         expected="one wrapped optimizer per parameter where the sum has another dtype than the gradient",
-        got="parameters that were wrapped again, so that their gradients go to the later wrapper",
+        found="parameters that were wrapped again, so that their gradients go to the later wrapper",
         fix="Use the optimizer that gradaccum.wrap returned last, and drop this one.",
     )

@@ -2,8 +2,8 @@
 
 It sits under one key beside the inner optimizer's own entries, which torch ignores when a bare optimizer loads it:
 
-- the seven fields of `gradaccum.State`, and ``grad_norm``;
-- ``terms``: `gradaccum.Terms` as a mapping, the options that an open window depends on;
+- the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
+- ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends on;
 - ``parameters``: shape, dtype and name of each, to refuse another model's state;
 - ``sums``: the partial sum by the index of its parameter, only while a window is open;
 - ``masters``: the float32 master of each half-precision parameter by the index of that parameter, only with ``master_weights=True``.
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gradaccum import CheckpointError, State, Terms, explain
+from gradaccum import CheckpointError
+from gradaccum.kit import State, Terms, explain
 from gradaccum_torch.masters import Parameters
 
 KEY = "gradaccum"
@@ -87,17 +88,17 @@ def _require_entries(entry: Any) -> None:
     expected = [*State._fields, "grad_norm", "terms", "parameters", "sums"]
     missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
     if missing:
-        raise explain(CheckpointError, KEY, expected=f"the entries {expected}", got=f"a state without {missing}", fix=_FIX)
+        raise explain(CheckpointError, KEY, expected=f"the entries {expected}", found=f"a state without {missing}", fix=_FIX)
 
 
 def _require_parameters(saved: Sequence[Any], own: Sequence[Any]) -> None:
     if len(saved) != len(own):
-        raise explain(CheckpointError, "parameters", expected=f"{len(own)} parameters", got=f"a state of {len(saved)}", fix=_FIX)
+        raise explain(CheckpointError, "parameters", expected=f"{len(own)} parameters", found=f"a state of {len(saved)}", fix=_FIX)
     for index, ((shape, dtype, name), mine) in enumerate(zip(saved, own, strict=True)):
         same_name = name is None or mine[2] is None or name == mine[2]
         if [list(shape), dtype] != mine[:2] or not same_name:
             raise explain(
-                CheckpointError, f"parameter {index}", expected=_show(*mine), got=f"a state of {_show(shape, dtype, name)}", fix=_FIX
+                CheckpointError, f"parameter {index}", expected=_show(*mine), found=f"a state of {_show(shape, dtype, name)}", fix=_FIX
             )
 
 
@@ -108,7 +109,7 @@ def _require_masters(saved: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> 
             CheckpointError,
             "masters",
             expected=f"float32 master weights of {len(own)} parameters",
-            got=f"a state with those of {len(saved)}",
+            found=f"a state with those of {len(saved)}",
             fix="Wrap the optimizer with the master_weights= it was saved with.",
         )
 
@@ -119,7 +120,7 @@ def _require_sum(index: int, total: Tensor, parameters: Sequence[Tensor], sum_dt
             CheckpointError,
             f"sums[{index}]",
             expected="a partial sum with the shape of its parameter and the dtype that this optimizer accumulates in",
-            got=f"a tensor of shape {tuple(total.shape)} and dtype {total.dtype}",
+            found=f"a tensor of shape {tuple(total.shape)} and dtype {total.dtype}",
             fix="Wrap the optimizer with the accumulate_dtype= it was saved with.",
         )
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from gradaccum import ArgumentTypeError, Options, UsageError, accumulate_dtype_error, explain, require_steps, select, steps_at
+from gradaccum import ArgumentTypeError, UsageError
+from gradaccum.kit import Options, accumulate_dtype_error, explain, require_steps, select, steps_at
 
 
 def require_accumulate_dtype(dtype: Any) -> torch.dtype | None:
@@ -56,7 +57,7 @@ def require_in_range(loss: torch.Tensor, factor: float) -> None:
             UsageError,
             "loss",
             expected=f"a dtype that holds weight x loss scale, which is at least {factor:g} here",
-            got="a float16 loss, in which that is inf, so that every gradient would overflow",
+            found="a float16 loss, in which that is inf, so that every gradient would overflow",
             fix="Compute the loss in float32: loss_fn(output.float(), target).",
         )
 
@@ -70,7 +71,7 @@ def require_layouts(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if parameter.requires_grad and parameter.layout in _COMPRESSED:
             expected, fix = "dense parameters", "Hold the values in a dense parameter, and build the sparse tensor in the forward pass."
-            raise explain(ArgumentTypeError, "optimizer", expected=expected, got=f"a parameter in the layout {parameter.layout}", fix=fix)
+            raise explain(ArgumentTypeError, "optimizer", expected=expected, found=f"a parameter in the layout {parameter.layout}", fix=fix)
     return optimizer
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from gradaccum import Options, UsageError, explain
+from gradaccum import UsageError
+from gradaccum.kit import Options, explain
 from gradaccum_torch.grad_scaler import refused
 
 _HOOKS = (

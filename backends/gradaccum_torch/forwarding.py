@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradaccum import UsageError, explain
+from gradaccum import UsageError
+from gradaccum.kit import explain
 from gradaccum_torch.window import Window
 
 _GRAD: Any = Tensor.grad
@@ -61,7 +62,7 @@ def _refused(method: str) -> UsageError:
         UsageError,
         f"{method}()",
         expected="a method that leaves .grad alone while a window is open, or a call between two windows",
-        got="one that reads or writes .grad, which holds a part of the window's gradient, not yet divided",
+        found="one that reads or writes .grad, which holds a part of the window's gradient, not yet divided",
         fix=f"An update of its own needs a window of its own: make {method} the step() of a small torch.optim.Optimizer and wrap that one "
         "too (RECIPES.md of gradaccum_torch, An optimizer with two updates). The window is as it was.",
     )

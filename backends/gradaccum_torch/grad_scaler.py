@@ -19,7 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gradaccum import Options, ScaleRule, State, UsageError, explain, foreign_scaler_error
+from gradaccum import UsageError
+from gradaccum.kit import Options, ScaleRule, State, explain
 
 SMALLEST = 2.0**-125
 """The floor of a scale without one: a power of two by which a window may still be divided, so that the scale can grow again."""
@@ -147,18 +148,20 @@ class ScalerLink:
         return torch.stack([scale.to(_wide(scale)), tracker.to(_wide(scale))])
 
 
-def link_scaler(options: Options, device: torch.device) -> ScalerLink | None:
-    """The scaler that was given as ``loss_scale=``, unless it is disabled.
-
-    Raises:
-        ArgumentTypeError: it is none of torch's.
-    """
-    scaler: Any = options.scaler
-    if scaler is None or (isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled()):
-        return None
+def scaler_rule(scaler: object) -> ScaleRule | None:
+    """How a `torch.amp.GradScaler` moves, from the scale that it has now; it has no floor and no ceiling. None for another object."""
     if not isinstance(scaler, torch.amp.GradScaler):
-        raise foreign_scaler_error("a torch.amp.GradScaler", scaler)
-    return ScalerLink(scaler, device)
+        return None
+    if not scaler.is_enabled():
+        return ScaleRule()
+    factors = scaler.get_growth_factor(), scaler.get_backoff_factor()
+    return ScaleRule(float(scaler.get_scale()), *factors, scaler.get_growth_interval())
+
+
+def link_scaler(options: Options, device: torch.device) -> ScalerLink | None:
+    """The scaler that was given as ``loss_scale=``, unless it is disabled."""
+    scaler: torch.amp.GradScaler | None = options.scaler
+    return None if scaler is None or not scaler.is_enabled() else ScalerLink(scaler, device)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -170,7 +173,7 @@ def _moved() -> UsageError:
         UsageError,
         "scaler",
         expected="one scale for all micro-batches of a window",
-        got="a scale that moved inside it, such as by scaler.update(new_scale), scaler.load_state_dict() or another optimizer's overflow",
+        found="a scale that moved inside it, such as by scaler.update(new_scale), scaler.load_state_dict() or another optimizer's overflow",
         fix="Change it between two windows, and give each optimizer a scaler of its own. The window cannot be mended: call opt.discard().",
     )
 
@@ -181,7 +184,7 @@ def refused() -> UsageError:
         UsageError,
         "scaler.step, scaler.unscale_",
         expected="the scaler that gradaccum.wrap was given, which moves only between windows",
-        got="a torch.amp.GradScaler that would unscale at every micro-batch",
+        found="a torch.amp.GradScaler that would unscale at every micro-batch",
         fix="Write gradaccum.wrap(optimizer, ..., loss_scale=scaler) and keep the loop as it is; in place of scaler.unscale_(opt) "
         "and clip_grad_norm_ write clip_norm=.",
     )

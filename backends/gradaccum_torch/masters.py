@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gradaccum import ArgumentValueError, explain
+from gradaccum import ArgumentValueError
+from gradaccum.kit import explain
 from gradaccum_torch.comparison import apart
 
 HALF = (torch.float16, torch.bfloat16)

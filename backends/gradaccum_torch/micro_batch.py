@@ -5,7 +5,8 @@ Everything here raises at the call that is wrong and changes nothing, so that th
 
 from __future__ import annotations
 
-from gradaccum import UsageError, explain
+from gradaccum import UsageError
+from gradaccum.kit import explain
 from gradaccum_torch.sentinel import Sentinels
 
 
@@ -54,7 +55,7 @@ class MicroBatch:
                 UsageError,
                 "loss",
                 expected="to be multiplied by the loss scale and the weight before it is differentiated",
-                got="a micro-batch with a plain backward()" if sentinels.arrived else "a step() without opt.backward(loss) before it",
+                found="a micro-batch with a plain backward()" if sentinels.arrived else "a step() without opt.backward(loss) before it",
                 fix="Write opt.backward(loss) in place of loss.backward(), and opt.backward(loss, weight=0) for a micro-batch that adds "
                 "nothing. To start the window anew call opt.discard().",
             )
@@ -66,7 +67,7 @@ def changed_gradients() -> UsageError:
         UsageError,
         ".grad",
         expected="the gradients as backward() accumulated them since the window began",
-        got="gradients that something else changed, such as clip_grad_norm_, scaler.unscale_, model.zero_grad() or an assignment",
+        found="gradients that something else changed, such as clip_grad_norm_, scaler.unscale_, model.zero_grad() or an assignment",
         fix="To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to clear, opt.zero_grad(); to log the norm, read "
         "opt.result.grad_norm after the window's last step; in place of p.grad = g, torch.autograd.backward(parameters, gradients); to "
         "change the window's gradient, opt.register_step_pre_hook(...), which runs once per update. The window cannot be mended: call "
@@ -80,7 +81,7 @@ def unfinished(call: str) -> UsageError:
         UsageError,
         call,
         expected="to be called after step()",
-        got="a call between backward() and step() of a micro-batch in an open window",
+        found="a call between backward() and step() of a micro-batch in an open window",
         fix="Call opt.step() first, or opt.discard() to drop the whole window. If that backward() was for something else, as a "
         "GAN's generator or an adversarial input, keep it away from these parameters: loss.backward(inputs=list(generator.parameters())). "
         'To leave out micro-batches whose gradient is not finite, write on_overflow="drop_micro_batch".',
@@ -93,7 +94,7 @@ def interrupted() -> UsageError:
         UsageError,
         "backward()",
         expected="to deliver a micro-batch's gradients or none",
-        got="a backward pass that raised, such as out of memory, when it had delivered a part of them",
+        found="a backward pass that raised, such as out of memory, when it had delivered a part of them",
         fix="Call opt.discard() to drop the window, which holds that part. In the first micro-batch of a window opt.zero_grad() does, and "
         "opt.backward(loss), in place of loss.backward(), takes that part out by itself.",
     )
@@ -105,6 +106,6 @@ def cast_in_window() -> UsageError:
         UsageError,
         "model.to(dtype)",
         expected="a call between two windows",
-        got="parameters that were cast in an open window, and its partial sum with them",
+        found="parameters that were cast in an open window, and its partial sum with them",
         fix="Call opt.flush() before it. The window cannot be mended: call opt.discard().",
     )

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum import UsageError, explain
+from gradaccum import UsageError
+from gradaccum.kit import explain
 from gradaccum_torch.checkpoint import KEY, describe
 from gradaccum_torch.masters import Parameters
 
@@ -45,8 +46,8 @@ def spread(state_dict: dict[str, Any], parameters: Parameters, its_locals: Mappi
     """
     entry = state_dict.pop(KEY)
     if entry["micro_step"]:
-        got, fix = "an open window", "Call opt.flush() or opt.discard() first, or save opt.state_dict() itself, which holds the window."
-        raise _refused("to be called between two windows", got, fix)
+        found, fix = "an open window", "Call opt.flush() or opt.discard() first, or save opt.state_dict() itself, which holds the window."
+        raise _refused("to be called between two windows", found, fix)
     if getattr(its_locals.get("info"), "flatten_optimizer_state_dict", False):
         raise _refused("flatten_optimizer_state_dict=False", "True, which drops the state of the window", "Leave it out.")
     masters = entry["masters"]
@@ -73,5 +74,5 @@ def gather(state_dict: dict[str, Any], parameters: Parameters) -> dict[str, Any]
     }
 
 
-def _refused(expected: str, got: str, fix: str) -> UsageError:
-    return explain(UsageError, "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict", expected=expected, got=got, fix=fix)
+def _refused(expected: str, found: str, fix: str) -> UsageError:
+    return explain(UsageError, "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict", expected=expected, found=found, fix=fix)

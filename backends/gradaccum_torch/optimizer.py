@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum import Options, ScaleRule, StepResult, UsageError, explain, require_weight
+from gradaccum import StepResult, UsageError
+from gradaccum.kit import Options, ScaleRule, explain, require_weight
 from gradaccum_torch.checks import require_loss
 from gradaccum_torch.forwarding import forwarded, is_forwarded
 from gradaccum_torch.grad_scaler import refused
@@ -202,7 +203,7 @@ class AccumulatingOptimizer(PersistentOptimizer):
                 UsageError,
                 "closure",
                 expected="no closure, or steps=1 with no other option than reduction and accumulate_dtype",
-                got=f"a closure, which must find the true gradient in .grad each time, beside {', '.join(found)}",
+                found=f"a closure, which must find the true gradient in .grad each time, beside {', '.join(found)}",
                 fix="Write opt.backward(loss); opt.step() for each micro-batch, or leave these options out for step(closure).",
             )
 

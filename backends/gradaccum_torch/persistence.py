@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradaccum import CheckpointError, State, Terms, explain, initial_state, resumed, terms_of
+from gradaccum import CheckpointError
+from gradaccum.kit import State, Terms, explain, initial_state, resumed, terms_of
 from gradaccum_torch.checkpoint import KEY, Saved, decode, encode
 from gradaccum_torch.facade import Facade
 from gradaccum_torch.model_state import asked_by, gather, initialize, spread
@@ -131,7 +132,7 @@ class PersistentOptimizer(Facade):
                 self._inner.load_state_dict(state_dict)
         except (ValueError, KeyError) as error:
             expected, fix = "a state of these parameter groups", "Load a state that was saved from this model and optimizer."
-            raise explain(CheckpointError, "state_dict", expected=expected, got=f"one where {error}", fix=fix) from error
+            raise explain(CheckpointError, "state_dict", expected=expected, found=f"one where {error}", fix=fix) from error
 
     def _restore(self, saved: Saved) -> None:
         window = self._window

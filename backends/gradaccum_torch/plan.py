@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import torch
 
-from gradaccum import Options, State, largest_number
+from gradaccum.kit import Options, State, largest_number
 from gradaccum_torch.buffers import strategy_type
 from gradaccum_torch.checks import window_size
 from gradaccum_torch.masters import Parameters

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from gradaccum import ArgumentTypeError, UsageError, explain
+from gradaccum import ArgumentTypeError, UsageError
+from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
 _OWN = frozenset({"_scheduler", "_stepped_at", "_loads", "_was_loaded"})
@@ -51,7 +52,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
                 ArgumentTypeError,
                 "scheduler",
                 expected="a scheduler built on a wrapped optimizer",
-                got=f"a scheduler on {type(getattr(scheduler, 'optimizer', None)).__name__}",
+                found=f"a scheduler on {type(getattr(scheduler, 'optimizer', None)).__name__}",
                 fix="Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10).",
             )
         self._scheduler = scheduler
@@ -135,6 +136,6 @@ def _require_no_sequence() -> None:
             UsageError,
             "schedulers",
             expected="schedulers that are not gated, in a SequentialLR that is",
-            got="a SequentialLR over a gated one",
+            found="a SequentialLR over a gated one",
             fix="Write gradaccum.wrap(SequentialLR(opt, [LinearLR(opt), CosineAnnealingLR(opt, 100)], milestones=[10])).",
         )

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from gradaccum import UsageError, explain
+from gradaccum import UsageError
+from gradaccum.kit import explain
 from gradaccum_torch.attempt import Attempt
 from gradaccum_torch.fused import can_divide, run_dividing
 from gradaccum_torch.masters import Parameters
@@ -128,7 +129,7 @@ def half_made() -> UsageError:
         UsageError,
         "optimizer",
         expected="an update that was made or was not",
-        got="an inner optimizer whose step raised when it had written a part of its parameters or of its state",
+        found="an inner optimizer whose step raised when it had written a part of its parameters or of its state",
         fix="Load the last checkpoint. To go on from what is there, which holds a part of the update, call opt.discard().",
     )
 

@@ -1,6 +1,6 @@
 """The open window: its state, the micro-batch under way and the sum, moved by the transitions of the core.
 
-The state is `gradaccum.State` in Python numbers, so that a micro-batch costs one transition and a few comparisons: no pass over
+The state is `gradaccum.kit.State` in Python numbers, so that a micro-batch costs one transition and a few comparisons: no pass over
 the gradients and no wait for the device. Nothing here knows who calls: how to run the update is passed in.
 """
 
@@ -13,20 +13,21 @@ from typing import Any
 
 import torch
 
-from gradaccum import (
+from gradaccum import StepResult
+from gradaccum.kit import (
     Decision,
     Options,
     ScaleRule,
     State,
-    StepResult,
     accumulate,
     at_rest,
     close,
     contribution,
     decide,
     discard,
+    divisor,
+    ends,
     initial_state,
-    is_full,
     select,
 )
 from gradaccum_torch.checks import require_in_range, window_size
@@ -130,7 +131,7 @@ class Window(Planned):
         if self.scaler is not None:
             self.scaler.count(first=fields.micro_step == 0)
         self._set(accumulate(fields, weight, finite, select), _NOTHING_CLOSED if finite else _DROPPED)
-        return self._is_full(self.fields)
+        return self._ends(self.fields)
 
     def flush(self, update: Callable[[], Any], observed: bool) -> None:
         """Close the window with what it holds; the arguments are those of `close`."""
@@ -219,7 +220,7 @@ class Window(Planned):
         if self.scaler is not None:
             self.fields = self.scaler.used(self.fields, notes[: len(scale)])
         # Clipping comes after: what leaves the range before it is an overflow, as it would be in a large batch.
-        whole, unclipped = self.strategy.hands_over_whole, self._divisor(self.fields)
+        whole, unclipped = self.strategy.hands_over_whole, divisor(self.fields, self.options, select)
         finite = finite and (whole or self.strategy.fits(norm, unclipped))
         decision = Decision(*decide(self.fields, norm, finite, self.options, select, self._largest))
         end = partial(self._end, decision)
@@ -244,22 +245,17 @@ class Window(Planned):
     def _set(self, fields: tuple[Any, ...], event: tuple[bool, bool, bool] = _NOTHING_CLOSED) -> None:
         self.fields, self._event = at_rest(fields, float64_weight=self._float64_weight), event
 
-    def _is_full(self, fields: State) -> bool:
-        return self.size is not None and bool(is_full(fields, self.size))
+    def _ends(self, fields: State) -> bool:
+        return bool(ends(fields, self.size, select))
 
     def _require_still_right(self, after: State, flushing: bool = False) -> None:
         """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1."""
-        divisor = self._divisor(after)
+        undivided = divisor(after, self.options, select) == 1
         first, strategy = after.micro_step == 1, self.strategy
         all_there = strategy.sum_in_grad or (first and strategy.keeps_micro_batch_apart and not flushing)
-        true_gradient = divisor == 1 and (flushing or self._is_full(after)) and all_there
+        true_gradient = undivided and (flushing or self._ends(after)) and all_there
         if not true_gradient or (strategy.sentinels.arrivals.disturbed and not first):
             raise changed_gradients()
-
-    def _divisor(self, fields: State) -> float:
-        """What the sum is divided by if nothing is clipped."""
-        divisor: float = Decision(*decide(fields, 0.0, True, self.options, select, self._largest)).divisor
-        return divisor
 
     def _device(self) -> torch.device:
         return next((parameter.device for parameter in self.parameters.positions()), torch.device("cpu"))

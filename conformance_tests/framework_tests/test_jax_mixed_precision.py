@@ -35,15 +35,15 @@ def switched(wide: bool) -> Any:
 
 def our_trace(factor: Any, interval: Any, start: Any, floor: Any, clean: Any) -> Any:
     """(loss_scale, growth_tracker) after each window, by the transitions."""
-    rule = gradaccum.ScaleRule(1.0, factor, 1 / factor, interval, floor, INF)
-    options = gradaccum.make_options(2, reduction="sum")._replace(scale_rule=rule)  # times a weight, 2^127 is beyond float32
+    rule = gradaccum.kit.ScaleRule(1.0, factor, 1 / factor, interval, floor, INF)
+    options = gradaccum.kit.make_options(2, reduction="sum")._replace(scale_rule=rule)  # times a weight, 2^127 is beyond float32
     zero = jnp.zeros((), jnp.int32)
 
     def window(state: Any, finite: Any) -> Any:
         for _ in range(2):
-            state = gradaccum.accumulate(state, jnp.ones(()), jnp.asarray(True), jnp.where)
-        apply, overflow, _, _ = gradaccum.decide(state, jnp.ones(()), finite, options, jnp.where)
-        state = gradaccum.close(state, apply, overflow, options, jnp.where)
+            state = gradaccum.kit.accumulate(state, jnp.ones(()), jnp.asarray(True), jnp.where)
+        apply, overflow, _, _ = gradaccum.kit.decide(state, jnp.ones(()), finite, options, jnp.where)
+        state = gradaccum.kit.close(state, apply, overflow, options, jnp.where)
         return state, (state[5], state[6])
 
     return jax.lax.scan(window, (zero, zero, zero, jnp.zeros(()), zero > 0, start, zero), clean)[1]

@@ -19,7 +19,8 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, amp, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
-from gradaccum import State, close, make_options  # noqa: E402
+from gradaccum.kit import State, close, make_options  # noqa: E402
+from gradaccum_mindspore import backend  # noqa: E402
 
 MODES = ("pynative", "jit", "graph")
 PATTERNS, WINDOWS = 400, 40
@@ -51,7 +52,7 @@ def ours_for_many(scale):
 def test_trace_equality_on_random_overflows(factor, interval, init):
     rng = np.random.default_rng([factor, interval])
     scaler, ours = theirs_for_many(init, factor, interval), ours_for_many(init)
-    options = make_options(1, loss_scale=amp.DynamicLossScaler(init, factor, interval))
+    options = make_options(1, loss_scale=amp.DynamicLossScaler(init, factor, interval), driver=backend)
     seen = set()
     for chance in rng.choice([0.05, 0.3, 0.8], WINDOWS):
         overflow = rng.random(PATTERNS) < chance
@@ -68,7 +69,7 @@ def test_trace_equality_on_random_overflows(factor, interval, init):
 
 def test_other_factors_are_an_ulp_apart():
     scaler, ours = theirs_for_many(1000.0, 3, 2), ours_for_many(1000.0)
-    options = make_options(1, loss_scale=amp.DynamicLossScaler(1000.0, 3, 2))
+    options = make_options(1, loss_scale=amp.DynamicLossScaler(1000.0, 3, 2), driver=backend)
     rng = np.random.default_rng(3)
     for _ in range(WINDOWS):
         overflow = rng.random(PATTERNS) < 0.5

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_grad_scaler_loop import Alone, Loop, by_kind, state_of
+from gradaccum_torch import backend
 
 SMALLEST = 2.0**-125
 PATTERNS = 1500
@@ -41,11 +42,13 @@ def patterns(seed: int, events: int) -> Iterator[tuple[dict[str, Any], np.ndarra
 def test_the_transitions_are_the_scalers() -> None:
     for rule, overflows in patterns(0, events=24):
         alone = Alone(rule)
-        options = gradaccum.make_options(1, loss_scale=torch.amp.GradScaler("cpu", **rule))
-        state = gradaccum.at_rest(gradaccum.initial_state(options.scale_rule.init_scale))
+        options = gradaccum.kit.make_options(1, loss_scale=torch.amp.GradScaler("cpu", **rule), driver=backend)
+        state = gradaccum.kit.at_rest(gradaccum.kit.initial_state(options.scale_rule.init_scale))
         for overflow in overflows.tolist():
-            counted = gradaccum.State(*gradaccum.accumulate(state, 1.0, True, gradaccum.select))
-            state = gradaccum.at_rest(gradaccum.State(*gradaccum.close(counted, not overflow, overflow, options, gradaccum.select)))
+            counted = gradaccum.kit.State(*gradaccum.kit.accumulate(state, 1.0, True, gradaccum.kit.select))
+            state = gradaccum.kit.at_rest(
+                gradaccum.kit.State(*gradaccum.kit.close(counted, not overflow, overflow, options, gradaccum.kit.select))
+            )
             assert (state.loss_scale, state.growth_tracker) == alone.event(overflow), (rule, overflows)
 
 

@@ -64,7 +64,7 @@ def test_a_loss_that_scales(dtype: torch.dtype) -> None:
     assert report.linear
     assert report.culprits == ()
     assert set(report.errors) == {"first.weight", "first.bias", "last.weight", "last.bias"}
-    assert isinstance(report, gradaccum.ScalingReport)
+    assert isinstance(report, gradaccum.LinearityReport)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)

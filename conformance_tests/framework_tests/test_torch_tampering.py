@@ -29,7 +29,7 @@ class Branches(nn.Module):
 X = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 
 
-def make(**options: object) -> tuple[Branches, gradaccum.Backend]:
+def make(**options: object) -> tuple[Branches, gradaccum.kit.Backend]:
     model = Branches()
     return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.01), **{"steps": 2, **options})
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from gradaccum import State, StepResult
+from gradaccum import StepResult
+from gradaccum.kit import State
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 
 Loss = Literal["mean", "sum"]

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradaccum
-from gradaccum import (
-    CheckpointError,
+from gradaccum import CheckpointError, DynamicLossScale
+from gradaccum.kit import (
     Decision,
-    DynamicLossScale,
     State,
     accumulate,
     at_rest,
@@ -33,7 +32,7 @@ from gradaccum import (
 
 
 def test_explain_names_everything() -> None:
-    error = gradaccum.explain(gradaccum.ArgumentValueError, "steps", expected="an int >= 1", got=0, fix="Write steps=4.")
+    error = gradaccum.kit.explain(gradaccum.ArgumentValueError, "steps", expected="an int >= 1", got=0, fix="Write steps=4.")
     assert str(error) == "steps: expected an int >= 1; got 0 (int). Write steps=4."
 
 

@@ -8,12 +8,14 @@ import pytest
 
 NAMES = {
     "gradaccum": """
-        ArgumentTypeError ArgumentValueError Backend BackendNotFoundError CheckpointError Decision DynamicLossScale FIELD_DTYPES
-        Fields GradAccumError GradientError LossScale Options SCALES ScaleRule Scaler ScalingReport scaling_report State
-        StaticLossScale StepResult Terms UsageError Where accumulate accumulate_dtype_error at_rest available_backends close
-        contribution decide decode_terms discard encode_terms explain foreign_scaler_error initial_state is_full largest_number load_backend
-        make_options optimizer_error registered_backends require_steps require_weight resumed select steps_at terms_of wrap
-        wrapped_twice_error
+        ArgumentTypeError ArgumentValueError BackendNotFoundError CheckpointError DynamicLossScale GradAccumError GradientError
+        LinearityReport LossScale StaticLossScale StepResult UsageError available_backends load_backend registered_backends wrap
+    """,
+    "gradaccum.kit": """
+        Backend Decision FIELD_DTYPES Fields GatingBackend Options ROUNDINGS SCALES Scalar ScaleRule ScalerDriver Schedule State Terms Where
+        accumulate accumulate_dtype_error at_rest close comparable contribution decide decode_terms discard divisor encode_terms ends
+        explain initial_state largest_number linearity_report make_options optimizer_error relative_error require_steps require_weight
+        resumed select steps_at terms_of usable wrapped_twice_error
     """,
     "gradaccum_torch": "AccumulatingOptimizer GatedScheduler TorchBackend backend verify_loss_scaling",
     "gradaccum_jax": """

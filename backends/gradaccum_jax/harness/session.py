@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import FIELD_DTYPES, State, StepResult
+from gradaccum import StepResult
+from gradaccum.kit import FIELD_DTYPES, State
 from gradaccum_conformance import Captured, Dtype, Fault, Harness, Loss, Model, Optimizer, Session
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Array, Arrays, Batch

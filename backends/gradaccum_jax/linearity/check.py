@@ -11,18 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradaccum import ArgumentValueError, ScalingReport, explain, scaling_report
+from gradaccum import ArgumentValueError, LinearityReport
+from gradaccum.kit import explain
 from gradaccum_jax.linearity.custom_rules import equations, non_linear_rules
-from gradaccum_jax.linearity.errors import errors_by_scale, is_float, tolerance, unscaled_gradients
+from gradaccum_jax.linearity.errors import is_float, report, unscaled_gradients
 
 
-def verify_loss_scaling(loss_fn: Callable[..., Any], params: Any, *args: Any) -> ScalingReport:
+def verify_loss_scaling(loss_fn: Callable[..., Any], params: Any, *args: Any) -> LinearityReport:
     """Check that grad(s x loss) = s x grad(loss) for s in 2^0 ... 2^16.
 
     Powers of two multiply a float exactly, so the two are equal but for numbers that leave a dtype's range. To keep those out, float16
     and bfloat16 leaves of `params` and `args` are taken as float32 where `loss_fn` can be traced so. What `loss_fn` itself computes in
     float16 stays so: then only the four largest scales with finite gradients are compared, because at smaller ones gradients may have
-    vanished, which is what loss scaling is for. The tolerance is four units in the last place of the coarsest floating dtype in the
+    vanished, which is what loss scaling is for. The tolerance is sixteen units in the last place of the coarsest floating dtype in the
     program.
 
     Not for use under `jax.jit`: it looks at values. Nothing is changed, and no random state is used.
@@ -33,7 +34,7 @@ def verify_loss_scaling(loss_fn: Callable[..., Any], params: Any, *args: Any) ->
         args: the rest, trees of arrays.
 
     Returns:
-        A `gradaccum.ScalingReport`: errors by the path of the parameter, culprits by the name of the function under `jax.custom_vjp`.
+        A `gradaccum.LinearityReport`: errors by the path of the parameter, culprits by the name of the function under `jax.custom_vjp`.
 
     Raises:
         ArgumentValueError: `loss_fn` does not return a floating scalar.
@@ -45,7 +46,7 @@ def verify_loss_scaling(loss_fn: Callable[..., Any], params: Any, *args: Any) ->
     dtypes = {kind.dtype for kind in (*program.in_avals, *kinds) if hasattr(kind, "dtype") and is_float(kind)}
     value, pull_back = jax.vjp(lambda tree: loss_fn(tree, *args), params)
     gradients = unscaled_gradients(pull_back, jnp.ones_like(value))
-    return scaling_report(errors_by_scale(gradients, dtypes), non_linear_rules(program.jaxpr), tolerance(dtypes))
+    return report(gradients, non_linear_rules(program.jaxpr), dtypes)
 
 
 def _in_float32(loss_fn: Callable[..., Any], params: Any, args: Any) -> tuple[Any, Any]:
@@ -65,4 +66,4 @@ def _in_float32(loss_fn: Callable[..., Any], params: Any, args: Any) -> tuple[An
 def _require_scalar(results: Any) -> None:
     if len(results) != 1 or results[0].shape != () or not is_float(results[0]):
         fix = "Return the loss alone, reduced to one number."
-        raise explain(ArgumentValueError, "loss_fn", expected="one floating scalar as its result", got=f"results of {results}", fix=fix)
+        raise explain(ArgumentValueError, "loss_fn", expected="one floating scalar as its result", found=f"results of {results}", fix=fix)

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gradaccum import scaling_report
-from gradaccum_jax.linearity.errors import errors_by_scale, is_float, tolerance, unscaled_gradients
+from gradaccum_jax.linearity.errors import is_float, report, unscaled_gradients
 
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
@@ -47,7 +46,7 @@ def _is_linear(eqn: Any) -> bool:
     outputs, pull_back = jax.vjp(_alone(eqn, inputs), *(_made_up(variable.aval, rng) for variable in inputs))
     dtypes = [variable.aval.dtype for variable in (*inputs, *eqn.outvars) if is_float(variable.aval)]
     gradients = unscaled_gradients(lambda scaled: (pull_back(scaled),), [_cotangent(output, rng) for output in outputs])
-    return scaling_report(errors_by_scale(gradients, dtypes), (), tolerance(dtypes)).linear
+    return report(gradients, (), dtypes).linear
 
 
 def _alone(eqn: Any, inputs: list[Any]) -> Callable[..., Any]:

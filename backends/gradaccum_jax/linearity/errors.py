@@ -1,24 +1,20 @@
-"""How far gradients are from proportional to the loss's scale: what both looks of `check` share."""
+"""How far gradients are from proportional to the loss's scale: shared by both looks of `check`."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import SCALES
+from gradaccum import LinearityReport
+from gradaccum.kit import SCALES, comparable, linearity_report
 from gradaccum_jax.paths import unique
 
 Gradients = dict[str, Any]
 """Float64 arrays by path."""
-
-FLOAT16_SCALES = 4
-"""How many scales are compared where float16's narrow range is in the way."""
 
 
 def unscaled_gradients(pull_back: Any, cotangent: Any) -> Iterator[Gradients]:
@@ -30,23 +26,17 @@ def unscaled_gradients(pull_back: Any, cotangent: Any) -> Iterator[Gradients]:
         yield {name: _wide(leaf) / scale for name, (_, leaf) in zip(names, flat, strict=True) if is_float(leaf)}
 
 
-def errors_by_scale(gradients: Iterable[Gradients], dtypes: Iterable[Any]) -> Iterator[dict[str, float]]:
-    """``||g(s) / s - g(1)|| / ||g(1)||`` for each scale; with float16 of the largest scales alone, relative to the first of them.
+def report(gradients: Iterable[Gradients], culprits: Iterable[str], dtypes: Iterable[Any]) -> LinearityReport:
+    """What the gradients at the scales amount to.
 
     Args:
         gradients: divided by their scales, in the order of `SCALES`.
-        dtypes: those in the program.
+        culprits: as for `gradaccum.kit.linearity_report`.
+        dtypes: the floating dtypes in the program.
     """
-    compared = iter(_largest_scales(gradients) if jnp.dtype(jnp.float16) in set(dtypes) else gradients)
-    first = next(compared)
-    yield {name: 0.0 if np.isfinite(g).all() else np.inf for name, g in first.items()}
-    for other in compared:
-        yield {name: _relative(g - first[name], first[name]) for name, g in other.items()}
-
-
-def tolerance(dtypes: Iterable[Any]) -> float:
-    """Four units in the last place of the coarsest of `dtypes`."""
-    return 4 * max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+    met = set(map(jnp.dtype, dtypes))
+    compared = comparable(gradients, _is_finite, float16=jnp.dtype(jnp.float16) in met)
+    return linearity_report(compared, culprits, max((float(jnp.finfo(dtype).eps) for dtype in met), default=0.0), _norm)
 
 
 def is_float(leaf: Any) -> bool:
@@ -54,17 +44,12 @@ def is_float(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf), jnp.inexact))
 
 
-def _largest_scales(gradients: Iterable[Gradients]) -> Iterable[Gradients]:
-    """The last `FLOAT16_SCALES` that are finite: at smaller ones gradients may have vanished, larger ones overflow."""
-    every = iter(gradients)
-    first = next(every)
-    finite = (tree for tree in chain([first], every) if all(np.isfinite(g).all() for g in tree.values()))
-    return deque(finite, FLOAT16_SCALES) or [first]
+def _is_finite(gradients: Gradients) -> bool:
+    return all(np.isfinite(gradient).all() for gradient in gradients.values())
 
 
-def _relative(difference: Any, size: Any) -> float:
-    off, whole = float(np.linalg.norm(difference)), float(np.linalg.norm(size))
-    return 0.0 if off == 0 else off / whole if whole else np.inf
+def _norm(gradient: Any) -> float:
+    return float(np.linalg.norm(gradient))
 
 
 def _wide(leaf: Any) -> Any:

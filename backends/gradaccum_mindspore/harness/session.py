@@ -17,7 +17,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from gradaccum import FIELD_DTYPES, State, StepResult, require_weight
+from gradaccum import StepResult
+from gradaccum.kit import FIELD_DTYPES, State, require_weight
 from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 from gradaccum_mindspore.checkpoint import load_checkpoint_into

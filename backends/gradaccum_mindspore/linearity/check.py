@@ -6,9 +6,7 @@ what. Custom backwards are `mindspore.nn.Cell.bprop` and the framework's autogra
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -16,25 +14,23 @@ import numpy as np
 from mindspore import Tensor
 from numpy.typing import NDArray
 
-from gradaccum import SCALES, ArgumentValueError, ScalingReport, explain, scaling_report
-from gradaccum_mindspore.linearity.custom_rules import is_float, is_linear
+from gradaccum import ArgumentValueError, LinearityReport
+from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report
+from gradaccum_mindspore.linearity.custom_rules import is_float, is_linear, norm
 from gradaccum_mindspore.linearity.watching import Met, watched
 
 EPSILON = {ms.float16: 2.0**-10, ms.bfloat16: 2.0**-7, ms.float32: 2.0**-23, ms.float64: 2.0**-52}
 """Distance from 1 to the next number."""
 
-FLOAT16_SCALES = 4
-"""How many scales are compared where float16's narrow range is in the way."""
-
-Gradients = dict[str, NDArray[np.float64]]
+Gradients = Mapping[str, NDArray[np.float64]]
 
 
-def verify_loss_scaling(fn: Callable[..., Any], weights: Any, *inputs: Any) -> ScalingReport:
+def verify_loss_scaling(fn: Callable[..., Any], weights: Any, *inputs: Any) -> LinearityReport:
     """Check that grad(s x loss) = s x grad(loss) for s in 2^0 ... 2^16.
 
     Powers of two multiply a float exactly, so the two are equal but for numbers that leave a dtype's range. Where float16 is met (in
     weights, inputs, the loss or a cell set to it), only the four largest scales with finite gradients are compared: at smaller ones
-    gradients may have vanished, which is what loss scaling is for. The tolerance is four units in the last place of the coarsest dtype
+    gradients may have vanished, which is what loss scaling is for. The tolerance is sixteen units in the last place of the coarsest dtype
     met.
 
     It runs in PyNative mode, compiled functions as Python, and dropout layers are switched off. Parameters are left as they were, also the
@@ -46,7 +42,7 @@ def verify_loss_scaling(fn: Callable[..., Any], weights: Any, *inputs: Any) -> S
         inputs: what `fn` takes.
 
     Returns:
-        A `gradaccum.ScalingReport`: errors by the Parameter's name, culprits by the name of the class.
+        A `gradaccum.LinearityReport`: errors by the Parameter's name, culprits by the name of the class.
 
     Raises:
         ArgumentValueError: `fn` does not return such a loss, or not the same one each time.
@@ -55,15 +51,15 @@ def verify_loss_scaling(fn: Callable[..., Any], weights: Any, *inputs: Any) -> S
     with watched() as met:
         loss = fn(*inputs)
         if not is_float(loss) or loss.size != 1:
-            raise _not_a_loss(loss)
+            raise _not_a_loss_error(loss)
         met.rewind()
         if not np.array_equal(loss.asnumpy(), fn(*inputs).asnumpy(), equal_nan=True):
-            raise _not_repeatable()
+            raise _not_repeatable_error()
         gradients = list(_unscaled_gradients(fn, parameters, inputs, loss.dtype, met))
         met.dtypes.update(value.dtype for value in (*parameters, *inputs, loss) if is_float(value))
-        tolerance = 4 * max(EPSILON.get(dtype, 0.0) for dtype in met.dtypes)
-        culprits = [name for name, custom in met.customs() if not is_linear(custom, tolerance)]
-    return scaling_report(_errors_by_scale(gradients, ms.float16 in met.dtypes), culprits, tolerance)
+        epsilon = max(EPSILON.get(dtype, 0.0) for dtype in met.dtypes)
+        culprits = [name for name, custom in met.customs() if not is_linear(custom, ROUNDINGS * epsilon)]
+    return linearity_report(comparable(gradients, _is_finite, float16=ms.float16 in met.dtypes), culprits, epsilon, norm)
 
 
 def _unscaled_gradients(fn: Any, parameters: Sequence[Any], inputs: Any, dtype: Any, met: Met) -> Iterator[Gradients]:
@@ -76,35 +72,18 @@ def _unscaled_gradients(fn: Any, parameters: Sequence[Any], inputs: Any, dtype: 
         yield {p.name: g.astype(ms.float32 if g.dtype == ms.bfloat16 else g.dtype).asnumpy().astype(np.float64) / scale for p, g in pairs}
 
 
-def _errors_by_scale(gradients: Iterable[Gradients], with_float16: bool) -> Iterator[dict[str, float]]:
-    """``||g(s) / s - g(1)|| / ||g(1)||`` for each scale; with float16 of the largest scales alone, relative to the first of them."""
-    compared = iter(_largest_scales(gradients) if with_float16 else gradients)
-    first = next(compared)
-    yield {name: 0.0 if np.isfinite(g).all() else np.inf for name, g in first.items()}
-    for other in compared:
-        yield {name: _relative(g - first[name], first[name]) for name, g in other.items()}
+def _is_finite(gradients: Gradients) -> bool:
+    return all(np.isfinite(gradient).all() for gradient in gradients.values())
 
 
-def _largest_scales(gradients: Iterable[Gradients]) -> Iterable[Gradients]:
-    every = iter(gradients)
-    first = next(every)
-    finite = (tree for tree in chain([first], every) if all(np.isfinite(g).all() for g in tree.values()))
-    return deque(finite, FLOAT16_SCALES) or [first]
-
-
-def _relative(difference: NDArray[np.float64], size: NDArray[np.float64]) -> float:
-    off, whole = float(np.linalg.norm(difference)), float(np.linalg.norm(size))
-    return 0.0 if off == 0 else off / whole if whole else np.inf
-
-
-def _not_a_loss(loss: Any) -> ArgumentValueError:
-    got = f"{loss.dtype} of shape {loss.shape}" if isinstance(loss, Tensor) else f"an object of type {type(loss).__name__}"
+def _not_a_loss_error(loss: Any) -> ArgumentValueError:
+    found = f"{loss.dtype} of shape {loss.shape}" if isinstance(loss, Tensor) else f"an object of type {type(loss).__name__}"
     expected = "a function that returns one floating Tensor of one element"
-    return explain(ArgumentValueError, "fn", expected=expected, got=got, fix="Return the loss alone, reduced to one number.")
+    return explain(ArgumentValueError, "fn", expected=expected, found=found, fix="Return the loss alone, reduced to one number.")
 
 
-def _not_repeatable() -> ArgumentValueError:
+def _not_repeatable_error() -> ArgumentValueError:
     expected = "a function that returns the same loss each time it is called with the same inputs"
     return explain(
-        ArgumentValueError, "fn", expected=expected, got="two different losses", fix="Switch its random parts off: net.set_train(False)."
+        ArgumentValueError, "fn", expected=expected, found="two different losses", fix="Switch its random parts off: net.set_train(False)."
     )

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
+from numpy.typing import NDArray
+
+from gradaccum.kit import relative_error
 
 FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
 
@@ -32,12 +35,17 @@ def is_linear(custom: Custom, tolerance: float) -> bool:
     upstream = _like(custom.output, rng)
     once, twice = (gradient(*tensors, _times(upstream, factor)) for factor in (1.0, 2.0))
     pairs = [(_wide(a), _wide(b)) for a, b in zip(once, twice, strict=True)]
-    return all(np.linalg.norm(b / 2 - a) <= tolerance * np.linalg.norm(a) for a, b in pairs)
+    return all(relative_error(b / 2, a, norm) <= tolerance for a, b in pairs)
 
 
 def is_float(value: Any) -> bool:
     """Whether it is a floating Tensor."""
     return isinstance(value, Tensor) and value.dtype in FLOATS
+
+
+def norm(gradient: NDArray[np.float64]) -> float:
+    """Its 2-norm."""
+    return float(np.linalg.norm(gradient))
 
 
 def _of_tensors(custom: Custom) -> Callable[..., Any]:

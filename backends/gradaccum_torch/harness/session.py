@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import gradaccum
-from gradaccum import State, StepResult
+from gradaccum import StepResult
+from gradaccum.kit import State
 from gradaccum_conformance import Array, Arrays, Batch, Captured, Dtype, Fault, GradientTree, Loss, Model, Optimizer, Session
 from gradaccum_conformance import Harness as BaseHarness
 from gradaccum_conformance.specs import Attention, AvgPool, Conv, Dense, Flatten, Layer, MeanOverLength, Tanh

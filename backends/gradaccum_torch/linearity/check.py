@@ -9,22 +9,20 @@ overflow with one. There the largest scale that leaves the gradients finite is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradaccum import SCALES, ArgumentTypeError, ScalingReport, explain, scaling_report
+from gradaccum import ArgumentTypeError, LinearityReport
+from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report, relative_error
 from gradaccum_torch.checks import require_loss
-
-_ROUNDINGS = 16
-"""Units in the last place. A power of two scales every step exactly; only a sum that atomics add up in another order differs."""
 
 
 def verify_loss_scaling(
     loss_fn: Callable[[], Tensor], parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
-) -> ScalingReport:
+) -> LinearityReport:
     """Tell whether grad(s x loss) = s x grad(loss), and name the custom functions that are to blame.
 
     Parameters, ``.grad`` and the random state are as before; buffers that the forward pass moves (a batch norm's) do move, once. Random
@@ -44,14 +42,12 @@ def verify_loss_scaling(
         loss = require_loss(loss_fn())
     trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not loss.requires_grad or not trainable:
-        return scaling_report([], [], 0.0)
+        return linearity_report([], [], 0.0, _norm)
+    culprits: list[str] = []
     with _Passes(loss, trainable) as passes:
-        reference, *others = passes.scales()
-        at_reference = passes.run(reference)
-        found = [at_reference.compare(passes.run(scale)) for scale in (reference, *others)]
-        roundoff = max(torch.finfo(dtype).eps for dtype in passes.dtypes)
-    culprits = [name for _, names in found for name in names]
-    return scaling_report([errors for errors, _ in found], culprits, _ROUNDINGS * roundoff)
+        compared = comparable(map(passes.run, SCALES), _Pass.is_finite, float16=torch.float16 in passes.dtypes)
+        epsilon = max(torch.finfo(dtype).eps for dtype in passes.dtypes)
+        return linearity_report(_unscaled(compared, culprits), culprits, epsilon, _norm)
 
 
 class _Pass(NamedTuple):
@@ -62,19 +58,31 @@ class _Pass(NamedTuple):
     calls: dict[Any, tuple[Any, Any]]
     """What each custom function was handed and what it gave, by its node."""
 
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         return all(bool(torch.isfinite(gradient).all()) for gradient in self.gradients.values())
 
-    def compare(self, other: _Pass) -> tuple[dict[str, float], list[str]]:
-        """The relative error of each gradient of `other`, and the names of the custom functions that did not scale."""
+    def unscaled(self) -> dict[str, Tensor]:
+        """The gradients divided by the scale, in float64 or complex128."""
+        return {name: _wide(gradient) / self.scale for name, gradient in self.gradients.items()}
+
+    def culprits(self, other: _Pass) -> list[str]:
+        """The names of the custom functions that gave `other` something else than in proportion."""
         factor = other.scale / self.scale
-        errors = {name: _difference(other.gradients[name], gradient, factor) for name, gradient in self.gradients.items()}
-        return errors, [_name(node) for node in self.calls if node in other.calls and not self._scales(node, other, factor)]
+        return [_name(node) for node in self.calls if node in other.calls and not self._scales(node, other, factor)]
 
     def _scales(self, node: Any, other: _Pass, factor: float) -> bool:
         (received, given), (received_after, given_after) = self.calls[node], other.calls[node]
         # If what it was handed does not scale, something else is to blame.
         return not _all_scaled(received, received_after, factor) or _all_scaled(given, given_after, factor)
+
+
+def _unscaled(passes: Iterator[_Pass], culprits: list[str]) -> Iterator[dict[str, Tensor]]:
+    """The gradients of each pass; the culprits are added on the way, so that no pass is kept but the first."""
+    reference = next(passes)
+    yield reference.unscaled()
+    for other in passes:
+        culprits += reference.culprits(other)
+        yield other.unscaled()
 
 
 class _Passes:
@@ -94,13 +102,6 @@ class _Passes:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    def scales(self) -> Sequence[float]:
-        """The scale to compare with, and then those to compare."""
-        if torch.float16 not in self.dtypes:
-            return SCALES
-        finite = next((index for index in reversed(range(len(SCALES))) if self.run(SCALES[index]).finite()), 0)
-        return SCALES[max(finite - 3, 0) : finite + 1][::-1]
 
     def run(self, scale: float) -> _Pass:
         self._calls = {}
@@ -151,14 +152,14 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _difference(scaled: Tensor, gradient: Tensor, factor: float) -> float:
-    """||scaled / factor - gradient|| / ||gradient|| in float64, or complex128."""
-    wide = torch.promote_types(gradient.dtype, torch.float64)
-    a, b = scaled.to(wide) / factor, gradient.to(wide)
-    off, size = float(torch.linalg.vector_norm(a - b)), float(torch.linalg.vector_norm(b))
-    return off / size if size else (float("inf") if off else 0.0)
+def _wide(gradient: Tensor) -> Tensor:
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float64))
+
+
+def _norm(gradient: Tensor) -> float:
+    return float(torch.linalg.vector_norm(gradient))
 
 
 def _all_scaled(before: Iterable[Any], after: Iterable[Any], factor: float) -> bool:
     pairs = [(_dense(a), _dense(b)) for a, b in zip(before, after, strict=True) if a is not None and b is not None]
-    return all(_difference(b, a, factor) <= _ROUNDINGS * torch.finfo(a.dtype).eps for a, b in pairs)
+    return all(relative_error(_wide(b) / factor, _wide(a), _norm) <= ROUNDINGS * torch.finfo(a.dtype).eps for a, b in pairs)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradaccum import Options, State, StepResult, require_steps
+from gradaccum import StepResult
+from gradaccum.kit import Options, State, require_steps
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
 from gradaccum_conformance.specs import Array, Arrays
 

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gradaccum import Options, accumulate_dtype_error, foreign_scaler_error, optimizer_error, wrapped_twice_error
+from gradaccum.kit import Options, accumulate_dtype_error, optimizer_error, wrapped_twice_error
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 
 
@@ -22,8 +22,6 @@ class NumpyBackend:
         if not hasattr(optimizer, "step"):
             fix = "Write for example gradaccum.wrap(Sgd(parameters, 0.1), steps=4)."
             raise optimizer_error("an optimizer of gradaccum_conformance.reference", optimizer, fix)
-        if options.scaler is not None:
-            raise foreign_scaler_error("", options.scaler)
         return ReferenceAccumulation(optimizer, with_numpy_dtype(options))
 
 

@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 
 import gradaccum
-from gradaccum import GradientError, State, StepResult, explain, require_weight, resumed, terms_of
+from gradaccum import GradientError, StepResult
+from gradaccum.kit import State, explain, require_weight, resumed, terms_of
 from gradaccum_conformance import oracle
 from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
@@ -149,8 +150,8 @@ def _checked(name: str, gradient: Array, parameters: Arrays) -> Array:
     given = np.asarray(gradient)
     if p is None or given.shape != p.shape or given.dtype.kind != "f":
         expected = f"a floating array of shape {p.shape}" if p is not None else f"one of {list(parameters)}"
-        got = f"{given.dtype} of shape {given.shape}"
-        raise explain(GradientError, f"gradients[{name!r}]", expected=expected, got=got, fix="Pass the gradient of this parameter.")
+        found = f"{given.dtype} of shape {given.shape}"
+        raise explain(GradientError, f"gradients[{name!r}]", expected=expected, found=found, fix="Pass the gradient of this parameter.")
     return given.astype(p.dtype)
 
 
@@ -161,7 +162,7 @@ def _require_same_shapes(loaded: Arrays, own: Arrays) -> None:
             gradaccum.CheckpointError,
             "directory",
             expected=f"parameters {ours}",
-            got=f"parameters {theirs}",
+            found=f"parameters {theirs}",
             fix="Load into the same model.",
         )
 

@@ -3,24 +3,23 @@
 import numpy as np
 from plain import Optimizer
 
-from gradaccum import (
+from gradaccum import StepResult
+from gradaccum.kit import (
     Decision,
     State,
-    StepResult,
     accumulate,
     at_rest,
     close,
     contribution,
     decide,
     discard,
-    foreign_scaler_error,
+    ends,
     initial_state,
-    is_full,
     largest_number,
     optimizer_error,
     require_steps,
     select,
-    steps_at,
+    usable,
 )
 from gradaccum_conformance.reference.backend import with_numpy_dtype
 
@@ -39,8 +38,8 @@ class Accumulation:
         factor = contribution(weight, self.options)
         terms = {name: self.sums[name].dtype.type(factor) * g for name, g in gradient.items() if g is not None and weight > 0}
         finite = self.options.on_overflow == "skip_window" or all(np.isfinite(term).all() for term in terms.values())
-        for name, term in terms.items():
-            if finite:
+        if usable(self.machine, weight, finite):
+            for name, term in terms.items():
                 self.sums[name] += term
         self._move(accumulate(self.machine, weight, finite, select))
         self._note(overflow=not finite)
@@ -67,7 +66,7 @@ class Accumulation:
         self._note()
 
     def resume(self, fields, options):
-        """Go on from a saved state with the fields that `gradaccum.resumed` made of it."""
+        """Go on from a saved state with the fields that `gradaccum.kit.resumed` made of it."""
         self.options = options
         self._move(fields)
         self._note()
@@ -83,7 +82,7 @@ class Accumulation:
 
     def _ends(self):
         steps, step = self.options.steps, self.machine.optimizer_step
-        return steps is not None and is_full(self.machine, require_steps(steps_at(steps, step, select), step))
+        return ends(self.machine, require_steps(steps(step), step) if callable(steps) else steps, select)
 
     def _double(self):
         return any(total.dtype == np.float64 for total in self.sums.values())
@@ -117,8 +116,6 @@ class PlainBackend:
     def wrap(self, optimizer, options):
         if not isinstance(optimizer, Optimizer):
             raise optimizer_error("a plain.Optimizer", optimizer, "Wrap one, once.")
-        if options.scaler is not None:
-            raise foreign_scaler_error("", options.scaler)
         return Accumulation(optimizer, with_numpy_dtype(options))
 
 

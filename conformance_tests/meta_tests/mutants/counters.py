@@ -61,5 +61,5 @@ def flush_counts_an_empty_window(m: Any) -> None:
 
 @mutant
 def schedule_by_closed_windows(m: Any) -> None:
-    original = m.steps_at
-    m.steps_at = lambda schedule, step, where: original(schedule, step + 1, where)
+    original = m.ends
+    m.ends = lambda state, steps, where: original(state._replace(optimizer_step=state.optimizer_step + 1), steps, where)

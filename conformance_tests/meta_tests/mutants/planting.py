@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradaccum import State
+from gradaccum.kit import State
 
 MUTANTS: dict[str, Callable[[Any], None]] = {}
 

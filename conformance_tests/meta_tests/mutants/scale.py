@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradaccum import State
+from gradaccum.kit import State
 
 from .planting import change_decision, change_state, mutant
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gradaccum import State
+from gradaccum.kit import State
 
 from .planting import change_options, mutant
 

@@ -1,0 +1,93 @@
+"""Whether a loss is linear in its scale: grad(s x loss) = s x grad(loss), which loss scaling takes for granted.
+
+A custom backward that ignores the gradient it is handed breaks it without a sign: training seems to run and does not converge. An adapter
+differentiates at several scales and finds the culprit; how far two gradients are apart, and how far they may be, is said here, once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+SCALES = tuple(2.0**power for power in range(17))
+"""2^0 to 2^16, the initial scale of `torch.amp.GradScaler`: powers of two multiply a float exactly unless it leaves its range."""
+
+FLOAT16_SCALES = 4
+"""How many scales are compared where float16's narrow range is in the way."""
+
+ROUNDINGS = 16
+"""Units in the last place that gradients may be apart. A power of two scales every step exactly; only a sum that threads or atomics add up
+in another order differs, or a constant that was rounded."""
+
+T = TypeVar("T")
+Gradient = Any
+"""An array or a tensor in float64 or complex128, divided by the scale that its loss had."""
+Norm = Callable[[Gradient], float]
+"""The backend's 2-norm."""
+
+
+class LinearityReport(NamedTuple):
+    """What a check of a loss function found."""
+
+    linear: bool
+    """Whether every gradient scaled with the loss."""
+    errors: dict[str, float]
+    """Largest ||g(s) / s - g(1)|| / ||g(1)|| over the scales, by parameter name; inf where g(1) is zero and g(s) is not, or is NaN."""
+    culprits: tuple[str, ...]
+    """Names of the custom functions that ignore the gradient handed to them."""
+
+    def __str__(self) -> str:
+        if self.linear:
+            return "The gradients scale with the loss."
+        wrong = ", ".join(f"{name} ({error:.2g})" for name, error in self.errors.items() if error)
+        named = ", ".join(self.culprits) or "not found"
+        return f"The gradients do not scale with the loss; off by: {wrong or 'nothing measured'}. Culprits: {named}."
+
+
+def relative_error(gradient: Gradient, reference: Gradient, norm: Norm) -> float:
+    """||gradient - reference|| / ||reference||; inf where `reference` is zero and `gradient` is not, or where one is NaN."""
+    off, size = norm(gradient - reference), norm(reference)
+    if off == 0:
+        return 0.0
+    error = off / size if size else float("inf")
+    return error if error == error else float("inf")
+
+
+def comparable(measured: Iterable[T], finite: Callable[[T], bool], *, float16: bool) -> Iterator[T]:
+    """What is to be compared, of what was measured at each of `SCALES`; the first of them is the reference.
+
+    With float16 somewhere in the program only the last `FLOAT16_SCALES` that are finite: at smaller scales gradients may have vanished, as
+    loss scaling is there to prevent; larger ones overflow.
+
+    Args:
+        measured: a measurement per scale, in the order of `SCALES`.
+        finite: whether all gradients of a measurement are finite.
+        float16: whether the program computes in float16.
+    """
+    every = iter(measured)
+    if not float16:
+        return every
+    first = next(every)
+    return iter(deque(filter(finite, chain([first], every)), FLOAT16_SCALES) or [first])
+
+
+def linearity_report(gradients: Iterable[Mapping[str, Gradient]], culprits: Iterable[str], epsilon: float, norm: Norm) -> LinearityReport:
+    """A report of what was measured.
+
+    Args:
+        gradients: the `comparable` ones by parameter name.
+        culprits: names of functions that do not carry the gradient they are handed, in any order, repeats allowed; looked at when all
+            gradients have been.
+        epsilon: distance from 1 to the next number, of the coarsest dtype in the program.
+        norm: the backend's 2-norm.
+    """
+    compared = iter(gradients)
+    reference = next(compared, {})
+    worst = {name: 0.0 if norm(gradient) < float("inf") else float("inf") for name, gradient in reference.items()}
+    for scaled in compared:
+        for name, gradient in scaled.items():
+            worst[name] = max(worst[name], relative_error(gradient, reference[name], norm))
+    named = tuple(sorted(set(culprits)))
+    return LinearityReport(not named and all(error <= ROUNDINGS * epsilon for error in worst.values()), worst, named)
