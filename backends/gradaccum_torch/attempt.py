@@ -1,4 +1,4 @@
-"""How far an update has come that raised, told by the versions of what it writes.
+"""How far an update came before something raised, told by the versions of what it writes.
 
 Nothing can undo a half-made update without a second copy of the model. But the window can be left as it was before the update, or as it
 is after, or refused; the update is never made twice.
@@ -6,14 +6,20 @@ is after, or refused; the update is never made twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from gradaccum_torch.versions import Versions, is_sharded
+from gradaccum_torch.tensors import GRAD
+from gradaccum_torch.torch_private import all_step_post_hooks, is_sharded, step_post_hooks, version
+from gradaccum_torch.versions import Versions
+
+StepReturn = Any
+"""What an optimizer's ``step`` returns: the loss of its closure, or None."""
+Numbers = dict[str, int | float]
+"""The versions of an optimizer state's tensors, and its numbers, by name."""
 
 
 class Attempt:
@@ -28,26 +34,25 @@ class Attempt:
         self._inner, self._idle = inner, idle
         self._own = [tensor for group in inner.param_groups for tensor in group["params"]]
         self._gradients: list[Tensor | None] = []
-        self._written = Versions(())
+        self._written: Versions | None = None
         self._parameters: Versions | None = None
-        self._state: list[dict[str, Any]] = []
+        self._state: list[Numbers] = []
         self.made = False
         """The inner optimizer has made its update."""
 
     def handed_over(self) -> None:
         """The inner optimizer's gradients are in place."""
-        self._gradients = [tensor.grad for tensor in self._own]
-        self._written = Versions(gradient for gradient in self._gradients if gradient is not None)
+        self._gradients = list(map(GRAD, self._own))
+        self._written = Versions([gradient for gradient in self._gradients if gradient is not None])
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepReturn:
         """The inner optimizer's ``step``."""
         inner = self._inner
         self._parameters, self._state = Versions(self._own), self._states()
         hook = None
-        if inner._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+        if step_post_hooks(inner) or all_step_post_hooks:
             hook = inner.register_step_post_hook(self._note_made)
-            hooks: Any = inner._optimizer_step_post_hooks
-            hooks.move_to_end(hook.id, last=False)
+            step_post_hooks(inner).move_to_end(hook.id, last=False)
         try:
             returned = inner.step(*args, **kwargs)
         finally:
@@ -65,7 +70,7 @@ class Attempt:
 
     def gradients_changed(self) -> bool:
         """Whether a hook wrote into the gradients that were handed over."""
-        if not self._gradients:
+        if self._written is None:
             return False
         replaced = any(tensor.grad is not gradient for tensor, gradient in zip(self._own, self._gradients, strict=True))
         return replaced or bool(self._written.moved())
@@ -73,14 +78,14 @@ class Attempt:
     def _note_made(self, *_: object) -> None:
         self.made = True
 
-    def _states(self) -> list[dict[str, Any]]:
+    def _states(self) -> list[Numbers]:
         """What was written into the state of the first parameter with a gradient of each group, where a step begins."""
         groups = self._inner.param_groups
         first = [next((tensor for tensor in group["params"] if tensor.grad is not None), None) for group in groups]
         return [_written(self._inner.state.get(tensor, {})) for tensor in first if tensor is not None]
 
 
-def _written(state: dict[str, Any]) -> dict[str, Any]:
+def _written(state: Mapping[str, object]) -> Numbers:
     """The version of each tensor, and each number; a new one counts as if it were not there."""
-    seen = {name: value._version if isinstance(value, Tensor) else value for name, value in state.items()}
+    seen = {name: version(value) if isinstance(value, Tensor) else value for name, value in state.items()}
     return {name: value for name, value in seen.items() if isinstance(value, int | float) and value}

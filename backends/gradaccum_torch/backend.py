@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from gradaccum.kit import Options, ScaleRule, optimizer_error, wrapped_twice_error
@@ -23,7 +21,7 @@ class TorchBackend:
         """How a `torch.amp.GradScaler` moves; None for another object."""
         return scaler_rule(scaler)
 
-    def wrap(self, optimizer: Any, options: Options) -> AccumulatingOptimizer:
+    def wrap(self, optimizer: object, options: Options) -> AccumulatingOptimizer:
         """Wrap a `torch.optim.Optimizer`.
 
         Raises:
@@ -38,11 +36,11 @@ class TorchBackend:
             require_layouts(optimizer), options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype))
         )
 
-    def is_scheduler(self, candidate: Any) -> bool:
+    def is_scheduler(self, candidate: object) -> bool:
         """Whether `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""
         return is_scheduler(candidate)
 
-    def gate(self, scheduler: Any) -> GatedScheduler:
+    def gate(self, scheduler: object) -> GatedScheduler:
         """Gate a scheduler that was built on a wrapped optimizer.
 
         Raises:

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from gradaccum import UsageError
-from gradaccum.kit import Options, explain
-from gradaccum_torch.hooks import Hook, can_be_hooked, untraced
+from gradaccum.kit import explain
+from gradaccum_torch.hooks import Hook, can_be_hooked
 from gradaccum_torch.masters import Parameters
-from gradaccum_torch.strategies import GradStrategy, Strategy, gradient_dtype, sum_dtype
-from gradaccum_torch.sums import Measured, add, coalesced, divide, is_finite, measure, multiply, narrowed, survives
-from gradaccum_torch.versions import is_sharded
+from gradaccum_torch.norm import Measured, is_finite, measure
+from gradaccum_torch.strategy import Strategy
+from gradaccum_torch.sums import add, divide, fits, gradient_dtype, multiply, narrowed, sum_dtype
+from gradaccum_torch.tensors import coalesced
+from gradaccum_torch.torch_private import is_sharded, untraced, version
 
 _MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()
-"""Who moves a parameter's gradients, by the parameter's id, which cannot be another's while its mover lives and holds it."""
+"""The strategy that moves a parameter's gradients, by the parameter's id. The strategy holds the parameter, so no other gets that id."""
 
 
 class BufferStrategy(Strategy):
     """The sum is in buffers of its own; ``.grad`` holds no more than the micro-batch under way."""
-
-    sum_in_grad = False
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         self._held: dict[Tensor, Tensor] = {}
@@ -40,24 +41,23 @@ class BufferStrategy(Strategy):
 
     def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
         # In the parameters' order, not in that of arrival: a resumed window must have the same norm to the last bit.
-        self._held = {parameter: coalesced(self._held[parameter]) for parameter in self.parameters() if parameter in self._held}
+        self._held = {parameter: coalesced(self._held[parameter]) for parameter in self._parameters.unique() if parameter in self._held}
         self._parameters.note_gradients(self._held)
         return measure(list(self._held.values()), notes)
 
     def fits(self, norm: float, divisor: float) -> bool:
         # No element exceeds the norm, so the elements themselves are seldom looked at.
         return all(
-            norm / divisor <= torch.finfo(gradient_dtype(parameter)).max or survives(held, divisor, gradient_dtype(parameter))
+            norm / divisor <= torch.finfo(gradient_dtype(parameter)).max or fits(held, divisor, gradient_dtype(parameter))
             for parameter, held in self._held.items()
             if self._is_narrowed(parameter)
         )
 
-    @property
-    def hands_over_whole(self) -> bool:  # type: ignore[override]
+    def hands_over_whole(self) -> bool:
         return not any(map(self._is_narrowed, self._held))
 
     def hand_over(self, divisor: float, unclipped: float) -> None:
-        self._undivided = {parameter: held._version for parameter, held in self._held.items()}
+        self._undivided = {parameter: version(held) for parameter, held in self._held.items()}
         self._divided = False
         divide([held for parameter, held in self._held.items() if not self._is_narrowed(parameter)], divisor)
         self._divided = True
@@ -68,27 +68,41 @@ class BufferStrategy(Strategy):
                 held = self._held[parameter] = narrowed(held, divisor, gradient_dtype(own))
             own.grad = held
 
-    def take_back(self, divisor: float) -> None:
-        for parameter, version in self._undivided.items():
+    def take_back(self, divisor: float, spoiled: bool) -> None:
+        for parameter, noted in self._undivided.items():
             held, dtype = self._held[parameter], sum_dtype(parameter, self._accumulate_dtype)
-            divided = held.dtype != dtype or held._version != version or (self._divided and is_sharded(held))
+            divided = held.dtype != dtype or version(held) != noted or (self._divided and is_sharded(held))
             self._parameters.worked_on(parameter).grad = None
             self._held[parameter] = held = held.to(dtype)
             if divided:
                 multiply([held], divisor)
         self._undivided = {}
-        self.sentinels.reset()
+        self.sentinels.reset(disturbed=spoiled)
 
     def sums(self) -> list[Tensor | None]:
-        return [self._held.get(parameter) for parameter in self.positions()]
+        return [self._held.get(parameter) for parameter in self._parameters.positions()]
 
     def load(self, sums: Sequence[Tensor | None]) -> None:
-        pairs = zip(self.positions(), sums, strict=True)
+        pairs = zip(self._parameters.positions(), sums, strict=True)
         self._held = {parameter: held for parameter, held in pairs if held is not None}
+
+    def release(self) -> list[Tensor | None]:
+        self.take()
+        return super().release()
+
+    def pickled(self) -> dict[str, Any]:
+        return {**super().pickled(), "sums": self.sums()}
+
+    def unpickle(self, pickled: Mapping[str, Any]) -> None:
+        self.load(pickled["sums"])
+        super().unpickle(pickled)
 
     def clear(self) -> None:
         self._held.clear()
         super().clear()
+
+    def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:
+        return first and self.keeps_micro_batch_apart and not flushing
 
     def _absorb(self, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -118,7 +132,7 @@ class MovingStrategy(BufferStrategy):
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         self._staying: set[int] = set()
         self._last: Tensor | None = None
-        """What stays because nothing small has come in this micro-batch."""
+        """The parameter whose gradient stays, because no small one has come in this micro-batch."""
         self._seen_small = False
         self._replaced = False
         super().__init__(parameters, accumulate_dtype)
@@ -134,8 +148,8 @@ class MovingStrategy(BufferStrategy):
 
     def take(self) -> bool:
         if self._replaced:
-            raise _replaced()
-        for parameter in self.parameters():
+            raise _replaced_error()
+        for parameter in self._parameters.unique():
             if parameter.grad is not None:
                 self._absorb(parameter)
                 self.sentinels.note(parameter)
@@ -198,7 +212,7 @@ class DroppingStrategy(BufferStrategy):
     keeps_micro_batch_apart = True
 
     def take(self) -> bool:
-        filled = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
         for parameter in filled:
             parameter.grad = None if parameter.grad is None else coalesced(parameter.grad)
         finite = is_finite([parameter.grad for parameter in filled if parameter.grad is not None])
@@ -211,15 +225,8 @@ class DroppingStrategy(BufferStrategy):
         return finite
 
 
-def strategy_type(parameters: Sequence[Tensor], options: Options) -> type[Strategy]:
-    """Where the sum must live: in ``.grad`` unless micro-batches can be dropped or some sum has another dtype than its gradient."""
-    if options.on_overflow == "drop_micro_batch":
-        return DroppingStrategy
-    moved = any(sum_dtype(parameter, options.accumulate_dtype) != parameter.dtype for parameter in parameters)
-    return MovingStrategy if moved else GradStrategy
-
-
-def _replaced() -> UsageError:
+def _replaced_error() -> UsageError:
+    """The error of a wrapper whose parameters were wrapped again."""
     return explain(
         UsageError,
         "optimizer",

@@ -1,129 +1,66 @@
-"""The wrapper's part of a ``state_dict``: plain numbers, lists and tensors only, so that ``torch.load(weights_only=True)`` reads it.
+"""Saving and loading, in mid-window too: the resumed run is bitwise the uninterrupted one.
 
-It sits under one key beside the inner optimizer's own entries, which torch ignores when a bare optimizer loads it:
-
-- the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
-- ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends on;
-- ``parameters``: shape, dtype and name of each, to refuse another model's state;
-- ``sums``: the partial sum by the index of its parameter, only while a window is open;
-- ``masters``: the float32 master of each half-precision parameter by the index of that parameter, only with ``master_weights=True``.
+The wrapper's entry in a ``state_dict`` is `gradaccum_torch.entry`'s; how `torch.distributed.checkpoint` wants it is `model_state`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
+import torch
 
 from gradaccum import CheckpointError
-from gradaccum.kit import State, Terms, explain
+from gradaccum.kit import explain, initial_state
+from gradaccum_torch.entry import KEY, Saved, decode, encode
 from gradaccum_torch.masters import Parameters
+from gradaccum_torch.model_state import gather, spread
+from gradaccum_torch.torch_private import LocalVariables
+from gradaccum_torch.window import Window
 
-KEY = "gradaccum"
+StateDict = dict[str, Any]
+"""A saved state as torch has it: ``"state"`` by the index of a parameter, ``"param_groups"`` and what else an optimizer adds."""
 
-_FIX = "Load a state that was saved from this model and optimizer."
-
-
-class Saved(NamedTuple):
-    """What was read from a checkpoint, checked."""
-
-    fields: State
-    """As they were saved; what of them goes on depends on `terms`."""
-    terms: Terms | None
-    """None: it is a bare optimizer's state, and the fields are of this optimizer."""
-    grad_norm: float
-    sums: Mapping[int, Tensor]
-    masters: Mapping[int, Tensor]
+_BARE = Saved(initial_state(), None, 0.0, {}, {})
+"""What a bare optimizer's state says of a window."""
 
 
-def describe(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Shape, dtype and name (None if the optimizer was not told) of each parameter, in the order of the groups."""
-    described = []
-    for group in groups:
-        names = group.get("param_names") or [None] * len(group["params"])
-        for parameter, name in zip(group["params"], names, strict=True):
-            described.append([list(parameter.shape), str(parameter.dtype), name])
-    return described
+def save(window: Window, parameters: Parameters, inner: torch.optim.Optimizer, caller: LocalVariables | None) -> StateDict:
+    """The state of `inner` with the window's entry beside it; the tensors are the live ones.
 
-
-def encode(
-    fields: State,
-    terms: Terms,
-    grad_norm: float,
-    sums: Sequence[Tensor | None],
-    masters: Mapping[int, Tensor],
-    groups: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """The entry to save; sums and masters are the tensors themselves, as the inner optimizer's are."""
-    held = {index: total for index, total in enumerate(sums) if total is not None} if fields.micro_step else {}
-    saved_masters = {index: master.detach() for index, master in masters.items()}
-    return {
-        **fields._asdict(),
-        "grad_norm": grad_norm,
-        "terms": terms._asdict(),
-        "parameters": describe(groups),
-        "sums": held,
-        "masters": saved_masters,
-    }
-
-
-def decode(entry: Any, own: Parameters, sum_dtypes: Sequence[Any]) -> Saved:
-    """Read what `encode` made for the parameters `own`; `sum_dtypes` are the dtypes this optimizer sums in, by parameter.
+    Args:
+        window: the window.
+        parameters: those of `inner`.
+        inner: the inner optimizer.
+        caller: the local variables of torch's checkpoint function, if that asks.
 
     Raises:
-        CheckpointError: it is of other parameters, or something is missing.
+        UsageError: a micro-batch of the open window is under way, or something changed ``.grad``; or torch's checkpoint function asks, and
+            would drop a part.
     """
-    _require_entries(entry)
-    _require_parameters(entry["parameters"], describe(own.groups()))
-    fields = State(*(entry[name] for name in State._fields))
-    for index, total in entry["sums"].items():
-        _require_sum(index, total, own.positions(), sum_dtypes)
-    masters = entry.get("masters", {})
-    _require_masters(masters, own.masters())
-    return Saved(fields, Terms(**entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters)
+    saved = window.saved()
+    state_dict = inner.state_dict()
+    state_dict[KEY] = encode(saved, parameters.groups())
+    return state_dict if caller is None else spread(state_dict, parameters, caller)
 
 
-def _require_entries(entry: Any) -> None:
-    expected = [*State._fields, "grad_norm", "terms", "parameters", "sums"]
-    missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
-    if missing:
-        raise explain(CheckpointError, KEY, expected=f"the entries {expected}", found=f"a state without {missing}", fix=_FIX)
+def load(state_dict: StateDict, window: Window, parameters: Parameters, inner: torch.optim.Optimizer) -> None:
+    """Restore what `save` gave; a bare optimizer's state is an empty window.
+
+    Raises:
+        CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
+    """
+    state_dict = gather(state_dict, parameters)
+    saved = decode(state_dict[KEY], parameters, window.sum_dtypes) if KEY in state_dict else _BARE
+    saved = saved._replace(fields=window.resumed(saved))
+    _load_inner({key: value for key, value in state_dict.items() if key != KEY}, parameters, inner)
+    window.restore(saved)
 
 
-def _require_parameters(saved: Sequence[Any], own: Sequence[Any]) -> None:
-    if len(saved) != len(own):
-        raise explain(CheckpointError, "parameters", expected=f"{len(own)} parameters", found=f"a state of {len(saved)}", fix=_FIX)
-    for index, ((shape, dtype, name), mine) in enumerate(zip(saved, own, strict=True)):
-        same_name = name is None or mine[2] is None or name == mine[2]
-        if [list(shape), dtype] != mine[:2] or not same_name:
-            raise explain(
-                CheckpointError, f"parameter {index}", expected=_show(*mine), found=f"a state of {_show(shape, dtype, name)}", fix=_FIX
-            )
-
-
-def _require_masters(saved: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> None:
-    described, expected = ({index: (m.shape, m.dtype) for index, m in masters.items()} for masters in (saved, own))
-    if described != expected:
-        raise explain(
-            CheckpointError,
-            "masters",
-            expected=f"float32 master weights of {len(own)} parameters",
-            found=f"a state with those of {len(saved)}",
-            fix="Wrap the optimizer with the master_weights= it was saved with.",
-        )
-
-
-def _require_sum(index: int, total: Tensor, parameters: Sequence[Tensor], sum_dtypes: Sequence[Any]) -> None:
-    if not 0 <= index < len(parameters) or total.shape != parameters[index].shape or total.dtype != sum_dtypes[index]:
-        raise explain(
-            CheckpointError,
-            f"sums[{index}]",
-            expected="a partial sum with the shape of its parameter and the dtype that this optimizer accumulates in",
-            found=f"a tensor of shape {tuple(total.shape)} and dtype {total.dtype}",
-            fix="Wrap the optimizer with the accumulate_dtype= it was saved with.",
-        )
-
-
-def _show(shape: Sequence[int], dtype: str, name: str | None) -> str:
-    return f"{name or 'a parameter'} of shape {tuple(shape)} and {dtype}"
+def _load_inner(state_dict: StateDict, parameters: Parameters, inner: torch.optim.Optimizer) -> None:
+    try:
+        # torch casts what it loads to the dtype of the parameter in the groups.
+        with parameters.masters_in_place():
+            inner.load_state_dict(state_dict)
+    except (ValueError, KeyError) as error:
+        expected, fix = "a state of these parameter groups", "Load a state that was saved from this model and optimizer."
+        raise explain(CheckpointError, "state_dict", expected=expected, found=f"one where {error}", fix=fix) from error

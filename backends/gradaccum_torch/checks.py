@@ -1,16 +1,14 @@
-"""Checks of what a user hands over: the optimizer, the accumulation dtype, the window's size, a loss."""
+"""Checks of what a user hands over: the optimizer, the accumulation dtype, the window's size."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from gradaccum import ArgumentTypeError, UsageError
+from gradaccum import ArgumentTypeError
 from gradaccum.kit import Options, accumulate_dtype_error, explain, require_steps, select, steps_at
 
 
-def require_accumulate_dtype(dtype: Any) -> torch.dtype | None:
+def require_accumulate_dtype(dtype: object) -> torch.dtype | None:
     """`accumulate_dtype` as a torch dtype; a name such as ``"float32"`` counts.
 
     Raises:
@@ -35,31 +33,12 @@ def window_size(options: Options, optimizer_step: int) -> int | None:
     return require_steps(steps_at(options.steps, optimizer_step, select), optimizer_step)
 
 
-def require_loss(loss: Any) -> torch.Tensor:
-    """`loss` if it is a tensor.
-
-    Raises:
-        ArgumentTypeError: it is not.
-    """
-    if not isinstance(loss, torch.Tensor):
-        raise explain(ArgumentTypeError, "loss", expected="a torch.Tensor", got=loss, fix="Write opt.backward(loss).")
-    return loss
-
-
-def require_in_range(loss: torch.Tensor, factor: float) -> None:
-    """A `loss` can be handed `factor` as its gradient: autograd casts that to the dtype of the loss, however it was multiplied.
-
-    Raises:
-        UsageError: `factor` is beyond that dtype, as only float16's range is so small, so that no gradient could be finite.
-    """
-    if loss.dtype is torch.float16 and factor > torch.finfo(torch.float16).max:
-        raise explain(
-            UsageError,
-            "loss",
-            expected=f"a dtype that holds weight x loss scale, which is at least {factor:g} here",
-            found="a float16 loss, in which that is inf, so that every gradient would overflow",
-            fix="Compute the loss in float32: loss_fn(output.float(), target).",
-        )
+def known_window_size(options: Options, optimizer_step: int) -> int | None:
+    """`window_size` of a window that has not begun; None where a schedule raises, which is the business of the ``step`` that begins it."""
+    try:
+        return window_size(options, optimizer_step)
+    except Exception:
+        return None
 
 
 def require_layouts(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,7 +1,7 @@
 """Whether half-precision tensors hold the rounded values of float32 ones, in one pass over both.
 
-A CPU compares the bits, in half the time that it takes to compare the numbers, for which it has no vector instruction. On an accelerator
-the launch of a kernel is what takes time: there many tensors are subtracted in one call, so many that the rounded copies stay small.
+A CPU compares the bits: it has no vector instruction that compares half-precision numbers, so that would take twice the time. On an
+accelerator the launch of a kernel takes the time: there one call subtracts many tensors, no more than keep the rounded copies small.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum_torch.torch_private import foreach_copy_, foreach_norm, foreach_sub_
+
 CHUNK = 2**25
 """Elements that are rounded at a time."""
 
@@ -22,7 +24,7 @@ Pair = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def apart(pairs: Sequence[Pair]) -> Tensor | None:
-    """Whether any half-precision tensor is something else than the other one rounded: a bool, shape ``()``; None without any element.
+    """Whether any half-precision tensor differs from the other one rounded: a bool, shape ``()``; None without any element.
 
     True also where both are not finite. Of a sharded tensor the part that is here is compared.
     """
@@ -46,9 +48,9 @@ def bits_apart(half: Tensor, wide: Tensor) -> Tensor:
 def differences(pairs: Sequence[Pair]) -> Sequence[Tensor]:
     """The largest difference within each pair, shape ``()``: not 0, or NaN, where a number differs."""
     rounded = [torch.empty_like(half) for half, _ in pairs]
-    torch._foreach_copy_(rounded, [wide for _, wide in pairs])
-    torch._foreach_sub_(rounded, [half for half, _ in pairs])
-    return torch._foreach_norm(rounded, math.inf)
+    foreach_copy_(rounded, [wide for _, wide in pairs])
+    foreach_sub_(rounded, [half for half, _ in pairs])
+    return foreach_norm(rounded, math.inf)
 
 
 def _chunks(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:

@@ -1,15 +1,14 @@
 """Methods that only the inner optimizer has, called on the wrapped one.
 
-Some switch the weights (schedulefree's ``eval`` and ``train``); where there are masters, the model is given what they make of them. Some
-make an update of their own (SAM's ``first_step``): from a part of a window's gradient, and uncounted. What tells those apart is not the
-name but that they look at ``.grad``: they are refused as they do so, before they have changed anything.
+Some switch the weights (schedulefree's ``eval`` and ``train``); with master weights, the model then gets the rounded result. Some make an
+update of their own (SAM's ``first_step``): from a part of a window's gradient, and uncounted. Such a method looks at ``.grad``, whatever
+its name is. It is refused as it looks, before it has changed anything.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from types import FunctionType, MethodType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,32 +16,33 @@ from torch.overrides import TorchFunctionMode
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
+from gradaccum_torch.masters import Parameters
 from gradaccum_torch.window import Window
+
+Argument = Any
+"""What a method of torch or of the inner optimizer takes: handed through, whatever it is."""
 
 _GRAD: Any = Tensor.grad
 _TOUCHES = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
 
 
 class _Watch(TorchFunctionMode):
-    """While it is on, whoever reads or writes the ``.grad`` of a parameter that holds a part of a window is refused."""
+    """Refuses to read or write the ``.grad`` of a parameter while it holds a part of a window."""
 
-    def __init__(self, method: str, window: Window) -> None:
+    def __init__(self, method: str, window: Window, parameters: Parameters) -> None:
         super().__init__()
         self._method, self._window = method, window
-        self._ids = {id(tensor) for tensor in (*window.parameters.unique(), *window.parameters.masters().values())}
+        self._ids = {id(tensor) for tensor in (*parameters.unique(), *parameters.masters().values())}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func in _TOUCHES and id(args[0]) in self._ids and self._window.is_under_way():
-            raise _refused(self._method)
+            raise _own_update_error(self._method)
         return func(*args, **(kwargs or {}))
 
 
-def is_forwarded(value: Any) -> bool:
-    """Whether `value`, an attribute of the inner optimizer, is a method or function, and not an object of another kind."""
-    return isinstance(value, (MethodType, FunctionType))
-
-
-def forwarded(method: Callable[..., Any], name: str, window: Window) -> Callable[..., Any]:
+def forwarded(method: Callable[..., Any], name: str, window: Window, parameters: Parameters) -> Callable[..., Any]:
     """`method` of the inner optimizer so that it leaves the window of the wrapped one right.
 
     Raises:
@@ -50,14 +50,15 @@ def forwarded(method: Callable[..., Any], name: str, window: Window) -> Callable
     """
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with window.parameters.published(), _Watch(name, window):
+    def call(*args: Argument, **kwargs: Argument) -> Any:
+        with parameters.published(), _Watch(name, window, parameters):
             return method(*args, **kwargs)
 
     return call
 
 
-def _refused(method: str) -> UsageError:
+def _own_update_error(method: str) -> UsageError:
+    """The error for a method that makes an update from a part of a window's gradient."""
     return explain(
         UsageError,
         f"{method}()",

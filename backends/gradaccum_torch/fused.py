@@ -2,32 +2,40 @@
 
 Their kernels divide each gradient by ``optimizer.grad_scale`` as they read it, which is how `torch.amp.GradScaler` unscales. A window's
 divisor (loss scale, denominator and clipping in one) goes the same way, and a pass over the gradients is saved. The kernels divide in
-float32 by a float32, bit for bit what dividing first would give; so other dtypes are left to that, unless the divisor has no rounding.
+float32 by a float32, bit for bit what dividing first would give. So float64 goes this way only where the divisor is a float32, and half
+precision never.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from gradaccum_torch.masters import Group
+from gradaccum_torch.torch_private import all_step_pre_hooks, divides_by_grad_scale, step_pre_hooks
+
+_FLOAT32 = {torch.float32}
+_WIDE = {torch.float32, torch.float64}
 
 
 def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
-    """Whether ``inner.step()`` itself can divide what is in ``.grad``, exactly and unseen by anyone who looks before it."""
-    if not getattr(inner, "_step_supports_amp_scaling", False):
+    """Whether ``inner.step()`` itself can divide what is in ``.grad``, exactly, and before any Python code reads it."""
+    if not divides_by_grad_scale(inner):
         return False
-    return _is_torchs(inner) and not _hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
+    return _is_torchs(inner) and not _is_hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
 
 
-def run_dividing(inner: torch.optim.Optimizer, divisor: float, update: Callable[[], Any]) -> None:
-    """Run `update`, in which every ``inner.step()`` divides by `divisor`; ``.grad`` holds the divided gradient after it."""
+@contextmanager
+def dividing(inner: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
+    """Inside, every ``inner.step()`` divides by `divisor`; ``.grad`` holds the divided gradient after it."""
     device = next((parameter.device for group in inner.param_groups for parameter in group["params"]), torch.device("cpu"))
     inner.grad_scale, inner.found_inf = _scale(divisor, device), None  # type: ignore[attr-defined]
     try:
-        update()
+        yield
     finally:
         del inner.grad_scale, inner.found_inf  # type: ignore[attr-defined]
 
@@ -53,14 +61,10 @@ def _is_torchs(inner: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _hooked(inner: torch.optim.Optimizer) -> bool:
-    return bool(inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+def _is_hooked(inner: torch.optim.Optimizer) -> bool:
+    return bool(step_pre_hooks(inner) or all_step_pre_hooks)
 
 
-def _takes(group: dict[str, Any], divisor: float) -> bool:
+def _takes(group: Group, divisor: float) -> bool:
     dtypes = {parameter.dtype for parameter in group["params"]}
     return bool(group.get("fused")) and (dtypes <= _FLOAT32 or (dtypes <= _WIDE and _is_float32(divisor)))
-
-
-_FLOAT32 = {torch.float32}
-_WIDE = {torch.float32, torch.float64}

@@ -1,18 +1,20 @@
 """A user's own `torch.amp.GradScaler`, driven once per window.
 
-The window's scale is what the scaler holds as its first micro-batch ends. Everything is noted on the scaler's device and read
-together with the norm at the window's end, so that nothing waits for the device before; a scale that something else moved inside
-the window makes its end an error.
+The window's scale is the one that the scaler holds as the first micro-batch ends. Everything is noted on the scaler's device and read
+together with the norm at the window's end, so that nothing waits for the device before. If something else moved the scale inside the
+window, its end raises.
 
 Two loops work. ``opt.backward(loss); opt.step()``: the close writes what one ``scaler.update()`` would have made of scale and growth
 tracker. ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, word for word: ``scaler.step`` finds no gradients to
-unscale, only a probe, and calls ``opt.step``. Inside a window the tracker is set back by the one that ``scaler.update()`` will add, and
-at the end the scaler is told whether there was an overflow, so that its own ``update`` moves the scale. So ``scaler.get_scale()`` before
-and after ``update`` tell what they always told.
+unscale, only a probe, and calls ``opt.step``. Inside a window the wrapper takes from the tracker the one that ``scaler.update()`` will
+add. At the end it tells the scaler whether there was an overflow, and the scaler's own ``update`` moves the scale. So comparing
+``scaler.get_scale()`` before and after ``update`` tells a skipped update, as in the bare loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,11 +23,13 @@ from torch import Tensor
 
 from gradaccum import UsageError
 from gradaccum.kit import Options, ScaleRule, State, explain
+from gradaccum_torch.masters import Group
+from gradaccum_torch.torch_private import LocalVariables, found_inf_of, pending_update, scale_of, scaler_state, tracker_of
 
 SMALLEST = 2.0**-125
 """The floor of a scale without one: a power of two by which a window may still be divided, so that the scale can grow again."""
 
-_SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Any, Tensor]] = WeakKeyDictionary()
+_SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Mapping[int, Any], Tensor]] = WeakKeyDictionary()
 """The true scale and tracker of a scaler whose tracker was set back, and the table that its next ``update`` replaces by another."""
 
 
@@ -38,26 +42,33 @@ class ScalerLink:
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
-        self.scaler = scaler
+        self._scaler = scaler
         scaler.scale(torch.zeros((), device=device))
         self._start = self._now().clone()
         self._moved = self._start[0] != self._start[0]
         self._used = 0.0
-        self.update_follows = False
-        """The window's end was asked for by ``scaler.step``, and the user calls ``scaler.update`` after it."""
+        self._ended: tuple[State, bool] | None = None
+        """The state after the window that has ended in the step under way, and whether it was an overflow."""
+        self._update_follows = False
+        """``scaler.step`` asked for the window's end, and the user calls ``scaler.update`` after it."""
         self._probe = torch.zeros((), device=device)
         self._probe.grad = torch.zeros((), device=device)
 
     @property
     def rule(self) -> ScaleRule:
         """How the scale moves, by the factors that the scaler has now."""
-        scaler = self.scaler
+        scaler = self._scaler
         return ScaleRule(
             growth_factor=scaler.get_growth_factor(),
             backoff_factor=scaler.get_backoff_factor(),
             growth_interval=scaler.get_growth_interval(),
             min_scale=SMALLEST,
         )
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the scale, on the device where the scale is."""
+        scaled: Tensor = self._scaler.scale(loss)
+        return scaled
 
     def count(self, *, first: bool) -> None:
         """A micro-batch ended: the first one's scale is the window's, the others' must be the same."""
@@ -79,7 +90,7 @@ class ScalerLink:
         """
         scale, tracker, moved = notes
         if moved:
-            raise _moved()
+            raise _moved_error()
         self._used = scale
         return fields._replace(loss_scale=scale, growth_tracker=int(tracker))
 
@@ -87,7 +98,7 @@ class ScalerLink:
         """The state as it is to be saved: in a window with the window's scale, between two with the scaler's own."""
         if fields.micro_step:
             scale, tracker = self._start.tolist()
-        elif self.scaler._per_optimizer_states:
+        elif pending_update(self._scaler):
             return fields  # scaler.update() is still to come and will make it what the transition made it.
         else:
             scale, tracker = self._now().tolist()
@@ -95,31 +106,55 @@ class ScalerLink:
 
     def write(self, fields: State) -> None:
         """Make the state's scale and tracker the scaler's, and the window's if one is open."""
-        scaler = self.scaler
-        _SET_BACK.pop(scaler, None)
-        scaler.load_state_dict(
-            {
-                "scale": fields.loss_scale,
-                "growth_factor": scaler.get_growth_factor(),
-                "backoff_factor": scaler.get_backoff_factor(),
-                "growth_interval": scaler.get_growth_interval(),
-                "_growth_tracker": fields.growth_tracker,
-            }
-        )
+        _SET_BACK.pop(self._scaler, None)
+        self._scaler.load_state_dict(scaler_state(self._scaler, fields.loss_scale, fields.growth_tracker))
         self.count(first=True)
 
-    def group(self) -> dict[str, Any]:
-        """What the scaler is shown in place of the gradients, so that it records a finite check."""
-        return {"params": [self._probe]}
+    def window_ended(self, fields: State, overflow: bool) -> None:
+        """`write` the state after the window, unless the user's ``scaler.update`` is to make it."""
+        if self._update_follows:
+            self._ended = fields, overflow
+        else:
+            self.write(fields)
 
-    def hold(self) -> None:
+    @contextmanager
+    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, ``scaler.step`` runs the step of `optimizer`.
+
+        The ``scaler.update`` that follows moves the scale if a window has ended inside, and else leaves it as it was.
+        """
+        self._update_follows, self._ended = True, None
+        try:
+            yield
+        except BaseException:
+            # scaler.step does not get to it, and the next step may be the user's own.
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            if self._ended is not None:
+                self.write(self._ended[0])
+            raise
+        finally:
+            self._update_follows = False
+        if self._ended is None:
+            self._hold()
+        else:
+            self._settle(optimizer, *self._ended)
+
+    def groups_for(self, caller: LocalVariables) -> list[Group]:
+        """The groups that ``scaler.step`` may look at: a probe in place of the gradients, so that it records a finite check.
+
+        Raises:
+            UsageError: `caller`, the method that unscales, is another scaler's or would unscale in ``scaler.unscale_``.
+        """
+        if caller.get("self") is not self._scaler or not caller.get("allow_fp16"):
+            raise foreign_scaler_error()
+        return [{"params": [self._probe]}]
+
+    def _hold(self) -> None:
         """Make the ``scaler.update()`` that follows leave scale and tracker as they were when the window began."""
-        tracker = self.scaler._growth_tracker
-        assert tracker is not None
-        tracker.copy_(self._start[1] - 1)
+        tracker_of(self._scaler).copy_(self._start[1] - 1)
         self._note_set_back(self._start)
 
-    def settle(self, optimizer: torch.optim.Optimizer, fields: State, overflow: bool) -> None:
+    def _settle(self, optimizer: torch.optim.Optimizer, fields: State, overflow: bool) -> None:
         """Make the ``scaler.update()`` that follows end in the scale and tracker of `fields`, the state after the window.
 
         Where the scale moves, ``update`` itself moves it, so that comparing the scale before and after tells what it always told. Where
@@ -130,21 +165,19 @@ class ScalerLink:
             self.write(fields._replace(growth_tracker=fields.growth_tracker - 1))
             self._note_set_back(start)
         else:
-            for found in self.scaler._found_inf_per_device(optimizer).values():
+            for found in found_inf_of(self._scaler, optimizer):
                 found.fill_(float(overflow))
 
     def _note_set_back(self, true: Tensor) -> None:
         """Another wrapped optimizer with this scaler may ask for it before ``scaler.update()``."""
-        _SET_BACK[self.scaler] = self.scaler._per_optimizer_states, true
+        _SET_BACK[self._scaler] = pending_update(self._scaler), true
 
     def _now(self) -> Tensor:
         """Scale and growth tracker side by side, float64: both exactly."""
-        awaited, true = _SET_BACK.get(self.scaler, (None, None))
-        if true is not None and awaited is self.scaler._per_optimizer_states:
+        awaited, true = _SET_BACK.get(self._scaler, (None, None))
+        if true is not None and awaited is pending_update(self._scaler):
             return true
-        scale, tracker = self.scaler._get_scale_async(), self.scaler._growth_tracker
-        assert scale is not None
-        assert tracker is not None
+        scale, tracker = scale_of(self._scaler), tracker_of(self._scaler)
         return torch.stack([scale.to(_wide(scale)), tracker.to(_wide(scale))])
 
 
@@ -168,7 +201,8 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
-def _moved() -> UsageError:
+def _moved_error() -> UsageError:
+    """The error for a scale that moved inside a window."""
     return explain(
         UsageError,
         "scaler",
@@ -178,7 +212,7 @@ def _moved() -> UsageError:
     )
 
 
-def refused() -> UsageError:
+def foreign_scaler_error() -> UsageError:
     """The error for a scaler that the wrapper was not given, or that is to unscale gradients in ``.grad``."""
     return explain(
         UsageError,

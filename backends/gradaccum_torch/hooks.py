@@ -1,4 +1,4 @@
-"""A look at ``.grad`` right after autograd has accumulated into it, for as long as somebody wants it.
+"""A look at ``.grad`` right after autograd has accumulated into it, for as long as the owner of the hooks lives.
 
 torch keeps a hook on its parameter, and the hook keeps what it refers to. So the hooks are taken off when their owner is freed.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
-from torch._C._dynamo import eval_frame
 from torch.utils.hooks import RemovableHandle
 
 Hook = Callable[[Tensor], None]
+"""Called with a parameter into which autograd has accumulated."""
 
 
 def can_be_hooked(parameter: Tensor) -> bool:
@@ -21,21 +21,8 @@ def can_be_hooked(parameter: Tensor) -> bool:
     return parameter.is_leaf and parameter.requires_grad
 
 
-def untraced(function: Callable[..., object]) -> None:
-    """Keep Dynamo from compiling `function` and what it calls: in a compiled training step it would trace what autograd calls.
-
-    `torch.compiler.disable` does the same, but imports all of the compiler, and puts a frame around every call.
-    """
-    frames: Any = eval_frame
-    if hasattr(frames, "_FrameExecStrategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    else:
-        frames.skip_code(function.__code__)
-
-
 class Hooks:
-    """The hooks of one owner, which must not be referred to by them: only so is it freed as it is dropped."""
+    """The hooks of one owner. They must not refer to it, or it would not be freed as it is dropped."""
 
     def __init__(self) -> None:
         self._handles: dict[int, RemovableHandle] = {}

@@ -1,16 +1,18 @@
 """Which tensors the model has and which the inner optimizer works on: the same ones, or float32 masters of half-precision parameters.
 
 With ``master_weights=True`` the inner optimizer has a float32 master in place of each float16 or bfloat16 parameter while its ``step``
-runs, so that its state and its gradients are float32 too; after each update the model gets the rounded copy. Everybody else finds the
-model's parameters in the groups: ``clip_grad_norm_``, a weight decay or an average over ``opt.param_groups`` reach the model. The model
-is what counts: the next update takes over what something else wrote into a parameter since (a checkpoint, averaged weights), element
+runs, so that its state and its gradients are float32 too; after each update the model gets the rounded copy. At all other times the
+groups hold the model's parameters: ``clip_grad_norm_``, a weight decay or an average over ``opt.param_groups`` reach the model. The
+model's values win: if something else (a checkpoint, averaged weights) wrote into a parameter, the next update takes that over, element
 by element. torch does not count writes through ``parameter.data``, so values are compared, not versions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,11 +22,17 @@ from torch import Tensor
 from gradaccum import ArgumentValueError
 from gradaccum.kit import explain
 from gradaccum_torch.comparison import apart
+from gradaccum_torch.sums import HALF
+from gradaccum_torch.torch_private import foreach_copy_
 
-HALF = (torch.float16, torch.bfloat16)
+Group = dict[str, Any]
+"""A parameter group of a `torch.optim.Optimizer`: its ``"params"``, a list of tensors, and its options."""
 
 _MASTERS: WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, Tensor]] = WeakKeyDictionary()
 """The masters by the model's parameter, of each inner optimizer that has some: it may be wrapped again."""
+
+_NO_SWAP = nullcontext()
+_PARAMS = itemgetter("params")
 
 
 class Parameters:
@@ -42,7 +50,7 @@ class Parameters:
     def __init__(self, inner: torch.optim.Optimizer, master_weights: bool, masters: Mapping[int, Tensor] | None = None) -> None:
         self._inner, self._wanted, self._in_place = inner, master_weights, False
         if _MASTERS.get(inner) and not master_weights:
-            raise _has_masters()
+            raise _has_masters_error()
         self._masters = _MASTERS.setdefault(inner, {}) if master_weights else {}
         self._models = {master: parameter for parameter, master in self._masters.items()}
         for index, master in (masters or {}).items():
@@ -50,19 +58,24 @@ class Parameters:
         self._had_gradients: list[Tensor] = []
         self._complete()
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[Group]:
         """The inner optimizer's groups as they are now, with the model's parameters in them."""
         return [{**group, "params": [self._models.get(own, own) for own in group["params"]]} for group in self._inner.param_groups]
 
     def positions(self) -> list[Tensor]:
         """The model's parameters by the index that a saved state calls them by."""
-        own = [own for group in self._inner.param_groups for own in group["params"]]
+        own = list(chain.from_iterable(map(_PARAMS, self._inner.param_groups)))
         return [self._models.get(tensor, tensor) for tensor in own] if self._models else own
 
     def unique(self) -> list[Tensor]:
         """The model's parameters, each once."""
-        # By the id, which a tensor hashes by too, at ten times the price.
-        return list({id(parameter): parameter for parameter in self.positions()}.values())
+        seen = self.positions()
+        # Keyed by id(): the same identity as hash(tensor), ten times faster.
+        return list(dict(zip(map(id, seen), seen, strict=True)).values())
+
+    def device(self) -> torch.device:
+        """That of the first parameter; the CPU where there is none."""
+        return next((parameter.device for parameter in self.positions()), torch.device("cpu"))
 
     @property
     def has_masters(self) -> bool:
@@ -70,7 +83,7 @@ class Parameters:
         return bool(self._masters)
 
     def worked_on(self, parameter: Tensor) -> Tensor:
-        """What the inner optimizer has in the parameter's place: its master, or itself."""
+        """The tensor that the inner optimizer has in the parameter's place: its master, or itself."""
         return self._masters.get(parameter, parameter)
 
     def masters(self) -> dict[int, Tensor]:
@@ -81,12 +94,12 @@ class Parameters:
         """Parameters were added to the inner optimizer."""
         self._complete()
 
-    @contextmanager
-    def masters_in_place(self) -> Iterator[None]:
+    def masters_in_place(self) -> AbstractContextManager[None]:
         """Inside, the groups and the state of the inner optimizer hold the masters in the place of the model's parameters."""
-        if not self._masters or self._in_place:
-            yield
-            return
+        return self._swapped() if self._masters and not self._in_place else _NO_SWAP
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
         try:
             self._put(self._masters)
             self._in_place = True
@@ -99,11 +112,11 @@ class Parameters:
     def round(self) -> None:
         """Give the model the rounded masters."""
         if self._masters:
-            torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+            foreach_copy_(list(self._masters), list(self._masters.values()))
 
     def strayed(self) -> tuple[Tensor, ...]:
         """Whether the model holds something else than the rounded masters: one bool, shape ``()``; nothing where there are no masters."""
-        found = apart(list(self._masters.items()))
+        found = apart(list(self._masters.items())) if self._masters else None
         return () if found is None else (found,)
 
     @torch.no_grad()
@@ -114,8 +127,8 @@ class Parameters:
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Inside, the inner optimizer is asked to do something with its masters: what that makes of them, the model gets."""
-        # In the midst of an update it is the masters that are ahead.
+        """Inside, a method of the inner optimizer works on the masters; the model gets the result."""
+        # In the midst of an update the masters are ahead of the model.
         if not self._in_place and any(self.strayed()):
             self.take_over()
         try:
@@ -136,7 +149,7 @@ class Parameters:
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear ``.grad`` of the model; a master has one only during an update."""
         if set_to_none and getattr(self._inner.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
-            # Not by its own, which takes longer over gradients that the window's end has freed than over others.
+            # torch's own takes longer over gradients that the window's end has freed than over others.
             return self.free_gradients()
         self._inner.zero_grad(set_to_none)
         if not set_to_none:
@@ -187,11 +200,13 @@ class Parameters:
             self._inner.state[parameter] = {name: _widened(value) for name, value in state.items()}
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: object) -> object:
+    """A value of an optimizer's state, in float32 if it is a half-precision tensor."""
     return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
 
 
-def _has_masters() -> ArgumentValueError:
+def _has_masters_error() -> ArgumentValueError:
+    """The error for an optimizer that has masters from an earlier wrapper, wrapped without ``master_weights=True``."""
     return explain(
         ArgumentValueError,
         "master_weights",

@@ -1,55 +1,38 @@
 """A state for `torch.distributed.checkpoint.state_dict`, which keeps ``"state"`` and ``"param_groups"`` and drops the rest.
 
-So the wrapper's entry travels in the first group, and the masters beside the inner optimizer's tensors of their parameters, which it calls
-by name and shards. A window's sum does not fit: what such a checkpoint is loaded into must have the same tensors before, and whether there
+So the wrapper's entry travels in the first group. The masters travel beside the inner optimizer's tensors of their parameters, which torch
+calls by name and shards. A window's sum does not fit: torch loads such a checkpoint into tensors that must exist before, and whether there
 is a sum changes from step to step. So an open window is refused.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.checkpoint import KEY, describe
+from gradaccum_torch.entry import KEY, describe
 from gradaccum_torch.masters import Parameters
+from gradaccum_torch.torch_private import LocalVariables
 
 MASTER = "gradaccum_master"
 
 
-def asked_by(function: str) -> Mapping[str, Any] | None:
-    """The local variables of who called the caller, if that is `function` of `torch.distributed.checkpoint.state_dict`."""
-    frame = sys._getframe(2)
-    module = frame.f_globals.get("__name__")
-    known = frame.f_code.co_name == function and module == "torch.distributed.checkpoint.state_dict"
-    return frame.f_locals if known else None
-
-
-def initialize(inner: torch.optim.Optimizer) -> None:
-    """Give `inner` the state that a step makes, as torch does it before it reads or loads one."""
-    from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-    _init_optim_state(inner)
-
-
-def spread(state_dict: dict[str, Any], parameters: Parameters, its_locals: Mapping[str, Any]) -> dict[str, Any]:
-    """`state_dict` in that form.
+def spread(state_dict: dict[str, Any], parameters: Parameters, caller: LocalVariables) -> dict[str, Any]:
+    """`state_dict` in that form, for torch's function with the local variables `caller`.
 
     Raises:
-        UsageError: a window is open, or the state is to be flattened, which drops what torch does not know of a group.
+        UsageError: a window is open, or the state is to be flattened, which drops the entries of a group that torch does not know.
     """
     entry = state_dict.pop(KEY)
     if entry["micro_step"]:
         found, fix = "an open window", "Call opt.flush() or opt.discard() first, or save opt.state_dict() itself, which holds the window."
-        raise _refused("to be called between two windows", found, fix)
-    if getattr(its_locals.get("info"), "flatten_optimizer_state_dict", False):
-        raise _refused("flatten_optimizer_state_dict=False", "True, which drops the state of the window", "Leave it out.")
+        raise _left_out_error("to be called between two windows", found, fix)
+    if getattr(caller.get("info"), "flatten_optimizer_state_dict", False):
+        raise _left_out_error("flatten_optimizer_state_dict=False", "True, which drops the state of the window", "Leave it out.")
     masters = entry["masters"]
     for index, parameter in enumerate(parameters.positions() if masters else ()):
         # A parameter that is its own master too, or torch would miss its state where the inner optimizer has none.
@@ -74,5 +57,6 @@ def gather(state_dict: dict[str, Any], parameters: Parameters) -> dict[str, Any]
     }
 
 
-def _refused(expected: str, found: str, fix: str) -> UsageError:
+def _left_out_error(expected: str, found: str, fix: str) -> UsageError:
+    """The error for a state of which torch would leave out a part."""
     return explain(UsageError, "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict", expected=expected, found=found, fix=fix)

@@ -1,18 +1,21 @@
-"""2-norms of many tensors in few calls.
+"""The global 2-norm of a window's sum, which is also its finite check: many tensors in few calls, and one wait for the device.
 
 On a CPU one more call takes as long as the norm of a thousand numbers, so small tensors are copied side by side and have one norm
-together. An accelerator has a kernel for many tensors, which is left to do it. Of tensors that are split over processes each process
-has a part: their norms are reduced over the processes first, so that every element counts once and all processes decide alike.
+together. An accelerator has one kernel for many tensors. Of a tensor that is split over processes each process has a part: the processes
+reduce the norms first, so that every element counts once and all processes decide alike.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+
+from gradaccum_torch.tensors import are_alike, dense_parts, side_by_side, together
+from gradaccum_torch.torch_private import flatten_dense, foreach_norm
 
 SMALL = 4096
 """Elements up to which a CPU copies a tensor in less time than one more call takes."""
@@ -20,28 +23,61 @@ FEW = 4
 """Up to so many small tensors the copy is one call too many."""
 
 
-def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are on a CPU and have one dtype, float32 or float64, so that calls can be saved and no rounding is another."""
-    dtype = tensors[0].dtype if tensors else None
-    return dtype in (torch.float32, torch.float64) and all(
-        type(tensor) is Tensor and tensor.dtype is dtype and tensor.is_cpu for tensor in tensors
-    )
+class Measured(NamedTuple):
+    """What was measured of a window's sum."""
+
+    norm: float
+    """Its global 2-norm."""
+    finite: bool
+    """Whether every element is finite."""
+    notes: list[float]
+    """The values of the notes that were asked for beside it."""
+    norms: list[Tensor]
+    """The norms that it was made of, shape ``()``: of one tensor each, or of several together."""
 
 
-def together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """`tensors` in lists that torch takes in one call each: those of one process, and those split over the same processes."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        key = None if type(tensor) is Tensor else (type(tensor), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
-        groups.setdefault(key, []).append(tensor)
-    return list(groups.values())
+@torch.no_grad()
+def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measured:
+    """The global 2-norm, and whether every element is finite, with one wait for the device while the norm is finite.
+
+    Large but finite elements, whose squares overflow, are finite: the norm is then taken of the elements divided by the largest.
+
+    Args:
+        gradients: the tensors, any shapes and dtypes.
+        notes: scalars, shape ``()``, to be read in the same transfer.
+    """
+    tensors = dense_parts(gradients)
+    norms = norms_in_few_calls(tensors)
+    norm, *read = _fetch(norms, notes)
+    if math.isfinite(norm):
+        return Measured(norm, True, read, norms)
+    peak = largest(tensors)
+    if not math.isfinite(peak):
+        return Measured(math.inf, False, read, norms)
+    (scaled,) = _fetch([norm for tensor in tensors for norm in norms_of([tensor / peak])])
+    return Measured(peak * scaled, True, read, norms)
+
+
+@torch.no_grad()
+def is_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether every element is finite; waits for the device once."""
+    return math.isfinite(largest(gradients))
+
+
+@torch.no_grad()
+def largest(gradients: Sequence[Tensor]) -> float:
+    """The largest magnitude among all elements, NaN or inf if there is one; waits for the device once."""
+    tensors = [tensor for tensor in dense_parts(gradients) if tensor.numel()]
+    if not tensors:
+        return 0.0
+    return float(side_by_side(norms_of(tensors, math.inf)).max())
 
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """Norms of shape ``()`` whose norm is that of all `tensors`: one for each tensor, or one for all that are split the same way."""
     norms = []
     for group in together(tensors):
-        of_each: list[Tensor] = list(torch._foreach_norm(group, order))
+        of_each: list[Tensor] = list(foreach_norm(group, order))
         norms += [_whole(of_each, order)] if hasattr(group[0], "full_tensor") else of_each
     return norms
 
@@ -51,17 +87,20 @@ def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
     small = [tensor for tensor in tensors if tensor.numel() <= SMALL]
     if len(small) <= FEW or not are_alike(tensors):
         return norms_of(tensors)
-    copy = _flatten_dense_tensors(small)  # type: ignore[no-untyped-call]
-    return [*norms_of([tensor for tensor in tensors if tensor.numel() > SMALL]), torch.linalg.vector_norm(copy)]
+    large = [tensor for tensor in tensors if tensor.numel() > SMALL]
+    return [*norms_of(large), torch.linalg.vector_norm(flatten_dense(small))]
 
 
-def side_by_side(scalars: Sequence[Tensor]) -> Tensor:
-    """Scalars of all dtypes and devices as one vector on the first one's device, in float64 where the device has it."""
-    first = scalars[0]
-    if any(scalar.dtype is not first.dtype or scalar.device != first.device for scalar in scalars):
-        dtype = torch.float32 if first.is_mps else torch.float64
-        scalars = [scalar.to(device=first.device, dtype=dtype) for scalar in scalars]
-    return torch.stack(list(scalars))
+def same_norms(norms: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether norms that were measured of the same tensors are equal; waits for the device."""
+    return all(a.equal(b) for a, b in zip(norms, others, strict=True))
+
+
+def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]:
+    """The norm of all tensors from the norm of each, in float64, and then the notes, with one wait for the device."""
+    scalars = [*norms, *notes]
+    read: list[float] = [scalars[0].item()] if len(scalars) == 1 else side_by_side(scalars).tolist() if scalars else []
+    return [math.hypot(*read[: len(norms)]), *read[len(norms) :]]
 
 
 def _whole(norms: list[Tensor], order: float) -> Tensor:

@@ -1,31 +1,37 @@
 """The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner one once per window of micro-batches.
 
-These are the calls that a user makes. What they do to the window is `Window`'s, where its sum lives is a `Strategy`'s, and whether
-``.grad`` can be believed is `Sentinels`'. What raises does so before anything changed.
+These are the calls that a user makes. `Window` counts and closes; a `Strategy` stores the sum; `Sentinels` notice outside changes; `Update`
+runs the inner optimizer. A call that raises does so before anything changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from gradaccum import StepResult, UsageError
-from gradaccum.kit import Options, ScaleRule, explain, require_weight
-from gradaccum_torch.checks import require_loss
-from gradaccum_torch.forwarding import forwarded, is_forwarded
-from gradaccum_torch.grad_scaler import refused
-from gradaccum_torch.micro_batch import unfinished
-from gradaccum_torch.persistence import PersistentOptimizer
+from gradaccum import StepResult
+from gradaccum.kit import Options, require_weight
+from gradaccum_torch.attempt import StepReturn
+from gradaccum_torch.checkpoint import load, save
+from gradaccum_torch.closure import Loss
+from gradaccum_torch.delegating import DelegatingOptimizer, OptimizerState, StateDict
+from gradaccum_torch.forwarding import Argument, forwarded
+from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
+from gradaccum_torch.loss import require_loss
+from gradaccum_torch.masters import Group, Parameters
+from gradaccum_torch.torch_private import LocalVariables, initialize_state
+from gradaccum_torch.update import Update
 from gradaccum_torch.window import Window
 
 _FROM_SCALER = "grad_scale"
 """What ``scaler.step`` sets on an optimizer for the time of its step."""
 
 
-class AccumulatingOptimizer(PersistentOptimizer):
+@final
+class AccumulatingOptimizer(DelegatingOptimizer):
     """What `gradaccum.wrap` makes of a torch optimizer; use it in the optimizer's place.
 
     ``loss.backward(); opt.step(); opt.zero_grad()`` stays as it was, in either order. In mid-window ``zero_grad`` keeps the partial
@@ -37,8 +43,17 @@ class AccumulatingOptimizer(PersistentOptimizer):
     """
 
     def __init__(self, inner: torch.optim.Optimizer, options: Options) -> None:
-        super().__init__(inner, options)
-        self._window = Window(inner, options)
+        super().__init__(inner)
+        self._build(options)
+
+    def _build(self, options: Options, masters: Mapping[int, Tensor] | None = None) -> None:
+        """Begin anew; `masters`: the master weights by position, where the inner optimizer is a copy that has worked on them already."""
+        self._options = options
+        self._parameters = Parameters(self._inner, options.master_weights, masters)
+        self._scaler = link_scaler(options, self._parameters.device())
+        self._window = Window(self._parameters, options, Update(self, self._inner, self._parameters), self._scaler)
+        self._loads = 0, 0
+        """How often a saved state was loaded, and the updates that the last one had."""
 
     @property
     def result(self) -> StepResult:
@@ -48,9 +63,9 @@ class AccumulatingOptimizer(PersistentOptimizer):
     @property
     def master_weights(self) -> dict[int, Tensor]:
         """The float32 master of each half-precision parameter by its index, with ``master_weights=True``; the tensors themselves."""
-        return self._window.parameters.masters()
+        return self._parameters.masters()
 
-    def backward(self, loss: Tensor, weight: float | None = None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, weight: float | None = None, **kwargs: Argument) -> None:
         """``loss.backward(**kwargs)`` with the weight and the loss scale multiplied in.
 
         Args:
@@ -63,12 +78,7 @@ class AccumulatingOptimizer(PersistentOptimizer):
             ArgumentTypeError, ArgumentValueError: `loss` is no tensor, `weight` no such number.
             UsageError: another loss of the same micro-batch had another weight.
         """
-        loss, number = require_loss(loss), 1.0 if weight is None else require_weight(weight)
-        self._window.micro_batch.require_same(number)
-        if number:
-            with self._window.own_backward():
-                self._window.scaled(loss, number).backward(**kwargs)  # type: ignore[no-untyped-call]
-        self._window.micro_batch.note(number)
+        self._window.backward(require_loss(loss), 1.0 if weight is None else require_weight(weight), kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for ``opt.scale(loss).backward()``; the weight is then 1.
@@ -80,13 +90,9 @@ class AccumulatingOptimizer(PersistentOptimizer):
             ArgumentTypeError: `loss` is no tensor.
             UsageError: another loss of the same micro-batch had another weight.
         """
-        loss = require_loss(loss)
-        self._window.micro_batch.require_same(1.0)
-        self._window.micro_batch.note(1.0)
-        self._window.micro_batch.scaled_by_user = True
-        return self._window.scaled(loss, 1.0)
+        return self._window.scale(require_loss(loss))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Loss] | None = None) -> StepReturn:
         """Count the micro-batch whose gradient is in ``.grad``, and at the end of the window make the update.
 
         Args:
@@ -99,12 +105,14 @@ class AccumulatingOptimizer(PersistentOptimizer):
             UsageError: something changed ``.grad`` since autograd filled it, a plain ``backward()`` was used where weight or loss
                 scale are needed, or a closure was given where it cannot work. The window is as it was before the call.
         """
+        window = self._window
         if closure is not None:
-            return self._step_with(closure)
+            return window.step_with(closure)
         if _FROM_SCALER in self.__dict__:
             return self._step_for_scaler()
-        if self._window.count():
-            self._window.close(self._run_update, bool(self._optimizer_step_pre_hooks))
+        window.add()
+        if window.ends():
+            window.close()
         return None
 
     def flush(self) -> None:
@@ -113,7 +121,7 @@ class AccumulatingOptimizer(PersistentOptimizer):
         Raises:
             UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``.
         """
-        self._window.flush(self._run_update, bool(self._optimizer_step_pre_hooks))
+        self._window.flush()
 
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way: no update, nothing counted, the loss scale as it was."""
@@ -125,96 +133,58 @@ class AccumulatingOptimizer(PersistentOptimizer):
         Raises:
             UsageError: it comes between ``backward`` and ``step`` in mid-window, where the micro-batch is part of the sum already.
         """
-        strategy = self._window.strategy
-        if self._window.fields.micro_step and not strategy.keeps_micro_batch_apart:
-            if strategy.sentinels.arrived:
-                raise unfinished("zero_grad()")
-            return
-        self._window.parameters.zero_grad(set_to_none)
-        strategy.forget_micro_batch()
-        self._window.micro_batch.clear()
+        self._window.zero_grad(set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a group, also in mid-window; see `torch.optim.Optimizer.add_param_group`."""
         self._inner.add_param_group(param_group)
         self._window.groups_changed()
 
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        return forwarded(value, name, self._window) if is_forwarded(value) else value
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self._options._asdict().items() if value is not None)
+        return f"{type(self).__name__} ({options})\n{self._inner!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {"inner": self._inner, "options": self._options, "loads": self._loads}
+        return {**state, "masters": self._parameters.masters(), "window": self._window.pickled()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__(state["inner"])
+        self._build(state["options"], state["masters"])
+        self._window.unpickle(state["window"])
+        self._loads = state["loads"]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Read by ``scaler.step``: whether it may call ``step`` at once, without unscaling and without waiting for the device."""
-        return self._window.scaler is not None
+        return self._scaler is not None
 
     def _step_for_scaler(self) -> None:
-        """The step that ``scaler.step`` calls: the scale is moved by the ``scaler.update`` that follows, or held."""
-        window, scaler = self._window, self._window.scaler
-        if scaler is None:
-            raise refused()
-        window.micro_batch.scaled_by_user = scaler.update_follows = True
-        counted = False
-        try:
-            if counted := window.count():
-                window.close(self._run_update, bool(self._optimizer_step_pre_hooks))
-        except BaseException:
-            # scaler.step does not get to it, and the next step may be the user's own.
-            del self.grad_scale, self.found_inf
-            if counted and not window.fields.micro_step:
-                scaler.write(window.fields)
-            raise
-        finally:
-            scaler.update_follows = False
-        if window.fields.micro_step:
-            scaler.hold()
-        else:
-            scaler.settle(self, window.fields, window.result.overflow)
+        """The step that ``scaler.step`` calls."""
+        if self._scaler is None:
+            raise foreign_scaler_error()
+        self._window.note_scaled()
+        with self._scaler.stepping(self):
+            self._window.add()
+            if self._window.ends():
+                self._window.close()
 
-    def _groups_for_scaler(self, its_locals: Mapping[str, Any]) -> list[dict[str, Any]]:
-        scaler = self._window.scaler
-        if scaler is None or its_locals.get("self") is not scaler.scaler or not its_locals.get("allow_fp16"):
-            raise refused()
-        return [scaler.group()]
+    def _groups_for_scaler(self, caller: LocalVariables) -> list[Group]:
+        if self._scaler is None:
+            raise foreign_scaler_error()
+        return self._scaler.groups_for(caller)
 
-    def _step_inner(self, *args: Any, **kwargs: Any) -> Any:
-        returned = self._window.update.run_inner(args, kwargs)
-        if self._window.parameters.has_masters:
-            self._window.parameters.round()
-        return returned
+    def _initialized_state(self) -> OptimizerState:
+        with self._parameters.masters_in_place():
+            initialize_state(self._inner)
+        return {"initialized": True}  # An empty state, as of an inner optimizer without one, would have torch make a step of this one.
 
-    def _step_with(self, closure: Callable[[], Any]) -> Any:
-        self._require_plain()
-        with self._window.counting_applied():
-            return self._run_update(lambda: self._evaluate(closure))
+    def _forwarded(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        return forwarded(method, name, self._window, self._parameters)
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        weight = self._window.micro_batch.weight
-        if self._window.factor(weight) != 1:
-            raise explain(UsageError, "weight", expected="1 inside a closure", got=weight, fix="Leave the weight out.")
-        return loss
+    def _save(self, caller: LocalVariables | None) -> StateDict:
+        return save(self._window, self._parameters, self._inner, caller)
 
-    def _require_plain(self) -> None:
-        """A closure sees the true gradient in ``.grad``, with nothing left to do to it."""
-        self._window.open()
-        if found := self._in_the_way():
-            raise explain(
-                UsageError,
-                "closure",
-                expected="no closure, or steps=1 with no other option than reduction and accumulate_dtype",
-                found=f"a closure, which must find the true gradient in .grad each time, beside {', '.join(found)}",
-                fix="Write opt.backward(loss); opt.step() for each micro-batch, or leave these options out for step(closure).",
-            )
-
-    def _in_the_way(self) -> list[str]:
-        """The options, as one would write them, that leave something to be done to what a closure puts in ``.grad``."""
-        options, window = self._options, self._window
-        found = [f"{name}={value}" for name in ("clip_norm", "skip_norm") if (value := getattr(options, name)) is not None]
-        found += [f"steps={window.size}"] if window.size != 1 else []
-        found += ["loss_scale="] if options.scale_rule != ScaleRule() else []
-        found += [f"on_overflow={options.on_overflow!r}"] if options.on_overflow == "drop_micro_batch" else []
-        found += ["master_weights=True"] if window.parameters.has_masters else []
-        pairs = zip(window.parameters.positions(), window.sum_dtypes, strict=True)
-        apart = {f"sums of {p.dtype} gradients in {total} (write accumulate_dtype={p.dtype})" for p, total in pairs if p.dtype != total}
-        return [*found, *sorted(apart)]
+    def _load(self, state_dict: StateDict) -> None:
+        load(state_dict, self._window, self._parameters, self._inner)
+        self._loads = self._loads[0] + 1, self.result.optimizer_step

@@ -1,74 +1,70 @@
-"""The part of a window that decides where its sum lives, by what the parameters are when it begins."""
+"""Where the sum of a window lives, by what the parameters are when the window begins."""
 
 from __future__ import annotations
 
-from operator import attrgetter
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from gradaccum.kit import Options, State, largest_number
-from gradaccum_torch.buffers import strategy_type
-from gradaccum_torch.checks import window_size
+from gradaccum.kit import Options, largest_number
+from gradaccum_torch.buffers import DroppingStrategy, MovingStrategy
+from gradaccum_torch.in_grad import GradStrategy
 from gradaccum_torch.masters import Parameters
-from gradaccum_torch.strategies import Strategy, sum_dtype
+from gradaccum_torch.strategy import Strategy
+from gradaccum_torch.sums import sum_dtype
+from gradaccum_torch.tensors import DTYPE, REQUIRES_GRAD
 
-_DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 
+class Plan:
+    """What the parameters are as it is made, and what follows for the sum.
 
-class Planned:
-    """A window whose sum lives where the dtypes of its parameters ask for it."""
+    Args:
+        parameters: those that are summed over.
+        options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
+    """
 
-    options: Options
-    parameters: Parameters
-    fields: State
-    strategy: Strategy
-
-    @property
-    def sum_dtypes(self) -> list[torch.dtype]:
+    def __init__(self, parameters: Parameters, options: Options) -> None:
+        self._parameters, self._accumulate_dtype = parameters, options.accumulate_dtype
+        seen = parameters.positions()
+        self._seen, self._dtypes = _seen(seen), list(map(DTYPE, seen))
+        self.sum_dtypes = [sum_dtype(parameter, options.accumulate_dtype) for parameter in seen]
         """The dtype of each parameter's sum."""
-        return [sum_dtype(parameter, self.options.accumulate_dtype) for parameter in self.parameters.positions()]
+        self.float64_weight = torch.float64 in self.sum_dtypes
+        self.largest = largest_number(float64_weight=self.float64_weight)
+        """The largest finite number of the dtype in which the sums are divided."""
+        self._kind = _kind(self._dtypes, self.sum_dtypes, options)
 
-    def groups_changed(self) -> None:
-        """Parameters were added, replaced, frozen or cast; if the sum must now live elsewhere, it moves there."""
-        self.parameters.groups_changed()
-        if type(self.strategy) is strategy_type(self.parameters.positions(), self.options):
-            self.strategy.groups_changed()
-            self._plan()
-        else:
-            self._move_sum()
+    def holds(self) -> bool:
+        """Nothing has changed since: ``model.to(dtype)``, freezing and code that replaces parameters in the groups call nothing here."""
+        return _seen(self._parameters.positions()) == self._seen
 
-    def use_strategy(self) -> None:
-        """Choose where the sum lives by the dtypes of the parameters."""
-        chosen = strategy_type(self.parameters.positions(), self.options)
-        self.strategy = chosen(self.parameters, self.options.accumulate_dtype)
-        self._plan()
+    def holds_dtypes(self) -> bool:
+        """No parameter was cast since."""
+        return list(map(DTYPE, self._parameters.positions())) == self._dtypes
 
-    def _plan(self) -> None:
-        self._planned = self._seen()
-        self._float64_weight = torch.float64 in self.sum_dtypes
-        self._largest = largest_number(float64_weight=self._float64_weight)
+    def strategy(self) -> Strategy:
+        """A new one of the kind that suits the parameters."""
+        return self._kind(self._parameters, self._accumulate_dtype)
 
-    def _seen(self) -> tuple[list[int], list[torch.dtype], list[bool]]:
-        """What a plan depends on: ``model.to(dtype)``, freezing and code that replaces parameters in the groups call nobody."""
-        seen = self.parameters.positions()
-        return list(map(id, seen)), list(map(_DTYPE, seen)), list(map(_REQUIRES_GRAD, seen))
-
-    def _move_sum(self) -> None:
-        old = self.strategy
+    def carried_over(self, old: Strategy) -> Strategy:
+        """`old` itself where it suits the parameters, else a new one to which its sum has moved."""
+        if type(old) is self._kind:
+            old.groups_changed()
+            return old
         arrived, outside, _ = old.sentinels.flags()
-        if not old.sum_in_grad:
-            old.take()
-        sums = old.sums()
-        old.clear()
-        self.use_strategy()
-        self._expect()
-        dtypes = self.sum_dtypes
-        self.strategy.load([None if total is None else total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True)])
-        self.strategy.sentinels.reset(arrived, outside)
+        sums, new = old.release(), self.strategy()
+        new.load([None if total is None else total.to(dtype) for total, dtype in zip(sums, self.sum_dtypes, strict=True)])
+        new.sentinels.reset(arrived, outside)
+        return new
 
-    def _expect(self) -> None:
-        """Tell the strategy how long the next window is, as far as that is known: a schedule that raises does so in ``step``."""
-        try:
-            self.strategy.expect(window_size(self.options, self.fields.optimizer_step))
-        except Exception:
-            self.strategy.expect(None)
+
+def _seen(parameters: Sequence[Tensor]) -> tuple[list[int], list[torch.dtype], list[bool]]:
+    return list(map(id, parameters)), list(map(DTYPE, parameters)), list(map(REQUIRES_GRAD, parameters))
+
+
+def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], options: Options) -> type[Strategy]:
+    """The sum is in ``.grad`` unless micro-batches can be dropped or some sum has another dtype than its parameter."""
+    if options.on_overflow == "drop_micro_batch":
+        return DroppingStrategy
+    return GradStrategy if sum_dtypes == dtypes else MovingStrategy

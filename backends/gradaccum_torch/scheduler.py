@@ -1,13 +1,12 @@
 """Gates a learning-rate scheduler, so that ``scheduler.step()`` after every micro-batch moves it once per update.
 
 The gate only decides whether ``step`` reaches the scheduler; everything else is the scheduler's own, so that any of torch's and
-any user's kind works, whatever its ``step`` takes. Those of timm are told how many updates there were: their ``step_update`` is given the
-true number, and their ``step``, which is given an epoch, is left alone.
+any user's kind works, whatever its ``step`` takes. A scheduler of timm takes the number of updates: the gate gives its ``step_update`` the
+true number, and leaves its ``step``, which takes an epoch, alone.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -15,12 +14,18 @@ import torch
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.torch_private import CHILDREN_OF_SEQUENCE, is_sequence_calling, note_step_called
+
+Scheduler = Any
+"""An object with a ``step`` or timm's ``step_update``, and the optimizer that it schedules as ``optimizer``."""
+Argument = Any
+"""What a scheduler's method takes, or the value of one of its attributes: handed through, whatever it is."""
 
 _OWN = frozenset({"_scheduler", "_stepped_at", "_loads", "_was_loaded"})
 _STEPPED_AT = "gradaccum_optimizer_step"
 
 
-def is_scheduler(candidate: Any) -> bool:
+def is_scheduler(candidate: object) -> bool:
     """Whether `candidate` is one of torch's schedulers, or looks like one: it holds an optimizer, is none, and has a ``step``."""
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True
@@ -39,14 +44,14 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         ArgumentTypeError: its optimizer is not wrapped.
     """
 
-    _scheduler: Any
+    _scheduler: Scheduler
     _stepped_at: int
     _loads: int
     """How often the optimizer had been given a saved state when the gate last looked."""
     _was_loaded: bool
-    """The gate itself was given one since its last step, and an optimizer's that is loaded after it belongs to it."""
+    """The gate itself was given one since its last step. The optimizer's, if it is loaded after that, belongs to it."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         if not isinstance(getattr(scheduler, "optimizer", None), AccumulatingOptimizer):
             raise explain(
                 ArgumentTypeError,
@@ -56,9 +61,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
                 fix="Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10).",
             )
         self._scheduler = scheduler
-        self._stepped_at, (self._loads, _), self._was_loaded = self._updates(), scheduler.optimizer._window.loads, False
+        self._stepped_at, (self._loads, _), self._was_loaded = self._updates(), scheduler.optimizer._loads, False
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: Argument, **kwargs: Argument) -> None:
         """``scheduler.step(...)`` if an update was applied since the last one, else nothing; the arguments are the scheduler's."""
         if hasattr(self._scheduler, "step_update"):
             return self._move(*args, **kwargs)
@@ -68,7 +73,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             self._move(*args, **kwargs)
         self._stepped_at = updates
 
-    def _step_update(self, num_updates: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _step_update(self, num_updates: int | None = None, *args: Argument, **kwargs: Argument) -> Any:
         """The scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted."""
         return self._scheduler.step_update(self._updates(), *args, **kwargs)
 
@@ -92,12 +97,12 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:
             raise AttributeError(name)
-        if name == "_schedulers":
+        if name == CHILDREN_OF_SEQUENCE:
             _require_no_sequence()
         value = getattr(self._scheduler, name)
         return self._step_update if name == "step_update" else value
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Argument) -> None:
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:
@@ -108,30 +113,29 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scheduler!r})"
 
-    def _move(self, *args: Any, **kwargs: Any) -> None:
-        # torch warns if it has not seen the optimizer's step; of an update made before a checkpoint it cannot have.
-        self._scheduler.optimizer._opt_called = True
+    def _move(self, *args: Argument, **kwargs: Argument) -> None:
+        # torch warns if it has not seen the optimizer's step, and it cannot have seen an update that was made before a checkpoint.
+        note_step_called(self._scheduler.optimizer)
         self._scheduler.step(*args, **kwargs)
 
     def _updates(self) -> int:
         return int(self._scheduler.optimizer.result.optimizer_step)
 
     def _follow_loads(self) -> None:
-        """A state that only the optimizer was given, older or newer, is no update; it is where the scheduler last moved."""
-        loads, updates = self._scheduler.optimizer._window.loads
+        """Loading a state into the optimizer alone is no update: the scheduler counts as having moved at the loaded one."""
+        loads, updates = self._scheduler.optimizer._loads
         if loads != self._loads and not self._was_loaded:
             self._stepped_at = updates
         self._loads, self._was_loaded = loads, False
 
 
 def _require_no_sequence() -> None:
-    """`SequentialLR` undoes its children's first steps and makes them again, at which no update was applied.
+    """`SequentialLR` undoes its children's first steps and makes them again, and at that no update was applied.
 
     Raises:
-        UsageError: that is what has called the caller.
+        UsageError: a `SequentialLR` called the caller of this function.
     """
-    caller = sys._getframe(2).f_locals.get("self")
-    if isinstance(caller, torch.optim.lr_scheduler.SequentialLR):
+    if is_sequence_calling(3):
         raise explain(
             UsageError,
             "schedulers",

@@ -1,20 +1,20 @@
 """Notices when something other than autograd changed ``.grad``, without a pass over the gradients.
 
 While ``.grad`` holds the undivided sum of a window, ``clip_grad_norm_``, ``scaler.unscale_``, ``model.zero_grad()`` or an assignment
-would make the result silently wrong. So every parameter is watched: right after autograd has accumulated, which tensor ``.grad`` is and
-its version are noted, and `intact` compares; both take less than a microsecond together. A version tells that somebody wrote, not what:
-`Values` lets pass who writes the values that are there. What torch does not count (writes through ``p.grad.data`` or NumPy, a collective
-of ``torch.distributed``, a clip of sharded gradients) only the values tell, and those are compared in the first window, or where a call
-rewrites them.
+would make the result silently wrong. So every parameter is watched: right after autograd has accumulated, `Watched` notes which tensor
+``.grad`` is and its version, and `intact` compares; both take less than a microsecond together. A version tells that something wrote,
+not what: `Values` lets a call pass that writes the values that are there. torch does not count writes through ``p.grad.data`` or NumPy,
+a collective of ``torch.distributed`` or a clip of sharded gradients. Only the values show these, and they are compared in the first
+window, or where a call rewrites them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from torch import Tensor
 
+from gradaccum_torch.torch_private import version
 from gradaccum_torch.watched import Arrivals, Watched
 
 
@@ -23,7 +23,7 @@ class Sentinels:
 
     def __init__(self) -> None:
         self._watched: dict[int, Watched] = {}
-        """By the parameter's id, which a tensor hashes by too, at ten times the price."""
+        """Keyed by id(): the same identity as hash(tensor), ten times faster."""
         self.arrivals = Arrivals()
         self.strict = False
         """A write counts even if it changes nothing: most gradients are elsewhere, and a norm taken here is not theirs."""
@@ -56,7 +56,7 @@ class Sentinels:
         touched = []
         for watched in self._watched.values():
             gradient = watched.parameter.grad
-            if gradient is not watched.gradient or (gradient is not None and gradient._version != watched.version):
+            if gradient is not watched.gradient or (gradient is not None and version(gradient) != watched.version):
                 touched.append(watched)
         if self.arrivals.disturbed or (touched and self.strict):
             return False
@@ -67,6 +67,10 @@ class Sentinels:
     def next_micro_batch(self) -> None:
         """What arrives from now on belongs to another micro-batch."""
         self.arrivals.arrived = self.arrivals.outside = self.arrivals.disturbed = False
+
+    def window_ended(self) -> None:
+        """The window was closed: its values are no longer compared."""
+        self.arrivals.values.window_ended()
 
     def flags(self) -> tuple[bool, bool, bool]:
         """What `reset` needs to go on elsewhere, where the gradients are copies."""
@@ -82,17 +86,8 @@ class Sentinels:
             watched.note()
             self.holds |= watched.gradient is not None
 
-    @contextmanager
-    def own_backward(self) -> Iterator[None]:
-        """What arrives in this context comes from the wrapper's own backward pass."""
-        self.arrivals.inside = True
-        try:
-            yield
-        finally:
-            self.arrivals.inside = False
-
     def _same_values(self, touched: list[Watched]) -> bool:
-        """Whether nothing was replaced and all values are what they were; those touched are noted anew."""
+        """Whether nothing was replaced and all values are what they were; a gradient that was written into is noted anew."""
         values, gradients = self.arrivals.values, [watched.parameter.grad for watched in self._watched.values()]
         if any(watched.parameter.grad is not watched.gradient for watched in touched):
             return False

@@ -2,120 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.attempt import Attempt
-from gradaccum_torch.fused import can_divide, run_dividing
+from gradaccum_torch.attempt import Attempt, StepReturn
+from gradaccum_torch.fused import can_divide, dividing
 from gradaccum_torch.masters import Parameters
-from gradaccum_torch.strategies import Strategy
-from gradaccum_torch.sums import same
+from gradaccum_torch.misuse import half_made_error
+from gradaccum_torch.norm import same_norms
+from gradaccum_torch.strategy import Strategy
+from gradaccum_torch.torch_private import step_post_hooks, step_pre_hooks
 
 
 class Update:
     """The updates of one wrapped optimizer, one after the other.
 
     Args:
-        inner: the optimizer that makes them.
+        wrapper: the wrapped optimizer, whose step hooks run around each update. It is not kept alive: it owns this object.
+        inner: the optimizer that makes the updates.
         parameters: what it works on.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, parameters: Parameters) -> None:
-        self._inner, self._parameters = inner, parameters
-        self._attempt: Attempt | None = None
+    def __init__(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, parameters: Parameters) -> None:
+        self._wrapper, self._inner, self._parameters = weakref.ref(wrapper), inner, parameters
+        self.made = False
+        """The last one was made, even if something raised after it."""
         self.half_made = False
-        """One raised when it had written a part: neither the old state nor the new one is there."""
+        """The last one raised when it had written a part: neither the old state nor the new one is there."""
 
-    def make(
-        self,
-        run: Callable[[], Any],
-        strategy: Strategy,
-        divisor: float,
-        unclipped: float,
-        norms: list[torch.Tensor] | None,
-        end: Callable[[], None],
-    ) -> None:
-        """Make the update, and then `end` the window.
+    def make(self, strategy: Strategy, divisor: float, unclipped: float, norms: list[Tensor], strayed: bool) -> None:
+        """Run the inner optimizer once on the sum divided by `divisor`.
+
+        If something raises, either `made` is True, or the sum is as it was, or `half_made` is True.
 
         Args:
-            run: runs the hooks and, through `run_inner`, the inner optimizer.
             strategy: has the sum.
             divisor: of the sum.
             unclipped: the divisor without clipping.
-            norms: of the sum, if a kernel may divide it, unseen by anyone; else None.
-            end: counts the window and frees the sum.
+            norms: of the sum.
+            strayed: the model holds something else than the rounded masters, which the masters must take over first.
         """
-        idle = _unknown
+        self.made = False
+        if strayed:
+            self._parameters.take_over()
         with self._parameters.masters_in_place():
-            if norms is not None and can_divide(self._inner, divisor):
-                if divisor != 1:
-                    idle = partial(_undivided, norms, strategy)
-                run, divisor, unclipped = partial(run_dividing, self._inner, divisor, run), 1.0, 1.0
-            with self._attempting(idle) as attempt:
-                self._make(attempt, run, strategy, divisor, unclipped, end)
+            if self._kernel_can_divide(strategy, divisor):
+                idle = _unknown if divisor == 1 else partial(_undivided, norms, strategy)
+                with dividing(self._inner, divisor):
+                    self._attempt(strategy, 1.0, 1.0, idle)
+            else:
+                self._attempt(strategy, divisor, unclipped, _unknown)
 
-    @contextmanager
-    def counting(self, count: Callable[[], None]) -> Iterator[None]:
-        """An update with a closure runs in this context; it counts once it is made, whatever raises then."""
-        with self._attempting(_unknown) as attempt:
-            try:
-                yield
-            finally:
-                if attempt.made:
-                    count()
+    def make_with(self, closure: Callable[[], Any]) -> StepReturn:
+        """Run the inner optimizer with a closure, which puts the gradient into ``.grad`` itself; see `made`."""
+        self.made = False
+        attempt = Attempt(self._inner)
+        try:
+            return self._run(attempt, closure)
+        finally:
+            self.made = attempt.made
 
-    def run_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The inner optimizer's ``step``."""
-        assert self._attempt is not None
-        return self._attempt.run(args, kwargs)
+    def require_whole(self) -> None:
+        """No update was made by half.
 
-    def _make(
-        self,
-        attempt: Attempt,
-        run: Callable[[], Any],
-        strategy: Strategy,
-        divisor: float,
-        unclipped: float,
-        end: Callable[[], None],
-    ) -> None:
+        Raises:
+            UsageError: the last one was.
+        """
+        if self.half_made:
+            raise half_made_error()
+
+    def _kernel_can_divide(self, strategy: Strategy, divisor: float) -> bool:
+        """Whether a fused kernel can divide the sum as it reads it: nothing else reads the sum before."""
+        return can_divide(self._inner, divisor) and strategy.hands_over_whole() and not step_pre_hooks(self._owner())
+
+    def _attempt(self, strategy: Strategy, divisor: float, unclipped: float, idle: Callable[[], bool]) -> None:
+        attempt = Attempt(self._inner, idle)
         try:
             strategy.hand_over(divisor, unclipped)
             attempt.handed_over()
-            run()
+            self._run(attempt)
+            self.made = True
         except BaseException:
-            self._settle(attempt, strategy, divisor, end)
+            self._settle(attempt, strategy, divisor)
             raise
-        end()
 
-    def _settle(self, attempt: Attempt, strategy: Strategy, divisor: float, end: Callable[[], None]) -> None:
+    def _settle(self, attempt: Attempt, strategy: Strategy, divisor: float) -> None:
         """Something raised: the window ends if the update was made, and is as it was if it was not begun."""
         if attempt.made:
             self._parameters.round()
-            end()
+            self.made = True
         elif attempt.begun():
             self.half_made = True
         else:
-            changed = attempt.gradients_changed()
-            strategy.take_back(divisor)
-            strategy.sentinels.arrivals.disturbed = changed
+            strategy.take_back(divisor, spoiled=attempt.gradients_changed())
 
-    @contextmanager
-    def _attempting(self, idle: Callable[[], bool]) -> Iterator[Attempt]:
-        self._attempt = attempt = Attempt(self._inner, idle)
-        try:
-            yield attempt
-        finally:
-            self._attempt = None
+    def _run(self, attempt: Attempt, *closure: Callable[[], Any]) -> StepReturn:
+        """The inner optimizer's step, between the hooks that were registered on the wrapper; its own hooks it runs itself."""
+        wrapper = self._owner()
+        args, kwargs = _run_pre_hooks(wrapper, (wrapper, *closure))
+        returned = attempt.run(args[1:], kwargs)
+        if self._parameters.has_masters:
+            self._parameters.round()
+        for after in tuple(step_post_hooks(wrapper).values()):
+            after(wrapper, args, kwargs)
+        return returned
+
+    def _owner(self) -> torch.optim.Optimizer:
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        return wrapper
 
 
 def through(action: Callable[[], None]) -> None:
-    """Run `action`, which can be run twice; what interrupts it is raised when it has been run whole."""
+    """Run `action`, which can be run twice; an interrupt is raised when it has been run whole."""
     try:
         action()
     except BaseException:
@@ -123,21 +129,23 @@ def through(action: Callable[[], None]) -> None:
         raise
 
 
-def half_made() -> UsageError:
-    """The error for going on after an inner optimizer that raised in the midst of its update."""
-    return explain(
-        UsageError,
-        "optimizer",
-        expected="an update that was made or was not",
-        found="an inner optimizer whose step raised when it had written a part of its parameters or of its state",
-        fix="Load the last checkpoint. To go on from what is there, which holds a part of the update, call opt.discard().",
-    )
+def _run_pre_hooks(wrapper: torch.optim.Optimizer, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the step is called with: a hook may return other arguments, as in torch, which refuses everything else but None."""
+    kwargs: dict[str, Any] = {}
+    for before in tuple(step_pre_hooks(wrapper).values()):
+        result = before(wrapper, args, kwargs)
+        if isinstance(result, tuple) and len(result) == 2:
+            args, kwargs = result
+        elif result is not None:
+            expected, fix = "None, or a tuple of new positional and new keyword arguments", "Return nothing."
+            raise explain(UsageError, "step pre-hook", expected=f"to return {expected}", got=result, fix=fix)
+    return args, kwargs
 
 
 def _unknown() -> bool:
     return False
 
 
-def _undivided(norms: list[torch.Tensor], strategy: Strategy) -> bool:
+def _undivided(norms: list[Tensor], strategy: Strategy) -> bool:
     """Whether the sums still have these norms, so that no kernel has divided them."""
-    return same(norms, strategy.measure().norms)
+    return same_norms(norms, strategy.measure().norms)

@@ -1,8 +1,8 @@
 """Whether the values in ``.grad`` are what autograd left there, by the norm of each gradient.
 
-Versions tell who wrote, not what: ``clip_grad_norm_(parameters, inf)`` writes and changes nothing, ``p.grad.data.clamp_()`` changes
-and is not counted. Norms tell both, for a pass over the gradients and a wait for the device. A training loop does to every window what
-it did to its first, so norms are kept in the first window, and from then on only where a call was seen that writes what was there.
+A version tells that something wrote, not what: ``clip_grad_norm_(parameters, inf)`` writes and changes nothing, ``p.grad.data.clamp_()``
+changes and is not counted. A norm tells both, for a pass over the gradients and a wait for the device. A training loop does to every
+window what it did to its first. So norms are kept in the first window, and after it only if a call was seen that writes what was there.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gradaccum_torch.norm import side_by_side
-from gradaccum_torch.versions import local
+from gradaccum_torch.tensors import dense_parts, side_by_side
+from gradaccum_torch.torch_private import foreach_norm, local
 
 
 class Values:
@@ -23,7 +23,7 @@ class Values:
     def __init__(self) -> None:
         self._first_window, self._rewritten = True, False
         self.noted: Tensor | None = None
-        """What there is to compare with."""
+        """The norms to compare with, shape ``(number,)``; None: no comparison is to be made."""
 
     @property
     def wanted(self) -> bool:
@@ -58,10 +58,9 @@ class Values:
 @torch.no_grad()
 def _norms(gradients: Iterable[Tensor]) -> Tensor | None:
     """A norm each, of what is in this process, shape ``(number,)``; None where there are none."""
-    tensors = [local(gradient) for gradient in gradients]
-    tensors = [tensor._values() if tensor.is_sparse else tensor for tensor in tensors]
+    tensors = dense_parts([local(gradient) for gradient in gradients])
     if not tensors:
         return None
-    # autocast would compute a norm in another dtype in the backward pass than outside of it.
+    # Inside the backward pass autocast is as it was in the forward pass, and would give the norm another dtype than outside.
     with torch.autocast(tensors[0].device.type, enabled=False):
-        return side_by_side(torch._foreach_norm(tensors))
+        return side_by_side(foreach_norm(tensors))

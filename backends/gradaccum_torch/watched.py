@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
-from gradaccum_torch.hooks import untraced
+from gradaccum_torch.torch_private import engine_runs_backward, untraced, version, when_backward_ends
 from gradaccum_torch.values import Values
 
 
 class Arrivals:
-    """What is known of the backward passes since the last micro-batch, by all parameters together."""
+    """What the backward passes since the last micro-batch have delivered, for all parameters together."""
 
     def __init__(self) -> None:
         self.values = Values()
         self.gradients: list[Watched] = []
-        """Those whose values are noted when a backward pass ends."""
+        """The parameters whose values are noted when a backward pass ends."""
         self.sharing: list[Watched] = []
-        """Those whose gradients are parts of something larger, as those of parameters that ``torch.cat`` joined are."""
+        """The parameters whose gradient is a part of a larger tensor, as that of a parameter which ``torch.cat`` joined is."""
         self.settled = True
-        """Those were noted when the last backward pass had ended: all parts count their versions together."""
+        """`sharing` was noted when the last backward pass had ended: all parts of a tensor count their versions together."""
         self.under_way = False
-        """A backward pass has delivered something and has not ended; outside of one: it raised."""
+        """A backward pass has delivered something and has not ended. Outside of a backward pass it means that one raised."""
         self.inside = False
         """The backward pass is the wrapper's own."""
         self.arrived = False
@@ -33,18 +31,18 @@ class Arrivals:
         self.outside = False
         """Something arrived from a backward pass that is not the wrapper's own."""
         self.disturbed = False
-        """A change by someone else was followed by another accumulation, so that only this remembers it."""
+        """Something else changed a gradient before another accumulation, so that only this flag remembers the change."""
 
     def begin(self) -> None:
-        """A backward pass has delivered its first gradient; torch forgets what is queued here where the pass raises."""
+        """A backward pass has delivered its first gradient."""
         self.arrived = True
         if not self.inside:
             self.outside = True
         self.values.forget()
         self.settled = False
-        if _ends():
+        if engine_runs_backward():
             self.under_way = True
-            Variable._execution_engine.queue_callback(partial(Arrivals._end, self))
+            when_backward_ends(partial(Arrivals._end, self))
 
     def _end(self) -> None:
         self.under_way, self.settled = False, True
@@ -53,15 +51,6 @@ class Arrivals:
             watched.note()
         if self.values.wanted:
             self.values.note(gradient for watched in self.gradients if (gradient := watched.parameter.grad) is not None)
-
-
-def _ends() -> bool:
-    """Whether the engine will tell that the backward pass has ended.
-
-    FSDP calls the hooks of what it reduces after the backward pass, and a compiled backward pass runs outside of the engine.
-    """
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    return torch._C._current_graph_task_id() >= 0 and not getattr(compiled, "in_compiled_autograd_region", False)
 
 
 class Watched:
@@ -76,27 +65,27 @@ class Watched:
     def note(self) -> None:
         """Take ``.grad`` as it is now for what autograd left there."""
         self.gradient = gradient = self.parameter.grad
-        self.version = -1 if gradient is None else gradient._version
+        self.version = -1 if gradient is None else version(gradient)
 
     def arrive(self, parameter: Tensor) -> None:
         """Autograd has accumulated into the parameter: note what is there, and whether that alone turned what was noted into it."""
-        before, version, gradient = self.gradient, self.version, parameter.grad
+        before, noted, gradient = self.gradient, self.version, parameter.grad
         self.gradient = gradient
-        self.version = now = -1 if gradient is None else gradient._version
+        self.version = now = -1 if gradient is None else version(gradient)
         if before is None:
             if gradient is not None and _shares_memory(gradient):
                 self.arrivals.sharing.append(self)
-        elif (gradient is not before or now != version + 1) and not _by_autograd(before, gradient):
+        elif (gradient is not before or now != noted + 1) and not _by_autograd(before, gradient):
             self.arrivals.disturbed = True
         if not self.arrivals.under_way:
             self.arrivals.begin()
 
     def is_touched(self) -> bool:
-        """Whether somebody else wrote, and not autograd into another part of the same memory."""
+        """Whether something else than autograd wrote; autograd may have written into another part of the same memory."""
         gradient = self.parameter.grad
         if gradient is not self.gradient:
             return True
-        return gradient is not None and gradient._version != self.version and (self.arrivals.settled or not _shares_memory(gradient))
+        return gradient is not None and version(gradient) != self.version and (self.arrivals.settled or not _shares_memory(gradient))
 
 
 def _by_autograd(before: Tensor, gradient: Tensor | None) -> bool:

@@ -1,261 +1,292 @@
 """The open window: its state, the micro-batch under way and the sum, moved by the transitions of the core.
 
 The state is `gradaccum.kit.State` in Python numbers, so that a micro-batch costs one transition and a few comparisons: no pass over
-the gradients and no wait for the device. Nothing here knows who calls: how to run the update is passed in.
+the gradients and no wait for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradaccum import StepResult
 from gradaccum.kit import (
     Decision,
+    Fields,
     Options,
     ScaleRule,
     State,
     accumulate,
     at_rest,
     close,
-    contribution,
     decide,
     discard,
     divisor,
     ends,
     initial_state,
+    resumed,
     select,
+    terms_of,
 )
-from gradaccum_torch.checks import require_in_range, window_size
-from gradaccum_torch.grad_scaler import link_scaler
+from gradaccum_torch.attempt import StepReturn
+from gradaccum_torch.checks import known_window_size, window_size
+from gradaccum_torch.closure import Loss, require_no_weight, require_plain
+from gradaccum_torch.entry import Saved, own_copy
+from gradaccum_torch.grad_scaler import ScalerLink
+from gradaccum_torch.loss import factor, scaled
 from gradaccum_torch.masters import Parameters
-from gradaccum_torch.micro_batch import MicroBatch, cast_in_window, changed_gradients, interrupted, unfinished
-from gradaccum_torch.plan import Planned
-from gradaccum_torch.update import Update, half_made, through
+from gradaccum_torch.micro_batch import NOTHING_SAID, MicroBatch
+from gradaccum_torch.misuse import cast_in_window_error, changed_gradients_error, unfinished_error
+from gradaccum_torch.norm import Measured
+from gradaccum_torch.plan import Plan
+from gradaccum_torch.update import Update, through
 
 _NOTHING_CLOSED = (False, False, False)
 _DROPPED = (False, False, True)
 
 
-class Window(Planned):
-    """What is between two updates.
+class Window:
+    """Everything that happens between two updates.
 
     Args:
-        inner: the optimizer whose parameters are summed over.
+        parameters: those that are summed over.
         options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
-        masters: the master weights by position, where `inner` is a copy that has worked on them already.
+        update: makes the updates.
+        scaler: the user's `torch.amp.GradScaler`, if the loss scale is its.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, options: Options, masters: Mapping[int, torch.Tensor] | None = None) -> None:
-        self.options = options
-        self._scaled = options.scale_rule != ScaleRule()
-        self._inner = inner
-        self.parameters = Parameters(inner, options.master_weights, masters)
-        self.scaler = link_scaler(options, self._device())
-        self.micro_batch = MicroBatch()
-        self.use_strategy()
-        self.size: int | None = None
-        self.fields: State
-        self.grad_norm = 0.0
-        self.loads = 0, 0
-        """How often a saved state was loaded, and the updates that the last one had."""
-        self.update = Update(inner, self.parameters)
+    def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None) -> None:
+        self._parameters, self._options, self._update = parameters, options, update
+        self._scaler, self._scale_in_use = scaler, options.scale_rule != ScaleRule()
+        self._micro_batch = NOTHING_SAID
+        self._plan = Plan(parameters, options)
+        self.strategy = self._plan.strategy()
+        self._size: int | None = None
+        self._grad_norm = 0.0
+        self._fields: State
         self._set(initial_state(options.scale_rule.init_scale))
-        self._expect()
+        self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
 
     @property
     def result(self) -> StepResult:
         """What the last event did."""
-        fields = self.fields
-        return StepResult(*self._event, self.grad_norm, fields.loss_scale, fields.micro_step, fields.optimizer_step)
+        fields = self._fields
+        return StepResult(*self._event, self._grad_norm, fields.loss_scale, fields.micro_step, fields.optimizer_step)
 
-    def start_with(self, fields: State) -> None:
-        """Make `fields` the state; the sum is the caller's to provide."""
-        self.size = window_size(self.options, fields.optimizer_step) if fields.micro_step else None
-        self.update.half_made = False
-        self._set(fields)
-        self._expect()
-        if self.scaler is not None:
-            self.scaler.write(fields)
+    def backward(self, loss: Tensor, weight: float, arguments: Mapping[str, Any]) -> None:
+        """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only note it."""
+        micro_batch = self._micro_batch
+        micro_batch.require_same(weight)
+        if weight:
+            self._require_whole()
+            loss = scaled(loss, weight, self._fields, self._options, self._scaler)
+            self.strategy.backward(loss, arguments, first=self._fields.micro_step == 0)
+        self._micro_batch = MicroBatch(weight, True, micro_batch.scaled_by_user)
 
-    def factor(self, weight: float) -> float:
-        """What a loss of that weight is multiplied by: contribution times loss scale."""
-        factor: float = contribution(weight, self.options) * self.fields.loss_scale
-        return factor
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss`, of any shape, times the loss scale, for the user to differentiate."""
+        self._micro_batch.require_same(1.0)
+        self._micro_batch = MicroBatch(1.0, True, scaled_by_user=True)
+        return scaled(loss, 1.0, self._fields, self._options, self._scaler)
 
-    def scaled(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """`loss` times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is.
+    def note_scaled(self) -> None:
+        """The user has scaled the loss of the micro-batch under way, with the `torch.amp.GradScaler` itself."""
+        self._micro_batch = self._micro_batch._replace(scaled_by_user=True)
 
-        Raises:
-            UsageError: its dtype cannot hold the factor, however far the loss scale backs off.
-        """
-        factor, rule = float(contribution(weight, self.options)), self.options.scale_rule
-        if factor == 1 and not self._scaled:
-            return loss
-        require_in_range(loss, factor * (rule.init_scale if rule.backoff_factor == 1 else rule.min_scale))
-        with torch.enable_grad():  # Where backward() itself works, with torch.no_grad() around it.
-            if self.scaler is not None:
-                loss = self.scaler.scaler.scale(loss)
-            else:
-                factor *= self.fields.loss_scale
-            return loss if factor == 1 else loss * factor
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear ``.grad`` between two windows; in mid-window keep the partial sum."""
+        if self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0):
+            self._micro_batch = NOTHING_SAID
 
-    def fields_to_save(self) -> State:
-        """The state, with a `torch.amp.GradScaler`'s scale and tracker as they are now; may wait for the device."""
-        return self.fields if self.scaler is None else self.scaler.current(self.fields)
-
-    def open(self) -> State:
-        """The state; at the start of a window its size is looked up, once, so that a schedule cannot change it under way."""
-        if self.fields.micro_step == 0:
-            self.size = window_size(self.options, self.fields.optimizer_step)
-        return self.fields
-
-    def count(self) -> bool:
-        """End the micro-batch under way; whether the window is full now, and must be closed."""
-        fields, micro_batch, sentinels = self.open(), self.micro_batch, self.strategy.sentinels
-        if self.update.half_made or sentinels.arrivals.under_way:
-            self.require_whole()
+    def add(self) -> None:
+        """End the micro-batch under way: check it, add it to the sum, count it."""
+        first = self._fields.micro_step == 0
+        if first:  # Looked up once, so that a schedule cannot change it under way.
+            self._size = window_size(self._options, self._fields.optimizer_step)
+        fields, micro_batch, sentinels = self._fields, self._micro_batch, self.strategy.sentinels
+        if self._update.half_made or sentinels.arrivals.under_way:
+            self._require_whole()
         weight = micro_batch.weight
-        if self._scaled or micro_batch.noted:
-            micro_batch.require_scaled(sentinels, self.factor(weight), self._scaled)
+        if self._scale_in_use or micro_batch.noted:
+            micro_batch.require_scaled(sentinels, factor(weight, fields, self._options), self._scale_in_use)
         if not sentinels.intact():
-            self._require_still_right(State(*accumulate(fields, weight, True, select)))
-        if fields.micro_step == 0 and self._seen() != self._planned:
+            self._require_true_gradient(State(*accumulate(fields, weight, True, select)))
+        if first and not self._plan.holds():
             self.groups_changed()
         finite = self.strategy.take()
-        micro_batch.clear()
-        if self.scaler is not None:
-            self.scaler.count(first=fields.micro_step == 0)
-        self._set(accumulate(fields, weight, finite, select), _NOTHING_CLOSED if finite else _DROPPED)
-        return self._ends(self.fields)
+        self._micro_batch = NOTHING_SAID
+        if self._scaler is not None:
+            self._scaler.count(first=first)
+        self._fields = at_rest(accumulate(fields, weight, finite, select), float64_weight=self._plan.float64_weight)
+        self._event = _NOTHING_CLOSED if finite else _DROPPED
 
-    def flush(self, update: Callable[[], Any], observed: bool) -> None:
-        """Close the window with what it holds; the arguments are those of `close`."""
-        self.require_whole()
-        if self.micro_batch.noted or (self.fields.micro_step and self.strategy.sentinels.arrived):
-            raise unfinished("flush()")
+    def ends(self) -> bool:
+        """Whether the window is full, and must be closed."""
+        return bool(ends(self._fields, self._size, select))
+
+    def close(self) -> None:
+        """End the window, which holds a micro-batch at least: measure, decide, make the update, finish."""
+        if not self._plan.holds_dtypes():
+            raise cast_in_window_error()
+        measured, strayed = self._measure()
+        # Clipping comes after this: a sum that leaves the range before it is an overflow, as it would be in a large batch.
+        unclipped = divisor(self._fields, self._options, select)
+        finite = measured.finite and self.strategy.fits(measured.norm, unclipped)
+        decision = Decision(*decide(self._fields, measured.norm, finite, self._options, select, self._plan.largest))
+        try:
+            if decision.apply:
+                self._update.make(self.strategy, decision.divisor, unclipped, measured.norms, strayed)
+        finally:
+            if self._update.made or not decision.apply:
+                self._finish(decision)
+
+    def step_with(self, closure: Callable[[], Loss]) -> StepReturn:
+        """An update of one micro-batch, whose gradient the closure puts into ``.grad``; it counts once it is made."""
+        if self._fields.micro_step == 0:
+            self._size = window_size(self._options, self._fields.optimizer_step)
+        require_plain(self._options, self._size, self._parameters)
+        try:
+            return self._update.make_with(lambda: self._evaluated(closure))
+        finally:
+            if self._update.made:
+                self._micro_batch = NOTHING_SAID
+                self._set(accumulate(self._fields, 1.0, True, select))
+                self._finish(Decision(True, False, 1.0, self.strategy.measure().norm))
+
+    def flush(self) -> None:
+        """Close the window with what it holds."""
+        self._require_whole()
+        if self._micro_batch.noted or (self._fields.micro_step and self.strategy.sentinels.arrived):
+            raise unfinished_error("flush()")
         self._event = _NOTHING_CLOSED
-        if self.fields.micro_step:
+        if self._fields.micro_step:
             if not self.strategy.sentinels.intact():
-                self._require_still_right(self.fields, flushing=True)
-            self.close(update, observed)
+                self._require_true_gradient(self._fields, flushing=True)
+            self.close()
 
     def discard(self) -> None:
         """Forget it, and the micro-batch under way."""
         self.strategy.clear()
-        self.micro_batch.clear()
-        self.update.half_made = False
-        self._set(discard(self.fields))
-
-    def counting_applied(self) -> AbstractContextManager[None]:
-        """Where an update of one micro-batch runs that a closure fills; it is counted once it is made."""
-        return self.update.counting(self._count_applied)
-
-    def _count_applied(self) -> None:
-        self.micro_batch.clear()
-        self._set(accumulate(self.fields, 1.0, True, select))
-        norm = self.strategy.measure().norm
-        self._end(Decision(True, False, 1.0, norm))
+        self._micro_batch = NOTHING_SAID
+        self._update.half_made = False
+        self._set(discard(self._fields))
 
     def is_under_way(self) -> bool:
         """Whether a window is open, or the micro-batch that opens one has begun."""
-        return bool(self.fields.micro_step) or self.micro_batch.noted or self.strategy.sentinels.arrived
+        return bool(self._fields.micro_step) or self._micro_batch.noted or self.strategy.sentinels.arrived
 
-    def require_at_rest(self, call: str) -> None:
-        """The sum is that of the micro-batches counted.
+    def groups_changed(self) -> None:
+        """Parameters were added, replaced, frozen or cast; if the sum must now live elsewhere, it moves there."""
+        self._parameters.groups_changed()
+        self._plan, old = Plan(self._parameters, self._options), self.strategy
+        self.strategy = self._plan.carried_over(old)
+        if self.strategy is not old:
+            self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
+
+    @property
+    def sum_dtypes(self) -> list[torch.dtype]:
+        """The dtype of each parameter's sum."""
+        return self._plan.sum_dtypes
+
+    def saved(self) -> Saved:
+        """What of it goes into a checkpoint, the tensors themselves; may wait for the device.
 
         Raises:
-            UsageError: a micro-batch is under way in it, or something changed ``.grad``.
+            UsageError: a micro-batch is under way in the sum, or something changed ``.grad``.
         """
-        self.require_whole()
-        if self.fields.micro_step == 0 or self.strategy.keeps_micro_batch_apart:
-            return
-        if self.micro_batch.noted or self.strategy.sentinels.arrived:
-            raise unfinished(call)
-        if not self.strategy.sentinels.intact():
-            raise changed_gradients()
+        self._require_whole()
+        if self._fields.micro_step:
+            self.strategy.require_counted("state_dict()", self._micro_batch.noted)
+        fields = self._fields_to_save()
+        # Between two windows the schedule, which may have come to its end, is not asked.
+        terms = terms_of(self._options._replace(steps=self._size if fields.micro_step else None), fields.optimizer_step)
+        sums = enumerate(self.strategy.sums() if fields.micro_step else ())
+        held = {index: total for index, total in sums if total is not None}
+        return Saved(fields, terms, self._grad_norm, held, self._parameters.masters())
 
-    def require_whole(self) -> None:
-        """Neither a backward pass nor an update was made by half.
+    def resumed(self, saved: Saved) -> State:
+        """The fields to go on with.
 
         Raises:
-            UsageError: one raised in its midst.
+            CheckpointError: `saved` is an open window under other options.
         """
-        if self.update.half_made:
-            raise half_made()
-        if self.strategy.sentinels.arrivals.under_way:
-            raise interrupted()
+        if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
+            return self._scaler.current(saved.fields)  # It is the user's own, and may have been loaded from a file of its own.
+        if saved.terms is None:
+            return initial_state(self._options.scale_rule.init_scale)
+        return resumed(saved.fields, saved.terms, self._options)
 
-    @contextmanager
-    def own_backward(self) -> Iterator[None]:
-        """What arrives in this context comes from the wrapper's own backward pass; where it raises and can be undone, it is."""
-        self.require_whole()
-        strategy, sentinels = self.strategy, self.strategy.sentinels
-        apart = strategy.keeps_micro_batch_apart or self.fields.micro_step == 0
-        undoable = apart and not sentinels.arrived and not sentinels.holds
-        try:
-            with sentinels.own_backward():
-                yield
-        except BaseException:
-            if undoable:
-                self.parameters.free_gradients()
-                strategy.forget_micro_batch()
-            raise
+    def restore(self, saved: Saved) -> None:
+        """Go on with `saved`, whose fields `resumed` gave and whose sums become this window's own."""
+        self.strategy.clear()
+        self._micro_batch = NOTHING_SAID
+        self.strategy.load([own_copy(saved.sums.get(index), each) for index, each in enumerate(self._parameters.positions())])
+        self._parameters.load(saved.masters)
+        self._start_with(saved.fields, saved.grad_norm)
 
-    def close(self, update: Callable[[], Any], observed: bool) -> None:
-        """End the window, which holds a micro-batch at least.
+    def pickled(self) -> dict[str, Any]:
+        """What `unpickle` needs to go on in a copy, in the midst of a micro-batch too."""
+        state = {"fields": self._fields_to_save(), "grad_norm": self._grad_norm, "micro_batch": self._micro_batch}
+        return {**state, "strategy": self.strategy.pickled()}
 
-        Args:
-            update: runs the inner optimizer.
-            observed: whether something that `update` calls looks at ``.grad`` before the inner optimizer does.
-        """
-        if self._seen()[1] != self._planned[1]:
-            raise cast_in_window()
-        strayed, scale = self.parameters.strayed(), () if self.scaler is None else self.scaler.notes()
-        norm, finite, notes, norms = self.strategy.measure((*scale, *strayed))
-        if self.scaler is not None:
-            self.fields = self.scaler.used(self.fields, notes[: len(scale)])
-        # Clipping comes after: what leaves the range before it is an overflow, as it would be in a large batch.
-        whole, unclipped = self.strategy.hands_over_whole, divisor(self.fields, self.options, select)
-        finite = finite and (whole or self.strategy.fits(norm, unclipped))
-        decision = Decision(*decide(self.fields, norm, finite, self.options, select, self._largest))
-        end = partial(self._end, decision)
-        if not decision.apply:
-            return end()
-        if any(notes[len(scale) :]):
-            self.parameters.take_over()
-        unseen = norms if whole and not observed else None
-        self.update.make(update, self.strategy, decision.divisor, unclipped, unseen, end)
+    def unpickle(self, pickled: Mapping[str, Any]) -> None:
+        """Go on with what `pickled` gave."""
+        self._start_with(pickled["fields"], pickled["grad_norm"])
+        self._micro_batch = pickled["micro_batch"]
+        self.strategy.unpickle(pickled["strategy"])
 
-    def _end(self, decision: Decision) -> None:
-        options = self.options if self.scaler is None else self.options._replace(scale_rule=self.scaler.rule)
-        fields = close(self.fields, decision.apply, decision.overflow, options, select)
-        self.grad_norm = decision.grad_norm
+    def _evaluated(self, closure: Callable[[], Loss]) -> Loss:
+        loss, weight = closure(), self._micro_batch.weight
+        require_no_weight(weight, factor(weight, self._fields, self._options))
+        return loss
+
+    def _measure(self) -> tuple[Measured, bool]:
+        """The sum's norm, and whether the model holds something else than the rounded masters."""
+        strayed, scale = self._parameters.strayed(), () if self._scaler is None else self._scaler.notes()
+        measured = self.strategy.measure((*scale, *strayed))
+        if self._scaler is not None:
+            self._fields = self._scaler.used(self._fields, measured.notes[: len(scale)])
+        return measured, any(measured.notes[len(scale) :])
+
+    def _finish(self, decision: Decision) -> None:
+        """Count the window, free its sum, move the loss scale."""
+        options = self._options if self._scaler is None else self._options._replace(scale_rule=self._scaler.rule)
+        fields = close(self._fields, decision.apply, decision.overflow, options, select)
+        self._grad_norm = decision.grad_norm
         self._set(fields, (decision.apply, not decision.apply, decision.overflow))
         through(self.strategy.clear)
-        self.strategy.sentinels.arrivals.values.window_ended()
-        self._expect()
-        if self.scaler is not None and not self.scaler.update_follows:
-            self.scaler.write(self.fields)
+        self.strategy.sentinels.window_ended()
+        self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
+        if self._scaler is not None:
+            self._scaler.window_ended(self._fields, decision.overflow)
 
-    def _set(self, fields: tuple[Any, ...], event: tuple[bool, bool, bool] = _NOTHING_CLOSED) -> None:
-        self.fields, self._event = at_rest(fields, float64_weight=self._float64_weight), event
+    def _start_with(self, fields: State, grad_norm: float) -> None:
+        self._size = window_size(self._options, fields.optimizer_step) if fields.micro_step else None
+        self._update.half_made = False
+        self._grad_norm = grad_norm
+        self._set(fields)
+        self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
+        if self._scaler is not None:
+            self._scaler.write(fields)
 
-    def _ends(self, fields: State) -> bool:
-        return bool(ends(fields, self.size, select))
+    def _set(self, fields: Fields, event: tuple[bool, bool, bool] = _NOTHING_CLOSED) -> None:
+        self._fields, self._event = at_rest(fields, float64_weight=self._plan.float64_weight), event
 
-    def _require_still_right(self, after: State, flushing: bool = False) -> None:
+    def _fields_to_save(self) -> State:
+        """The state, with a `torch.amp.GradScaler`'s scale and tracker as they are now; may wait for the device."""
+        return self._fields if self._scaler is None else self._scaler.current(self._fields)
+
+    def _require_whole(self) -> None:
+        """Neither a backward pass nor an update was made by half."""
+        self._update.require_whole()
+        self.strategy.require_whole()
+
+    def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
         """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1."""
-        undivided = divisor(after, self.options, select) == 1
-        first, strategy = after.micro_step == 1, self.strategy
-        all_there = strategy.sum_in_grad or (first and strategy.keeps_micro_batch_apart and not flushing)
-        true_gradient = undivided and (flushing or self._ends(after)) and all_there
-        if not true_gradient or (strategy.sentinels.arrivals.disturbed and not first):
-            raise changed_gradients()
-
-    def _device(self) -> torch.device:
-        return next((parameter.device for parameter in self.parameters.positions()), torch.device("cpu"))
+        undivided = divisor(after, self._options, select) == 1
+        if not undivided or not (flushing or ends(after, self._size, select)):
+            raise changed_gradients_error()
+        self.strategy.require_true_gradient(first=after.micro_step == 1, flushing=flushing)

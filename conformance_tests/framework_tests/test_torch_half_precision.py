@@ -120,7 +120,7 @@ def test_other_dtypes_pay_nothing_for_that_check(options: dict, monkeypatch: pyt
     def never(*_: object) -> bool:
         raise AssertionError("the elements were looked at")
 
-    monkeypatch.setattr(buffers, "survives", never)
+    monkeypatch.setattr(buffers, "fits", never)
     for dtype in (torch.float32, torch.bfloat16):
         model, opt = make(dtype, **options)
         for _ in range(2):

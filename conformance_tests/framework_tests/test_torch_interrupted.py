@@ -14,7 +14,7 @@ from torch import nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
-from gradaccum_torch import buffers, strategies
+from gradaccum_torch import buffers, in_grad
 
 PLACES: dict[str, tuple[torch.dtype, dict]] = {
     "in .grad": (torch.float32, {}),
@@ -112,7 +112,7 @@ def test_out_of_memory_while_the_sum_is_narrowed(place: str, when: str, monkeypa
     model, opt = make(place)
     micro_batches(model, opt, 2)
     opt.backward(loss(model, 2))
-    module = strategies if place == "masters, half sums" else buffers
+    module = in_grad if place == "masters, half sums" else buffers
     narrowed, calls = module.narrowed, []
 
     def raising(*arguments: Any) -> torch.Tensor:

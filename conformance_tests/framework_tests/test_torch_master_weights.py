@@ -44,7 +44,7 @@ def train(model: nn.Module, opt: Any, micro_batches: int, seed: int = 0) -> None
 
 def masters_of(opt: Any) -> list[Tensor]:
     """What the inner optimizer works on."""
-    return [opt.master_weights.get(index, own) for index, own in enumerate(opt._window.parameters.positions())]
+    return [opt.master_weights.get(index, own) for index, own in enumerate(opt._parameters.positions())]
 
 
 @by_dtype

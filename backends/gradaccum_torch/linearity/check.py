@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gradaccum import ArgumentTypeError, LinearityReport
 from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report, relative_error
-from gradaccum_torch.checks import require_loss
+from gradaccum_torch.loss import require_loss
+from gradaccum_torch.torch_private import function_name, input_dtypes
 
 
 def verify_loss_scaling(
@@ -68,7 +69,7 @@ class _Pass(NamedTuple):
     def culprits(self, other: _Pass) -> list[str]:
         """The names of the custom functions that gave `other` something else than in proportion."""
         factor = other.scale / self.scale
-        return [_name(node) for node in self.calls if node in other.calls and not self._scales(node, other, factor)]
+        return [function_name(node) for node in self.calls if node in other.calls and not self._scales(node, other, factor)]
 
     def _scales(self, node: Any, other: _Pass, factor: float) -> bool:
         (received, given), (received_after, given_after) = self.calls[node], other.calls[node]
@@ -92,7 +93,7 @@ class _Passes:
         self._loss, self._parameters = loss, parameters
         self._nodes = list(_graph(loss))
         self._calls: dict[Any, tuple[Any, Any]] = {}
-        self.dtypes = {meta.dtype for node in self._nodes for meta in node._input_metadata}
+        self.dtypes = set().union(*map(input_dtypes, self._nodes))
         """Those of all that is differentiated, wider parameters and what autocast made of them alike."""
 
     def __enter__(self) -> _Passes:
@@ -141,11 +142,6 @@ def _graph(loss: Tensor) -> Iterator[Any]:
 
 def _is_custom(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def _name(node: Any) -> str:
-    """The name of the `torch.autograd.Function`, which torch keeps on the class of its node."""
-    return str(type(node)._forward_cls.__name__)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""``step(closure)``: an inner optimizer that evaluates the model again and again, as `torch.optim.LBFGS` does.
+
+The closure puts a gradient into ``.grad`` each time, and the optimizer reads it at once. So it must be the true gradient, with nothing
+left to be done to it: a window of one micro-batch without options that change its gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradaccum import UsageError
+from gradaccum.kit import Options, ScaleRule, explain
+from gradaccum_torch.masters import Parameters
+from gradaccum_torch.sums import sum_dtype
+
+Loss = Any
+"""What a closure returns: torch hands it through, whatever it is."""
+
+
+def require_plain(options: Options, size: int | None, parameters: Parameters) -> None:
+    """A closure sees the true gradient in ``.grad``, in a window of `size` micro-batches.
+
+    Raises:
+        UsageError: an option leaves something to be done to it.
+    """
+    if found := _in_the_way(options, size, parameters):
+        raise explain(
+            UsageError,
+            "closure",
+            expected="no closure, or steps=1 with no other option than reduction and accumulate_dtype",
+            found=f"a closure, which must find the true gradient in .grad each time, beside {', '.join(found)}",
+            fix="Write opt.backward(loss); opt.step() for each micro-batch, or leave these options out for step(closure).",
+        )
+
+
+def require_no_weight(weight: float, factor: float) -> None:
+    """The loss of a closure was multiplied by nothing.
+
+    Raises:
+        UsageError: by `factor`, since it has this weight.
+    """
+    if factor != 1:
+        raise explain(UsageError, "weight", expected="1 inside a closure", got=weight, fix="Leave the weight out.")
+
+
+def _in_the_way(options: Options, size: int | None, parameters: Parameters) -> list[str]:
+    """The options, as one would write them, that leave something to be done to what a closure puts in ``.grad``."""
+    found = [f"{name}={value}" for name in ("clip_norm", "skip_norm") if (value := getattr(options, name)) is not None]
+    found += [f"steps={size}"] if size != 1 else []
+    found += ["loss_scale="] if options.scale_rule != ScaleRule() else []
+    found += [f"on_overflow={options.on_overflow!r}"] if options.on_overflow == "drop_micro_batch" else []
+    found += ["master_weights=True"] if parameters.has_masters else []
+    pairs = {(parameter.dtype, sum_dtype(parameter, options.accumulate_dtype)) for parameter in parameters.positions()}
+    apart = {f"sums of {own} gradients in {total} (write accumulate_dtype={own})" for own, total in pairs if own != total}
+    return [*found, *sorted(apart)]

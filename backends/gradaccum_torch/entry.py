@@ -1,0 +1,135 @@
+"""The wrapper's entry in a ``state_dict``: plain numbers, lists and tensors only, so that ``torch.load(weights_only=True)`` reads it.
+
+It sits under one key beside the inner optimizer's own entries, and torch ignores it when a bare optimizer loads the state:
+
+- the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
+- ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends on;
+- ``parameters``: shape, dtype and name of each, to refuse another model's state;
+- ``sums``: the partial sum by the index of its parameter, only while a window is open;
+- ``masters``: the float32 master of each half-precision parameter by the index of that parameter, only with ``master_weights=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradaccum import CheckpointError
+from gradaccum.kit import State, Terms, explain
+from gradaccum_torch.masters import Group, Parameters
+
+KEY = "gradaccum"
+
+_FIX = "Load a state that was saved from this model and optimizer."
+
+
+Entry = dict[str, Any]
+"""What is saved under `KEY`."""
+Description = list[Any]
+"""Shape, dtype and name of a parameter: ``[[2, 3], "torch.float32", "layer.weight"]``."""
+
+
+class Saved(NamedTuple):
+    """A window as a checkpoint holds it."""
+
+    fields: State
+    """As they were saved; `terms` decide what of them goes on."""
+    terms: Terms | None
+    """None: it is a bare optimizer's state, and the fields are of this optimizer."""
+    grad_norm: float
+    sums: Mapping[int, Tensor]
+    """The partial sum by the index of its parameter; empty between two windows."""
+    masters: Mapping[int, Tensor]
+    """The float32 masters by the index of their parameter."""
+
+
+def describe(groups: Sequence[Group]) -> list[Description]:
+    """Shape, dtype and name (None if the optimizer was not told) of each parameter, in the order of the groups."""
+    described = []
+    for group in groups:
+        names = group.get("param_names") or [None] * len(group["params"])
+        for parameter, name in zip(group["params"], names, strict=True):
+            described.append([list(parameter.shape), str(parameter.dtype), name])
+    return described
+
+
+def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
+    """The entry to save, of a window over the parameters of `groups`; sums and masters are the tensors themselves."""
+    assert saved.terms is not None
+    return {
+        **saved.fields._asdict(),
+        "grad_norm": saved.grad_norm,
+        "terms": saved.terms._asdict(),
+        "parameters": describe(groups),
+        "sums": dict(saved.sums),
+        "masters": {index: master.detach() for index, master in saved.masters.items()},
+    }
+
+
+def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> Saved:
+    """Read what `encode` made for the parameters `own`; `sum_dtypes` are the dtypes this optimizer sums in, by parameter.
+
+    Raises:
+        CheckpointError: it is of other parameters, or something is missing.
+    """
+    _require_entries(entry)
+    _require_parameters(entry["parameters"], describe(own.groups()))
+    fields = State(*(entry[name] for name in State._fields))
+    for index, total in entry["sums"].items():
+        _require_sum(index, total, own.positions(), sum_dtypes)
+    masters = entry.get("masters", {})
+    _require_masters(masters, own.masters())
+    return Saved(fields, Terms(**entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters)
+
+
+def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """`total` copied to where the parameter is, so that training on leaves the saved one as it is."""
+    return None if total is None else total.detach().to(parameter.device, copy=True)
+
+
+def _require_entries(entry: object) -> None:
+    expected = [*State._fields, "grad_norm", "terms", "parameters", "sums"]
+    missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
+    if missing:
+        raise explain(CheckpointError, KEY, expected=f"the entries {expected}", found=f"a state without {missing}", fix=_FIX)
+
+
+def _require_parameters(saved: Sequence[Description], own: Sequence[Description]) -> None:
+    if len(saved) != len(own):
+        raise explain(CheckpointError, "parameters", expected=f"{len(own)} parameters", found=f"a state of {len(saved)}", fix=_FIX)
+    for index, ((shape, dtype, name), mine) in enumerate(zip(saved, own, strict=True)):
+        same_name = name is None or mine[2] is None or name == mine[2]
+        if [list(shape), dtype] != mine[:2] or not same_name:
+            raise explain(
+                CheckpointError, f"parameter {index}", expected=_show(*mine), found=f"a state of {_show(shape, dtype, name)}", fix=_FIX
+            )
+
+
+def _require_masters(saved: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> None:
+    described, expected = ({index: (m.shape, m.dtype) for index, m in masters.items()} for masters in (saved, own))
+    if described != expected:
+        raise explain(
+            CheckpointError,
+            "masters",
+            expected=f"float32 master weights of {len(own)} parameters",
+            found=f"a state with those of {len(saved)}",
+            fix="Wrap the optimizer with the master_weights= it was saved with.",
+        )
+
+
+def _require_sum(index: int, total: Tensor, parameters: Sequence[Tensor], sum_dtypes: Sequence[torch.dtype]) -> None:
+    if not 0 <= index < len(parameters) or total.shape != parameters[index].shape or total.dtype != sum_dtypes[index]:
+        raise explain(
+            CheckpointError,
+            f"sums[{index}]",
+            expected="a partial sum with the shape of its parameter and the dtype that this optimizer accumulates in",
+            found=f"a tensor of shape {tuple(total.shape)} and dtype {total.dtype}",
+            fix="Wrap the optimizer with the accumulate_dtype= it was saved with.",
+        )
+
+
+def _show(shape: Sequence[int], dtype: str, name: str | None) -> str:
+    return f"{name or 'a parameter'} of shape {tuple(shape)} and {dtype}"

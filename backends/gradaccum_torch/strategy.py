@@ -1,0 +1,187 @@
+"""Where the sum of a window lives: the interface that `Window` and `Update` speak to.
+
+Three classes are behind it. `GradStrategy` keeps the sum in ``.grad``, `MovingStrategy` moves it into buffers of another dtype, and
+`DroppingStrategy` lets a micro-batch prove finite before it is added. `Plan` chooses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaccum_torch.hooks import Hook, Hooks, can_be_hooked
+from gradaccum_torch.masters import Parameters
+from gradaccum_torch.misuse import changed_gradients_error, interrupted_error, unfinished_error
+from gradaccum_torch.norm import Measured
+from gradaccum_torch.sentinel import Sentinels
+
+
+class Strategy(ABC):
+    """One window's sum, and the watch over ``.grad``."""
+
+    keeps_micro_batch_apart: bool
+    """Until `take`, ``.grad`` holds this micro-batch alone, and all of it."""
+
+    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
+        # Parameters know the inner optimizer, not the wrapper: in a cycle a dropped wrapper's hooks would go on until it is collected.
+        self._parameters, self._accumulate_dtype = parameters, accumulate_dtype
+        self._hooks = Hooks()
+        self.sentinels = Sentinels()
+        self.groups_changed()
+        self.sentinels.reset()
+
+    def expect(self, size: int | None) -> None:  # noqa: B027
+        """The next window is of `size` micro-batches, None if the user closes it."""
+
+    def groups_changed(self) -> None:
+        """Parameters were added, replaced, frozen or unfrozen."""
+        trainable = {id(parameter): parameter for parameter in self._parameters.unique() if can_be_hooked(parameter)}
+        self._hooks.keep(trainable)
+        self.sentinels.watch(trainable.values())
+        for parameter in trainable.values():
+            if parameter not in self._hooks:
+                self._hooks.add(parameter, self._hook_for(parameter))
+
+    def _hook_for(self, parameter: Tensor) -> Hook:
+        return self.sentinels.of(parameter).arrive
+
+    def backward(self, loss: Tensor, arguments: Mapping[str, Any], *, first: bool) -> None:
+        """``loss.backward(**arguments)`` for the wrapper; if it raises, what arrived is taken out where that can be told apart.
+
+        Args:
+            loss: scalar tensor, shape ``()``.
+            arguments: those of `torch.Tensor.backward`.
+            first: the micro-batch is the first of its window.
+        """
+        arrivals = self.sentinels.arrivals
+        undoable = (first or self.keeps_micro_batch_apart) and not arrivals.arrived and not self.sentinels.holds
+        arrivals.inside = True
+        try:
+            loss.backward(**arguments)  # type: ignore[no-untyped-call]
+        except BaseException:
+            if undoable:
+                self._parameters.free_gradients()
+                self.forget_micro_batch()
+            raise
+        finally:
+            arrivals.inside = False
+
+    def zero_grad(self, set_to_none: bool, *, first: bool) -> bool:
+        """Clear ``.grad`` unless it holds a part of the sum; whether it was cleared, and the micro-batch under way with it.
+
+        Raises:
+            UsageError: the micro-batch under way is a part of the sum already.
+        """
+        if first or self.keeps_micro_batch_apart:
+            self._parameters.zero_grad(set_to_none)
+            self.forget_micro_batch()
+            return True
+        if self.sentinels.arrivals.arrived:
+            raise unfinished_error("zero_grad()")
+        return False
+
+    def require_whole(self) -> None:
+        """The last backward pass has ended.
+
+        Raises:
+            UsageError: it raised when it had delivered a part.
+        """
+        if self.sentinels.arrivals.under_way:
+            raise interrupted_error()
+
+    def require_counted(self, call: str, begun: bool) -> None:
+        """The sum is that of the micro-batches counted. `begun`: the user has given a loss of another one.
+
+        Raises:
+            UsageError: a micro-batch is under way in it, or something changed ``.grad``.
+        """
+        if self.keeps_micro_batch_apart:
+            return
+        if begun or self.sentinels.arrived:
+            raise unfinished_error(call)
+        if not self.sentinels.intact():
+            raise changed_gradients_error()
+
+    def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
+        """A ``.grad`` that something changed is nevertheless the window's gradient, whole, as its user wants it.
+
+        Args:
+            first: the micro-batch that was counted last is the first of its window.
+            flushing: there is none under way.
+
+        Raises:
+            UsageError: it is a part of that gradient, or autograd has added to the changed one.
+        """
+        if not self._is_all_in_grad(first, flushing) or (self.sentinels.arrivals.disturbed and not first):
+            raise changed_gradients_error()
+
+    @abstractmethod
+    def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:
+        """Whether ``.grad`` holds the window's whole sum; the arguments are those of `require_true_gradient`."""
+
+    @abstractmethod
+    def take(self) -> bool:
+        """Add the micro-batch that is in ``.grad`` to the sum; False if it was dropped because it is not finite."""
+
+    @abstractmethod
+    def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
+        """The sum's global 2-norm and whether every element is finite; `notes` are scalars to be read in the same transfer."""
+
+    def fits(self, norm: float, divisor: float) -> bool:
+        """Whether the sum, of that norm, divided by `divisor` is finite in the dtype that the inner optimizer works in."""
+        return True
+
+    def hands_over_whole(self) -> bool:
+        """Whether the inner optimizer gets the sum in a dtype that holds it, divided or not."""
+        return True
+
+    @abstractmethod
+    def hand_over(self, divisor: float, unclipped: float) -> None:
+        """Put the sum divided by `divisor` into ``.grad`` of what the inner optimizer works on.
+
+        Args:
+            divisor: of the sum.
+            unclipped: the divisor without clipping.
+        """
+
+    @abstractmethod
+    def take_back(self, divisor: float, spoiled: bool) -> None:
+        """Undo `hand_over`, which may have raised anywhere; `spoiled`: something wrote into what was handed over."""
+
+    @abstractmethod
+    def sums(self) -> list[Tensor | None]:
+        """The sum by position, None where nothing is held; the tensors themselves, not copies."""
+
+    @abstractmethod
+    def load(self, sums: Sequence[Tensor | None]) -> None:
+        """Make these tensors the sum; takes them over."""
+
+    def release(self) -> list[Tensor | None]:
+        """Give the sum away, and the micro-batch under way with it."""
+        sums = self.sums()
+        self.clear()
+        return sums
+
+    def pickled(self) -> dict[str, Any]:
+        """What `unpickle` needs: a copied or unpickled parameter has lost its ``.grad``, since torch keeps only its data."""
+        gradients = [None if parameter.grad is None else parameter.grad.detach() for parameter in self._parameters.positions()]
+        return {"gradients": gradients, "sentinels": self.sentinels.flags()}
+
+    def unpickle(self, pickled: Mapping[str, Any]) -> None:
+        """Go on with what `pickled` gave for the copies of these parameters."""
+        for parameter, gradient in zip(self._parameters.positions(), pickled["gradients"], strict=True):
+            parameter.grad = gradient
+        self.sentinels.reset(*pickled["sentinels"])
+
+    def forget_micro_batch(self) -> None:
+        """The user cleared ``.grad``, and nothing but the micro-batch under way was to be lost by that."""
+        self.sentinels.reset()
+
+    def clear(self) -> None:
+        """Free the sum and whatever is in ``.grad``."""
+        self._parameters.free_gradients()
+        self.sentinels.reset()

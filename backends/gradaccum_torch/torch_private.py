@@ -1,0 +1,233 @@
+"""Every private name of torch that this package uses, and what breaks if torch drops it.
+
+The rest of the package imports from here, so that a new torch is checked in one place. Where a name is used for each parameter or each
+micro-batch, it is bound as it is: no Python function is put around it. Three names that torch looks for on the wrapped optimizer must
+stay where they are: ``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and ``grad_scale`` and ``found_inf``, which a scaler sets.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo import eval_frame
+from torch._utils import _flatten_dense_tensors
+from torch.autograd import Variable
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+Node = Any
+"""A node of autograd's graph, for which torch has no common type."""
+LocalVariables = Mapping[str, Any]
+"""The local variables of a function of torch that is running."""
+
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written into. Without it no outside change of ``.grad`` is noticed, nor how far an update came that raised."""
+
+foreach_norm = torch._foreach_norm
+"""Norms of many tensors in one call. Without it each tensor has a call of its own: slower, the same bits."""
+foreach_div_ = torch._foreach_div_
+"""Divides many tensors in place. Without it each is divided on its own: slower, the same bits."""
+foreach_mul_ = torch._foreach_mul_
+"""Multiplies many tensors in place. Without it each is multiplied on its own: slower, the same bits."""
+foreach_sub_ = torch._foreach_sub_
+"""Subtracts many tensors in place. Without it master weights on an accelerator are compared one by one."""
+foreach_copy_ = torch._foreach_copy_
+"""Copies many tensors into others. Without it master weights are rounded one by one."""
+
+flatten_dense: Callable[[Iterable[Tensor]], Tensor] = _flatten_dense_tensors
+"""Copies dense tensors side by side into a vector. `torch.cat` of flat views does the same with more calls."""
+
+STEP_HOOK_TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+STATE_HOOK_TABLES = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""Where an optimizer keeps its hooks. If torch renames them, ``register_step_pre_hook`` and its like fail on a wrapped optimizer."""
+
+step_pre_hooks: Callable[[torch.optim.Optimizer], OrderedDict[int, Callable[..., Any]]] = attrgetter(STEP_HOOK_TABLES[0])
+step_post_hooks: Callable[[torch.optim.Optimizer], OrderedDict[int, Callable[..., Any]]] = attrgetter(STEP_HOOK_TABLES[1])
+save_pre_hooks, save_post_hooks, load_pre_hooks, load_post_hooks = map(attrgetter, STATE_HOOK_TABLES)
+"""One optimizer's hooks by number. Without them a hook that was registered on the wrapped optimizer is not run."""
+
+all_step_pre_hooks: Mapping[int, Any] = _global_optimizer_pre_hooks
+"""The hooks before each step of any optimizer. Without them a fused kernel might divide a gradient that such a hook reads undivided."""
+all_step_post_hooks: Mapping[int, Any] = _global_optimizer_post_hooks
+"""The hooks after each step of any optimizer. Without them an update whose hook raised would look half made, and be refused."""
+
+when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Has a function called as the running backward pass ends; torch forgets it if the pass raises. Without it neither a backward pass that
+raised half-way is noticed, nor in the first window changes that torch does not count."""
+
+
+def hook_tables() -> dict[str, OrderedDict[int, Callable[..., Any]]]:
+    """Empty tables of hooks, as ``torch.optim.Optimizer.__init__`` makes them."""
+    return {name: OrderedDict() for name in (*STEP_HOOK_TABLES, *STATE_HOOK_TABLES)}
+
+
+def elements(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient as a dense tensor that shares its memory; a sparse one must be coalesced.
+
+    Public ``values()`` gives a sparse gradient's numbers as a view with a graph. Without the private one, that of a detached gradient does.
+    """
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a `DTensor`: split over processes, so that its version does not count what torch writes into many at once.
+
+    Without the attribute a sharded tensor looks whole, and an update of one that raised half-way looks as if it had not begun.
+    """
+    return hasattr(tensor, "_local_tensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a `DTensor` that is in this process, or the tensor itself; public ``to_local()`` adds a graph and may wait."""
+    whole: Any = tensor
+    part: Tensor = getattr(whole, "_local_tensor", whole)
+    return part
+
+
+def engine_runs_backward() -> bool:
+    """Whether a backward pass runs in autograd's engine, which calls what was given to `when_backward_ends`.
+
+    FSDP calls the hooks of what it reduces after the backward pass, and a compiled backward pass runs outside of the engine. Without the
+    number of the pass one that raised half-way is not noticed; without the compiler's flag a compiled one would seem to have raised.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return torch._C._current_graph_task_id() >= 0 and not getattr(compiled, "in_compiled_autograd_region", False)
+
+
+def untraced(function: Callable[..., object]) -> None:
+    """Keep Dynamo from compiling `function` and what it calls: in a compiled training step it would trace what autograd calls.
+
+    `torch.compiler.disable` does the same, but imports all of the compiler, and puts a frame around every call. Without either Dynamo
+    traces the hooks, and breaks the graph of the training step at them.
+    """
+    frames: Any = eval_frame
+    if hasattr(frames, "_FrameExecStrategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    else:
+        frames.skip_code(function.__code__)
+
+
+def divides_by_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``step`` divides by ``optimizer.grad_scale``, as a fused one does.
+
+    Without the flag the sum is divided by a pass of its own.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def note_step_called(optimizer: torch.optim.Optimizer) -> None:
+    """Tell a scheduler that the optimizer has made a step.
+
+    Without the flag torch warns, after a checkpoint was loaded, that the scheduler moves before the optimizer.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+CHILDREN_OF_SEQUENCE = "_schedulers"
+"""An attribute that `SequentialLR` looks for on its children. If it is renamed, a sequence over a gated scheduler is not refused."""
+
+
+def tracker_of(scaler: torch.amp.GradScaler) -> Tensor:
+    """The scaler's growth tracker, int32, shape ``()``.
+
+    Without it the user's own loop of ``scaler.step`` and ``scaler.update`` cannot be followed.
+    """
+    tracker = scaler._growth_tracker
+    assert tracker is not None
+    return tracker
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> Tensor:
+    """The scaler's scale on its device, float32, shape ``()``; public ``get_scale()`` waits for the device at every micro-batch."""
+    scale = scaler._get_scale_async()
+    assert scale is not None
+    return scale
+
+
+def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
+    """What ``scaler.step`` noted for the next ``scaler.update``, which replaces this table by an empty one.
+
+    Without it nobody can tell whether ``scaler.update`` is still to come, and a saved scale may be the one before it.
+    """
+    return scaler._per_optimizer_states
+
+
+def found_inf_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Collection[Tensor]:
+    """Where ``scaler.update`` looks for an overflow of `optimizer`, a tensor for each device.
+
+    Without it the scaler cannot be told of a window's overflow, and its own ``update`` does not move the scale.
+    """
+    return scaler._found_inf_per_device(optimizer).values()
+
+
+def scaler_state(scaler: torch.amp.GradScaler, scale: float, tracker: int) -> dict[str, Any]:
+    """A state for ``scaler.load_state_dict`` with its own factors. If its keys are renamed, that call raises."""
+    return {
+        "scale": scale,
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": tracker,
+    }
+
+
+def unscaling_caller(frames: int) -> LocalVariables | None:
+    """The local variables of ``GradScaler._unscale_grads_``, if that runs `frames` frames above this one.
+
+    If torch renames the method, a scaler that was not given as ``loss_scale=`` changes the window's sum unnoticed.
+    """
+    frame = sys._getframe(frames)
+    return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
+
+
+def model_state_caller(function: str, frames: int) -> LocalVariables | None:
+    """The local variables of `function` of `torch.distributed.checkpoint.state_dict`, if that runs `frames` frames above.
+
+    The functions are ``_get_optim_state_dict`` and ``_init_optim_state``. If torch renames them, a checkpoint that torch makes of model and
+    optimizer together has the inner optimizer's state alone.
+    """
+    frame = sys._getframe(frames)
+    known = frame.f_code.co_name == function and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+    return frame.f_locals if known else None
+
+
+def initialize_state(inner: torch.optim.Optimizer) -> None:
+    """Give `inner` the state that a step makes, as torch does it before it reads or loads one.
+
+    Without the function a checkpoint that torch makes of model and optimizer together cannot be loaded into a fresh optimizer.
+    """
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    _init_optim_state(inner)
+
+
+def is_sequence_calling(frames: int) -> bool:
+    """Whether a method of `SequentialLR` runs `frames` frames above this one.
+
+    If its methods no longer call themselves ``self``, a sequence over a gated scheduler is not refused.
+    """
+    return isinstance(sys._getframe(frames).f_locals.get("self"), torch.optim.lr_scheduler.SequentialLR)
+
+
+def input_dtypes(node: Node) -> set[torch.dtype]:
+    """The dtypes of what a node's function gave, and so of the gradients that it is handed.
+
+    Without them the linearity check does not know which rounding to allow for.
+    """
+    return {meta.dtype for meta in node._input_metadata}
+
+
+def function_name(node: Node) -> str:
+    """The name of the `torch.autograd.Function` of a node. Without it the linearity check calls a culprit by the class of its node."""
+    return str(type(node)._forward_cls.__name__)
