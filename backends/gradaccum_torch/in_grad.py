@@ -17,6 +17,9 @@ from gradaccum_torch.sums import divide, multiply, narrowed
 from gradaccum_torch.tensors import GRAD, IS_SPARSE, REQUIRES_GRAD, coalesced
 from gradaccum_torch.versions import Versions
 
+_NOTHING = Versions()
+"""Nothing was handed over, or nothing of this kind."""
+
 
 class GradStrategy(Strategy):
     """The sum is ``.grad``."""
@@ -48,9 +51,10 @@ class GradStrategy(Strategy):
         self._divide_graphs(divided, unclipped)
         gradients: list[Tensor] = list(map(GRAD, divided))
         graphs = [gradient for gradient in gradients if gradient.requires_grad]
-        self._undivided, self._uncast = Versions(gradients), Versions(map(GRAD, parameters) if masters else ())
+        self._undivided, self._uncast = Versions(gradients), Versions(map(GRAD, parameters)) if masters else _NOTHING
         divide([gradient for gradient in gradients if not gradient.requires_grad] if graphs else gradients, divisor)
-        divide(graphs, divisor / unclipped)
+        if graphs:
+            divide(graphs, divisor / unclipped)
         self._undivided.all_written = True
         if masters:
             self._give_masters(parameters, divisor)
@@ -110,6 +114,6 @@ class GradStrategy(Strategy):
         return master is not parameter and parameter.grad is not None and parameter.grad.dtype != master.dtype
 
     def _forget_handed_over(self) -> None:
-        self._undivided, self._uncast = Versions(), Versions()
+        self._undivided = self._uncast = _NOTHING
         self._graphs: dict[Tensor, Tensor] = {}
         """The undivided sums that have a graph, while the inner optimizer has divided ones."""

@@ -21,14 +21,11 @@ class Values:
     """The norms of the gradients as autograd left them."""
 
     def __init__(self) -> None:
-        self._first_window, self._rewritten = True, False
+        self._rewritten = False
+        self.wanted = True
+        """Norms are to be noted at the end of each backward pass."""
         self.noted: Tensor | None = None
         """The norms to compare with, shape ``(number,)``; None: no comparison is to be made."""
-
-    @property
-    def wanted(self) -> bool:
-        """Norms are to be noted at the end of each backward pass."""
-        return self._first_window or self._rewritten
 
     def note(self, gradients: Iterable[Tensor]) -> None:
         """Take the values of `gradients` for what autograd left there."""
@@ -40,11 +37,11 @@ class Values:
 
     def window_ended(self) -> None:
         """The first window is over."""
-        self._first_window, self.noted = False, None
+        self.wanted, self.noted = self._rewritten, None
 
     def rewritten(self) -> None:
         """A call wrote the values that were there: go on comparing."""
-        self._rewritten = True
+        self._rewritten = self.wanted = True
 
     def same(self, gradients: Iterable[Tensor]) -> bool:
         """Whether `gradients` have the values noted; waits for the device. An inf or NaN stays one, whatever it is multiplied by."""

@@ -46,9 +46,10 @@ class Arrivals:
 
     def _end(self) -> None:
         self.under_way, self.settled = False, True
-        self.sharing = [watched for watched in self.sharing if watched.parameter.grad is watched.gradient]
-        for watched in self.sharing:
-            watched.note()
+        if self.sharing:
+            self.sharing = [watched for watched in self.sharing if watched.parameter.grad is watched.gradient]
+            for watched in self.sharing:
+                watched.note()
         if self.values.wanted:
             self.values.note(gradient for watched in self.gradients if (gradient := watched.parameter.grad) is not None)
 
