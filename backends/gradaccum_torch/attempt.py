@@ -1,4 +1,4 @@
-"""How far an update came before something raised, told by the versions of what it writes.
+"""How far an update came before something raised. The versions of parameters, gradients and state tell.
 
 Nothing can undo a half-made update without a second copy of the model. But the window can be left as it was before the update, or as it
 is after, or refused; the update is never made twice.
@@ -79,7 +79,7 @@ class Attempt:
         self.made = True
 
     def _states(self) -> list[Numbers]:
-        """What was written into the state of the first parameter with a gradient of each group, where a step begins."""
+        """The state, as numbers, of the first parameter with a gradient in each group: a step begins there."""
         groups = self._inner.param_groups
         first = [next((tensor for tensor in group["params"] if tensor.grad is not None), None) for group in groups]
         return [_written(self._inner.state.get(tensor, {})) for tensor in first if tensor is not None]

@@ -40,13 +40,13 @@ class BufferStrategy(Strategy):
         super().__init__(parameters, accumulate_dtype)
 
     def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
-        # In the parameters' order, not in that of arrival: a resumed window must have the same norm to the last bit.
+        # In the order of the parameters, not of arrival: a resumed window must have the same norm to the last bit.
         self._held = {parameter: coalesced(self._held[parameter]) for parameter in self._parameters.unique() if parameter in self._held}
         self._parameters.note_gradients(self._held)
         return measure(list(self._held.values()), notes)
 
     def fits(self, norm: float, divisor: float) -> bool:
-        # No element exceeds the norm, so the elements themselves are seldom looked at.
+        # No element exceeds the norm. So this seldom needs the largest element.
         return all(
             norm / divisor <= torch.finfo(gradient_dtype(parameter)).max or fits(held, divisor, gradient_dtype(parameter))
             for parameter, held in self._held.items()
@@ -64,7 +64,7 @@ class BufferStrategy(Strategy):
         for parameter, held in self._held.items():
             own = self._parameters.worked_on(parameter)
             if self._is_narrowed(parameter):
-                # One by one, each freeing the sum it came from: the gradients and the sums never live in full at once.
+                # One by one, each frees the sum it came from: the gradients and the sums never live in full at once.
                 held = self._held[parameter] = narrowed(held, divisor, gradient_dtype(own))
             own.grad = held
 
@@ -116,15 +116,16 @@ class BufferStrategy(Strategy):
         parameter.grad = None
 
     def _is_narrowed(self, parameter: Tensor) -> bool:
-        """Whether the inner optimizer works in another dtype than the sum's."""
+        """Whether the inner optimizer's dtype for this parameter is another than its sum's."""
         return gradient_dtype(self._parameters.worked_on(parameter)) != sum_dtype(parameter, self._accumulate_dtype)
 
 
 class MovingStrategy(BufferStrategy):
     """Gradients leave ``.grad`` as autograd produces them.
 
-    Some stay until `take`, so that a clip or an all-reduce finds something to write into, and is noticed: the small ones, or the last to
-    arrive where none of those did. In a window of one micro-batch all stay: there ``.grad`` is the window's gradient, as in the bare loop.
+    Some stay until `take`, so that a clip or an all-reduce finds something to write into, and the write is noticed. These are the small
+    gradients, or the last one to arrive if no small one did. In a window of one micro-batch all stay: there ``.grad`` is the window's
+    gradient, as in the bare loop.
     """
 
     keeps_micro_batch_apart = False
@@ -178,7 +179,7 @@ class MovingStrategy(BufferStrategy):
         return hook
 
     def _move(self, parameter: Tensor) -> None:
-        """Add what arrived to the sum, or let it stay and add what stayed in its place."""
+        """Add the gradient that arrived to the sum, or let it stay and add the one that has stayed so far."""
         moving: Tensor | None = parameter
         if id(parameter) in self._staying:
             self._seen_small = True
@@ -198,7 +199,7 @@ class MovingStrategy(BufferStrategy):
 
 
 def _small(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The trainable ones whose gradients may stay in ``.grad``: the smallest, and all that fit into a 256th of the memory."""
+    """The trainable parameters whose gradients may stay in ``.grad``: the smallest, and more while they fit into a 256th of the memory."""
     trainable = sorted(filter(can_be_hooked, parameters), key=Tensor.numel)
     budget = sum(map(Tensor.numel, trainable)) // 256
     ends = itertools.accumulate(map(Tensor.numel, trainable))
@@ -207,7 +208,7 @@ def _small(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 class DroppingStrategy(BufferStrategy):
-    """A micro-batch that is not finite adds nothing."""
+    """A micro-batch whose gradient is not finite adds nothing."""
 
     keeps_micro_batch_apart = True
 

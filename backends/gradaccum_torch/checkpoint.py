@@ -5,20 +5,15 @@ The wrapper's entry in a ``state_dict`` is `gradaccum_torch.entry`'s; how `torch
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from gradaccum import CheckpointError
 from gradaccum.kit import explain, initial_state
-from gradaccum_torch.entry import KEY, Saved, decode, encode
+from gradaccum_torch.entry import KEY, Saved, StateDict, decode, encode
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.model_state import gather, spread
 from gradaccum_torch.torch_private import LocalVariables
 from gradaccum_torch.window import Window
-
-StateDict = dict[str, Any]
-"""A saved state as torch has it: ``"state"`` by the index of a parameter, ``"param_groups"`` and what else an optimizer adds."""
 
 _BARE = Saved(initial_state(), None, 0.0, {}, {})
 """What a bare optimizer's state says of a window."""

@@ -1,4 +1,4 @@
-"""Checks of what a user hands over: the optimizer, the accumulation dtype, the window's size."""
+"""Checks of a user's arguments: the optimizer, the accumulation dtype, the window's size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def window_size(options: Options, optimizer_step: int) -> int | None:
 
 
 def known_window_size(options: Options, optimizer_step: int) -> int | None:
-    """`window_size` of a window that has not begun; None where a schedule raises, which is the business of the ``step`` that begins it."""
+    """`window_size` of a window that has not begun; None if the schedule raises, which it will do again in the window's first ``step``."""
     try:
         return window_size(options, optimizer_step)
     except Exception:

@@ -1,7 +1,7 @@
 """``step(closure)``: an inner optimizer that evaluates the model again and again, as `torch.optim.LBFGS` does.
 
-The closure puts a gradient into ``.grad`` each time, and the optimizer reads it at once. So it must be the true gradient, with nothing
-left to be done to it: a window of one micro-batch without options that change its gradient.
+The closure puts a gradient into ``.grad`` each time, and the optimizer reads it at once. So it must be the true gradient, and not be
+changed after: a window of one micro-batch without options that change its gradient.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from gradaccum_torch.masters import Parameters
 from gradaccum_torch.sums import sum_dtype
 
 Loss = Any
-"""What a closure returns: torch hands it through, whatever it is."""
+"""The value of a closure. torch hands it through, whatever it is."""
 
 
 def require_plain(options: Options, size: int | None, parameters: Parameters) -> None:
     """A closure sees the true gradient in ``.grad``, in a window of `size` micro-batches.
 
     Raises:
-        UsageError: an option leaves something to be done to it.
+        UsageError: an option would change it.
     """
     if found := _in_the_way(options, size, parameters):
         raise explain(
@@ -44,7 +44,7 @@ def require_no_weight(weight: float, factor: float) -> None:
 
 
 def _in_the_way(options: Options, size: int | None, parameters: Parameters) -> list[str]:
-    """The options, as one would write them, that leave something to be done to what a closure puts in ``.grad``."""
+    """The options, as the user writes them, that change the gradient after the closure has put it into ``.grad``."""
     found = [f"{name}={value}" for name in ("clip_norm", "skip_norm") if (value := getattr(options, name)) is not None]
     found += [f"steps={size}"] if size != 1 else []
     found += ["loss_scale="] if options.scale_rule != ScaleRule() else []

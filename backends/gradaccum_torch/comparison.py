@@ -19,7 +19,7 @@ CHUNK = 2**25
 """Elements that are rounded at a time."""
 
 Pair = tuple[Tensor, Tensor]
-"""A half-precision tensor and the float32 one that it is the rounded copy of."""
+"""A half-precision tensor and the float32 tensor that it should be the rounded copy of."""
 
 
 @torch.no_grad()

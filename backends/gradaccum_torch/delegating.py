@@ -1,7 +1,8 @@
 """A `torch.optim.Optimizer` whose groups, state and defaults are another's.
 
 They are the inner optimizer's own objects, read through properties: loading a state replaces groups and state, and a learning-rate
-scheduler writes into the groups. The hooks are this optimizer's own. Its subclass says what a step and a saved state are.
+scheduler writes into the groups. The hooks are this optimizer's own. Whatever is not the inner optimizer's is abstract, of torch's methods
+too, and a subclass that is final fills it in: no method is written twice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gradaccum_torch.entry import StateDict
 from gradaccum_torch.masters import Group
 from gradaccum_torch.torch_private import (
     LocalVariables,
@@ -25,8 +27,6 @@ from gradaccum_torch.torch_private import (
     unscaling_caller,
 )
 
-StateDict = dict[str, Any]
-"""A saved state as torch has it: ``"state"`` by the index of a parameter, ``"param_groups"`` and what else an optimizer adds."""
 OptimizerState = Any
 """``optimizer.state``: a mapping from each parameter to what the optimizer keeps for it."""
 
@@ -125,6 +125,24 @@ class DelegatingOptimizer(torch.optim.Optimizer, ABC):
             after(self)
 
     @abstractmethod
+    def step(self, closure: Callable[[], Any] | None = None) -> Any: ...
+
+    @abstractmethod
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    @abstractmethod
+    def add_param_group(self, param_group: Group) -> None: ...
+
+    @abstractmethod
+    def __getstate__(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def __setstate__(self, state: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def __repr__(self) -> str: ...
+
+    @abstractmethod
     def _groups_for_scaler(self, caller: LocalVariables) -> list[Group]:
         """The groups for the method of a `torch.amp.GradScaler` that unscales gradients, given that method's local variables."""
 
@@ -143,6 +161,3 @@ class DelegatingOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def _load(self, state_dict: StateDict) -> None:
         """Restore what `_save` gave."""
-
-    @abstractmethod
-    def __repr__(self) -> str: ...

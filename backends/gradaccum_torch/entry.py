@@ -26,8 +26,10 @@ KEY = "gradaccum"
 _FIX = "Load a state that was saved from this model and optimizer."
 
 
+StateDict = dict[str, Any]
+"""A saved state as torch has it: ``"state"`` by the index of a parameter, ``"param_groups"`` and what an optimizer adds to them."""
 Entry = dict[str, Any]
-"""What is saved under `KEY`."""
+"""The wrapper's part of a ``state_dict``, under `KEY`."""
 Description = list[Any]
 """Shape, dtype and name of a parameter: ``[[2, 3], "torch.float32", "layer.weight"]``."""
 
@@ -36,7 +38,7 @@ class Saved(NamedTuple):
     """A window as a checkpoint holds it."""
 
     fields: State
-    """As they were saved; `terms` decide what of them goes on."""
+    """The fields as they were saved; `terms` decide which of them go on."""
     terms: Terms | None
     """None: it is a bare optimizer's state, and the fields are of this optimizer."""
     grad_norm: float

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradaccum_torch.masters import Group
-from gradaccum_torch.torch_private import all_step_pre_hooks, divides_by_grad_scale, step_pre_hooks
+from gradaccum_torch.torch_private import DIVIDES_BY_GRAD_SCALE, all_step_pre_hooks, step_pre_hooks
 
 _FLOAT32 = {torch.float32}
 _WIDE = {torch.float32, torch.float64}
@@ -24,7 +24,7 @@ _WIDE = {torch.float32, torch.float64}
 
 def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
     """Whether ``inner.step()`` itself can divide what is in ``.grad``, exactly, and before any Python code reads it."""
-    if not divides_by_grad_scale(inner):
+    if not getattr(inner, DIVIDES_BY_GRAD_SCALE, False):
         return False
     return _is_torchs(inner) and not _is_hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
 

@@ -27,10 +27,10 @@ from gradaccum_torch.masters import Group
 from gradaccum_torch.torch_private import LocalVariables, found_inf_of, pending_update, scale_of, scaler_state, tracker_of
 
 SMALLEST = 2.0**-125
-"""The floor of a scale without one: a power of two by which a window may still be divided, so that the scale can grow again."""
+"""`GradScaler` has no floor. Below this power of two a window could no longer be divided, and the scale could never grow again."""
 
 _SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Mapping[int, Any], Tensor]] = WeakKeyDictionary()
-"""The true scale and tracker of a scaler whose tracker was set back, and the table that its next ``update`` replaces by another."""
+"""By scaler whose tracker was set back: its pending update, which its ``update`` replaces by another, and its true scale and tracker."""
 
 
 class ScalerLink:
@@ -71,7 +71,7 @@ class ScalerLink:
         return scaled
 
     def count(self, *, first: bool) -> None:
-        """A micro-batch ended: the first one's scale is the window's, the others' must be the same."""
+        """A micro-batch ended. The scale at the first one is the window's; at the others it must be the same."""
         if first:
             self._start = self._now()
             self._moved = self._start[0] != self._start[0]
@@ -79,7 +79,7 @@ class ScalerLink:
             self._moved = self._moved | (self._now()[0] != self._start[0])
 
     def notes(self) -> tuple[Tensor, ...]:
-        """What `used` needs on the host: 0-d tensors."""
+        """The tensors, shape ``()``, whose values `used` needs on the host."""
         return *self._start.unbind(), self._moved
 
     def used(self, fields: State, notes: list[float]) -> State:
@@ -99,7 +99,7 @@ class ScalerLink:
         if fields.micro_step:
             scale, tracker = self._start.tolist()
         elif pending_update(self._scaler):
-            return fields  # scaler.update() is still to come and will make it what the transition made it.
+            return fields  # scaler.update() is still to come, and will give the scaler these values.
         else:
             scale, tracker = self._now().tolist()
         return fields._replace(loss_scale=scale, growth_tracker=int(tracker))
@@ -127,7 +127,7 @@ class ScalerLink:
         try:
             yield
         except BaseException:
-            # scaler.step does not get to it, and the next step may be the user's own.
+            # scaler.step would delete them after this, but does not get there, and the next step may be the user's own.
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
             if self._ended is not None:
                 self.write(self._ended[0])
@@ -173,7 +173,7 @@ class ScalerLink:
         _SET_BACK[self._scaler] = pending_update(self._scaler), true
 
     def _now(self) -> Tensor:
-        """Scale and growth tracker side by side, float64: both exactly."""
+        """Scale and growth tracker side by side, in float64, which holds both exactly."""
         awaited, true = _SET_BACK.get(self._scaler, (None, None))
         if true is not None and awaited is pending_update(self._scaler):
             return true
@@ -182,7 +182,7 @@ class ScalerLink:
 
 
 def scaler_rule(scaler: object) -> ScaleRule | None:
-    """How a `torch.amp.GradScaler` moves, from the scale that it has now; it has no floor and no ceiling. None for another object."""
+    """The rule by which a `torch.amp.GradScaler` moves, from its present scale; it has no floor and no ceiling. None for another object."""
     if not isinstance(scaler, torch.amp.GradScaler):
         return None
     if not scaler.is_enabled():

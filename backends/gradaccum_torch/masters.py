@@ -74,12 +74,12 @@ class Parameters:
         return list(dict(zip(map(id, seen), seen, strict=True)).values())
 
     def device(self) -> torch.device:
-        """That of the first parameter; the CPU where there is none."""
+        """The device of the first parameter; the CPU if there is no parameter."""
         return next((parameter.device for parameter in self.positions()), torch.device("cpu"))
 
     @property
     def has_masters(self) -> bool:
-        """Whether any parameter has one."""
+        """Whether any parameter has a master."""
         return bool(self._masters)
 
     def worked_on(self, parameter: Tensor) -> Tensor:
@@ -115,13 +115,13 @@ class Parameters:
             foreach_copy_(list(self._masters), list(self._masters.values()))
 
     def strayed(self) -> tuple[Tensor, ...]:
-        """Whether the model holds something else than the rounded masters: one bool, shape ``()``; nothing where there are no masters."""
+        """Whether the model differs from the rounded masters: one bool, shape ``()``; nothing if there are no masters."""
         found = apart(list(self._masters.items())) if self._masters else None
         return () if found is None else (found,)
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Let the masters follow what something else wrote into the model, element by element."""
+        """Copy into the masters what something else wrote into the model, element by element."""
         for parameter, master in self._masters.items():
             master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter))
 
@@ -135,13 +135,13 @@ class Parameters:
             with self.masters_in_place():
                 yield
         finally:
-            # Writing a parameter spoils the graphs that have saved it, even if the value stays.
+            # Autograd refuses a graph that has saved a parameter which was written since, even if the value stayed.
             if any(self.strayed()):
                 self.round()
 
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
-        """Make these the masters, by position; where the model turns out to hold something else it still wins."""
+        """Make these the masters, by position; the next update still prefers the model's values where they differ."""
         for index, parameter in enumerate(self.positions()):
             if index in masters:
                 self._masters[parameter].copy_(masters[index])
@@ -161,18 +161,18 @@ class Parameters:
             tensor.grad = None
 
     def note_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """These have a gradient, which the end of a window frees."""
+        """Note the parameters that have a gradient as their window ends, which frees it."""
         self._had_gradients = list(parameters)
 
     def _zero_those_freed(self) -> None:
-        """Zeros are what ``zero_grad(set_to_none=False)`` leaves, with which momentum and weight decay go on."""
+        """``zero_grad(set_to_none=False)`` leaves zeros, so that momentum and weight decay go on."""
         known = set(map(id, self.positions()))
         for parameter in self._had_gradients:
             if parameter.grad is None and id(parameter) in known:
                 parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
 
     def _complete(self) -> None:
-        """Make the masters that are missing, and forget those of parameters that were replaced, or cast to another dtype."""
+        """Make the missing masters, and forget the masters of parameters that were replaced, or cast to another dtype."""
         half = [parameter for parameter in self.positions() if parameter.dtype in HALF] if self._wanted else []
         for parameter in set(self._masters).difference(half):
             del self._models[self._masters.pop(parameter)]
@@ -194,7 +194,7 @@ class Parameters:
                 state[other] = state.pop(own)
 
     def _widen_state(self, parameter: Tensor) -> None:
-        """An optimizer that ran before it was wrapped goes on, with its state in float32."""
+        """If the optimizer ran before it was wrapped, its state goes on in float32."""
         if parameter in self._inner.state:
             state = self._inner.state[parameter]
             self._inner.state[parameter] = {name: _widened(value) for name, value in state.items()}

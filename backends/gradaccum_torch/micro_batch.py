@@ -9,7 +9,7 @@ from gradaccum_torch.sentinel import Sentinels
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch of which nothing was said has weight 1."""
+    """Notes about a micro-batch. Without any its weight is 1."""
 
     weight: float = 1.0
     noted: bool = False

@@ -8,20 +8,19 @@ is a sum changes from step to step. So an open window is refused.
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 from torch import Tensor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.entry import KEY, describe
+from gradaccum_torch.entry import KEY, StateDict, describe
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.torch_private import LocalVariables
 
 MASTER = "gradaccum_master"
 
 
-def spread(state_dict: dict[str, Any], parameters: Parameters, caller: LocalVariables) -> dict[str, Any]:
+def spread(state_dict: StateDict, parameters: Parameters, caller: LocalVariables) -> StateDict:
     """`state_dict` in that form, for torch's function with the local variables `caller`.
 
     Raises:
@@ -35,14 +34,14 @@ def spread(state_dict: dict[str, Any], parameters: Parameters, caller: LocalVari
         raise _left_out_error("flatten_optimizer_state_dict=False", "True, which drops the state of the window", "Leave it out.")
     masters = entry["masters"]
     for index, parameter in enumerate(parameters.positions() if masters else ()):
-        # A parameter that is its own master too, or torch would miss its state where the inner optimizer has none.
+        # A parameter that is its own master gets an entry too: torch wants a state for each, and the inner optimizer may have none.
         state_dict["state"].setdefault(index, {})[MASTER] = masters.get(index, parameter.detach())
     state_dict["param_groups"][0][KEY] = {name: value for name, value in entry.items() if name not in ("parameters", "sums", "masters")}
     return state_dict
 
 
-def gather(state_dict: dict[str, Any], parameters: Parameters) -> dict[str, Any]:
-    """`state_dict` as the wrapper itself saves it; one that is in no other form stays as it is."""
+def gather(state_dict: StateDict, parameters: Parameters) -> StateDict:
+    """`state_dict` in the form in which the wrapper saves it; it may be in that form already."""
     groups = state_dict.get("param_groups", ())
     if KEY in state_dict or not groups or KEY not in groups[0]:
         return state_dict

@@ -17,7 +17,8 @@ from gradaccum.kit import Options, require_weight
 from gradaccum_torch.attempt import StepReturn
 from gradaccum_torch.checkpoint import load, save
 from gradaccum_torch.closure import Loss
-from gradaccum_torch.delegating import DelegatingOptimizer, OptimizerState, StateDict
+from gradaccum_torch.delegating import DelegatingOptimizer, OptimizerState
+from gradaccum_torch.entry import StateDict
 from gradaccum_torch.forwarding import Argument, forwarded
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
 from gradaccum_torch.loss import require_loss

@@ -1,4 +1,4 @@
-"""Where the sum of a window lives, by what the parameters are when the window begins."""
+"""Chooses where the sum of a window lives, by the parameters' dtypes as the window begins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradaccum_torch.tensors import DTYPE, REQUIRES_GRAD
 
 
 class Plan:
-    """What the parameters are as it is made, and what follows for the sum.
+    """The parameters as they are when it is made, and what follows for the sum.
 
     Args:
         parameters: those that are summed over.

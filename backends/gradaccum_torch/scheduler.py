@@ -26,7 +26,7 @@ _STEPPED_AT = "gradaccum_optimizer_step"
 
 
 def is_scheduler(candidate: object) -> bool:
-    """Whether `candidate` is one of torch's schedulers, or looks like one: it holds an optimizer, is none, and has a ``step``."""
+    """Whether `candidate` is one of torch's schedulers, or looks like one: it has an optimizer and a ``step``, and is no optimizer."""
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True
     of_an_optimizer = isinstance(getattr(candidate, "optimizer", None), torch.optim.Optimizer) and not hasattr(candidate, "zero_grad")
@@ -84,7 +84,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return list(self._scheduler.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's, and the update it last moved at."""
+        """The scheduler's ``state_dict``, and the update at which it last moved."""
         self._follow_loads()
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._stepped_at}
 

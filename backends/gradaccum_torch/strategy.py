@@ -27,7 +27,7 @@ class Strategy(ABC):
     """Until `take`, ``.grad`` holds this micro-batch alone, and all of it."""
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
-        # Parameters know the inner optimizer, not the wrapper: in a cycle a dropped wrapper's hooks would go on until it is collected.
+        # Nothing here refers to the wrapper: in a cycle with it, the hooks of a dropped wrapper would run until it is collected.
         self._parameters, self._accumulate_dtype = parameters, accumulate_dtype
         self._hooks = Hooks()
         self.sentinels = Sentinels()
@@ -50,7 +50,7 @@ class Strategy(ABC):
         return self.sentinels.of(parameter).arrive
 
     def backward(self, loss: Tensor, arguments: Mapping[str, Any], *, first: bool) -> None:
-        """``loss.backward(**arguments)`` for the wrapper; if it raises, what arrived is taken out where that can be told apart.
+        """``loss.backward(**arguments)`` for the wrapper. If it raises, what arrived is taken out, if it is apart from the sum.
 
         Args:
             loss: scalar tensor, shape ``()``.
@@ -71,7 +71,7 @@ class Strategy(ABC):
             arrivals.inside = False
 
     def zero_grad(self, set_to_none: bool, *, first: bool) -> bool:
-        """Clear ``.grad`` unless it holds a part of the sum; whether it was cleared, and the micro-batch under way with it.
+        """Clear ``.grad``, and the micro-batch under way with it, unless it holds a part of the sum; returns whether it was cleared.
 
         Raises:
             UsageError: the micro-batch under way is a part of the sum already.
@@ -107,14 +107,14 @@ class Strategy(ABC):
             raise changed_gradients_error()
 
     def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
-        """A ``.grad`` that something changed is nevertheless the window's gradient, whole, as its user wants it.
+        """Something changed ``.grad``, but it was the whole gradient of the window, and so the user's to change.
 
         Args:
             first: the micro-batch that was counted last is the first of its window.
             flushing: there is none under way.
 
         Raises:
-            UsageError: it is a part of that gradient, or autograd has added to the changed one.
+            UsageError: it was a part of that gradient, or autograd has added to the changed one.
         """
         if not self._is_all_in_grad(first, flushing) or (self.sentinels.arrivals.disturbed and not first):
             raise changed_gradients_error()
@@ -167,7 +167,7 @@ class Strategy(ABC):
         return sums
 
     def pickled(self) -> dict[str, Any]:
-        """What `unpickle` needs: a copied or unpickled parameter has lost its ``.grad``, since torch keeps only its data."""
+        """The state for `unpickle`, with the gradients: torch copies and pickles a parameter without its ``.grad``."""
         gradients = [None if parameter.grad is None else parameter.grad.detach() for parameter in self._parameters.positions()]
         return {"gradients": gradients, "sentinels": self.sentinels.flags()}
 
@@ -178,7 +178,7 @@ class Strategy(ABC):
         self.sentinels.reset(*pickled["sentinels"])
 
     def forget_micro_batch(self) -> None:
-        """The user cleared ``.grad``, and nothing but the micro-batch under way was to be lost by that."""
+        """The user cleared ``.grad``, which held the micro-batch under way and nothing else."""
         self.sentinels.reset()
 
     def clear(self) -> None:

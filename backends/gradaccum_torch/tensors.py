@@ -1,4 +1,4 @@
-"""How lists of tensors are given to torch: in as few calls as their kinds allow."""
+"""Gives lists of tensors to torch in as few calls as their kinds allow."""
 
 from __future__ import annotations
 

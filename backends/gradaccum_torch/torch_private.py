@@ -61,6 +61,12 @@ all_step_pre_hooks: Mapping[int, Any] = _global_optimizer_pre_hooks
 all_step_post_hooks: Mapping[int, Any] = _global_optimizer_post_hooks
 """The hooks after each step of any optimizer. Without them an update whose hook raised would look half made, and be refused."""
 
+DIVIDES_BY_GRAD_SCALE = "_step_supports_amp_scaling"
+"""True on an optimizer whose ``step`` divides by ``optimizer.grad_scale``, as a fused one's does. Without it the division is a pass of its
+own, and ``scaler.step`` unscales in Python before it calls the wrapped optimizer, which refuses that."""
+CHILDREN_OF_SEQUENCE = "_schedulers"
+"""An attribute that `SequentialLR` looks for on its children. If it is renamed, a sequence over a gated scheduler is not refused."""
+
 when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Has a function called as the running backward pass ends; torch forgets it if the pass raises. Without it neither a backward pass that
 raised half-way is noticed, nor in the first window changes that torch does not count."""
@@ -118,24 +124,12 @@ def untraced(function: Callable[..., object]) -> None:
         frames.skip_code(function.__code__)
 
 
-def divides_by_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its ``step`` divides by ``optimizer.grad_scale``, as a fused one does.
-
-    Without the flag the sum is divided by a pass of its own.
-    """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
     """Tell a scheduler that the optimizer has made a step.
 
     Without the flag torch warns, after a checkpoint was loaded, that the scheduler moves before the optimizer.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-CHILDREN_OF_SEQUENCE = "_schedulers"
-"""An attribute that `SequentialLR` looks for on its children. If it is renamed, a sequence over a gated scheduler is not refused."""
 
 
 def tracker_of(scaler: torch.amp.GradScaler) -> Tensor:

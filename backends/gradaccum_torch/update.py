@@ -1,4 +1,4 @@
-"""One update at the end of a window: it is made, or the window is as it was, or what is between the two is refused."""
+"""One update at the end of a window. It is made, or the window is as it was. If neither is possible, the next call raises."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Update:
         self.made = False
         """The last one was made, even if something raised after it."""
         self.half_made = False
-        """The last one raised when it had written a part: neither the old state nor the new one is there."""
+        """The last one raised when it had written a part, so that parameters and state are neither the old ones nor the new ones."""
 
     def make(self, strategy: Strategy, divisor: float, unclipped: float, norms: list[Tensor], strayed: bool) -> None:
         """Run the inner optimizer once on the sum divided by `divisor`.
@@ -47,7 +47,7 @@ class Update:
             divisor: of the sum.
             unclipped: the divisor without clipping.
             norms: of the sum.
-            strayed: the model holds something else than the rounded masters, which the masters must take over first.
+            strayed: something else wrote into the model, and the masters must take that over first.
         """
         self.made = False
         if strayed:
@@ -94,7 +94,7 @@ class Update:
             raise
 
     def _settle(self, attempt: Attempt, strategy: Strategy, divisor: float) -> None:
-        """Something raised: the window ends if the update was made, and is as it was if it was not begun."""
+        """Something raised. If the update was made, the window ends. If it had not begun, the window is as it was."""
         if attempt.made:
             self._parameters.round()
             self.made = True
@@ -130,7 +130,7 @@ def through(action: Callable[[], None]) -> None:
 
 
 def _run_pre_hooks(wrapper: torch.optim.Optimizer, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the step is called with: a hook may return other arguments, as in torch, which refuses everything else but None."""
+    """The arguments of the step. As in torch, a hook may return other ones, or None; anything else raises."""
     kwargs: dict[str, Any] = {}
     for before in tuple(step_pre_hooks(wrapper).values()):
         result = before(wrapper, args, kwargs)

@@ -192,7 +192,7 @@ class Window:
         return self._plan.sum_dtypes
 
     def saved(self) -> Saved:
-        """What of it goes into a checkpoint, the tensors themselves; may wait for the device.
+        """The window as a checkpoint holds it, with the tensors themselves; may wait for the device.
 
         Raises:
             UsageError: a micro-batch is under way in the sum, or something changed ``.grad``.
@@ -214,7 +214,7 @@ class Window:
             CheckpointError: `saved` is an open window under other options.
         """
         if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
-            return self._scaler.current(saved.fields)  # It is the user's own, and may have been loaded from a file of its own.
+            return self._scaler.current(saved.fields)  # The scaler is the user's, and may have been loaded from a file of its own.
         if saved.terms is None:
             return initial_state(self._options.scale_rule.init_scale)
         return resumed(saved.fields, saved.terms, self._options)
@@ -228,7 +228,7 @@ class Window:
         self._start_with(saved.fields, saved.grad_norm)
 
     def pickled(self) -> dict[str, Any]:
-        """What `unpickle` needs to go on in a copy, in the midst of a micro-batch too."""
+        """The state for `unpickle` of a copy, in the midst of a micro-batch too."""
         state = {"fields": self._fields_to_save(), "grad_norm": self._grad_norm, "micro_batch": self._micro_batch}
         return {**state, "strategy": self.strategy.pickled()}
 
@@ -244,7 +244,7 @@ class Window:
         return loss
 
     def _measure(self) -> tuple[Measured, bool]:
-        """The sum's norm, and whether the model holds something else than the rounded masters."""
+        """The sum's norm, and whether the model differs from the rounded masters."""
         strayed, scale = self._parameters.strayed(), () if self._scaler is None else self._scaler.notes()
         measured = self.strategy.measure((*scale, *strayed))
         if self._scaler is not None:
