@@ -1,11 +1,11 @@
-"""Which backends there are: read from entry points, so that nothing is imported before it is needed.
+"""Finds backends through entry points, so that importing gradaccum imports no framework.
 
-Two groups, each of names that must have one owner:
+There are two groups of entry points. A name has one owner in each:
 
 - ``gradaccum.backends``: the backend's name, pointing at its `Backend` object;
 - ``gradaccum.types``: the top-level package that defines the optimizers it wraps (``optax`` for ``jax``), pointing at the same object.
 
-The second is what lets `wrap` tell whose object it was given, and whether a framework is installed, without an import.
+By the second group `wrap` recognises an optimizer's framework, and tells whether it is installed, without importing it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TYPES = "gradaccum.types"
 
 
 class Backend(Protocol):
-    """What an adapter offers the core. Options of its own are keyword-only arguments of its `wrap`."""
+    """An adapter, as the core sees it. The keyword-only arguments of its `wrap` are its own options."""
 
     name: str
 
@@ -106,9 +106,9 @@ def available_backends() -> tuple[str, ...]:
 
 
 def backend_of(optimizer: object) -> Backend:
-    """The backend whose package defines `optimizer`'s type, or a base of it; or that of the optimizer that it holds.
+    """The backend whose package defines the type of `optimizer`, a base of it, or the optimizer that it holds.
 
-    The latter is how a scheduler of another library than the framework's own, such as timm's, is told.
+    A scheduler of a library such as timm is recognised by the optimizer that it holds.
 
     Raises:
         ArgumentTypeError: no backend's package does.
