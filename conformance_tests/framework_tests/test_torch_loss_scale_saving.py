@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
 
-from conformance_tests.framework_tests.torch_grad_scaler_loop import Loop, by_kind, state_of
+from conformance_tests.framework_tests.torch_loss_scale_loop import Loop, by_kind, state_of
 
 
 @by_kind

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_grad_scaler_loop import Alone, Loop, by_kind, state_of
+from conformance_tests.framework_tests.torch_loss_scale_loop import Alone, Loop, by_kind, state_of
 from gradaccum_torch import backend
 
 SMALLEST = 2.0**-125
