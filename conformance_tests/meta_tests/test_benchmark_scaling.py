@@ -10,14 +10,15 @@ from benchmarks.axes import RUN, STEPS, TENSORS, WINDOWS, in_words, sizes
 TENSORS_HERE, ELEMENTS = 3, 300
 
 
-def test_pieces_are_equal_and_lose_nothing() -> None:
+def test_tensor_sizes_are_equal() -> None:
+    """Together they have every element."""
     assert sizes(3, 300) == [100, 100, 100]
     assert in_words(1000, 1_000_000) == "1,000 tensors of 1,000"
     with pytest.raises(ValueError, match="multiple of 7"):
         sizes(7, 100)
 
 
-def test_every_run_ends_at_the_end_of_a_window() -> None:
+def test_runs_end_with_a_window() -> None:
     assert all(RUN % steps == 0 for steps in WINDOWS)
     assert all(sum(sizes(tensors, 1_000_000)) == 1_000_000 for tensors in TENSORS)
 
@@ -44,7 +45,8 @@ def test_torch_peers_agree() -> None:
         assert float((one.detach() - before).abs().max()) > 1e-4
 
 
-def test_jax_peers_agree_and_hold_one_gradient() -> None:
+def test_jax_peers_hold_one_gradient() -> None:
+    """They also end with the same parameters."""
     optax = pytest.importorskip("optax")
     import gradaccum
     from benchmarks.questions import jax_scaling as scaling

@@ -9,7 +9,7 @@ from .mutants import MUTANTS
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_is_caught(name: str, tmp_path) -> None:
+def test_mutant_is_caught(name: str, tmp_path) -> None:
     install(tmp_path)
     done = run_suite(tmp_path, "-x", "-p", "mutants", MUTANT=name)
     assert done.returncode == 1, f"the suite did not notice {name}:\n{done.stdout[-2000:]}{done.stderr[-1000:]}"

@@ -13,12 +13,12 @@ import gradaccum
 from .example import EXAMPLE, install
 
 
-def test_no_such_name() -> None:
+def test_unknown_name_raises() -> None:
     with pytest.raises(gradaccum.BackendNotFoundError, match="tensorflow"):
         gradaccum.load_backend("tensorflow")
 
 
-def test_two_owners_of_one_name_is_an_error(tmp_path) -> None:
+def test_two_owners_of_one_name_raise(tmp_path) -> None:
     install(tmp_path)
     other = tmp_path / "rival-1.0.dist-info"
     other.mkdir()

@@ -23,7 +23,8 @@ CASES = [(name, value) for name, values in BAD_OPTIONS.items() for value in valu
 
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=[f"{name}={value!r}" for name, value in CASES])
-def test_options(backend: Harness, name: str, value) -> None:
+def test_bad_option_raises(backend: Harness, name: str, value) -> None:
+    """`wrap` raises; the error names the option, what was expected and what was given."""
     with pytest.raises(gradaccum.GradAccumError, match=name) as caught:
         start(backend, **{"steps": 4, name: value})
     assert "expected" in str(caught.value)
@@ -70,7 +71,7 @@ def test_one_mistake_one_error(backend: Harness, name: str, value, kind: type, w
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, "1", True], ids=repr)
-def test_weight(backend: Harness, mode: str, weight) -> None:
+def test_bad_weight_changes_nothing(backend: Harness, mode: str, weight) -> None:
     session = start(backend, steps=4, mode=mode)
     session.gradients(random_tree(LINEAR, 0))
     before = session.state(), session.accumulator(), session.parameters()
@@ -79,7 +80,7 @@ def test_weight(backend: Harness, mode: str, weight) -> None:
     unchanged(session, before)
 
 
-def test_gradients_of_another_tree(backend: Harness) -> None:
+def test_bad_gradients_change_nothing(backend: Harness) -> None:
     for fault in backend.gradient_faults:
         session = start(backend, steps=4)
         session.gradients(random_tree(LINEAR, 0))
@@ -95,11 +96,11 @@ def unchanged(session, before) -> None:
     assert same(session.parameters(), before[2])
 
 
-def test_not_an_optimizer(backend: Harness) -> None:
+def test_model_is_no_optimizer(backend: Harness) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer"):
         gradaccum.wrap(backend.not_an_optimizer(), steps=4)
 
 
-def test_an_object_of_no_backend(backend: Harness) -> None:
+def test_foreign_object_lists_backends(backend: Harness) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match=backend.name):
         gradaccum.wrap(object(), steps=4)

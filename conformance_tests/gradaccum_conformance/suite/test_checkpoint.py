@@ -38,7 +38,7 @@ def assert_equal(a: Session, b: Session) -> None:
 
 @by_options
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
-def test_resumed_run_is_the_uninterrupted_one(backend: Harness, tmp_path, options: dict, stop: int) -> None:
+def test_resumed_run_equals_uninterrupted_run(backend: Harness, tmp_path, options: dict, stop: int) -> None:
     resume_at(backend, tmp_path, options, stop, backend.modes[0])
 
 
@@ -59,7 +59,7 @@ def resume_at(backend: Harness, tmp_path, options: dict, stop: int, mode: str) -
     assert whole.state().optimizer_step > 0
 
 
-def test_into_a_session_that_already_ran(backend: Harness, mode: str, tmp_path) -> None:
+def test_load_into_a_used_session(backend: Harness, mode: str, tmp_path) -> None:
     whole, other = begin(backend, mode), begin(backend, mode)
     go_on(whole, 2, 8)
     whole.save(tmp_path)
@@ -70,7 +70,7 @@ def test_into_a_session_that_already_ran(backend: Harness, mode: str, tmp_path) 
     assert_equal(other, whole)
 
 
-def test_every_field_survives(backend: Harness, tmp_path) -> None:
+def test_every_state_field_survives(backend: Harness, tmp_path) -> None:
     options: dict[str, Any] = {
         "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=3),
         "on_overflow": "drop_micro_batch",
@@ -90,7 +90,7 @@ def test_every_field_survives(backend: Harness, tmp_path) -> None:
     assert resumed.state() == state
 
 
-def test_snapshots(backend: Harness) -> None:
+def test_snapshot_can_be_restored_twice(backend: Harness) -> None:
     session = begin(backend)
     go_on(session, 2, 5)
     snapshot = session.snapshot()

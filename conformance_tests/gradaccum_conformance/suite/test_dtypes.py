@@ -11,7 +11,7 @@ from gradaccum_conformance.specs import LINEAR
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_gradients_own_dtype(backend: Harness, dtype) -> None:
+def test_sum_has_the_gradients_dtype(backend: Harness, dtype) -> None:
     session = start(backend, steps=3, dtype=dtype)
     session.gradients(random_tree(LINEAR, 0))
     assert {array.dtype.name for array in session.accumulator().values()} == {dtype}

@@ -42,10 +42,12 @@ def test_ragged_micro_batches(backend: Harness, errors: Errors, sizes: tuple[int
 @by_name
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED)
-def test_ragged_every_model(backend: Harness, errors: Errors, model: Model, sizes: tuple[int, ...], reduction: str, dtype) -> None:
+def test_ragged_micro_batches_every_model(
+    backend: Harness, errors: Errors, model: Model, sizes: tuple[int, ...], reduction: str, dtype
+) -> None:
     run(backend, errors, model, sizes, dtype, reduction)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_every_mode(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+def test_ragged_micro_batches_every_mode(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
     run(backend, errors, MLP, (5, 5, 2), "float32", reduction, mode)

@@ -40,7 +40,7 @@ def test_small_updates_add_up(backend: Harness, mode: str, dtype) -> None:
 
 
 @by_half
-def test_the_model_holds_the_rounded_copy(backend: Harness, mode: str, dtype) -> None:
+def test_model_holds_the_rounded_masters(backend: Harness, mode: str, dtype) -> None:
     session = begin(backend, dtype, mode=mode)
     for seed in range(6):
         session.gradients(random_tree(LINEAR, seed))
@@ -51,7 +51,7 @@ def test_the_model_holds_the_rounded_copy(backend: Harness, mode: str, dtype) ->
     assert session.captured().calls == 3
 
 
-def test_the_optimizer_is_given_float32(backend: Harness) -> None:
+def test_optimizer_gets_float32_gradients(backend: Harness) -> None:
     session = begin(backend, "bfloat16", steps=3)
     for value in (1.0, 0.5, 0.25):
         session.gradients(ones(value))
@@ -60,7 +60,7 @@ def test_the_optimizer_is_given_float32(backend: Harness) -> None:
     assert elements(gradient) == {float(np.float32(1.75) / np.float32(3))}
 
 
-def test_float32_parameters_are_their_own_masters(backend: Harness) -> None:
+def test_float32_parameters_need_no_masters(backend: Harness) -> None:
     with_masters, without = begin(backend, "float32"), begin(backend, "float32", master_weights=False)
     for session in (with_masters, without):
         for seed in range(4):
@@ -70,7 +70,7 @@ def test_float32_parameters_are_their_own_masters(backend: Harness) -> None:
 
 @by_half
 @pytest.mark.parametrize("stop", [1, 2, 5])
-def test_saved_and_resumed(backend: Harness, mode: str, tmp_path, dtype, stop: int) -> None:
+def test_masters_survive_a_checkpoint(backend: Harness, mode: str, tmp_path, dtype, stop: int) -> None:
     whole, first, resumed = (begin(backend, dtype, mode=mode) for _ in range(3))
     for step in range(stop):
         for session in (whole, first):
@@ -87,6 +87,6 @@ def test_saved_and_resumed(backend: Harness, mode: str, tmp_path, dtype, stop: i
 
 
 @pytest.mark.parametrize("value", [1, "yes", None], ids=repr)
-def test_bad_input(backend: Harness, value) -> None:
+def test_master_weights_must_be_bool(backend: Harness, value) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match="master_weights"):
         begin(backend, "float16", master_weights=value)

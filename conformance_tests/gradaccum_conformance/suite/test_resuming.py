@@ -41,7 +41,7 @@ def feed(session: Session, micro_batches: int, *, poison: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("saved", "own", "name"), OTHER.values(), ids=OTHER)
-def test_open_window_under_other_options(backend: Harness, tmp_path, saved: dict, own: dict, name: str) -> None:
+def test_open_window_refuses_other_options(backend: Harness, tmp_path, saved: dict, own: dict, name: str) -> None:
     first, second = begin(backend, **saved), begin(backend, **own)
     feed(first, 3)
     first.save(tmp_path)
@@ -55,8 +55,8 @@ def test_open_window_under_other_options(backend: Harness, tmp_path, saved: dict
 
 
 @pytest.mark.parametrize(("saved", "own", "scale"), SCALES.values(), ids=SCALES)
-def test_loss_scale_between_windows(backend: Harness, tmp_path, saved, own, scale: float) -> None:
-    """The gradient is exact after it, and the counters go on."""
+def test_closed_window_takes_own_scale(backend: Harness, tmp_path, saved, own, scale: float) -> None:
+    """The gradient after it is exact, and the counters go on."""
     first, second = begin(backend, loss_scale=saved), begin(backend, loss_scale=own)
     feed(first, 4, poison=True)
     first.save(tmp_path)
@@ -71,7 +71,7 @@ def test_loss_scale_between_windows(backend: Harness, tmp_path, saved, own, scal
 
 
 @pytest.mark.parametrize(("saved", "own", "name"), OTHER.values(), ids=OTHER)
-def test_closed_window_under_other_options(backend: Harness, tmp_path, saved: dict, own: dict, name: str) -> None:
+def test_closed_window_takes_other_options(backend: Harness, tmp_path, saved: dict, own: dict, name: str) -> None:
     first, second = begin(backend, **saved), begin(backend, **own)
     feed(first, 4)
     first.save(tmp_path)
