@@ -1,4 +1,4 @@
-"""The scaling questions: bytes held are one gradient, however long the window, and peers end with the same parameters."""
+"""The window-length questions: the sum takes one gradient's bytes at every length, and peers end with the same parameters."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def test_runs_end_with_a_window() -> None:
 @pytest.mark.parametrize("steps", [2, 8])
 def test_torch_holds_one_gradient(steps: int) -> None:
     pytest.importorskip("torch")
-    from benchmarks.questions import torch_scaling as scaling
+    from benchmarks.questions import torch_window_length as question
 
-    for make in scaling.LOOPS.values():
-        assert scaling.held_bytes(make(scaling.model(TENSORS_HERE, ELEMENTS), steps), steps) == 4 * ELEMENTS
+    for make in question.LOOPS.values():
+        assert question.held_bytes(make(question.model(TENSORS_HERE, ELEMENTS), steps), steps) == 4 * ELEMENTS
 
 
 def test_torch_peers_agree() -> None:
     pytest.importorskip("torch")
-    from benchmarks.questions import torch_scaling as scaling
+    from benchmarks.questions import torch_window_length as question
 
-    trained = [scaling.model(TENSORS_HERE, ELEMENTS) for _ in scaling.LOOPS]
+    trained = [question.model(TENSORS_HERE, ELEMENTS) for _ in question.LOOPS]
     first = [parameter.detach().clone() for parameter in trained[0]]
-    for parameters, make in zip(trained, scaling.LOOPS.values(), strict=True):
+    for parameters, make in zip(trained, question.LOOPS.values(), strict=True):
         make(parameters, STEPS)(3 * STEPS)
     for one, other, before in zip(*trained, first, strict=True):
         np.testing.assert_allclose(one.detach(), other.detach(), rtol=1e-6, atol=1e-7)
@@ -49,15 +49,15 @@ def test_jax_peers_hold_one_gradient() -> None:
     """They also end with the same parameters."""
     optax = pytest.importorskip("optax")
     import gradaccum
-    from benchmarks.questions import jax_scaling as scaling
+    from benchmarks.questions import jax_window_length as question
 
     def model() -> list[object]:
-        return scaling.model(TENSORS_HERE, ELEMENTS)
+        return question.model(TENSORS_HERE, ELEMENTS)
 
     made = [
-        scaling.by_hand(model(), STEPS),
-        scaling.one_program(optax.MultiSteps(optax.adamw(1e-4), STEPS), model()),
-        scaling.one_program(gradaccum.wrap(optax.adamw(1e-4), steps=STEPS), model()),
+        question.by_hand(model(), STEPS),
+        question.one_program(optax.MultiSteps(optax.adamw(1e-4), STEPS), model()),
+        question.one_program(gradaccum.wrap(optax.adamw(1e-4), steps=STEPS), model()),
     ]
     trained = [loop(3 * STEPS)[0] for loop, _ in made]
     for other in trained[1:]:
