@@ -25,12 +25,12 @@ def count_micro_batches_as_updates(m: Any) -> None:
 
 
 @mutant
-def count_a_skipped_window_as_an_update(m: Any) -> None:
+def count_skipped_windows_as_updates(m: Any) -> None:
     change_state(m, "close", optimizer_step=lambda before, after: before.optimizer_step + 1)
 
 
 @mutant
-def do_not_count_skipped_windows(m: Any) -> None:
+def leave_skipped_windows_uncounted(m: Any) -> None:
     change_state(m, "close", skipped_windows=lambda before, after: before.skipped_windows)
 
 
@@ -48,7 +48,7 @@ def run_the_optimizer_every_time(m: Any) -> None:
 
 
 @mutant
-def flush_counts_an_empty_window(m: Any) -> None:
+def count_an_empty_flush(m: Any) -> None:
     original = m.Accumulation.flush
 
     def flush(self: Any) -> None:

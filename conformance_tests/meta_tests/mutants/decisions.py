@@ -38,7 +38,7 @@ def divide_by_anything(m: Any) -> None:
 
 
 @mutant
-def take_large_squares_for_an_overflow(m: Any) -> None:
+def call_large_squares_an_overflow(m: Any) -> None:
     def measure(sums: Any) -> tuple[float, bool]:
         with np.errstate(over="ignore"):
             norm = float(np.sqrt(sum(np.square(total).sum() for total in sums.values())))

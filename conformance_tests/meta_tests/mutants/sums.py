@@ -47,7 +47,7 @@ def drop_nothing(m: Any) -> None:
 
 
 @mutant
-def a_missing_gradient_discards_the_sum(m: Any) -> None:
+def discard_sum_of_missing_gradient(m: Any) -> None:
     original = m.Accumulation.step
 
     def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
@@ -60,7 +60,7 @@ def a_missing_gradient_discards_the_sum(m: Any) -> None:
 
 
 @mutant
-def weight_zero_multiplies(m: Any) -> None:
+def multiply_by_weight_zero(m: Any) -> None:
     original = m.Accumulation.step
 
     def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
