@@ -22,6 +22,12 @@ Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 Fault = Literal["structure", "shape", "dtype"]
 GradientTree = Mapping[str, Array | None]
 """Gradients by parameter name. None: the parameter took no part in this micro-batch."""
+Option = Any
+"""The value of one argument of `gradaccum.wrap`: a right one, or in some tests a wrong one."""
+WrapOptions = Mapping[str, Option]
+"""Arguments of `gradaccum.wrap` by name, ``steps`` among them."""
+Snapshot = Any
+"""A session's copy of itself. Only sessions of the same backend look into it."""
 
 
 class Captured(NamedTuple):
@@ -88,11 +94,11 @@ class Session(ABC):
         """The model's output for inputs (batch, *input_shape)."""
 
     @abstractmethod
-    def snapshot(self) -> Any:
+    def snapshot(self) -> Snapshot:
         """A copy of model and optimizer in memory, taken through the framework's own state functions."""
 
     @abstractmethod
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this session or of one built alike; the snapshot stays usable."""
 
     @abstractmethod
@@ -125,7 +131,7 @@ class Harness(ABC):
         *,
         dtype: Dtype = "float32",
         mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: WrapOptions | None = None,
     ) -> Session:
         """A session over a fresh model that holds `weights`. `options` are `gradaccum.wrap`'s (with ``steps``); None: do not wrap."""
 
@@ -134,7 +140,7 @@ class Harness(ABC):
         """The framework's own gradient of the whole batch, without gradaccum."""
 
     @abstractmethod
-    def not_an_optimizer(self) -> Any:
+    def not_an_optimizer(self) -> object:
         """An object of the framework's package that is no optimizer, such as a model."""
 
     @abstractmethod

@@ -117,7 +117,7 @@ class Results:
         if self.path:
             self.path.write_text("", encoding="utf-8")
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: object) -> None:
         if self.path:
             with self.path.open("a", encoding="utf-8") as file:
                 print(json.dumps({"kind": kind, **fields}), file=file)

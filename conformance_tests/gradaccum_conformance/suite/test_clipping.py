@@ -3,7 +3,7 @@
 import pytest
 
 from gradaccum_conformance.bounds import bound_of_sum, gamma, worst
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Harness, Option
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import global_norm, mean_of, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR
@@ -17,7 +17,7 @@ BOUND = bound_of_sum(TREES, "float32") + gamma(2 * ELEMENTS, "float32")
 """The sum's, and that of a sum of squares over all elements."""
 
 
-def run(backend: Harness, scale: float = 1.0, **options):
+def run(backend: Harness, scale: float = 1.0, **options: Option):
     session = start(backend, steps=len(SEEDS), **options)
     for seed in SEEDS:
         session.gradients(random_tree(LINEAR, seed, scale))
@@ -74,7 +74,7 @@ def test_skip_and_clip_are_independent(backend: Harness, errors: Errors) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["plain", "clipped"])
-def test_large_finite_gradients_are_no_overflow(backend: Harness, mode: str, errors: Errors, options: dict) -> None:
+def test_large_finite_gradients_are_no_overflow(backend: Harness, mode: str, errors: Errors, options: dict[str, Option]) -> None:
     """Their squares leave float32's range; they themselves do not."""
     session = run(backend, scale=2.0**66, mode=mode, **options)
     result = session.result()

@@ -7,7 +7,7 @@ import pytest
 
 import gradaccum
 from gradaccum_conformance.bounds import unit_roundoff, worst
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Dtype, Harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import mean_of, poisoned, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR, Arrays
@@ -24,7 +24,7 @@ def elements(tree: Arrays | None) -> set[float]:
 
 
 @by_half
-def test_sum_is_float32(backend: Harness, mode: str, dtype) -> None:
+def test_sum_is_float32(backend: Harness, mode: str, dtype: Dtype) -> None:
     session = start(backend, steps=4, dtype=dtype, mode=mode)
     session.gradients(constant(0.5))
     assert {array.dtype.name for array in session.accumulator().values()} == {"float32"}
@@ -32,7 +32,7 @@ def test_sum_is_float32(backend: Harness, mode: str, dtype) -> None:
 
 
 @by_half
-def test_1024_small_gradients_add_up(backend: Harness, dtype) -> None:
+def test_1024_small_gradients_add_up(backend: Harness, dtype: Dtype) -> None:
     """1024 x 1/256 is 4; summed in bfloat16 it would stop at 1, where 1/256 is half the distance to the next number."""
     session = start(backend, steps=1024, reduction="sum", dtype=dtype)
     for _ in range(1024):
@@ -41,7 +41,7 @@ def test_1024_small_gradients_add_up(backend: Harness, dtype) -> None:
 
 
 @by_half
-def test_mean_is_rounded_once(backend: Harness, mode: str, errors: Errors, dtype) -> None:
+def test_mean_is_rounded_once(backend: Harness, mode: str, errors: Errors, dtype: Dtype) -> None:
     session = start(backend, steps=3, dtype=dtype, mode=mode)
     trees = [{name: np.round(array * 64) / 64 for name, array in random_tree(LINEAR, seed).items()} for seed in range(3)]
     for tree in trees:
@@ -50,7 +50,7 @@ def test_mean_is_rounded_once(backend: Harness, mode: str, errors: Errors, dtype
 
 
 @by_half
-def test_half_precision_sum_on_request(backend: Harness, dtype) -> None:
+def test_half_precision_sum_on_request(backend: Harness, dtype: Dtype) -> None:
     session = start(backend, steps=2, dtype=dtype, accumulate_dtype=dtype, reduction="sum")
     for value in (1.0, 2.0**-12):
         session.gradients(constant(value))
@@ -89,7 +89,7 @@ def test_sum_beyond_float16_overflows(backend: Harness, mode: str) -> None:
 
 @by_half
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_overflow_leaves_no_trace(backend: Harness, dtype, on_overflow: str) -> None:
+def test_overflow_leaves_no_trace(backend: Harness, dtype: Dtype, on_overflow: str) -> None:
     hurt, clean = (start(backend, steps=2, dtype=dtype, on_overflow=on_overflow) for _ in range(2))
     for value in (math.inf, math.nan):
         hurt.gradients(poisoned(constant(1.0), value))

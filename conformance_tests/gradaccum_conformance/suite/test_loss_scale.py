@@ -5,7 +5,7 @@ import math
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Harness, Option
 from gradaccum_conformance.scenarios import poisoned, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR
 
@@ -13,7 +13,7 @@ GOOD = random_tree(LINEAR, 0)
 BAD = poisoned(GOOD, math.inf)
 
 
-def scales(backend: Harness, scaling, overflows: str, mode: str | None = None, **options) -> list[float]:
+def scales(backend: Harness, scaling: Option, overflows: str, mode: str | None = None, **options: Option) -> list[float]:
     """The scale after each micro-batch; ``x`` in `overflows` is one that is not finite."""
     session = start(backend, **{"steps": 1, "loss_scale": scaling, "mode": mode, **options})
     found = []

@@ -1,10 +1,12 @@
 """float32 masters of half-precision parameters: small updates add up, the model holds the rounded copy, a resumed run has both."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Dtype, Harness, Option
 from gradaccum_conformance.scenarios import random_tree, same
 from gradaccum_conformance.specs import LINEAR, Arrays, Optimizer
 
@@ -18,7 +20,7 @@ def ones(value: float = 1.0) -> Arrays:
     return {name: np.full(shape, value) for name, shape in LINEAR.parameter_shapes().items()}
 
 
-def begin(backend: Harness, dtype, **options):
+def begin(backend: Harness, dtype: Dtype, **options: Option):
     settings = {"steps": 2, "master_weights": True, **options}
     arguments = {"mode": settings.pop("mode")} if "mode" in settings else {}
     return backend.start(LINEAR, ones(), Optimizer("capture", RATE), dtype=dtype, options=settings, **arguments)
@@ -29,7 +31,7 @@ def elements(tree: Arrays) -> set[float]:
 
 
 @by_half
-def test_small_updates_add_up(backend: Harness, mode: str, dtype) -> None:
+def test_small_updates_add_up(backend: Harness, mode: str, dtype: Dtype) -> None:
     with_masters, without = begin(backend, dtype, mode=mode), begin(backend, dtype, mode=mode, master_weights=False)
     for session in (with_masters, without):
         for _ in range(2 * 64):
@@ -40,7 +42,7 @@ def test_small_updates_add_up(backend: Harness, mode: str, dtype) -> None:
 
 
 @by_half
-def test_model_holds_the_rounded_masters(backend: Harness, mode: str, dtype) -> None:
+def test_model_holds_the_rounded_masters(backend: Harness, mode: str, dtype: Dtype) -> None:
     session = begin(backend, dtype, mode=mode)
     for seed in range(6):
         session.gradients(random_tree(LINEAR, seed))
@@ -70,7 +72,7 @@ def test_float32_parameters_need_no_masters(backend: Harness) -> None:
 
 @by_half
 @pytest.mark.parametrize("stop", [1, 2, 5])
-def test_masters_survive_a_checkpoint(backend: Harness, mode: str, tmp_path, dtype, stop: int) -> None:
+def test_masters_survive_a_checkpoint(backend: Harness, mode: str, tmp_path: Path, dtype: Dtype, stop: int) -> None:
     whole, first, resumed = (begin(backend, dtype, mode=mode) for _ in range(3))
     for step in range(stop):
         for session in (whole, first):
@@ -87,6 +89,6 @@ def test_masters_survive_a_checkpoint(backend: Harness, mode: str, tmp_path, dty
 
 
 @pytest.mark.parametrize("value", [1, "yes", None], ids=repr)
-def test_master_weights_must_be_bool(backend: Harness, value) -> None:
+def test_master_weights_must_be_bool(backend: Harness, value: Option) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match="master_weights"):
         begin(backend, "float16", master_weights=value)

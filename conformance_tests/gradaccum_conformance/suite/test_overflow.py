@@ -1,12 +1,13 @@
 """A gradient that is not finite costs its window (or its micro-batch) and leaves no trace in the next one."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
 import gradaccum
 from gradaccum_conformance.bounds import bound_of_sum, gamma, worst
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Harness, Session
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import mean_of, poisoned, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR
@@ -16,7 +17,7 @@ POSITIONS = pytest.mark.parametrize("position", [0, 1, 2])
 STEPS = 3
 
 
-def window(session, seeds, bad: dict[int, float] | None = None) -> None:
+def window(session: Session, seeds: Sequence[int], bad: dict[int, float] | None = None) -> None:
     for index, seed in enumerate(seeds):
         tree = random_tree(LINEAR, seed)
         session.gradients(poisoned(tree, bad[index]) if bad and index in bad else tree)

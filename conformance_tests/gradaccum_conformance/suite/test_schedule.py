@@ -3,18 +3,19 @@
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import Harness
+from gradaccum.kit import Scalar
+from gradaccum_conformance.harness import Harness, Option
 from gradaccum_conformance.scenarios import random_tree, same, start
 from gradaccum_conformance.specs import LINEAR
 
 PAIRS = [(0, 1), (2, 3), (3, 2)]
 
 
-def growing(optimizer_step):
+def growing(optimizer_step: Scalar) -> Scalar:
     return optimizer_step + 1
 
 
-def window_sizes(backend: Harness, steps, micro_batches: int, mode: str) -> list[int]:
+def window_sizes(backend: Harness, steps: Option, micro_batches: int, mode: str) -> list[int]:
     session = start(backend, steps=steps, mode=mode)
     ends = []
     for step in range(micro_batches):
@@ -32,12 +33,12 @@ def test_callable_sets_window_sizes(backend: Harness, mode: str) -> None:
     assert window_sizes(backend, growing, 10, mode) == [1, 2, 3, 4]
 
 
-def vanishing(optimizer_step):
+def vanishing(optimizer_step: Scalar) -> Scalar:
     return 1 - optimizer_step
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, None, "4"], ids=repr)
-def test_callable_without_size_raises(backend: Harness, value) -> None:
+def test_callable_without_size_raises(backend: Harness, value: Option) -> None:
     """At `wrap`, or at the first micro-batch."""
     with pytest.raises(gradaccum.GradAccumError, match="steps") as caught:
         start(backend, steps=lambda optimizer_step: value).gradients(random_tree(LINEAR, 0))
@@ -69,7 +70,7 @@ def test_skipped_window_keeps_the_size(backend: Harness) -> None:
 
 
 @pytest.mark.parametrize("steps", [PAIRS, growing, 3], ids=["pairs", "callable", "int"])
-def test_flush_closes_a_scheduled_window(backend: Harness, steps) -> None:
+def test_flush_closes_a_scheduled_window(backend: Harness, steps: Option) -> None:
     session = start(backend, steps=steps)
     while session.state().optimizer_step < 2:
         session.gradients(random_tree(LINEAR, 0))
