@@ -26,9 +26,14 @@ def install(site: Path) -> None:
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with `folders` before what is on it already."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_suite(site: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """``python -m gradaccum_conformance --backend plain`` with the example on the path."""
-    path = os.pathsep.join([str(site), str(EXAMPLE), str(Path(__file__).parent)])
+    path = python_path(site, EXAMPLE, Path(__file__).parent)
     command = [sys.executable, "-m", "gradaccum_conformance", "--backend", "plain", "-q", "-p", "no:cacheprovider", *options]
     command += [] if "--xfails-file" in options else ["--xfails-file", str(EXAMPLE / "xfails.txt")]
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=False)

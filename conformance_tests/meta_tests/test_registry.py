@@ -10,7 +10,7 @@ import pytest
 
 import gradaccum
 
-from .example import EXAMPLE, install
+from .example import EXAMPLE, install, python_path
 
 
 def test_unknown_name_raises() -> None:
@@ -42,6 +42,5 @@ print(sorted({"torch", "jax", "mindspore", "gradaccum_torch", "gradaccum_jax", "
 
 
 def python(code: str, site) -> str:
-    path = os.pathsep.join([str(site), str(EXAMPLE)])
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": python_path(site, EXAMPLE)}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
