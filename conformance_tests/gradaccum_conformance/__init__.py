@@ -1,4 +1,4 @@
-"""The conformance suite: proof that a backend's N micro-batches give the large batch's gradient, and everything around it.
+"""The conformance suite: it proves that N micro-batches give the large batch's gradient, in every backend.
 
 Run it with ``python -m gradaccum_conformance --backend NAME``. A backend takes part by registering a `Harness`.
 """

@@ -1,4 +1,4 @@
-"""What a backend must let the suite do: build a model from a spec, train it, and be looked into through a second door.
+"""What a backend offers the suite: build a model from a spec, train it, and show its insides through a second door.
 
 A backend's package has one subclass of `Harness`, registered under the backend's name in the entry-point group
 ``gradaccum.harnesses``. Everything that goes in or comes out is NumPy. "Second door" means: read the framework's own objects
@@ -31,12 +31,12 @@ Snapshot = Any
 
 
 class Captured(NamedTuple):
-    """What a ``capture`` optimizer saw."""
+    """The calls that a ``capture`` optimizer received."""
 
     calls: int
-    """How often it ran."""
+    """Their number."""
     gradient: Arrays | None
-    """What it was given the last time; None before the first."""
+    """The gradient of the last call; None before the first."""
 
 
 class Session(ABC):
@@ -46,7 +46,7 @@ class Session(ABC):
     def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
         """Forward, backward and the optimizer's call, as a user of the framework writes them; returns the (unscaled) loss.
 
-        `loss` is the mean or the sum over the items. A loss scale, if the wrapper has one, is applied the way its users do.
+        `loss` is the mean or the sum over the items. If the wrapper has a loss scale, it is applied as users apply it.
         """
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Session(ABC):
 
     @abstractmethod
     def accumulator(self) -> Arrays:
-        """Second door: the sum as it is held now, undivided, by parameter name; zeros where nothing is held."""
+        """Second door: the sum as the backend stores it now, undivided, by parameter name; zeros where it stores none."""
 
     @abstractmethod
     def parameters(self) -> Arrays:
@@ -87,7 +87,7 @@ class Session(ABC):
 
     @abstractmethod
     def captured(self) -> Captured:
-        """Second door: what the ``capture`` optimizer saw; only for sessions that have one."""
+        """Second door: the calls of the ``capture`` optimizer; only for sessions that have one."""
 
     @abstractmethod
     def predict(self, x: Array) -> Array:
@@ -99,7 +99,7 @@ class Session(ABC):
 
     @abstractmethod
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot of this session or of one built alike; the snapshot stays usable."""
+        """Go back to a snapshot of this session or of one built alike. The snapshot can be used again."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:
@@ -118,9 +118,9 @@ class Harness(ABC):
     modes: ClassVar[tuple[str, ...]] = ("eager",)
     """Ways to run a training step (``"eager"``, ``"jit"``, ``"graph"``); the first is the default."""
     deep_modes: ClassVar[tuple[str, ...]] = ()
-    """Those of `modes` that only ``--deep`` runs."""
+    """The `modes` that only ``--deep`` runs."""
     gradient_faults: ClassVar[tuple[Fault, ...]] = ("structure", "shape", "dtype")
-    """What a user of the framework can get wrong in a gradient tree and the framework itself does not refuse first."""
+    """The mistakes in a gradient tree that reach gradaccum: the framework itself does not refuse them first."""
 
     @abstractmethod
     def start(

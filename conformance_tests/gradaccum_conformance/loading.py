@@ -1,4 +1,4 @@
-"""Finding a backend's harness by name, through entry points; nothing else is imported."""
+"""Finds a backend's harness by name, through entry points, and imports nothing else."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value` as strict JSON: numbers it has no word for are written as the texts ``"inf"``, ``"-inf"`` and ``"nan"``."""
+    """Write `value` as strict JSON, which has no infinity and no NaN: they become the texts ``"inf"``, ``"-inf"`` and ``"nan"``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_strict(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

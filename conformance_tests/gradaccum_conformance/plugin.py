@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--no-skips", action="store_true", help="fail if any test was skipped")
     group.addoption("--xfails-file", help="declared gaps, one per line: PATTERN  # reason; a line that matches nothing fails the run")
     group.addoption("--results", help="write results to this file as JSON lines")
-    group.addoption("--deep", action="store_true", help="every combination, longer sequences: tens of minutes")
+    group.addoption("--deep", action="store_true", help="test every combination and longer sequences; takes tens of minutes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def chosen_backends(config: pytest.Config) -> list[str]:
-    """The backends to run: those asked for, else all whose framework is installed.
+    """The backends to run: the requested ones, else every one whose framework is installed.
 
     Found once for a session: to read entry points means to read the metadata of every installed package.
     """
@@ -86,19 +86,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def deep(request: pytest.FixtureRequest) -> bool:
-    """Whether the long variants are asked for."""
+    """Whether ``--deep`` was given."""
     return bool(request.config.getoption("--deep"))
 
 
 @pytest.fixture
 def errors() -> Errors:
-    """Records measured errors against their bounds; fails on the first that is above."""
+    """Records measured errors and their bounds. The first error above its bound fails the test."""
     return Errors()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Put what was measured into the report of the test itself: when fixtures are torn down, it has been made already."""
+    """Attach the measured errors before pytest makes the test's report. A fixture's teardown would come too late."""
     try:
         yield
     finally:

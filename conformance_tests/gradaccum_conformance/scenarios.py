@@ -1,4 +1,4 @@
-"""The few moves most tests are made of: cut a batch, run a window, find the truth and its bound."""
+"""The steps that most tests share: cut a batch, run a window, find the truth and its bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running the suite, in a process of its own, on the example backend, as a third party would: by entry points."""
+"""Runs the suite on the example backend as a third party would: by entry points, in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ plain = plain_harness:harness
 
 
 def install(site: Path) -> None:
-    """What an installer would leave behind: a distribution's metadata with its entry points."""
+    """Write what an installer would: a distribution's metadata with its entry points."""
     metadata = site / "plain-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The bandwidth questions: the triad is one, bytes are those that must move, and every contestant adds what it says it adds."""
+"""The bandwidth questions: the triad is right, only bytes that must move are counted, and every contestant really adds."""
 
 from __future__ import annotations
 

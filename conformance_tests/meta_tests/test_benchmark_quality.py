@@ -1,4 +1,4 @@
-"""The quality question: everybody learns, gradaccum is the large batch up to rounding, and who divides the tail by `steps` is not."""
+"""The quality question: every contestant learns, and only gradaccum equals the large batch up to rounding."""
 
 from __future__ import annotations
 

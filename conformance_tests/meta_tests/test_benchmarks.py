@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic and pages; nothing here is timed against a bar."""
+"""The benchmarks' own arithmetic and pages. No time is compared with a limit here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PNG = b"\x89PNG"
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, *ticks: float) -> None:
-    """Make `ticks` what the clock says, one reading after another."""
+    """Let the clock show `ticks`, one at each reading."""
     following = iter(ticks)
     monkeypatch.setattr("benchmarks.rounds.time.perf_counter", lambda: next(following))
 

@@ -1,4 +1,4 @@
-"""The command line: what runs, what is named as missing, and the exit code."""
+"""The command line: the backends it runs, those it names as missing, and its exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def run_as(monkeypatch: pytest.MonkeyPatch, module: Any, records: Sequence[dict[str, Any]], exit_code: int = 0) -> list[Job]:
-    """Let every job end at once with these records; the jobs that were run."""
+    """Let every job end at once with these records. Returns a list that fills with the jobs."""
     ran: list[Job] = []
 
     def run(jobs: Sequence[Job], console: Any, *, total: str, each: str) -> list[Ended]:

@@ -1,4 +1,4 @@
-"""The demo: its batches are the same for every run, its exact runs are exact, and what is wrong is called wrong."""
+"""The demo: its batches are the same for every run, its exact runs are exact, and it names every fault."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_exact_runs_differ_by_rounding(few: Digits) -> None:
 
 
 class Tail:
-    """Stands for harness and session at once: every mean gradient is 1, and it keeps what the session is given."""
+    """A harness and a session in one. Every mean gradient is 1; `given` is the tree that the session got."""
 
     def parameters(self) -> dict[str, Any]:
         return {}

@@ -1,4 +1,4 @@
-"""The page on loss scaling says what the code does: its table of constants, checked against the signatures that can be imported."""
+"""The page on loss scaling has the code's constants: its table is compared with the signatures of the installed packages."""
 
 from __future__ import annotations
 

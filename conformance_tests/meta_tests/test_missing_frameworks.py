@@ -1,4 +1,4 @@
-"""A framework that is not installed is normal: it is named, with the command that installs it, and nothing else breaks."""
+"""A missing framework is normal: the error shows the pip command, and everything else works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A skip fails the run where none is allowed, and only there."""
+"""With ``--no-skips`` a skipped test fails the run; without it, it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All frameworks in one process, whichever is imported first: each wraps its own and takes a dtype by its name."""
+"""All frameworks in one process, imported in any order: each wraps its own optimizer and takes a dtype by name."""
 
 from __future__ import annotations
 

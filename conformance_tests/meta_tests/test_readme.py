@@ -1,4 +1,4 @@
-"""The front page's code is run, what the pages quote is what the files say, and their links lead somewhere."""
+"""The front page's code runs, the pages quote files word for word, and their links lead to files that exist."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_quotations_equal_their_files() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """Those to files of this repository; no page is read from the network."""
+    """The links to files of this repository. No page is read from the network."""
     path = ROOT / page
     links = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
     missing = [link for link in links if not (path.parent / link).exists()]

@@ -1,4 +1,4 @@
-"""Finding backends: by name, by type, one owner each, and only the one that is asked for imported."""
+"""Backends are found by name or by type. Each name has one owner, and only the requested backend is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness of the reference, and of any backend over NumPy: models by the oracle, the rest by looking at plain attributes."""
+"""The harness of the reference and of other NumPy backends. The oracle runs the models; plain attributes show the rest."""
 
 from __future__ import annotations
 

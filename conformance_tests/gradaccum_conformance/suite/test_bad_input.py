@@ -1,4 +1,4 @@
-"""Bad input: a clear error at the call that is wrong, and what was accumulated before it still there."""
+"""Bad input raises a clear error at the wrong call. The open window stays as it was."""
 
 import math
 

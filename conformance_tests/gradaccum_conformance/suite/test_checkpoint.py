@@ -1,4 +1,4 @@
-"""Saved and resumed anywhere in a window, a run goes on bit for bit as if it had not stopped."""
+"""A run that is saved and resumed anywhere in a window equals the uninterrupted run, bit for bit."""
 
 import math
 from pathlib import Path

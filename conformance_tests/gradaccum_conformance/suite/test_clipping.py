@@ -14,7 +14,7 @@ TRUE = mean_of(TREES)
 NORM = global_norm(TRUE)
 ELEMENTS = sum(array.size for array in TRUE.values())
 BOUND = bound_of_sum(TREES, "float32") + gamma(2 * ELEMENTS, "float32")
-"""The sum's, and that of a sum of squares over all elements."""
+"""The bound of the sum, plus that of a sum of squares over all elements."""
 
 
 def run(backend: Harness, scale: float = 1.0, **options: Option):
@@ -41,7 +41,7 @@ def test_gradient_is_clipped_to_limit(backend: Harness, mode: str, errors: Error
 
 
 def test_only_the_window_is_clipped(backend: Harness, errors: Errors) -> None:
-    """Two opposite gradients, each far above the limit, with a small sum: clipping either would change the window's."""
+    """Two opposite gradients are each far above the limit, and their sum is small. Clipping either would change the sum."""
     session = start(backend, steps=2, clip_norm=1.0)
     big, small = random_tree(LINEAR, 0, 8.0), random_tree(LINEAR, 1, 2.0**-4)
     session.gradients(big)

@@ -1,4 +1,4 @@
-"""What the sum is held in: the gradient's own dtype, or the one asked for."""
+"""The dtype of the sum: the gradient's own, or `accumulate_dtype`."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""float16 and bfloat16 parameters: the sum is float32, and what a half-precision sum would lose is still there at the end."""
+"""float16 and bfloat16 parameters: the sum is float32, and it keeps the terms that a half-precision sum would lose."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_sum_is_float32(backend: Harness, mode: str, dtype: Dtype) -> None:
 
 @by_half
 def test_1024_small_gradients_add_up(backend: Harness, dtype: Dtype) -> None:
-    """1024 x 1/256 is 4; summed in bfloat16 it would stop at 1, where 1/256 is half the distance to the next number."""
+    """1024 x 1/256 is 4. A bfloat16 sum would stop at 1, where 1/256 is half the distance to the next number."""
     session = start(backend, steps=1024, reduction="sum", dtype=dtype)
     for _ in range(1024):
         session.gradients(constant(1 / 256))
@@ -59,8 +59,8 @@ def test_half_precision_sum_on_request(backend: Harness, dtype: Dtype) -> None:
 
 def test_scaled_float16_gradients_overflow(backend: Harness, mode: str) -> None:
     """The scale backs off. Under a smaller scale the same gradients arrive whole."""
-    scaling = gradaccum.DynamicLossScale(init_scale=2.0**16)
-    session = start(backend, steps=2, dtype="float16", loss_scale=scaling, mode=mode)
+    rule = gradaccum.DynamicLossScale(init_scale=2.0**16)
+    session = start(backend, steps=2, dtype="float16", loss_scale=rule, mode=mode)
     for _ in range(2):
         session.gradients(constant(4.0))
     assert session.result().overflow

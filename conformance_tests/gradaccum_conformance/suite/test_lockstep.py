@@ -1,5 +1,6 @@
-"""Every sequence of events up to a length, and long random ones: each backend beside the reference, every field equal throughout,
-and the sums exactly.
+"""Each backend runs beside the reference through every short sequence of events, and through long random ones.
+
+After each event every field is equal, and every sum is equal exactly.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from gradaccum_conformance.reference.harness import harness as reference
 from gradaccum_conformance.scenarios import CAPTURE, poisoned, random_tree, start
 from gradaccum_conformance.specs import LINEAR, Arrays
 
-SCALING = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
+DYNAMIC = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
 VARIANTS: dict[str, dict[str, Option]] = {
-    "skip window": {"steps": 2, "loss_scale": SCALING, "clip_norm": 2.0},
-    "drop micro-batch": {"steps": 2, "loss_scale": SCALING, "on_overflow": "drop_micro_batch", "reduction": "item_mean"},
+    "skip window": {"steps": 2, "loss_scale": DYNAMIC, "clip_norm": 2.0},
+    "drop micro-batch": {"steps": 2, "loss_scale": DYNAMIC, "on_overflow": "drop_micro_batch", "reduction": "item_mean"},
     "schedule and skip norm": {"steps": [(0, 1), (1, 3)], "skip_norm": 4.0, "reduction": "sum"},
 }
 
@@ -46,9 +47,9 @@ LONGEST = 24
 ELEMENTS = sum(array.size for array in LARGE.values())
 LARGEST = max(float(np.abs(array).max()) for array in LARGE.values())
 NORM_ERROR = gamma(2 * ELEMENTS, "float32")
-"""A norm's: one square and one addition per element."""
+"""The bound of a norm: one square and one addition per element."""
 UPDATE_ERROR = CAPTURE.learning_rate * LARGEST * (NORM_ERROR + gamma(4, "float32"))
-"""An update's: the clipping factor's and those of dividing and of the learning rate; no gradient element is above `LARGEST`."""
+"""The bound of an update: the errors of the clipping factor, the division and the learning rate. No gradient element is above `LARGEST`."""
 by_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 
 
@@ -87,7 +88,7 @@ def compare(session: Session, truth: Session, history: str) -> None:
 
 
 def walk(pair: Pair, history: tuple[str, ...], length: int) -> int:
-    """Depth first over all sequences: every prefix is run once."""
+    """Depth first over all sequences, so that each prefix runs once."""
     if len(history) == length:
         return 1
     here, count = pair.snapshot(), 0

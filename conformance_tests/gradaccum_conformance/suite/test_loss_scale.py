@@ -1,4 +1,4 @@
-"""The loss scale: moves once per window, between windows, within its floor and ceiling, and leaves no trace in the gradient."""
+"""The loss scale moves once per window, at its end, between floor and ceiling. It leaves no trace in the gradient."""
 
 import math
 
@@ -13,9 +13,9 @@ GOOD = random_tree(LINEAR, 0)
 BAD = poisoned(GOOD, math.inf)
 
 
-def scales(backend: Harness, scaling: Option, overflows: str, mode: str | None = None, **options: Option) -> list[float]:
-    """The scale after each micro-batch; ``x`` in `overflows` is one that is not finite."""
-    session = start(backend, **{"steps": 1, "loss_scale": scaling, "mode": mode, **options})
+def scales(backend: Harness, rule: Option, overflows: str, mode: str | None = None, **options: Option) -> list[float]:
+    """The scale after each micro-batch. An ``x`` in `overflows` stands for a gradient that is not finite."""
+    session = start(backend, **{"steps": 1, "loss_scale": rule, "mode": mode, **options})
     found = []
     for event in overflows:
         session.gradients(BAD if event == "x" else GOOD)
@@ -25,39 +25,39 @@ def scales(backend: Harness, scaling: Option, overflows: str, mode: str | None =
 
 
 def test_scale_stops_at_floor(backend: Harness, mode: str) -> None:
-    scaling = gradaccum.DynamicLossScale(init_scale=8.0, min_scale=2.0)
-    assert scales(backend, scaling, "xxxx", mode) == [4.0, 2.0, 2.0, 2.0]
+    rule = gradaccum.DynamicLossScale(init_scale=8.0, min_scale=2.0)
+    assert scales(backend, rule, "xxxx", mode) == [4.0, 2.0, 2.0, 2.0]
 
 
 def test_scale_stops_at_ceiling(backend: Harness, mode: str) -> None:
-    scaling = gradaccum.DynamicLossScale(init_scale=8.0, growth_interval=1, max_scale=16.0)
-    assert scales(backend, scaling, "....", mode) == [16.0, 16.0, 16.0, 16.0]
+    rule = gradaccum.DynamicLossScale(init_scale=8.0, growth_interval=1, max_scale=16.0)
+    assert scales(backend, rule, "....", mode) == [16.0, 16.0, 16.0, 16.0]
 
 
 def test_scale_stays_within_float32(backend: Harness) -> None:
-    scaling = gradaccum.DynamicLossScale(init_scale=2.0**126, growth_interval=1)
+    rule = gradaccum.DynamicLossScale(init_scale=2.0**126, growth_interval=1)
     tiny = {name: array * 2.0**-130 for name, array in GOOD.items()}
-    session = start(backend, steps=1, loss_scale=scaling)
+    session = start(backend, steps=1, loss_scale=rule)
     for _ in range(4):
         session.gradients(tiny)
     assert session.state().loss_scale == 2.0**127
 
 
 def test_other_factors_move_the_scale(backend: Harness) -> None:
-    scaling = gradaccum.DynamicLossScale(init_scale=2.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2, min_scale=0.5)
-    assert scales(backend, scaling, "...x..xxx") == [2.0, 8.0, 8.0, 2.0, 2.0, 8.0, 2.0, 0.5, 0.5]
+    rule = gradaccum.DynamicLossScale(init_scale=2.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2, min_scale=0.5)
+    assert scales(backend, rule, "...x..xxx") == [2.0, 8.0, 8.0, 2.0, 2.0, 8.0, 2.0, 0.5, 0.5]
 
 
 def test_overflow_restarts_the_count(backend: Harness) -> None:
-    scaling = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=3)
-    assert scales(backend, scaling, "..x..x...") == [4.0, 4.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 2.0]
+    rule = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=3)
+    assert scales(backend, rule, "..x..x...") == [4.0, 4.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
 def test_scale_moves_once_per_window(backend: Harness, mode: str, on_overflow: str) -> None:
     """It moves at the window's end and nowhere else."""
-    scaling = gradaccum.DynamicLossScale(init_scale=2.0**10, growth_interval=2)
-    found = scales(backend, scaling, "xx......", mode, steps=2, on_overflow=on_overflow)
+    rule = gradaccum.DynamicLossScale(init_scale=2.0**10, growth_interval=2)
+    found = scales(backend, rule, "xx......", mode, steps=2, on_overflow=on_overflow)
     assert found == [2.0**10, 2.0**9, 2.0**9, 2.0**9, 2.0**9, 2.0**10, 2.0**10, 2.0**10]
 
 
@@ -69,8 +69,8 @@ def test_static_scale_stays(backend: Harness) -> None:
 
 def test_weightless_windows_do_not_count(backend: Harness) -> None:
     """Only windows with a weight count towards `growth_interval`."""
-    scaling = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2)
-    session = start(backend, steps=1, loss_scale=scaling)
+    rule = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2)
+    session = start(backend, steps=1, loss_scale=rule)
     for weight in (1.0, 0.0, 0.0, 1.0):
         session.gradients(GOOD, weight=weight)
     assert session.state().loss_scale == 8.0

@@ -12,7 +12,7 @@ from gradaccum_conformance.specs import LINEAR, Arrays, Optimizer
 
 by_half = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 STEP = 2.0**-13
-"""What an update adds: less than half the distance from 1 to the next float16, and far less to the next bfloat16."""
+"""The size of an update: less than half the distance from 1 to the next float16 number, and far less for bfloat16."""
 RATE = 0.125
 
 

@@ -1,4 +1,4 @@
-"""A parameter that took no part in a micro-batch counts as zero there, and keeps what it had."""
+"""A parameter without a gradient in a micro-batch counts as zero there, and keeps its sum."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A gradient that is not finite costs its window (or its micro-batch) and leaves no trace in the next one."""
+"""A gradient that is not finite costs its window, or only its micro-batch. It leaves no trace in the next window."""
 
 import math
 from collections.abc import Sequence
@@ -108,8 +108,8 @@ def test_dropping_all_makes_no_update(backend: Harness, mode: str) -> None:
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
 def test_clean_window_after_twenty_overflows(backend: Harness, value: float, on_overflow: str) -> None:
     """Nothing moves in the twenty lost windows, the scale stops at its floor. The clean window then equals a first one at that scale."""
-    scaling = gradaccum.DynamicLossScale(init_scale=2.0**8, min_scale=2.0)
-    hurt = start(backend, steps=2, loss_scale=scaling, on_overflow=on_overflow)
+    rule = gradaccum.DynamicLossScale(init_scale=2.0**8, min_scale=2.0)
+    hurt = start(backend, steps=2, loss_scale=rule, on_overflow=on_overflow)
     clean = start(backend, steps=2, loss_scale=gradaccum.DynamicLossScale(init_scale=2.0), on_overflow=on_overflow)
     before = hurt.parameters()
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""A state loaded under other options: an open window is refused, between two windows they take over."""
+"""A state loaded under other options: an open window is refused; between two windows the new options apply."""
 
 import math
 from pathlib import Path

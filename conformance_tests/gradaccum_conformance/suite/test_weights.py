@@ -1,4 +1,4 @@
-"""Weights: unequal micro-batches count by their items; a weight of 0 adds nothing; no weight at all makes no update."""
+"""Weights: unequal micro-batches count by their items; a weight of 0 adds nothing; a total of 0 makes no update."""
 
 import math
 
@@ -15,7 +15,7 @@ WEIGHTS = (3.0, 1.0, 4.0)
 
 
 def terms(trees: list[Arrays], reduction: str) -> list[Arrays]:
-    """What is summed: w g for ``"mean"``, else g."""
+    """The terms of the sum: w g for ``"mean"``, else g."""
     factors = WEIGHTS if reduction == "mean" else (1.0,) * len(trees)
     return [{name: factor * array for name, array in tree.items()} for factor, tree in zip(factors, trees, strict=True)]
 

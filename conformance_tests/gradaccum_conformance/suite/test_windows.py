@@ -1,4 +1,4 @@
-"""When a window ends: after `steps`, by `flush`, not at all after `discard`; and that nothing moves in between."""
+"""A window ends after `steps` micro-batches or by `flush`, and `discard` forgets it. Nothing moves in between."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""When a window ends and what is counted of it."""
+"""Faults in the counters, and in the moment at which a window ends."""
 
 from __future__ import annotations
 

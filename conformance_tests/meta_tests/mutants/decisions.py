@@ -1,4 +1,4 @@
-"""What the end of a window divides by, measures, clips and lets through."""
+"""Faults in a window's end: the divisor, the norm, clipping, skipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved, loaded and let in."""
+"""Faults in saving, in loading and in checks of the input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of faults, and the ways to plant one that several share."""
+"""The list of faults, and the ways of planting that several faults share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How overflows are remembered and the loss scale moves."""
+"""Faults in the memory of overflows and in the moves of the loss scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is added and what is cleared."""
+"""Faults in adding and clearing."""
 
 from __future__ import annotations
 
