@@ -11,6 +11,7 @@ By the second group `wrap` recognises an optimizer's framework, and tells whethe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -113,19 +114,34 @@ def backend_of(optimizer: object) -> Backend:
     Raises:
         ArgumentTypeError: no backend's package does.
     """
-    types = owners(TYPES)
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
-        for base in type(candidate).__mro__:
-            package = base.__module__.partition(".")[0]
-            if package in types:
-                return cast(Backend, _load_entry(types[package]))
+        try:
+            entry = _entry_of(type(candidate).__mro__)
+        except LookupError:
+            continue
+        return cast(Backend, _load_entry(entry))
     raise explain(
         ArgumentTypeError,
         "optimizer",
-        expected=f"an object of one of the packages {sorted(types)}",
+        expected=f"an object of one of the packages {sorted(owners(TYPES))}",
         got=optimizer,
         fix=f"Backends here: {', '.join(map(_describe, registered_backends())) or 'none; reinstall gradaccum'}.",
     )
+
+
+@cache
+def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
+    """The backend whose package defines one of `bases`. Found once: reading entry points takes milliseconds. A failure is not remembered.
+
+    Raises:
+        LookupError: there is none.
+    """
+    types = owners(TYPES)
+    for base in bases:
+        package = base.__module__.partition(".")[0]
+        if package in types:
+            return types[package]
+    raise LookupError(bases)
 
 
 def _load_entry(entry: EntryPoint) -> Any:
