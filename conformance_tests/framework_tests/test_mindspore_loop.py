@@ -1,4 +1,4 @@
-"""The wrapped MindSpore optimizer, mode by mode: updates are made, once per window, and equal the large batch's."""
+"""Training loops with the wrapped MindSpore optimizer, in every mode: one update per window, equal to the large batch's."""
 
 import os
 
@@ -58,7 +58,7 @@ class TrainStep(nn.Cell):
 
 
 def train(make_inner, size, mode, **options):
-    """Two passes' worth of parameters, the wrapped (or bare) optimizer and the inner one."""
+    """Trains on all 24 rows, `size` at a time; returns the parameters, the wrapped or bare optimizer, and the inner one."""
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     net = make_net()
     inner = make_inner(net)
@@ -94,7 +94,7 @@ CASES = [(kind, mode) for mode in MODES for kind in OPTIMIZERS if mode == "pynat
 
 
 @pytest.mark.parametrize(("kind", "mode"), CASES)
-def test_two_windows_of_four_equal_two_large_batches(kind, mode):
+def test_two_windows_equal_two_large_batches(kind, mode):
     expected, _, _ = train(OPTIMIZERS[kind], 12, "pynative")
     got, optimizer, inner = train(OPTIMIZERS[kind], 3, mode, steps=4)
     assert np.abs(expected - np.concatenate([WEIGHT.ravel(), BIAS])).max() > 1e-3, "the comparison would pass without an update"
@@ -113,7 +113,8 @@ def test_two_windows_of_four_equal_two_large_batches(kind, mode):
     ],
     ids=["pairs and scale", "function and drop"],
 )
-def test_options_in_every_mode(mode, options):
+def test_options_leave_the_result_unchanged(mode, options):
+    """A dynamic scale, a schedule, and limits too high to act: SGD still makes the large batch's update."""
     expected, _, _ = train(OPTIMIZERS["SGD"], 12, "pynative")
     got, optimizer, _ = train(OPTIMIZERS["SGD"], 3, mode, **options)
     np.testing.assert_allclose(got, expected, rtol=0, atol=3e-6)
