@@ -54,7 +54,7 @@ def fit(size, rows, epochs=1, callbacks=(), **options):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_model_train_with_callbacks(mode, tmp_path):
+def test_model_trains_with_callbacks(mode, tmp_path):
     set_mode(mode)
     halved = lambda optimizer: LearningRateScheduler(lambda rate, step: rate * 0.5 if step == 4 else rate)  # noqa: E731
     saver = lambda optimizer: ModelCheckpoint("run", str(tmp_path), CheckpointConfig(save_checkpoint_steps=3))  # noqa: E731
@@ -69,7 +69,7 @@ def test_model_train_with_callbacks(mode, tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_tail_of_an_epoch_is_an_update_of_its_own(mode):
+def test_epochs_tail_is_an_update(mode):
     set_mode(mode)
     net, optimizer = fit(3, 18, epochs=2, callbacks=[FlushAtEpochEnd], steps=4)
     assert (optimizer.result.optimizer_step, optimizer.result.micro_step) == (4, 0)
@@ -98,7 +98,8 @@ def everything(step):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_resume_in_mid_window_is_bitwise_even_into_compiled_code(mode, tmp_path):
+def test_resume_in_mid_window_is_bitwise(mode, tmp_path):
+    """The state is loaded into a cell that has run, so in graph mode into compiled code."""
     whole, resumed = cell(mode), cell(mode)
     go_on(whole, 0, 6)
     ms.save_checkpoint(whole, str(tmp_path / "step.ckpt"))
@@ -112,8 +113,8 @@ def test_resume_in_mid_window_is_bitwise_even_into_compiled_code(mode, tmp_path)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_logged_as_a_warning(mode, monkeypatch):
-    """MindSpore warns in its log of what it will drop, each time it is called."""
+def test_training_logs_no_warning(mode, monkeypatch):
+    """MindSpore warns at each call of something that a later version drops."""
     warnings = []
     monkeypatch.setattr(ms.log, "warning", lambda message, *rest: warnings.append(message))
     set_mode(mode)
@@ -123,7 +124,7 @@ def test_nothing_is_logged_as_a_warning(mode, monkeypatch):
     assert not warnings
 
 
-def test_names_are_the_same_for_every_instance():
+def test_instances_have_the_same_names():
     names = [sorted(cell("pynative").parameters_dict()) for _ in range(2)]
     assert names[0] == names[1]
     assert {"weight.gradaccum.grad_sum", "gradaccum.micro_step", "gradaccum.loss_scale"} <= set(names[0])
@@ -147,7 +148,7 @@ def spoil(entries, fault):
 
 
 @pytest.mark.parametrize("fault", ["missing field", "missing sum", "shape", "dtype", "another parameter", "terms", "window"])
-def test_a_checkpoint_that_does_not_fit_is_refused_whole(fault):
+def test_unfit_checkpoint_is_refused_whole(fault):
     source, target = cell("pynative"), cell("pynative")
     go_on(source, 0, 3)
     go_on(target, 3, 5)
@@ -159,7 +160,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(fault):
     assert everything(target) == before
 
 
-def test_entries_that_are_no_parameters_are_left_alone():
+def test_other_entries_are_ignored():
+    """Entries of a checkpoint that are no parameters, such as ``epoch_num``."""
     source, target = cell("pynative"), cell("pynative")
     go_on(source, 0, 3)
     load_checkpoint_into(target, {**source.parameters_dict(), "epoch_num": 3})
@@ -171,8 +173,8 @@ def update_and_wait(optimizer):
     optimizer.parameters[0].asnumpy()
 
 
-def test_what_mindspore_lacks_on_a_cpu():
-    """Declared gaps: `nn.Lamb` has no kernel there. If this test fails, the gap is closed: say so in the documentation."""
+def test_lamb_has_no_cpu_kernel():
+    """A declared gap of MindSpore. If this test fails, the gap is closed: say so in the documentation."""
     net = make_net()
     if ms.get_context("device_target") != "CPU":
         pytest.skip("a gap of the CPU only")
@@ -181,8 +183,8 @@ def test_what_mindspore_lacks_on_a_cpu():
         update_and_wait(optimizer)
 
 
-def test_another_process_finds_everything_by_name(tmp_path):
-    """A second process builds its own objects in another order, and resumes."""
+def test_another_process_resumes_by_name(tmp_path):
+    """The second process builds its objects in another order."""
     script = tmp_path / "resume.py"
     script.write_text(
         "import sys, numpy as np, mindspore as ms, gradaccum\n"
