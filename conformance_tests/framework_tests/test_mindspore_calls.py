@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
-from gradaccum_mindspore import Accumulator  # noqa: E402
+from gradaccum_mindspore import Accumulator, load_checkpoint_into  # noqa: E402
 
 MODES = ("pynative", "jit", "graph")
 
@@ -32,10 +32,14 @@ def ones(a=1.0, b=1.0):
     return (None if a is None else Tensor(np.full(3, a, np.float32)), None if b is None else Tensor(np.full(2, b, np.float32)))
 
 
-@pytest.fixture(params=MODES)
-def wrapped(request):
-    """A wrapped SGD with learning rate 1 over parameters of ones, called in one mode with `call(gradients, weight)`."""
-    ms.set_context(mode=ms.GRAPH_MODE if request.param == "graph" else ms.PYNATIVE_MODE)
+def set_mode(mode):
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def compiled(request):
+    """One wrapped SGD for each mode, so that each kind of call is compiled once; its call; and the state it starts from."""
+    set_mode(request.param)
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
 
     @ms.jit
@@ -49,7 +53,17 @@ def wrapped(request):
     def call(gradients, weight=None):
         return whole(gradients) if isinstance(gradients, dict) else one_by_one(weight, *gradients)
 
-    return optimizer, call if request.param == "jit" else optimizer
+    start = {p.name: Tensor(p.asnumpy()) for p in optimizer.get_parameters()}
+    return request.param, optimizer, call if request.param == "jit" else optimizer, start
+
+
+@pytest.fixture
+def wrapped(compiled):
+    """A wrapped SGD with learning rate 1 over parameters of ones, called in one mode with `call(gradients, weight)`."""
+    mode, optimizer, call, start = compiled
+    set_mode(mode)
+    load_checkpoint_into(optimizer, start)
+    return optimizer, call
 
 
 def values(optimizer):

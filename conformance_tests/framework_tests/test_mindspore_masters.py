@@ -1,6 +1,7 @@
 """float32 masters under MindSpore's own optimizers, which update them as they update float32 parameters, bit for bit."""
 
 import os
+from functools import cache
 
 import pytest
 
@@ -84,10 +85,16 @@ def masters_of(optimizer):
     return [p for p in optimizer.get_parameters() if p.name.endswith(MASTER)]
 
 
+@cache
+def float32_run(kind):
+    """`run` with float32 parameters, in PyNative, the truth for every mode and half dtype."""
+    return run(kind, ms.float32, "pynative")
+
+
 @pytest.mark.parametrize("half", HALF)
 @pytest.mark.parametrize(("kind", "mode"), CASES)
 def test_masters_equal_float32_parameters(kind, mode, half):
-    expected, _, plain = run(kind, ms.float32, "pynative")
+    expected, _, plain = float32_run(kind)
     parameters, optimizer, inner = run(kind, HALF[half], mode, master_weights=True)
     masters = {p.name.removesuffix(MASTER): p for p in masters_of(optimizer)}
     for truth, parameter in zip(expected, parameters, strict=True):

@@ -57,6 +57,7 @@ def test_model_trains_with_callbacks(mode, tmp_path):
     halved = lambda optimizer: LearningRateScheduler(lambda rate, step: rate * 0.5 if step == 4 else rate)  # noqa: E731
     saver = lambda optimizer: ModelCheckpoint("run", str(tmp_path), CheckpointConfig(save_checkpoint_steps=3))  # noqa: E731
     net, optimizer = fit(3, 24, callbacks=[lambda optimizer: LossMonitor(4), halved, saver], steps=4)
+    set_mode("pynative")  # the truth for both modes
     large, _ = fit(12, 24, callbacks=[lambda optimizer: LearningRateScheduler(lambda rate, step: rate * 0.5 if step == 1 else rate)])
     np.testing.assert_allclose(net.weight.asnumpy(), large.weight.asnumpy(), rtol=0, atol=3e-6)
     assert (optimizer.result.optimizer_step, optimizer.learning_rate.asnumpy().item()) == (2, pytest.approx(0.05))
@@ -71,6 +72,7 @@ def test_epochs_tail_is_an_update(mode):
     set_mode(mode)
     net, optimizer = fit(3, 18, epochs=2, callbacks=[FlushAtEpochEnd], steps=4)
     assert (optimizer.result.optimizer_step, optimizer.result.micro_step) == (4, 0)
+    set_mode("pynative")  # the truth for both modes
     large = make_net()
     inner = nn.Momentum(large.trainable_params(), 0.1, 0.9)
     step = nn.TrainOneStepCell(nn.WithLossCell(large, nn.MSELoss()), inner)

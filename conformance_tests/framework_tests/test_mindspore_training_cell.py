@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 
@@ -41,8 +42,10 @@ def make_net():
     return net
 
 
+@cache
 def large_batches(*bounds):
-    """A network after one plain update for each pair of bounds, and the losses."""
+    """A network after one plain update for each pair of bounds, and the losses; in PyNative, the truth for every mode."""
+    set_mode("pynative")
     ms.set_context(mode=ms.PYNATIVE_MODE)
     net = make_net()
     step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.Momentum(net.trainable_params(), 0.1, 0.9))
