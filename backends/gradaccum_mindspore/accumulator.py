@@ -13,11 +13,10 @@ from typing import Any
 from mindspore import nn, ops
 
 from gradaccum import ArgumentValueError, StepResult
-from gradaccum.kit import ends, explain, make_options
+from gradaccum.kit import explain, make_options
 from gradaccum_mindspore.backend import backend
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.checks import require_parameters
-from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.scaled import note_read, require_read
 from gradaccum_mindspore.state import Storage
@@ -59,7 +58,7 @@ class Accumulator(nn.Cell):  # type: ignore[misc]
         require_read(self.storage.scaled)
         ordered = self.window.ordered(gradients)
         state, event = self.window.add(ordered, weight)
-        full = state[0] < 0 if self.window.steps is None else ends(state, self.window.size(state[1]), where)
+        full = self.window.is_full(state)
         self.window.write_open(state, event)
         self.window.write_size(state)
         return full

@@ -10,7 +10,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from gradaccum.kit import Options, ScaleRule, close, discard, encode_terms, steps_at
+from gradaccum.kit import Options, ScaleRule, close, discard, encode_terms, ends, steps_at
 from gradaccum_mindspore.notes import Notes
 from gradaccum_mindspore.sizes import check_constant_size, check_size_dtype
 from gradaccum_mindspore.state import Storage
@@ -64,6 +64,14 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
                 return given.reshape(())
             return 0 * optimizer_step + check_constant_size(given)
         return steps_at(self.steps, optimizer_step, where)
+
+    def is_full(self, state: Any) -> Any:
+        """Whether the window ends with the micro-batch that was counted last."""
+        if self.calls_steps:
+            # Not `ends`: the compiler takes a Tensor for a function there.
+            micro_step, optimizer_step, _, _, _, _, _ = state
+            return micro_step >= self.size(optimizer_step)
+        return ends(state, self.steps, where)
 
     def write_size(self, state: Any) -> Any:
         """Assign the size of the open window, where it is not the same in every window."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspore import Tensor, ops
 
-from gradaccum.kit import Options, accumulate, contribution, decide, divisor
+from gradaccum.kit import Options, accumulate, contribution, decide, divisor, usable
 from gradaccum_mindspore.checks import (
     check_compiled_gradients,
     check_compiled_structure,
@@ -76,14 +76,12 @@ class CompiledWindow(CompiledState):
         amount = self.one if weight is None else self.one * number_of(weight)
         factor = contribution(amount, self.options)
         finite = self.true
-        usable = (amount > 0) & (amount < float("inf"))
         if self.options.on_overflow == "drop_micro_batch":
             finite = compiled_finite(self.storage.sums, gradients, factor) | (amount == 0)
-            usable = usable & finite
         after = accumulate(state, amount, finite, where)
         never, dropped = state[0] < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
         event = self.event(never, never, dropped * (after[0] + 1), self.norm())
-        compiled_add(self.storage.sums, gradients, None if weight is None else factor, usable)
+        compiled_add(self.storage.sums, gradients, None if weight is None else factor, usable(state, amount, finite))
         return after, event
 
     def decide(self) -> Any:

@@ -18,7 +18,6 @@ from gradaccum.kit import Options, ends, explain, select
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.checks import gradients_by_position, weight_as_number, without_none
 from gradaccum_mindspore.closing import Discard, Flush, is_graph_mode
-from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
 from gradaccum_mindspore.masters import Update, turn_to_masters
@@ -121,10 +120,10 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         require_read(self.storage.scaled)
         gradients = self.window.ordered(gradients)
         state, event = self.window.add(gradients, weight)
+        full = self.window.is_full(state)
         if self.window.steps is None:
             self.window.write_open(state, event)
-            return state[0] < 0
-        full = ends(state, self.window.size(state[1]), where)
+            return full
         self.window.write_open(state, event)
         self.window.write_size(state)
         if full:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from mindspore import Tensor
 
 from gradaccum import UsageError
-from gradaccum.kit import Decision, Options, State, accumulate, close, contribution, decide, discard, divisor, explain, select
+from gradaccum.kit import Decision, Options, State, accumulate, close, contribution, decide, discard, divisor, explain, select, usable
 from gradaccum_mindspore import pynative_sums
 from gradaccum_mindspore.masters import Update
 from gradaccum_mindspore.sizes import window_size
@@ -40,10 +40,10 @@ class EagerWindow:
         require_room(state, size)
         factor = contribution(weight, self.options)
         finite = weight == 0 or self.options.on_overflow == "skip_window" or self.finite(gradients, factor)
-        usable = gradients if finite and weight > 0 else (None,) * len(gradients)
+        added = gradients if usable(state, weight, finite) else (None,) * len(gradients)
         begun = False
         try:
-            for total, part in pynative_sums.parts(self.storage.sums, usable, factor):
+            for total, part in pynative_sums.parts(self.storage.sums, added, factor):
                 begun = True
                 add_into(total, part)
             begun = True
