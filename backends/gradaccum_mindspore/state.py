@@ -166,8 +166,10 @@ class StateReader:
 
     @property
     def result(self) -> StepResult:
-        """What the last micro-batch, flush or discard did, in Python numbers. For Python, not for compiled code."""
-        note_read(self.storage.scaled)
+        """What the last micro-batch, flush or discard did, in Python numbers. For Python, not for compiled code.
+
+        A loop that prints it has not scaled its loss, so it does not count as asking for the loss scale; `scale` and `loss_scale` do.
+        """
         return self.storage.result()
 
 
