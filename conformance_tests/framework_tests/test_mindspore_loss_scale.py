@@ -48,6 +48,27 @@ def ours_for_many(scale):
     return State(zeros + 1, zeros, zeros, zeros + np.float32(1), zeros > 0, np.full(PATTERNS, scale, np.float32), zeros)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_result_does_not_count_as_asking(mode, monkeypatch, tmp_path):
+    """A loop that prints ``result`` has not scaled its loss: its gradients are refused. ``loss_scale`` counts."""
+    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    parameter = Parameter(Tensor(np.ones(3, np.float32)), name="p")
+    optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=1, loss_scale=8.0)
+
+    @ms.jit
+    def jitted(gradient):
+        return optimizer((gradient,))
+
+    call = jitted if mode == "jit" else lambda gradient: optimizer((gradient,))
+    assert optimizer.result.loss_scale == 8.0
+    with pytest.raises(gradaccum.UsageError, match="loss scale"):
+        call(Tensor(np.full(3, 8.0, np.float32)))
+    assert optimizer.loss_scale == 8.0
+    assert call(Tensor(np.full(3, 8.0, np.float32)))
+    assert parameter.asnumpy().tolist() == [0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(("factor", "interval", "init"), CONSTANTS)
 def test_trace_equals_mindspores_on_random_overflows(factor, interval, init):
     rng = np.random.default_rng([factor, interval])
