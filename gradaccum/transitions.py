@@ -70,13 +70,13 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
         where: the backend's `Where`.
     """
     micro_step, optimizer_step, skipped_windows, total, overflow, loss_scale, growth_tracker = state
-    adds = usable(state, weight, finite)
-    harmless = adds | (weight == 0)
+    # A weight of 0 is added as well: the total changes with the weight there too, and the user may differentiate by it.
+    harmless = usable(state, weight, finite) | (weight == 0)
     return (
         micro_step + 1,
         optimizer_step,
         skipped_windows,
-        where(adds, total + weight, total),
+        where(harmless, total + weight, total),
         overflow | (harmless == False),  # noqa: E712
         loss_scale,
         growth_tracker,
