@@ -89,7 +89,8 @@ def through_orbax_pytree(tree: Any, like: Any, directory: Path) -> Any:
     "through",
     [through_flatten, through_jit, through_flax_bytes, through_flax_without_target, through_orbax_standard, through_orbax_pytree],
 )
-def test_a_run_resumed_in_mid_window_is_bitwise_the_uninterrupted_one(through: Callable[..., Any], tmp_path: Path) -> None:
+def test_resume_in_mid_window_is_bitwise(through: Callable[..., Any], tmp_path: Path) -> None:
+    """A run that is saved and restored within a window ends on the bits of the uninterrupted one."""
     start = (PARAMS, TX.init(PARAMS))
     half = train(*start, range(5))
     assert half[1].micro_step == 2
@@ -134,15 +135,15 @@ def without(name: str) -> Callable[[Any], Any]:
         lambda state: (),
     ],
 )
-def test_a_state_of_another_optimizer_is_refused(spoil: Callable[[Any], Any]) -> None:
+def test_foreign_state_is_refused(spoil: Callable[[Any], Any]) -> None:
     state = TX.init(PARAMS)
     gradaccum_jax.check_state(TX, state._asdict(), PARAMS)
     with pytest.raises(gradaccum.CheckpointError, match=r"^(state|micro_step|terms)"):
         gradaccum_jax.check_state(TX, spoil(state), PARAMS)
 
 
-def test_the_window_of_a_schedule_is_that_of_the_saved_optimizer_step() -> None:
-    """Five windows of one, then windows of four: three micro-batches are open in the sixth alone."""
+def test_schedule_is_read_at_saved_step() -> None:
+    """Windows of one, five of them, then windows of four: only in the sixth can three micro-batches be open."""
     for steps in ([(0, 1), (5, 4)], lambda step: jnp.where(step < 5, 1, 4)):
         tx = make_tx(steps=steps)
         update, state = jax.jit(tx.update), tx.init(PARAMS)
@@ -202,7 +203,7 @@ def test_equinox_filtered_parameters() -> None:
     assert gradaccum_jax.result(state).optimizer_step == 1
 
 
-def test_equinox_model_passed_whole_as_parameters() -> None:
+def test_equinox_model_as_parameters() -> None:
     eqx = pytest.importorskip("equinox", reason="equinox is not installed")
     model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
     tx = gradaccum.wrap(optax.sgd(0.1), steps=1)
@@ -212,8 +213,11 @@ def test_equinox_model_passed_whole_as_parameters() -> None:
     assert gradaccum_jax.result(state).applied
 
 
-def test_a_state_restored_between_windows_goes_on_under_other_options() -> None:
-    """The scale of a run in float16 does not divide the gradients of one without a scale; what is returned says its own terms."""
+def test_closed_window_resumes_under_other_options() -> None:
+    """Between windows nothing depends on the options, so a state may go on under others.
+
+    The loss scale of a float16 run must not divide gradients of a run without a scale. The returned state has the new terms.
+    """
     state = TX.init(PARAMS)
     for _ in range(3):
         _, state = TX.update(PARAMS, state, PARAMS)
@@ -225,7 +229,7 @@ def test_a_state_restored_between_windows_goes_on_under_other_options() -> None:
     assert_bitwise(own.inner_state, state.inner_state)
 
 
-def test_a_callable_steps_is_asked_with_an_array() -> None:
+def test_callable_steps_gets_an_array() -> None:
     tx = make_tx(steps=lambda step: (2 + step).astype(jnp.int32))
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     assert_bitwise(gradaccum_jax.check_state(tx, state, PARAMS), state)

@@ -1,4 +1,4 @@
-"""Ensembles under `jax.vmap`: each member does what it would do alone, whether or not the others end their windows too."""
+"""Ensembles under `jax.vmap`: each member trains as if alone, whether or not the other members end their windows too."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def spoiled(index: int) -> Any:
-    """The gradients of a micro-batch; the second member's fourth and the third's seventh hold a NaN, and so their windows part."""
+    """Return the gradients of a micro-batch. A NaN in the second member's fourth and the third's seventh makes their windows end apart."""
     member = {3: 1, 6: 2}.get(index)
     return GRADS[index] if member is None else {**GRADS[index], "b": GRADS[index]["b"].at[member, 0].set(jnp.nan)}
 
 
 def train(tx: Any, params: Any, choose: Callable[[Any], Any], lift: Callable[..., Any]) -> list[Any]:
-    """Parameters and state after every micro-batch."""
+    """Return the parameters and the state after every micro-batch."""
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         updates, state = tx.update(grads, state, params)
@@ -56,12 +56,12 @@ def member(tree: Any, index: int) -> Any:
 
 
 def assert_close(a: Any, b: Any) -> None:
-    """To the last bits: XLA adds up the norm of a batch in another order."""
+    """Compare but for the last bits: XLA sums the norm of a batch in another order."""
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_every_member_does_what_it_would_do_alone(name: str) -> None:
+def test_members_train_as_if_alone(name: str) -> None:
     tx = MAKERS[name](optax.sgd(0.5, momentum=0.5))
     together = train(tx, PARAMS, lambda grads: grads, jax.vmap)
     for index in range(MEMBERS):
@@ -80,7 +80,8 @@ def test_nested_ensembles() -> None:
 
 
 @pytest.mark.parametrize("make", [MAKERS["plain"], lambda inner: gradaccum_jax.MultiSteps(inner, 2)], ids=["wrap", "multisteps"])
-def test_windows_that_end_together_share_one_run_and_others_run_by_themselves(make: Callable[[Any], Any]) -> None:
+def test_windows_ending_together_share_one_run(make: Callable[[Any], Any]) -> None:
+    """A member whose window ends apart from the others gets a run of its own."""
     runs: list[tuple[int, ...]] = []
 
     def note(value: Any) -> Any:
@@ -107,8 +108,8 @@ def test_windows_that_end_together_share_one_run_and_others_run_by_themselves(ma
     assert runs == [(MEMBERS,), (), ()]
 
 
-def test_a_trip_takes_constants_of_every_kind() -> None:
-    """Traced from outside, shared by the batch or not, arrays, numbers and random keys."""
+def test_once_takes_constants_of_every_kind() -> None:
+    """Constants traced from outside, shared by the batch or not: arrays, numbers and random keys."""
     key, shared = jax.random.key(0), np.arange(3.0, dtype=np.float32)
 
     @jax.jit
@@ -137,7 +138,7 @@ def averaging(axis: str) -> optax.GradientTransformation:
 
 
 @pytest.mark.parametrize("make", [gradaccum.wrap, gradaccum_jax.MultiSteps], ids=["wrap", "multisteps"])
-def test_an_optimizer_that_reduces_over_the_members_is_told_what_to_write(make: Callable[..., Any]) -> None:
+def test_reduction_over_members_needs_cond(make: Callable[..., Any]) -> None:
     params = jnp.arange(6.0).reshape(MEMBERS, 2)
     tx = make(averaging("members"), 1)
     with pytest.raises(gradaccum.UsageError, match=r"one that reduces over \['members'\].*control_flow='cond'"):
@@ -147,7 +148,7 @@ def test_an_optimizer_that_reduces_over_the_members_is_told_what_to_write(make: 
     np.testing.assert_array_equal(updates, np.tile(-params.mean(0), (MEMBERS, 1)))
 
 
-def test_an_ensemble_on_each_device_may_reduce_over_the_mesh() -> None:
+def test_ensemble_may_reduce_over_mesh() -> None:
     tx, mesh = gradaccum.wrap(averaging("devices"), steps=1), jax.sharding.Mesh(np.array(jax.devices()[:1]), ("devices",))
     params = jnp.arange(6.0).reshape(MEMBERS, 2)
 

@@ -1,4 +1,4 @@
-"""float32 gradients of half-precision parameters: the inner optimizer gets them as plain optax would, not rounded to the parameter."""
+"""Half-precision parameters with float32 gradients: the inner optimizer gets them in float32, as from plain optax."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = {
 
 @pytest.mark.parametrize("accumulate_dtype", [None, "float32"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_optimizer_gets_the_wider_dtype(case: str, accumulate_dtype: Any) -> None:
+def test_inner_optimizer_gets_wider_dtype(case: str, accumulate_dtype: Any) -> None:
     inner, dtype, value = CASES[case]
     params, gradient = jnp.ones(2, dtype), jnp.full(2, value, jnp.float32)
     expected, _ = inner.update(gradient, inner.init(params), params)
@@ -38,14 +38,14 @@ def test_the_optimizer_gets_the_wider_dtype(case: str, accumulate_dtype: Any) ->
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, start)
 
 
-def test_a_half_gradient_stays_half() -> None:
+def test_half_gradient_stays_half() -> None:
     tx, params = gradaccum.wrap(optax.sgd(1.0), steps=1), jnp.ones(2, jnp.bfloat16)
     assert tx.update(params, tx.init(params), params)[0].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("steps", [None, 4])
-def test_flush_hands_on_the_unrounded_sum(steps: Any) -> None:
-    """It cannot know the gradients' dtype. Its updates have that of the parameters it is given, so float32 ones keep all."""
+def test_flush_passes_the_unrounded_sum(steps: Any) -> None:
+    """`flush` cannot know the gradients' dtype. It gives updates the dtype of the parameters, so with float32 ones it rounds nothing."""
     params, gradient = jnp.ones(2, jnp.bfloat16), jnp.full(2, 1.00390625, jnp.float32)
     tx = gradaccum.wrap(optax.sgd(1.0), steps=steps)
     _, state = tx.update(gradient, tx.init(params), params)
@@ -53,21 +53,22 @@ def test_flush_hands_on_the_unrounded_sum(steps: Any) -> None:
     np.testing.assert_array_equal(gradaccum_jax.flush(tx, state, optax.tree.cast(params, jnp.float32))[0], -gradient)
 
 
-def test_flush_makes_no_nan_of_a_tiny_gradient() -> None:
+def test_flush_makes_tiny_gradient_no_nan() -> None:
     params, tx = jnp.ones(2, jnp.float16), gradaccum.wrap(optax.adam(0.05), steps=4)
     _, state = tx.update(jnp.full(2, 1e-8, jnp.float32), tx.init(params), params)
     updates, state = gradaccum_jax.flush(tx, state, params)
     np.testing.assert_array_equal(updates, np.full(2, -0.025, np.float16))
 
 
-def test_a_flush_beyond_the_parameters_range_is_an_overflow() -> None:
-    """Its update would be in float16."""
+def test_flush_beyond_float16_is_an_overflow() -> None:
+    """The update would be in float16."""
     params, tx = jnp.ones(2, jnp.float16), gradaccum.wrap(optax.sgd(1.0), steps=4)
     _, state = tx.update(jnp.full(2, 1e5, jnp.float32), tx.init(params), params)
     assert gradaccum_jax.result(gradaccum_jax.flush(tx, state, params)[1]).overflow
 
 
-def test_a_parameter_missing_from_the_last_micro_batch_is_not_rounded() -> None:
+def test_absent_last_gradient_rounds_nothing() -> None:
+    """The last micro-batch has no gradient of the parameter. The sum still reaches the inner optimizer in float32."""
     params, tx = jnp.ones(2, jnp.float16), gradaccum.wrap(optax.adam(0.05), steps=2)
     _, state = tx.update(jnp.full(2, 2e-8, jnp.float32), tx.init(params), params)
     updates, _ = tx.update(None, state, params)
