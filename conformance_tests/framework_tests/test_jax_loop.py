@@ -1,4 +1,4 @@
-"""The wrapped transformation among other optax transformations, and what it refuses."""
+"""The wrapped transformation in a loop, alone and combined with other optax transformations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEAN = jax.tree.map(lambda *g: sum(g) / 4, *GRADS)
 
 
 def run(tx: Any, params: Any = PARAMS, grads: Any = GRADS) -> tuple[Any, Any]:
-    """The updates that came out, summed, and the last state."""
+    """Return the sum of all updates, and the last state."""
     state, total = tx.init(params), None
     update = jax.jit(tx.update)
     for gradient in grads:
@@ -38,7 +38,7 @@ def one_update(inner: Any, params: Any = PARAMS, gradient: Any = MEAN) -> Any:
 def assert_same(a: Any, b: Any) -> None:
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-5)  # Adam's first step divides two nearly equal numbers
+        np.testing.assert_allclose(left, right, rtol=1e-5)  # Adam's first step divides two nearly equal numbers.
 
 
 def wrap(inner: Any, **options: Any) -> Any:
@@ -71,14 +71,14 @@ def test_four_micro_batches_are_one_update(outer: Any, inner: Any) -> None:
         assert_same(total, one_update(inner))
 
 
-def test_masked_outside_accumulates_only_its_part() -> None:
+def test_masked_wrapper_accumulates_its_part() -> None:
     total, state = run(optax.masked(wrap(optax.sgd(0.1)), {"a": True, "b": False}))
     np.testing.assert_allclose(total["a"], -0.1 * MEAN["a"], rtol=1e-6)
     np.testing.assert_allclose(total["b"]["c"], 4 * MEAN["b"]["c"], rtol=1e-6)
     assert len(jax.tree.leaves(state.inner_state.accumulator)) == 1
 
 
-def test_extra_arguments_reach_the_inner_optimizer() -> None:
+def test_extra_arguments_reach_inner_optimizer() -> None:
     def update(gradients: Any, state: Any, params: Any = None, *, factor: Any, name: str = "", **rest: Any) -> Any:
         assert set(rest) == set()
         return jax.tree.map(lambda g: g * factor * len(name), gradients), state
@@ -93,7 +93,7 @@ def test_extra_arguments_reach_the_inner_optimizer() -> None:
     assert_same(updates, jax.tree.map(lambda g: 9 * g, GRADS[0]))
 
 
-def test_flush_and_result_inside_a_chain() -> None:
+def test_flush_and_result_in_a_chain() -> None:
     wrapped, following = wrap(optax.sgd(0.5)), optax.scale(2.0)
     tx = optax.chain(wrapped, following)
     _, state = tx.update(GRADS[1], tx.init(PARAMS), PARAMS)
@@ -104,7 +104,7 @@ def test_flush_and_result_inside_a_chain() -> None:
     assert gradaccum_jax.result((first, second)).applied
 
 
-def test_flush_of_an_empty_window_and_discard_change_nothing_else() -> None:
+def test_empty_flush_and_discard_change_nothing() -> None:
     tx = wrap(optax.adam(0.1), loss_scale=gradaccum.DynamicLossScale())
     start = tx.init(PARAMS)
     updates, flushed = jax.jit(lambda s, p: gradaccum_jax.flush(tx, s, p))(start, PARAMS)
@@ -116,7 +116,8 @@ def test_flush_of_an_empty_window_and_discard_change_nothing_else() -> None:
     assert_same(discarded, start)
 
 
-def test_a_gradient_of_none_counts_as_zero_and_loses_nothing() -> None:
+def test_none_gradient_counts_as_zero() -> None:
+    """The sum of the window so far is kept."""
     tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
     state = tx.init(PARAMS)
     _, state = tx.update(GRADS[1], state, PARAMS)
@@ -124,7 +125,7 @@ def test_a_gradient_of_none_counts_as_zero_and_loses_nothing() -> None:
     assert_same(updates, jax.tree.map(lambda g: -g / 2, GRADS[1]))
 
 
-def test_parameters_of_none_and_integers_stay_as_they_are() -> None:
+def test_none_and_integer_parameters_stay() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
     params = {"w": jnp.ones(2), "frozen": None, "count": jnp.asarray(3)}
     grads = {"w": jnp.ones(2), "frozen": None, "count": np.zeros((), jax.dtypes.float0)}
@@ -151,13 +152,14 @@ def test_parameters_of_none_and_integers_stay_as_they_are() -> None:
     ],
     ids=["missing", "extra", "shape", "integers", "complex", "text"],
 )
-def test_gradients_of_other_parameters_are_refused(grads: Any, message: str) -> None:
+def test_foreign_gradients_are_refused(grads: Any, message: str) -> None:
     tx = wrap(optax.sgd(1.0))
     with pytest.raises(gradaccum.GradientError, match=message):
         tx.update(grads, tx.init(PARAMS), PARAMS)
 
 
-def test_narrower_gradients_are_taken_and_wider_only_by_choice() -> None:
+def test_narrower_gradients_are_accepted() -> None:
+    """Gradients wider than the sum are accepted where `accumulate_dtype` asks for the narrow sum."""
     half = jax.tree.map(lambda g: g.astype(jnp.float16), GRADS[1])
     run(wrap(optax.sgd(1.0)), grads=[half])
     low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
@@ -167,13 +169,13 @@ def test_narrower_gradients_are_taken_and_wider_only_by_choice() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), True, "3", jnp.ones(2), np.ones((1,)), jnp.asarray(-2.0)])
-def test_weights_that_make_no_sense_are_refused(weight: Any) -> None:
+def test_invalid_weights_are_refused(weight: Any) -> None:
     tx = wrap(optax.sgd(1.0))
     with pytest.raises(gradaccum.GradAccumError, match="weight"):
         tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weight=weight)
 
 
-def test_a_symbolic_batch_size_is_a_weight() -> None:
+def test_symbolic_batch_size_is_a_weight() -> None:
     tx = wrap(optax.sgd(1.0), steps=2)
     state = tx.init(PARAMS["a"])
     (batch,) = export.symbolic_shape("batch")
@@ -182,7 +184,7 @@ def test_a_symbolic_batch_size_is_a_weight() -> None:
     assert exported.call(state, jnp.ones((5, 2))) == 5
 
 
-def test_a_scalar_array_is_a_number_of_steps() -> None:
+def test_scalar_array_is_a_step_count() -> None:
     for steps in (jnp.int32(2), np.int64(2), np.asarray(2)):
         _, state = run(gradaccum.wrap(optax.sgd(1.0), steps))
         assert state.optimizer_step == 2
@@ -228,7 +230,7 @@ def test_misuse_is_refused(make: Any, error: type[Exception]) -> None:
         make()
 
 
-def test_scale_loss_is_undone_at_the_window_end() -> None:
+def test_loss_scale_is_undone_at_close() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=2, loss_scale=1024)
     params = {"w": jnp.asarray([2.0, 3.0])}
     state = tx.init(params)

@@ -1,4 +1,4 @@
-"""The size of a compiled step grows with the number of tensors, not with its square: a model has hundreds of norms and biases."""
+"""A compiled step grows linearly with the number of tensors, not with its square. A model has hundreds of norms and biases."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MAKERS: dict[str, tuple[Callable[[Any], Any], float]] = {
     "dropping": (lambda inner: gradaccum.wrap(inner, steps=4, on_overflow="drop_micro_batch"), 3.7),
     "multisteps": (lambda inner: gradaccum_jax.MultiSteps(inner, 4), 1.5),
 }
-"""Each with the most lines for a tensor more, in those of `optax.MultiSteps`."""
+"""Each wrapper, and its most lines of program for a further tensor, as a multiple of those of `optax.MultiSteps`."""
 
 
 def lines(tx: Any, tensors: int, members: int = 0) -> int:
-    """Those of the optimized program of a step."""
+    """Count the lines of the optimized program of a step."""
     shape = (members, 32) if members else (32,)
     params = {f"w{index}": jax.ShapeDtypeStruct(shape, jnp.float32) for index in range(tensors)}
 
@@ -47,7 +47,7 @@ def test_lines_per_tensor(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cond", pytest.param("dropping", marks=pytest.mark.deep)])
-def test_lines_per_tensor_of_an_ensemble(name: str) -> None:
+def test_ensemble_lines_per_tensor(name: str) -> None:
     tx = MAKERS[name][0](optax.sgd(0.1))
     small, middle, large = (lines(tx, count, members=3) for count in (10, 20, 30))
     assert large - middle <= 1.05 * (middle - small)
