@@ -140,24 +140,6 @@ def test_none_and_integer_parameters_stay() -> None:
     assert moved["count"].dtype == jnp.int32
 
 
-@pytest.mark.parametrize(
-    ("grads", "message"),
-    [
-        ({"a": jnp.ones(2)}, r"grads\['b'\]\['c'\]: expected a gradient"),
-        ({**GRADS[0], "new": jnp.ones(2)}, r"grads\['new'\]: expected no gradient"),
-        ({"a": jnp.ones(3), "b": GRADS[0]["b"]}, r"grads\['a'\]: .*shape \(2,\); got one of shape \(3,\)"),
-        ({"a": jnp.ones(2), "b": {"c": jnp.ones((1, 1), jnp.int32)}}, r"grads\['b'\]\['c'\]: .*dtype float32; got one of dtype int32"),
-        ({"a": jnp.ones(2, jnp.complex64), "b": GRADS[0]["b"]}, r"grads\['a'\]: .*complex64"),
-        ({"a": "text", "b": GRADS[0]["b"]}, r"grads\['a'\]"),
-    ],
-    ids=["missing", "extra", "shape", "integers", "complex", "text"],
-)
-def test_foreign_gradients_are_refused(grads: Any, message: str) -> None:
-    tx = wrap(optax.sgd(1.0))
-    with pytest.raises(gradaccum.GradientError, match=message):
-        tx.update(grads, tx.init(PARAMS), PARAMS)
-
-
 def test_narrower_gradients_are_accepted() -> None:
     """Gradients wider than the sum are accepted where `accumulate_dtype` asks for the narrow sum."""
     half = jax.tree.map(lambda g: g.astype(jnp.float16), GRADS[1])
@@ -166,13 +148,6 @@ def test_narrower_gradients_are_accepted() -> None:
     narrow = wrap(optax.sgd(1.0), accumulate_dtype="bfloat16")
     _, state = run(narrow, params=low, grads=[GRADS[1]])
     assert state.accumulator["a"].dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), True, "3", jnp.ones(2), np.ones((1,)), jnp.asarray(-2.0)])
-def test_invalid_weights_are_refused(weight: Any) -> None:
-    tx = wrap(optax.sgd(1.0))
-    with pytest.raises(gradaccum.GradAccumError, match="weight"):
-        tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weight=weight)
 
 
 def test_symbolic_batch_size_is_a_weight() -> None:
@@ -190,59 +165,6 @@ def test_scalar_array_is_a_step_count() -> None:
         assert state.optimizer_step == 2
 
 
-def test_traced_weights_must_be_real_scalars() -> None:
-    tx = wrap(optax.sgd(1.0))
-    for weight in (jnp.ones(2), jnp.asarray(True), jnp.asarray(1j)):
-        with pytest.raises(gradaccum.ArgumentTypeError, match="weight"):
-            jax.jit(lambda s, w: tx.update(GRADS[0], s, weight=w))(tx.init(PARAMS), weight)
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: wrap(wrap(optax.sgd(1.0))), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.chain(wrap(optax.sgd(1.0)))).init(PARAMS), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2)), gradaccum.ArgumentTypeError),
-        (lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2)), gradaccum.ArgumentTypeError),
-        (lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()), gradaccum.ArgumentTypeError),
-        (
-            lambda: wrap(optax.chain(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation())).init(PARAMS),
-            gradaccum.ArgumentTypeError,
-        ),
-        (lambda: gradaccum_jax.MultiSteps(optax.chain(wrap(optax.sgd(1.0))), 2).init(PARAMS), gradaccum.ArgumentTypeError),
-        (lambda: jax.jit(lambda steps: gradaccum.wrap(optax.sgd(1.0), steps).init(PARAMS))(4), gradaccum.ArgumentTypeError),
-        (lambda: jax.jit(lambda norm: wrap(optax.sgd(1.0), clip_norm=norm).init(PARAMS))(1.0), gradaccum.ArgumentTypeError),
-        (lambda: gradaccum.wrap(optax.sgd(1.0)), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="no such"), gradaccum.ArgumentValueError),
-        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="int32"), gradaccum.ArgumentValueError),
-        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="float64").init(PARAMS), gradaccum.ArgumentValueError),
-        (lambda: wrap(optax.sgd(1.0), control_flow="if"), gradaccum.ArgumentValueError),
-        (lambda: wrap(optax.sgd(1.0), colour="red"), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.sgd(1.0)).update(GRADS[0], optax.sgd(1.0).init(PARAMS)), gradaccum.ArgumentTypeError),
-        (lambda: gradaccum_jax.flush(optax.sgd(1.0), wrap(optax.sgd(1.0)).init(PARAMS)), gradaccum.ArgumentTypeError),
-        (lambda: gradaccum_jax.discard(wrap(optax.sgd(1.0)), ()), gradaccum.ArgumentTypeError),
-        (lambda: gradaccum_jax.result(()), gradaccum.ArgumentTypeError),
-    ],
-)
-def test_misuse_is_refused(make: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        make()
-
-
-def test_loss_scale_is_undone_at_close() -> None:
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=2, loss_scale=1024)
-    params = {"w": jnp.asarray([2.0, 3.0])}
-    state = tx.init(params)
-    assert gradaccum_jax.scale_loss(jnp.asarray(2.0, jnp.float16), state).dtype == jnp.float32
-    for _ in range(2):
-        grads = jax.grad(lambda p, s: gradaccum_jax.scale_loss(jnp.sum(p["w"] ** 2), s))(params, state)
-        np.testing.assert_array_equal(grads["w"], 1024 * 2 * params["w"])
-        updates, state = tx.update(grads, state, params)
-    np.testing.assert_array_equal(updates["w"], -2 * params["w"])
-    np.testing.assert_allclose(gradaccum_jax.result(state).grad_norm, np.sqrt(4**2 + 6**2), rtol=1e-6)
-
-
 def test_tree_map_params_sees_the_accumulator() -> None:
     tx = wrap(optax.adam(0.1))
     marked = optax.tree_map_params(tx, lambda leaf: "param", tx.init(PARAMS), transform_non_params=lambda leaf: "other")
@@ -254,3 +176,56 @@ def test_public_names() -> None:
     assert sorted(gradaccum_jax.__all__) == gradaccum_jax.__all__
     assert all(hasattr(gradaccum_jax, name) for name in gradaccum_jax.__all__)
     assert gradaccum.load_backend("jax") is gradaccum_jax.backend
+
+
+def test_idle_updates_keep_negative_zeros() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
+    params = jnp.asarray([-0.0, 0.0, 1.0])
+    updates, _ = tx.update(jnp.ones(3), tx.init(params), params)
+    np.testing.assert_array_equal(np.signbit(optax.apply_updates(params, updates)), [True, False, False])
+
+
+def test_large_finite_norm_is_no_overflow() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=1, clip_norm=5.0)
+    params = jnp.zeros((2, 2))
+    updates, state = tx.update(jnp.asarray([[3e30, 0.0], [0.0, 4e30]]), tx.init(params), params)
+    result = gradaccum_jax.result(state)
+    assert result.applied
+    assert not result.overflow
+    np.testing.assert_allclose(result.grad_norm, 5e30, rtol=1e-6)
+    np.testing.assert_allclose(updates, [[-3.0, 0.0], [0.0, -4.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_overflow_skips_only_its_window(value: float) -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0, momentum=0.9), steps=1)
+    params = jnp.zeros(2)
+    updates, state = tx.update(jnp.asarray([1.0, value]), tx.init(params), params)
+    np.testing.assert_array_equal(updates, [0.0, 0.0])
+    assert gradaccum_jax.result(state).overflow
+    updates, state = tx.update(jnp.asarray([1.0, 2.0]), state, params)
+    np.testing.assert_array_equal(updates, [-1.0, -2.0])
+
+
+def test_invalid_traced_weight_skips_the_window() -> None:
+    """With dropping, it skips the micro-batch."""
+    params = jnp.zeros(2)
+    for weight in (-1.0, np.nan, np.inf):
+        for on_overflow, applied in (("skip_window", False), ("drop_micro_batch", True)):
+            tx = gradaccum.wrap(optax.sgd(1.0), steps=2, on_overflow=on_overflow)
+            update = jax.jit(lambda g, s, w, tx=tx: tx.update(g, s, weight=w))
+            _, state = update(params + 7, tx.init(params), weight)
+            updates, state = update(params + 3, state, 1.0)
+            assert bool(gradaccum_jax.result(state).applied) is applied
+            np.testing.assert_array_equal(updates, params - 3 if applied else params)
+
+
+def test_traced_zero_weight_ignores_a_nan() -> None:
+    params = jnp.zeros(2)
+    for on_overflow in ("skip_window", "drop_micro_batch"):
+        tx = gradaccum.wrap(optax.sgd(1.0), steps=2, on_overflow=on_overflow)
+        update = jax.jit(lambda g, s, w, tx=tx: tx.update(g, s, weight=w))
+        _, state = update(params + np.nan, tx.init(params), 0)
+        assert not state.overflow
+        updates, state = update(params + 3, state, 1)
+        np.testing.assert_array_equal(updates, params - 3)
