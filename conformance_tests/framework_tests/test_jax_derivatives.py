@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,17 @@ def train(factors: tuple[Any, Any], weights: tuple[Any, Any] | None = None, **op
     return jnp.sum(params**3)
 
 
+@functools.cache
+def loss_of_weight(on_overflow: str) -> Callable[[Any], Any]:
+    """Return the loss of a window by its first weight, compiled once for all tests."""
+    return jax.jit(lambda weight: train((3.0, 1.0), (weight, 2.0), on_overflow=on_overflow))
+
+
+@functools.cache
+def derivative(mode: Any, on_overflow: str) -> Callable[[Any], Any]:
+    return jax.jit(mode(loss_of_weight(on_overflow)))
+
+
 def slope(function: Callable[[Any], Any], x: float) -> Any:
     """Return Richardson's forward difference. A central one would need a weight below 0."""
     near, far = ((function(x + step) - function(x)) / step for step in (STEP, 2 * STEP))
@@ -39,21 +51,19 @@ def slope(function: Callable[[Any], Any], x: float) -> Any:
 @pytest.mark.parametrize("weight", [0.0, 0.5])
 @pytest.mark.parametrize("mode", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
 def test_derivative_by_weight(mode: Any, weight: float, on_overflow: str) -> None:
-    def loss(weight: Any) -> Any:
-        return train((3.0, 1.0), (weight, 2.0), on_overflow=on_overflow)
-
-    found = mode(loss)(weight)
-    np.testing.assert_allclose(found, slope(loss, weight), rtol=1e-2)
+    found = derivative(mode, on_overflow)(weight)
+    np.testing.assert_allclose(found, slope(loss_of_weight(on_overflow), weight), rtol=1e-2)
     assert abs(found) > 1
 
 
 def test_zero_weight_ignores_a_nan() -> None:
-    assert train((jnp.nan, 1.0), (0.0, 2.0)) == train((0.0, 1.0), (0.0, 2.0))
+    loss = jax.jit(lambda factor: train((factor, 1.0), (0.0, 2.0)))
+    assert loss(jnp.nan) == loss(0.0)
 
 
 def test_dropped_weight_has_no_derivative() -> None:
     """The weight of a micro-batch that was dropped changes nothing."""
-    found = jax.grad(lambda weight: train((jnp.inf, 1.0), (weight, 2.0), on_overflow="drop_micro_batch"))(1.5)
+    found = jax.jit(jax.grad(lambda weight: train((jnp.inf, 1.0), (weight, 2.0), on_overflow="drop_micro_batch")))(1.5)
     assert found == 0
 
 
@@ -62,6 +72,7 @@ def test_dropped_weight_has_no_derivative() -> None:
 def test_zero_gradient_window_has_a_derivative(lift: Any, options: dict[str, Any]) -> None:
     """A plain square root in the norm would make it NaN."""
     factor = jnp.zeros(()) if lift is not jax.vmap else jnp.zeros(2)
-    found = lift(jax.grad(lambda factor: train((factor, factor), **options)))(factor)
-    expected = slope(lambda factor: train((factor, factor), **options), 0.0)
+    loss = jax.jit(lambda factor: train((factor, factor), **options))
+    found = jax.jit(lift(jax.grad(loss)))(factor)
+    expected = slope(loss, 0.0)
     np.testing.assert_allclose(found, np.broadcast_to(expected, factor.shape), rtol=1e-2)
