@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -61,6 +62,13 @@ def compiled(tx: Any, *, members: int = 0, trained: bool = False, matrices: int 
     return made, made.as_text()
 
 
+@functools.cache
+def step_of(name: str, *, members: int = 0, trained: bool = False, matrices: int = MATRICES) -> tuple[Any, Any, str]:
+    """Return the wrapped AdamW, its compiled step and the program. Several tests read the same one."""
+    tx = MAKERS[name](optax.adamw(1e-3))
+    return tx, *compiled(tx, members=members, trained=trained, matrices=matrices)
+
+
 def copies(text: str, side: int = SIDE) -> list[str]:
     return re.findall(rf"= f32\[(?:\d+,)?{side},{side}\]\S* copy\(.*", text)
 
@@ -79,8 +87,7 @@ def aliased(text: str) -> int:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_step_works_in_place(name: str) -> None:
-    tx = MAKERS[name](optax.adamw(1e-3))
-    made, text = compiled(tx)
+    tx, made, text = step_of(name)
     memory = made.memory_analysis()
     assert copies(text) == []
     assert memory.temp_size_in_bytes <= 0.26 * OWN
@@ -94,7 +101,7 @@ def test_step_works_in_place(name: str) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_step_stays_on_the_device(name: str) -> None:
     """The decisions are loops on the device: the program has no conditional, no collective and no transfer to the host."""
-    _, text = compiled(MAKERS[name](optax.adamw(1e-3)))
+    _, _, text = step_of(name)
     assert 1 <= len(re.findall(r" while\(", text)) <= LOOPS[name]
     assert len(re.findall(r" conditional\(", text)) == 0
     assert [word for word in OUTSIDE if word in text] == []
@@ -106,7 +113,7 @@ def test_scratch_with_gradient_is_two_matrices(name: str) -> None:
 
     It holds all four where a micro-batch may be dropped: the last gradient must be finite before the first is added.
     """
-    made, text = compiled(MAKERS[name](optax.adamw(1e-3)), trained=True)
+    _, made, text = step_of(name, trained=True)
     scratch = OWN + SIDE * SIDE if name == "clip_and_drop" else OWN // 2  # Plus a mask of one matrix.
     assert copies(text) == []
     assert made.memory_analysis().temp_size_in_bytes <= scratch + 2**18
@@ -115,7 +122,7 @@ def test_scratch_with_gradient_is_two_matrices(name: str) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_kernels_per_further_tensor(name: str) -> None:
     """XLA spends its compile time on kernels. `optax.MultiSteps` has 7 or 8 for each tensor."""
-    few, many = (kernels(compiled(MAKERS[name](optax.adamw(1e-3)), matrices=matrices)[1]) for matrices in (MATRICES, 2 * MATRICES))
+    few, many = (kernels(program) for _, _, program in (step_of(name), step_of(name, matrices=2 * MATRICES)))
     assert 2 <= (many - few) / MATRICES <= KERNELS[name]
 
 
@@ -129,7 +136,7 @@ def test_sum_is_no_lone_addition() -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_ensemble_works_in_place(name: str) -> None:
-    made, text = compiled(MAKERS[name](optax.adamw(1e-3)), members=MEMBERS)
+    _, made, text = step_of(name, members=MEMBERS)
     memory, own = made.memory_analysis(), OWN // 16 * MEMBERS
     assert copies(text, SIDE // 4) == []
     assert memory.temp_size_in_bytes <= 4.51 / MEMBERS * own  # One member's parameters, sums and moments, and half its sums.

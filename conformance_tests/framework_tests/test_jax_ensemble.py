@@ -37,16 +37,22 @@ def spoiled(index: int) -> Any:
     return GRADS[index] if member is None else {**GRADS[index], "b": GRADS[index]["b"].at[member, 0].set(jnp.nan)}
 
 
-def train(tx: Any, params: Any, choose: Callable[[Any], Any], lift: Callable[..., Any]) -> list[Any]:
-    """Return the parameters and the state after every micro-batch."""
+def lifted(tx: Any, lift: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return the initial state and the step of `tx` as functions, compiled, of as many members as `lift` maps them over."""
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    carried, seen, jitted = (params, lift(tx.init)(params)), [], jax.jit(lift(step))
+    return jax.jit(lift(tx.init)), jax.jit(lift(step))
+
+
+def train(functions: tuple[Any, Any], params: Any, choose: Callable[[Any], Any]) -> list[Any]:
+    """Return the parameters and the state after every micro-batch."""
+    init, step = functions
+    carried, seen = (params, init(params)), []
     for index in range(MICRO_BATCHES):
-        carried = jitted(*carried, choose(spoiled(index)))
+        carried = step(*carried, choose(spoiled(index)))
         seen.append(carried)
     return seen
 
@@ -63,19 +69,20 @@ def assert_close(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_members_train_as_if_alone(name: str) -> None:
     tx = MAKERS[name](optax.sgd(0.5, momentum=0.5))
-    together = train(tx, PARAMS, lambda grads: grads, jax.vmap)
+    together = train(lifted(tx, jax.vmap), PARAMS, lambda grads: grads)
+    one = lifted(tx, lambda function: function)
     for index in range(MEMBERS):
-        alone = train(tx, member(PARAMS, index), lambda grads, index=index: member(grads, index), lambda function: function)
+        alone = train(one, member(PARAMS, index), lambda grads, index=index: member(grads, index))
         for step, single in zip(together, alone, strict=True):
             assert_close(member(step, index), single)
 
 
 def test_nested_ensembles() -> None:
     tx = MAKERS["plain"](optax.sgd(0.5))
-    nested = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), PARAMS)
-    twice = train(tx, nested, lambda grads: jax.tree.map(lambda g: jnp.stack([g, g + 1]), grads), lambda f: jax.vmap(jax.vmap(f)))
-    once = train(tx, member(nested, 1), lambda grads: jax.tree.map(lambda g: g + 1, grads), jax.vmap)
-    for a, b in zip(twice, once, strict=True):
+    nested = {"b": jnp.stack([PARAMS["b"], 2 * PARAMS["b"]])}
+    twice = train(lifted(tx, lambda f: jax.vmap(jax.vmap(f))), nested, lambda grads: {"b": jnp.stack([grads["b"], grads["b"] + 1])})
+    single = train(lifted(tx, jax.vmap), member(nested, 1), lambda grads: {"b": grads["b"] + 1})
+    for a, b in zip(twice, single, strict=True):
         assert_close(member(a, 1), b)
 
 

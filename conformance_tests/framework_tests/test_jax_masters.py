@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -72,16 +73,21 @@ def through_vmap(params: Any, state: Any, tx: Any, count: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[1], jax.vmap(member)(*batched))
 
 
+@functools.cache
+def float32_training() -> Any:
+    """Return the parameters and the state after 21 micro-batches with float32 parameters and no masters."""
+    params, grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, (PARAMS, GRADS))
+    bare = gradaccum.wrap(optax.adamw(1e-3), steps=2)
+    return through_scan(params, bare.init(params), given(bare, grads), 21)
+
+
 @pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
 @pytest.mark.parametrize("run", [through_loop, through_jit, through_scan, through_vmap])
 def test_mixed_dtypes_train_as_float32(run: Any, control_flow: str) -> None:
     """The masters go the way of float32 parameters, and each parameter is its rounded master."""
-    inner = optax.adamw(1e-3)
-    tx = wrap(inner, control_flow=control_flow)
+    tx = wrap(optax.adamw(1e-3), control_flow=control_flow)
     params, state = run(PARAMS, tx.init(PARAMS), tx, 21)
-    wide_params, wide_grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, (PARAMS, GRADS))
-    bare = gradaccum.wrap(inner, steps=2)
-    held, other = run(wide_params, bare.init(wide_params), given(bare, wide_grads), 21)
+    held, other = float32_training()
     assert state.optimizer_step == other.optimizer_step == 10
     masters = in_place_of(params, state.masters)
     for got, master, wide in zip(*map(jax.tree.leaves, (params, masters, held)), strict=True):
