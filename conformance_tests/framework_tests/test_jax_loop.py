@@ -1,0 +1,231 @@
+"""The wrapped transformation in a loop, alone and combined with other optax transformations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+from jax import export
+
+import gradaccum
+import gradaccum_jax
+
+PARAMS = {"a": jnp.asarray([1.0, 2.0]), "b": {"c": jnp.asarray([[3.0]])}}
+GRADS = [jax.tree.map(lambda p, i=i: p * 0.25 + i, PARAMS) for i in range(4)]
+MEAN = jax.tree.map(lambda *g: sum(g) / 4, *GRADS)
+
+
+def run(tx: Any, params: Any = PARAMS, grads: Any = GRADS) -> tuple[Any, Any]:
+    """Return the sum of all updates, and the last state."""
+    state, total = tx.init(params), None
+    update = jax.jit(tx.update)
+    for gradient in grads:
+        updates, state = update(gradient, state, params)
+        total = updates if total is None else jax.tree.map(jnp.add, total, updates)
+    return total, state
+
+
+def one_update(inner: Any, params: Any = PARAMS, gradient: Any = MEAN) -> Any:
+    return inner.update(gradient, inner.init(params), params)[0]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5)  # Adam's first step divides two nearly equal numbers.
+
+
+def wrap(inner: Any, **options: Any) -> Any:
+    return gradaccum.wrap(inner, **{"steps": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        (wrap(optax.chain(optax.clip(0.5), optax.adam(0.1))), optax.chain(optax.clip(0.5), optax.adam(0.1))),
+        (optax.chain(wrap(optax.adam(0.1)), optax.scale(2.0)), optax.chain(optax.adam(0.1), optax.scale(2.0))),
+        (optax.named_chain(("acc", wrap(optax.adam(0.1)))), optax.adam(0.1)),
+        (wrap(optax.inject_hyperparams(optax.adam)(learning_rate=0.1)), optax.adam(0.1)),
+        (optax.apply_if_finite(wrap(optax.adam(0.1)), 3), optax.adam(0.1)),
+        (wrap(optax.apply_if_finite(optax.adam(0.1), 3)), optax.adam(0.1)),
+        (wrap(optax.masked(optax.sgd(0.1), {"a": True, "b": False})), optax.masked(optax.sgd(0.1), {"a": True, "b": False})),
+        (
+            optax.partition({"x": wrap(optax.adam(0.1)), "y": wrap(optax.sgd(0.3))}, {"a": "x", "b": "y"}),
+            optax.partition({"x": optax.adam(0.1), "y": optax.sgd(0.3)}, {"a": "x", "b": "y"}),
+        ),
+        (wrap(optax.partition({"x": optax.adam(0.1), "y": optax.set_to_zero()}, {"a": "x", "b": "y"})), None),
+        (wrap(optax.add_noise(0.1, 0.5, jax.random.key(0))), None),
+    ],
+    ids=["chain_in", "chain_out", "named", "inject", "finite_out", "finite_in", "masked", "partition_out", "partition_in", "key"],
+)
+def test_four_micro_batches_are_one_update(outer: Any, inner: Any) -> None:
+    total, state = run(outer)
+    assert all(int(found.optimizer_step) == 1 for found in gradaccum_jax.state.find_states(state))
+    if inner is not None:
+        assert_same(total, one_update(inner))
+
+
+def test_masked_wrapper_accumulates_its_part() -> None:
+    total, state = run(optax.masked(wrap(optax.sgd(0.1)), {"a": True, "b": False}))
+    np.testing.assert_allclose(total["a"], -0.1 * MEAN["a"], rtol=1e-6)
+    np.testing.assert_allclose(total["b"]["c"], 4 * MEAN["b"]["c"], rtol=1e-6)
+    assert len(jax.tree.leaves(state.inner_state.accumulator)) == 1
+
+
+def test_extra_arguments_reach_inner_optimizer() -> None:
+    def update(gradients: Any, state: Any, params: Any = None, *, factor: Any, name: str = "", **rest: Any) -> Any:
+        assert set(rest) == set()
+        return jax.tree.map(lambda g: g * factor * len(name), gradients), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = optax.chain(gradaccum.wrap(inner, steps=1), optax.scale(1.0))
+    updates, state = tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weight=3, factor=2.0, name="ab")
+    assert_same(updates, jax.tree.map(lambda g: 4 * g, GRADS[0]))
+    wrapped = gradaccum.wrap(inner, steps=None)
+    _, state = wrapped.update(GRADS[0], wrapped.init(PARAMS), factor=2.0, name="ab")
+    updates, _ = gradaccum_jax.flush(wrapped, state, factor=jnp.asarray(3.0), name="abc")
+    assert_same(updates, jax.tree.map(lambda g: 9 * g, GRADS[0]))
+
+
+def test_flush_and_result_in_a_chain() -> None:
+    wrapped, following = wrap(optax.sgd(0.5)), optax.scale(2.0)
+    tx = optax.chain(wrapped, following)
+    _, state = tx.update(GRADS[1], tx.init(PARAMS), PARAMS)
+    assert gradaccum_jax.result(state).micro_step == 1
+    updates, first = gradaccum_jax.flush(wrapped, state[0], PARAMS)
+    updates, second = following.update(updates, state[1], PARAMS)
+    assert_same(updates, jax.tree.map(lambda g: -g, GRADS[1]))
+    assert gradaccum_jax.result((first, second)).applied
+
+
+def test_empty_flush_and_discard_change_nothing() -> None:
+    tx = wrap(optax.adam(0.1), loss_scale=gradaccum.DynamicLossScale())
+    start = tx.init(PARAMS)
+    updates, flushed = jax.jit(lambda s, p: gradaccum_jax.flush(tx, s, p))(start, PARAMS)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    assert_same(flushed, start)
+    assert not gradaccum_jax.result(flushed).closed
+    _, state = tx.update(GRADS[1], start, PARAMS, weight=3)
+    discarded = jax.jit(lambda s: gradaccum_jax.discard(tx, s))(state)
+    assert_same(discarded, start)
+
+
+def test_none_gradient_counts_as_zero() -> None:
+    """The sum of the window so far is kept."""
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
+    state = tx.init(PARAMS)
+    _, state = tx.update(GRADS[1], state, PARAMS)
+    updates, _ = tx.update({"a": None, "b": None}, state, PARAMS)
+    assert_same(updates, jax.tree.map(lambda g: -g / 2, GRADS[1]))
+
+
+def test_none_and_integer_parameters_stay() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
+    params = {"w": jnp.ones(2), "frozen": None, "count": jnp.asarray(3)}
+    grads = {"w": jnp.ones(2), "frozen": None, "count": np.zeros((), jax.dtypes.float0)}
+    state = tx.init(params)
+    assert state.accumulator["frozen"] is None
+    for _ in range(2):
+        updates, state = tx.update(grads, state, params)
+    assert updates["frozen"] is None
+    moved = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(moved["w"], [0.0, 0.0])
+    assert moved["count"] == 3
+    assert moved["count"].dtype == jnp.int32
+
+
+def test_narrower_gradients_are_accepted() -> None:
+    """Gradients wider than the sum are accepted where `accumulate_dtype` asks for the narrow sum."""
+    half = jax.tree.map(lambda g: g.astype(jnp.float16), GRADS[1])
+    run(wrap(optax.sgd(1.0)), grads=[half])
+    low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    narrow = wrap(optax.sgd(1.0), accumulate_dtype="bfloat16")
+    _, state = run(narrow, params=low, grads=[GRADS[1]])
+    assert state.accumulator["a"].dtype == jnp.bfloat16
+
+
+def test_symbolic_batch_size_is_a_weight() -> None:
+    tx = wrap(optax.sgd(1.0), steps=2)
+    state = tx.init(PARAMS["a"])
+    (batch,) = export.symbolic_shape("batch")
+    kind = jax.ShapeDtypeStruct((batch, 2), jnp.float32)
+    exported = export.export(jax.jit(lambda s, x: tx.update(x.sum(0), s, weight=x.shape[0])[1].weight))(state, kind)
+    assert exported.call(state, jnp.ones((5, 2))) == 5
+
+
+def test_scalar_array_is_a_step_count() -> None:
+    for steps in (jnp.int32(2), np.int64(2), np.asarray(2)):
+        _, state = run(gradaccum.wrap(optax.sgd(1.0), steps))
+        assert state.optimizer_step == 2
+
+
+def test_tree_map_params_sees_the_accumulator() -> None:
+    tx = wrap(optax.adam(0.1))
+    marked = optax.tree_map_params(tx, lambda leaf: "param", tx.init(PARAMS), transform_non_params=lambda leaf: "other")
+    assert set(jax.tree.leaves(marked.accumulator)) == {"param"}
+    assert marked.micro_step == "other"
+
+
+def test_public_names() -> None:
+    assert sorted(gradaccum_jax.__all__) == gradaccum_jax.__all__
+    assert all(hasattr(gradaccum_jax, name) for name in gradaccum_jax.__all__)
+    assert gradaccum.load_backend("jax") is gradaccum_jax.backend
+
+
+def test_idle_updates_keep_negative_zeros() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
+    params = jnp.asarray([-0.0, 0.0, 1.0])
+    updates, _ = tx.update(jnp.ones(3), tx.init(params), params)
+    np.testing.assert_array_equal(np.signbit(optax.apply_updates(params, updates)), [True, False, False])
+
+
+def test_large_finite_norm_is_no_overflow() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=1, clip_norm=5.0)
+    params = jnp.zeros((2, 2))
+    updates, state = tx.update(jnp.asarray([[3e30, 0.0], [0.0, 4e30]]), tx.init(params), params)
+    result = gradaccum_jax.result(state)
+    assert result.applied
+    assert not result.overflow
+    np.testing.assert_allclose(result.grad_norm, 5e30, rtol=1e-6)
+    np.testing.assert_allclose(updates, [[-3.0, 0.0], [0.0, -4.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_overflow_skips_only_its_window(value: float) -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0, momentum=0.9), steps=1)
+    params = jnp.zeros(2)
+    updates, state = tx.update(jnp.asarray([1.0, value]), tx.init(params), params)
+    np.testing.assert_array_equal(updates, [0.0, 0.0])
+    assert gradaccum_jax.result(state).overflow
+    updates, state = tx.update(jnp.asarray([1.0, 2.0]), state, params)
+    np.testing.assert_array_equal(updates, [-1.0, -2.0])
+
+
+def test_invalid_traced_weight_skips_the_window() -> None:
+    """With dropping, it skips the micro-batch."""
+    params = jnp.zeros(2)
+    for weight in (-1.0, np.nan, np.inf):
+        for on_overflow, applied in (("skip_window", False), ("drop_micro_batch", True)):
+            tx = gradaccum.wrap(optax.sgd(1.0), steps=2, on_overflow=on_overflow)
+            update = jax.jit(lambda g, s, w, tx=tx: tx.update(g, s, weight=w))
+            _, state = update(params + 7, tx.init(params), weight)
+            updates, state = update(params + 3, state, 1.0)
+            assert bool(gradaccum_jax.result(state).applied) is applied
+            np.testing.assert_array_equal(updates, params - 3 if applied else params)
+
+
+def test_traced_zero_weight_ignores_a_nan() -> None:
+    params = jnp.zeros(2)
+    for on_overflow in ("skip_window", "drop_micro_batch"):
+        tx = gradaccum.wrap(optax.sgd(1.0), steps=2, on_overflow=on_overflow)
+        update = jax.jit(lambda g, s, w, tx=tx: tx.update(g, s, weight=w))
+        _, state = update(params + np.nan, tx.init(params), 0)
+        assert not state.overflow
+        updates, state = update(params + 3, state, 1)
+        np.testing.assert_array_equal(updates, params - 3)

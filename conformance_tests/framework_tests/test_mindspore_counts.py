@@ -1,0 +1,116 @@
+"""The cost of a compiled step, counted in MindSpore's graphs: operators, copies and buffers, never times."""
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn  # noqa: E402
+
+import gradaccum  # noqa: E402
+
+SHAPES = ((24, 24), (24,), (40, 24))
+SCRIPT = """
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+import gradaccum
+
+class Step(nn.Cell):
+    def __init__(self, optimizer):
+        super().__init__(auto_prefix=False)
+        self.optimizer = optimizer
+
+    def construct(self, *gradients):
+        return self.optimizer(gradients)
+
+ms.set_context(mode=ms.GRAPH_MODE)
+shapes = {shapes}
+parameters = [Parameter(Tensor(np.ones(shape, np.float32)), name=f"p{{i}}") for i, shape in enumerate(shapes)]
+step = Step(gradaccum.wrap(nn.Adam(parameters, 0.1), steps=2))
+for _ in range(2):
+    closed = step(*(Tensor(np.ones(shape, np.float32)) for shape in shapes))
+assert closed
+assert abs(parameters[0].asnumpy().flat[0] - 0.9) < 1e-5
+"""
+
+
+def dumped(folder, shapes, stage):
+    """Calls a wrapped Adam in graph mode; returns the graphs after one compiler stage. It writes no others, which halves the time."""
+    script = folder / "step.py"
+    script.write_text(SCRIPT.format(shapes=shapes))
+    saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"), "MS_DEV_DUMP_IR_PASSES": stage}
+    subprocess.run([sys.executable, str(script)], cwd=folder, env=os.environ | saving, check=True)
+    texts = [path.read_text() for path in (folder / "ir").glob(f"*{stage}_*.ir")]
+    assert texts, "no graphs were saved, so the tests would count nothing"
+    return texts
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    """The text of each graph of kernels."""
+    return dumped(tmp_path_factory.mktemp("graphs"), SHAPES, "graph_build")
+
+
+def operators(text):
+    return Counter(re.findall(r"= (?:PrimFunc_)?([A-Z]\w*)\(", text))
+
+
+def with_operator(graphs, name):
+    return [operators(text) for text in graphs if operators(text)[name]]
+
+
+def test_micro_batch_copies_nothing(graphs):
+    """A micro-batch adds into each sum and assigns two scalars."""
+    (entry,) = [counts for counts in with_operator(graphs, "AssignAdd") if not counts["Adam"]]
+    assert entry["AssignAdd"] == len(SHAPES)
+    assert entry["Assign"] == 2, "micro_step and weight"
+    assert entry["TensorMove"] == 0, "state that does not change is not copied"
+    assert entry["Add"] == 2
+    assert entry["Select"] == 0, "a finite gradient of weight 1 needs no selection"
+
+
+def test_window_end_measures_and_divides_once(graphs):
+    (updated,) = with_operator(graphs, "Adam")
+    assert updated["Adam"] == updated["Div"] == len(SHAPES), "one compiled update, and one division of each sum"
+    decided = [counts for counts in with_operator(graphs, "Square") if not counts["Abs"]]
+    assert [counts["Square"] for counts in decided] == [len(SHAPES)], "one pass over the sums"
+    assert decided[0]["Reshape"] == decided[0]["MatMul"] == 0
+
+
+def test_graphs_grow_slowly_with_parameters(tmp_path_factory):
+    """MindSpore compiles at most two more graphs for each further parameter."""
+    few, many = (
+        sum(text.count("\nsubgraph @") for text in dumped(tmp_path_factory.mktemp("ir"), ((3,),) * count, "type_inference"))
+        for count in (2, 8)
+    )
+    assert few > 100, "the pattern finds no graphs"
+    assert many - few <= 2 * 6, "MindSpore unrolls a loop over parameters into nested graphs; Adam's own adds one for each"
+
+
+def test_compiled_code_runs_no_python(graphs):
+    assert not with_operator(graphs, "PyExecute")
+
+
+def test_constants_are_smaller_than_parameters(graphs):
+    shapes = ["[" + ", ".join(map(str, shape)) + "]" for shape in SHAPES]
+    assert not [shape for shape in shapes for text in graphs if f"Tensor(shape={shape}" in text], (
+        "constant zeros for clearing are a second buffer"
+    )
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_one_buffer_of_the_models_size(masters):
+    parameters = [Parameter(Tensor(np.ones(shape), ms.float16 if masters else ms.float32), name=f"p{i}") for i, shape in enumerate(SHAPES)]
+    optimizer = gradaccum.wrap(nn.Adam(parameters, 0.1), steps=2, master_weights=masters)
+    model, moments = sum(p.size for p in parameters), sum(p.size for p in (*optimizer.moment1, *optimizer.moment2))
+    held = sum(p.size for p in optimizer.get_parameters() if p.size >= 24) - moments - model
+    assert held == model * (2 if masters else 1), "the sums, and the masters where there are any"
+    assert moments == 2 * model

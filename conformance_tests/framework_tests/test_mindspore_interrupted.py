@@ -1,0 +1,170 @@
+"""A call that raises in PyNative leaves the state from before or after the call, never a mix."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn  # noqa: E402
+from mindspore.experimental import optim  # noqa: E402
+
+import gradaccum  # noqa: E402
+from gradaccum_mindspore import load_checkpoint_into, masters, pynative_sums, pynative_window  # noqa: E402
+
+
+class Stop(BaseException):
+    """Ctrl-C."""
+
+
+def two_parameters(dtype=ms.float32):
+    return [Parameter(Tensor(np.ones(shape), dtype), name=name) for name, shape in (("a", 3), ("b", 2))]
+
+
+def gradients(value, dtype=ms.float32):
+    return tuple(Tensor(np.full(shape, value), dtype) for shape in (3, 2))
+
+
+def values(optimizer):
+    return [float(p.asnumpy()[0]) for p in optimizer.parameters]
+
+
+def counted(optimizer):
+    return optimizer.result.micro_step, optimizer.result.optimizer_step
+
+
+class StopsAt:
+    """Calls `function`; at call number `call` it raises `Stop`, before or after the work."""
+
+    def __init__(self, function, call, *, after=False):
+        self.function, self.call, self.after, self.calls = function, call, after, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        if self.calls == self.call and not self.after:
+            raise Stop
+        result = self.function(*args)
+        if self.calls == self.call:
+            raise Stop
+        return result
+
+
+def raises(run):
+    with pytest.raises(Stop):
+        run()
+
+
+INNER = {"SGD": lambda ps: nn.SGD(ps, 1.0), "experimental SGD": lambda ps: optim.SGD(ps, 1.0)}
+
+
+@pytest.mark.parametrize("kind", INNER)
+def test_finished_update_is_not_repeated(kind, monkeypatch):
+    """A hook raises, or the user presses Ctrl-C, after the inner optimizer's call."""
+    optimizer = gradaccum.wrap(INNER[kind](two_parameters()), steps=2)
+    optimizer(gradients(2.0))
+    monkeypatch.setattr(type(optimizer.inner), "__call__", StopsAt(optimizer.inner.construct, 1, after=True))
+    raises(lambda: optimizer(gradients(4.0)))
+    assert values(optimizer) == [-2.0, -2.0]
+    assert counted(optimizer) == (0, 1)
+    assert optimizer.result.applied
+    assert not optimizer.flush()
+    assert values(optimizer) == [-2.0, -2.0]
+
+
+def test_missed_update_is_made_by_flush(monkeypatch):
+    """Until then a further micro-batch is refused: it may be the one that raised, and would count twice."""
+    optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
+    optimizer(gradients(2.0))
+    monkeypatch.setattr(nn.SGD, "__call__", StopsAt(optimizer.inner.construct, 1))
+    raises(lambda: optimizer(gradients(4.0)))
+    assert (values(optimizer), counted(optimizer)) == ([1.0, 1.0], (2, 0))
+    with pytest.raises(gradaccum.UsageError, match="flush"):
+        optimizer(gradients(4.0))
+    assert optimizer.flush()
+    assert (values(optimizer), counted(optimizer)) == ([-2.0, -2.0], (0, 1))
+
+
+def test_interrupted_rounding_is_finished(monkeypatch):
+    """The interrupt comes after the first of two masters was rounded into the model."""
+    optimizer = gradaccum.wrap(nn.SGD(two_parameters(ms.float16), 1.0), steps=1, master_weights=True)
+    monkeypatch.setattr(masters, "write", StopsAt(masters.write, 2))
+    raises(lambda: optimizer(gradients(3.0, ms.float16)))
+    assert (values(optimizer), counted(optimizer)) == ([-2.0, -2.0], (0, 1))
+
+
+@pytest.mark.parametrize("part", ["clear", "push"])
+@pytest.mark.parametrize("value", [2.0, np.inf])
+def test_interrupted_close_is_finished(part, value, monkeypatch):
+    optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=1)
+    if part == "clear":
+        monkeypatch.setattr(pynative_sums, "write", StopsAt(pynative_sums.write, 2))
+    else:
+        monkeypatch.setattr(optimizer.storage, "_assign", StopsAt(optimizer.storage._assign, 3), raising=False)
+    raises(lambda: optimizer(gradients(value)))
+    assert (values(optimizer)[0], counted(optimizer)) == ((-1.0, (0, 1)) if value == 2.0 else (1.0, (0, 0)))
+    optimizer(gradients(1.0))
+    assert values(optimizer) == [-2.0, -2.0] if value == 2.0 else [0.0, 0.0]
+
+
+def test_interrupted_discard_is_finished(monkeypatch):
+    optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
+    optimizer(gradients(7.0))
+    monkeypatch.setattr(pynative_sums, "write", StopsAt(pynative_sums.write, 2))
+    raises(optimizer.discard)
+    assert counted(optimizer) == (0, 0)
+    optimizer(gradients(1.0))
+    optimizer(gradients(1.0))
+    assert values(optimizer) == [0.0, 0.0]
+
+
+def test_first_micro_batch_can_be_retried(monkeypatch):
+    """An empty window's sums are cleared again after the failure."""
+    optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
+    monkeypatch.setattr(pynative_window, "add_into", StopsAt(pynative_window.add_into, 2))
+    raises(lambda: optimizer(gradients(2.0)))
+    assert counted(optimizer) == (0, 0)
+    optimizer(gradients(2.0))
+    optimizer(gradients(4.0))
+    assert values(optimizer) == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "drop_micro_batch"])
+def test_half_added_micro_batch_skips_the_window(policy, monkeypatch, tmp_path):
+    """The sums can be neither used nor restored, so the window counts as an overflow, also after a resume."""
+    optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2, on_overflow=policy)
+    optimizer(gradients(2.0))
+    monkeypatch.setattr(pynative_window, "add_into", StopsAt(pynative_window.add_into, 2))
+    raises(lambda: optimizer(gradients(4.0)))
+    assert counted(optimizer) == (1, 0)
+    ms.save_checkpoint(optimizer, str(tmp_path / "interrupted.ckpt"))
+    load_checkpoint_into(optimizer, ms.load_checkpoint(str(tmp_path / "interrupted.ckpt")))
+    assert optimizer(gradients(4.0))
+    assert optimizer.result[:3] == (False, True, True)
+    assert values(optimizer) == [1.0, 1.0]
+    optimizer(gradients(1.0))
+    optimizer(gradients(1.0))
+    assert values(optimizer) == [0.0, 0.0]
+
+
+def test_failure_before_adding_changes_nothing(monkeypatch):
+    """Scaling by the weight raises, for example because memory runs out."""
+    optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
+    optimizer(gradients(2.0), 2)
+    monkeypatch.setattr(pynative_sums, "scaled", StopsAt(pynative_sums.scaled, 1))
+    raises(lambda: optimizer(gradients(4.0), 2))
+    optimizer(gradients(4.0), 2)
+    assert values(optimizer) == [-2.0, -2.0]
+
+
+def test_interrupted_state_is_saved_and_loaded(monkeypatch, tmp_path):
+    optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=1)
+    monkeypatch.setattr(nn.SGD, "__call__", StopsAt(optimizer.inner.construct, 1))
+    raises(lambda: optimizer(gradients(4.0)))
+    ms.save_checkpoint(optimizer, str(tmp_path / "interrupted.ckpt"))
+    monkeypatch.undo()
+    resumed = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=1)
+    load_checkpoint_into(resumed, ms.load_checkpoint(str(tmp_path / "interrupted.ckpt")))
+    assert resumed.flush()
+    assert (values(resumed), counted(resumed)) == ([-3.0, -3.0], (0, 1))

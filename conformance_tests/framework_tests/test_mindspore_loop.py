@@ -1,0 +1,128 @@
+"""Training loops with the wrapped MindSpore optimizer, in every mode: one update per window, equal to the large batch's."""
+
+import os
+from functools import cache
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Tensor, nn, ops  # noqa: E402
+from mindspore.experimental import optim  # noqa: E402
+
+import gradaccum  # noqa: E402
+from gradaccum_mindspore import AccumulatingOptimizer  # noqa: E402
+
+MODES = ("pynative", "jit", "graph")
+RNG = np.random.RandomState(0)
+X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
+WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def pynative_after(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
+    yield
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+def four(optimizer_step):
+    return 4 + 0 * optimizer_step
+
+
+def make_net():
+    net = nn.Dense(4, 2)
+    ops.assign(net.weight, Tensor(WEIGHT))
+    ops.assign(net.bias, Tensor(BIAS))
+    return net
+
+
+class TrainStep(nn.Cell):
+    def __init__(self, net, optimizer, parameters):
+        super().__init__(auto_prefix=False)
+        self.net, self.optimizer = net, optimizer
+        self.scaled = isinstance(optimizer, AccumulatingOptimizer)
+        self.backward = ms.value_and_grad(self.forward, None, parameters)
+
+    def forward(self, x, y):
+        loss = ops.square(self.net(x) - y).mean()
+        if self.scaled:
+            return self.optimizer.scale(loss)
+        return loss
+
+    def construct(self, x, y):
+        loss, gradients = self.backward(x, y)
+        self.optimizer(gradients)
+        return loss
+
+
+def train(make_inner, size, mode, **options):
+    """Trains on all 24 rows, `size` at a time; returns the parameters, the wrapped or bare optimizer, and the inner one."""
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    net = make_net()
+    inner = make_inner(net)
+    optimizer = gradaccum.wrap(inner, **options) if options else inner
+    cell = TrainStep(net, optimizer, inner.parameters)
+    step = ms.jit(cell.construct) if mode == "jit" else cell
+    for start in range(0, 24, size):
+        step(Tensor(X[start : start + size]), Tensor(Y[start : start + size]))
+    return np.concatenate([p.asnumpy().ravel() for p in inner.parameters]), optimizer, inner
+
+
+def grouped(net):
+    return nn.Momentum([{"params": [net.weight], "lr": 0.05, "weight_decay": 0.1}, {"params": [net.bias]}], 0.1, 0.9)
+
+
+def dynamic(net):
+    return nn.SGD(net.trainable_params(), [0.5, 0.125, 0.25, 0.25])
+
+
+OPTIMIZERS = {
+    "SGD": lambda net: nn.SGD(net.trainable_params(), 0.1),
+    "Adam": lambda net: nn.Adam(net.trainable_params(), 0.1),
+    "AdamWeightDecay": lambda net: nn.AdamWeightDecay(net.trainable_params(), 0.1, weight_decay=0.1),
+    "RMSProp": lambda net: nn.RMSProp(net.trainable_params(), 0.01),
+    "grouped Momentum": grouped,
+    "dynamic learning rate": dynamic,
+    "experimental SGD": lambda net: optim.SGD(net.trainable_params(), 0.1, momentum=0.9),
+    "experimental Adam": lambda net: optim.Adam(net.trainable_params(), 0.1),
+    "experimental AdamW": lambda net: optim.AdamW(net.trainable_params(), 0.1),
+}
+JITTED = ("SGD", "grouped Momentum", "dynamic learning rate", "experimental Adam")
+CASES = [(kind, mode) for mode in MODES for kind in OPTIMIZERS if mode == "pynative" or kind in JITTED]
+
+
+@cache
+def large_batches(kind):
+    """The parameters after two large batches, in PyNative for every mode: the truth does not depend on it."""
+    return train(OPTIMIZERS[kind], 12, "pynative")[0]
+
+
+@pytest.mark.parametrize(("kind", "mode"), CASES)
+def test_two_windows_equal_two_large_batches(kind, mode):
+    expected = large_batches(kind)
+    got, optimizer, inner = train(OPTIMIZERS[kind], 3, mode, steps=4)
+    assert np.abs(expected - np.concatenate([WEIGHT.ravel(), BIAS])).max() > 1e-3, "the comparison would pass without an update"
+    np.testing.assert_allclose(got, expected, rtol=0, atol=3e-6)
+    assert optimizer.result.optimizer_step == 2
+    if isinstance(inner, nn.Optimizer) and kind != "AdamWeightDecay":
+        assert inner.global_step.asnumpy().item() == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": [(0, 4), (1, 4)], "loss_scale": gradaccum.DynamicLossScale(1024.0, growth_interval=1)},
+        {"steps": four, "on_overflow": "drop_micro_batch", "clip_norm": 1e6, "skip_norm": 1e6},
+    ],
+    ids=["pairs and scale", "function and drop"],
+)
+def test_options_leave_the_result_unchanged(mode, options):
+    """A dynamic scale, a schedule, and limits too high to act: SGD still makes the large batch's update."""
+    expected = large_batches("SGD")
+    got, optimizer, _ = train(OPTIMIZERS["SGD"], 3, mode, **options)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=3e-6)
+    assert optimizer.result.loss_scale == (4096.0 if "loss_scale" in options else 1.0)

@@ -1,0 +1,133 @@
+"""A function given as ``steps``: its result is checked at the wrap, at each PyNative call, and at compilation."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
+
+import gradaccum  # noqa: E402
+from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
+
+MODES = ("pynative", "jit", "graph")
+
+
+@pytest.fixture(autouse=True)
+def pynative_after(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
+    yield
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+def of_tensors_alone(optimizer_step):
+    return ops.where(optimizer_step < 1, ops.full_like(optimizer_step, 2), ops.full_like(optimizer_step, 3))
+
+
+def half_a_tensor(optimizer_step):
+    if isinstance(optimizer_step, Tensor):
+        return optimizer_step * 0.5 + 2
+    return 2
+
+
+def half_a_constant(optimizer_step):
+    if isinstance(optimizer_step, Tensor):
+        return 2.5
+    return 2
+
+
+def vanishing(optimizer_step):
+    return 2 - 2 * optimizer_step
+
+
+TABLE = [2, 3]
+
+
+def from_a_table(optimizer_step):
+    return TABLE[optimizer_step]
+
+
+def driver(mode, steps, **options):
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    optimizer = gradaccum.wrap(nn.SGD([Parameter(Tensor(np.ones(3, np.float32)), name="p")], 1.0), steps=steps, **options)
+
+    @ms.jit
+    def jitted(gradient):
+        return optimizer((gradient,))
+
+    def call():
+        gradient = Tensor(np.ones(3, np.float32))
+        return bool(jitted(gradient) if mode == "jit" else optimizer((gradient,)))
+
+    return optimizer, call
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_schedule_of_tensor_operators(mode):
+    """Its operators take no Python number."""
+    _, call = driver(mode, of_tensors_alone)
+    assert [call() for _ in range(5)] == [False, True, False, False, True]
+
+
+@pytest.mark.parametrize("mode", ["jit", "graph"])
+@pytest.mark.parametrize("steps", [half_a_tensor, half_a_constant])
+def test_compiled_schedule_returns_an_integer(mode, steps):
+    """Any other result raises at compilation."""
+    optimizer, call = driver(mode, steps)
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"steps.*an int >= 1"):
+        call()
+    assert optimizer.result.micro_step == 0
+
+
+@pytest.mark.parametrize("mode", ["jit", "graph"])
+@pytest.mark.parametrize("options", [{}, {"on_overflow": "drop_micro_batch"}], ids=["skip", "drop"])
+def test_compiled_size_zero_is_overflow(mode, options):
+    optimizer, call = driver(mode, vanishing, **options)
+    call()
+    assert call()
+    assert optimizer.result.optimizer_step == 1
+    for _ in range(2):
+        assert call()
+        assert optimizer.result[:4] == (False, True, True, np.inf)
+    assert optimizer.parameters[0].asnumpy()[0] == 0.0
+
+
+def test_pynative_size_zero_raises_first():
+    """Before the micro-batch is added."""
+    optimizer, call = driver("pynative", vanishing)
+    call()
+    call()
+    for _ in range(2):
+        with pytest.raises(gradaccum.ArgumentValueError, match=r"steps\(1\)"):
+            call()
+    assert not optimizer.storage.sums[0].asnumpy().any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", [[(0, 2), (1, 3)], of_tensors_alone], ids=["pairs", "function"])
+def test_open_scheduled_window_is_resumed(mode, steps):
+    """The checkpoint holds the window's length; a wrapper with another length refuses it."""
+    saved, call = driver(mode, steps)
+    for _ in range(4):
+        call()
+    entries = {p.name: Tensor(p.asnumpy()) for p in saved.get_parameters()}
+    assert entries["gradaccum.terms"].asnumpy()[-1] == 3
+    resumed, go_on = driver(mode, steps)
+    load_checkpoint_into(resumed, entries)
+    assert go_on()
+    assert resumed.result.optimizer_step == 2
+    with pytest.raises(gradaccum.CheckpointError, match=r"steps=2.*steps=3"):
+        load_checkpoint_into(driver(mode, 2)[0], entries)
+
+
+def test_schedule_may_end_with_run():
+    """Neither the last update nor a load after it asks the function for a further window."""
+    optimizer, call = driver("pynative", from_a_table)
+    assert [call() for _ in range(5)] == [False, True, False, False, True]
+    entries = {p.name: Tensor(p.asnumpy()) for p in optimizer.get_parameters()}
+    other, _ = driver("pynative", from_a_table)
+    load_checkpoint_into(other, entries)
+    assert other.result.optimizer_step == 2

@@ -1,0 +1,285 @@
+"""`torch.amp.GradScaler` around and inside a wrapped optimizer: a window moves scale and growth tracker as a bare step does.
+
+Differences by design, each with a test: a window of weight 0 is neither clean nor an overflow; the scale stays above 0, where a bare
+scaler underflows to 0 and never returns; and our own `DynamicLossScale` has a floor of 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch import Tensor, nn
+
+import gradaccum
+from conformance_tests.framework_tests.torch_loss_scale_loop import Alone, Loop, by_kind, state_of
+from gradaccum_torch import backend
+
+SMALLEST = 2.0**-125
+PATTERNS = 1500
+
+
+def patterns(seed: int, events: int) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
+    """Random factors and intervals, each with a random sequence of overflows."""
+    rng = np.random.default_rng(seed)
+    for _ in range(PATTERNS):
+        rule = {
+            "init_scale": float(np.float32(2.0 ** rng.uniform(-10, 60))),
+            "growth_factor": float(rng.choice([1.0001, 1.3, 2.0, 3.7, 1e4])),
+            "backoff_factor": float(rng.choice([0.1, 0.5, 0.77, 0.999])),
+            "growth_interval": int(rng.integers(1, 6)),
+        }
+        yield rule, rng.random(events) < rng.uniform(0.05, 0.6)
+
+
+def test_transitions_equal_the_scalers() -> None:
+    for rule, overflows in patterns(0, events=24):
+        alone = Alone(rule)
+        options = gradaccum.kit.make_options(1, loss_scale=torch.amp.GradScaler("cpu", **rule), driver=backend)
+        state = gradaccum.kit.at_rest(gradaccum.kit.initial_state(options.scale_rule.init_scale))
+        for overflow in overflows.tolist():
+            counted = gradaccum.kit.State(*gradaccum.kit.accumulate(state, 1.0, True, gradaccum.kit.select))
+            state = gradaccum.kit.at_rest(
+                gradaccum.kit.State(*gradaccum.kit.close(counted, not overflow, overflow, options, gradaccum.kit.select))
+            )
+            assert (state.loss_scale, state.growth_tracker) == alone.event(overflow), (rule, overflows)
+
+
+@by_kind
+def test_window_is_one_scaler_step(kind: str) -> None:
+    for rule, overflows in list(patterns(1, events=6))[:60]:
+        alone, loop = Alone(rule), Loop(kind, **rule)
+        for window, overflow in enumerate(overflows.tolist()):
+            before = state_of(loop.scaler)
+            for index in range(3):
+                loop.micro_batch(math.inf if overflow and index == window % 3 else 1.0)
+                assert index == 2 or state_of(loop.scaler) == before, "a scaler moved inside a window"
+            assert state_of(loop.scaler) == alone.event(overflow), (rule, overflows)
+            state = loop.opt.state_dict()["gradaccum"]
+            assert (state["loss_scale"], state["growth_tracker"]) == state_of(loop.scaler)
+
+
+@by_kind
+@pytest.mark.parametrize("fused", [False, True])
+def test_update_equals_large_batch(kind: str, fused: bool) -> None:
+    loop, plain = Loop(kind, fused=fused, init_scale=2.0**10), Loop(kind, fused=fused, init_scale=1.0)
+    for gradient in (1.0, 2.0, 4.5, -1.0, 0.5, 7.0):
+        loop.micro_batch(gradient)
+    for gradient in (2.5, 13 / 6):
+        for _ in range(3):
+            plain.micro_batch(gradient)
+    torch.testing.assert_close(loop.parameter, plain.parameter)
+    assert loop.opt.result.applied
+
+
+def test_scale_drop_tells_of_overflow() -> None:
+    """Loops compare `get_scale()` before and after `update()` to see that a step was skipped."""
+    loop = Loop("by hand", steps=2, init_scale=4.0)
+    for index, expected in enumerate([4.0, 2.0]):
+        loop.scaler.scale((loop.parameter * (math.nan if index else 1.0)).sum()).backward()
+        loop.scaler.step(loop.opt)
+        assert loop.scaler.get_scale() == 4.0
+        loop.scaler.update()
+        assert loop.scaler.get_scale() == expected
+
+
+@by_kind
+def test_scale_changes_only_between_windows(kind: str) -> None:
+    loop = Loop(kind, steps=2, init_scale=4.0)
+    for _ in range(2):
+        loop.micro_batch(1.0)
+    loop.scaler.update(32.0)
+    for _ in range(2):
+        loop.micro_batch(3.0)
+    assert loop.opt.result.loss_scale == 32.0
+    assert loop.parameter.tolist() == [-4.0, -4.0]
+    loop.micro_batch(1.0)
+    loop.scaler.update(8.0)
+    assert loop.opt.state_dict()["gradaccum"]["loss_scale"] == 32.0, "the window's"
+    with pytest.raises(gradaccum.UsageError, match=r"opt\.discard"):
+        loop.micro_batch(1.0)
+    assert loop.parameter.tolist() == [-4.0, -4.0]
+    loop.opt.discard()
+    if kind != "scaler.step":  # With scaler.step the scaler still waits for its update().
+        for _ in range(2):
+            loop.micro_batch(1.0)
+        assert loop.parameter.tolist() == [-5.0, -5.0]
+
+
+def test_another_optimizers_overflow_is_an_error() -> None:
+    """The scaler is shared, and would back off inside the window."""
+    loop, other = Loop("scaler.step", steps=3, init_scale=4.0), torch.zeros(1, requires_grad=True)
+    bare = torch.optim.SGD([other], lr=1.0)
+    for gradient in (math.inf, 1.0):
+        loop.scaler.scale(loop.parameter.sum() + (other * gradient).sum()).backward()
+        loop.scaler.step(loop.opt)
+        loop.scaler.step(bare)
+        loop.scaler.update()
+        bare.zero_grad()
+    with pytest.raises(gradaccum.UsageError, match="scaler of its own"):
+        loop.micro_batch(1.0)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_two_wrappers_share_a_scaler(steps: int) -> None:
+    """Their windows close together."""
+    a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    first, second = (gradaccum.wrap(torch.optim.SGD([p], lr=1.0), steps=steps, loss_scale=scaler) for p in (a, b))
+    scales = []
+    for index in range(4 * steps):
+        scaler.scale((a + b * (math.inf if index == 2 * steps - 1 else 1.0)).sum()).backward()
+        for opt in (first, second):
+            scaler.step(opt)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales[steps - 1 :: steps] == [8, 4, 4, 8]
+    assert (a.item(), b.item()) == (-4.0, -3.0)
+    assert second.result.overflow is False
+
+
+def test_shared_scaler_ignores_empty_window() -> None:
+    """One wrapper's window has weight 0. The other one's clean window still counts."""
+    a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    first, second = (gradaccum.wrap(torch.optim.SGD([p], lr=1.0), steps=1, loss_scale=scaler) for p in (a, b))
+    for expected in (1, 2):
+        first.backward(a.sum(), weight=0)
+        second.backward(b.sum())
+        for opt in (first, second):
+            scaler.step(opt)
+        scaler.update()
+        assert state_of(scaler) == (8.0, expected)
+
+
+def test_unscale_and_foreign_scaler_are_refused() -> None:
+    loop = Loop("by hand", steps=2, init_scale=4.0)
+    loop.scaler.scale(loop.parameter.sum()).backward()
+    before = loop.parameter.grad.clone()
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        loop.scaler.unscale_(loop.opt)
+    other = torch.amp.GradScaler("cpu", init_scale=2.0)
+    other.scale(torch.zeros(()))
+    with pytest.raises(gradaccum.UsageError, match="loss_scale=scaler"):
+        other.step(loop.opt)
+    assert torch.equal(loop.parameter.grad, before)
+    assert loop.opt.result.micro_step == 0
+
+
+def test_error_in_scaler_step_is_recoverable() -> None:
+    loop = Loop("by hand", steps=2, init_scale=4.0)
+    loop.scaler.scale(loop.parameter.sum()).backward()
+    nn.utils.clip_grad_norm_([loop.parameter], 0.1)
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        loop.scaler.step(loop.opt)
+    loop.opt.discard()
+    loop.kind = "opt.scale"
+    for _ in range(2):
+        loop.micro_batch(3.0)
+    assert loop.parameter.tolist() == [-3.0, -3.0]
+    assert state_of(loop.scaler) == (4.0, 1)
+
+
+def test_flush_moves_the_scale() -> None:
+    """`flush` needs no `update()` of the scaler."""
+    loop = Loop("scaler.step", steps=4, init_scale=4.0, growth_interval=1)
+    loop.micro_batch(2.0)
+    loop.opt.flush()
+    assert state_of(loop.scaler) == (8.0, 0)
+    for gradient in (1.0, 2.0, 3.0, 6.0):
+        loop.micro_batch(gradient)
+    assert loop.parameter.tolist() == [-5.0, -5.0]
+    assert state_of(loop.scaler) == (16.0, 0)
+
+
+def test_weight_zero_leaves_the_scale() -> None:
+    """Such a window is neither clean nor an overflow."""
+    loop = Loop("opt.backward", steps=2, init_scale=4.0, growth_interval=3)
+    for _ in range(2):
+        loop.micro_batch(1.0)
+    for _ in range(2):
+        loop.opt.backward(loop.parameter.sum(), weight=0)
+        loop.scaler.step(loop.opt)
+        loop.scaler.update()
+    assert state_of(loop.scaler) == (4.0, 1)
+    assert loop.opt.result.skipped
+
+
+@by_kind
+def test_scale_stays_above_zero(kind: str) -> None:
+    loop = Loop(kind, steps=1, init_scale=4 * SMALLEST, growth_interval=2)
+    scales = []
+    for gradient in (0.0, math.inf, math.inf, math.inf, 0.0, math.inf):
+        loop.micro_batch(gradient)
+        scales.append(loop.scaler.get_scale() / SMALLEST)
+    assert scales == [4, 2, 1, 1, 1, 1]
+
+
+@by_kind
+def test_scale_stays_finite(kind: str) -> None:
+    loop = Loop(kind, steps=1, init_scale=2.0**126, growth_interval=1)
+    for _ in range(4):
+        loop.micro_batch(0.0)
+    assert loop.scaler.get_scale() == 2.0**127
+
+
+@by_kind
+def test_skip_by_norm_is_clean(kind: str) -> None:
+    loop = Loop(kind, init_scale=4.0)
+    loop.opt = gradaccum.wrap(loop.opt.optimizer, steps=2, loss_scale=loop.scaler, skip_norm=1.0)
+    for _ in range(2):
+        loop.micro_batch(100.0)
+    assert loop.opt.result.skipped
+    assert state_of(loop.scaler) == (4.0, 1)
+
+
+def test_changed_factors_count_at_next_close() -> None:
+    loop = Loop("opt.backward", steps=1, init_scale=4.0, growth_interval=1)
+    loop.scaler.set_growth_factor(8.0)
+    loop.micro_batch(1.0)
+    assert loop.scaler.get_scale() == 32.0
+    loop.scaler.set_backoff_factor(0.25)
+    loop.micro_batch(math.inf)
+    assert loop.scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("kind", ["scaler.step", "opt.backward", "plain"])
+def test_disabled_scaler_has_scale_one(kind: str) -> None:
+    parameter = torch.zeros(2, requires_grad=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2, loss_scale=scaler)
+    for gradient in (1.0, 3.0):
+        loss: Tensor = (parameter * gradient).sum()
+        if kind == "opt.backward":
+            opt.backward(loss)
+        else:
+            scaler.scale(loss).backward()
+        scaler.step(opt) if kind == "scaler.step" else opt.step()
+        scaler.update()
+    assert parameter.tolist() == [-2.0, -2.0]
+    assert opt.result.loss_scale == 1.0
+
+
+def test_foreign_scaler_class_is_refused() -> None:
+    class Other:
+        def get_scale(self) -> float:
+            return 2.0
+
+        def get_growth_factor(self) -> float:
+            return 2.0
+
+        def get_backoff_factor(self) -> float:
+            return 0.5
+
+        def get_growth_interval(self) -> int:
+            return 2
+
+    with pytest.raises(gradaccum.GradAccumError, match=r"loss_scale.*torch\.amp\.GradScaler"):
+        gradaccum.wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), steps=2, loss_scale=Other())

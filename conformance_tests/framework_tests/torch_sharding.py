@@ -1,0 +1,107 @@
+"""Two processes run this: a sharded model against the same model whole, in windows of two micro-batches; and DDP with ``steps=1``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import gradaccum
+
+WORLD = 2
+X = torch.arange(32 * 6, dtype=torch.float32).reshape(32, 6) / 100 - 1
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"clip_norm": 0.01},
+    {"skip_norm": 1e-3},
+    {"accumulate_dtype": "float64"},
+    {"on_overflow": "drop_micro_batch"},
+]
+
+
+def build() -> nn.Module:
+    """The last layer has five rows, which two processes share unevenly."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 5))
+
+
+def shard(model: nn.Module, kind: str, mesh: DeviceMesh) -> nn.Module:
+    if kind == "fsdp":
+        return fully_shard(model, mesh=mesh)
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return,operator]
+
+
+def compare(kind: str, dtype: torch.dtype, options: dict[str, Any], bad: bool, rank: int, mesh: DeviceMesh) -> None:
+    model, reference = shard(build().to(dtype), kind, mesh), build().to(dtype)
+    opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2, **options) for m in (model, reference))
+    for index in range(4):
+        rows = X[8 * index : 8 * index + 8].to(dtype) * (math.inf if bad and index == 1 else 1)
+        part = rows.chunk(WORLD)[rank] if kind == "fsdp" else rows
+        for m, o, x in ((model, opt, part), (reference, other, rows)):
+            m(x).float().square().mean().backward()
+            o.step()
+            o.zero_grad()
+    mine, expected = opt.result, other.result
+    off = 2.0**-20 if dtype == torch.float32 else 2.0**-6
+    assert mine._replace(grad_norm=0) == expected._replace(grad_norm=0), (mine, expected)
+    assert math.isclose(mine.grad_norm, expected.grad_norm, rel_tol=off), (mine, expected)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(p).detach(), q.detach(), rtol=off, atol=off)
+
+
+def refuse(kind: str, rank: int, mesh: DeviceMesh) -> None:
+    model = shard(build(), kind, mesh)
+    opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
+    model(X[:8]).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+    try:
+        opt.step()
+    except gradaccum.UsageError:
+        return
+    raise AssertionError("a clip was not noticed")
+
+
+def train_together(dtype: torch.dtype, options: dict[str, Any], rank: int) -> None:
+    """DDP reduces ``.grad`` at the end of a backward pass. With ``steps=1`` it holds the whole window's gradient."""
+    model = build().to(dtype)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=1, **options)
+    for index in range(4):
+        parallel(X[8 * index : 8 * index + 8].to(dtype).chunk(WORLD)[rank]).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    both = [torch.zeros_like(mine) for _ in range(WORLD)]
+    dist.all_gather(both, mine)
+    assert torch.equal(*both), "the processes train apart"
+
+
+def main(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for kind in ("fsdp", "tensor parallel"):
+        for options in OPTIONS:
+            compare(kind, torch.float32, options, False, rank, mesh)
+        compare(kind, torch.bfloat16, {}, False, rank, mesh)
+        compare(kind, torch.float32, {}, True, rank, mesh)
+        refuse(kind, rank, mesh)
+    train_together(torch.float32, {}, rank)
+    train_together(torch.float32, {"accumulate_dtype": "float64"}, rank)
+    train_together(torch.bfloat16, {}, rank)
+    train_together(torch.bfloat16, {"master_weights": True}, rank)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
