@@ -4,6 +4,7 @@
 `gradaccum.kit`. Importing this package imports the standard library only.
 """
 
+from gradaccum.batch_size import effective_batch_size, scaled_learning_rate
 from gradaccum.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -35,7 +36,9 @@ __all__ = [
     "StepResult",
     "UsageError",
     "available_backends",
+    "effective_batch_size",
     "load_backend",
     "registered_backends",
+    "scaled_learning_rate",
     "wrap",
 ]

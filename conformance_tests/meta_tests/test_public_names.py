@@ -9,7 +9,8 @@ import pytest
 NAMES = {
     "gradaccum": """
         ArgumentTypeError ArgumentValueError BackendNotFoundError CheckpointError DynamicLossScale GradAccumError GradientError
-        LinearityReport LossScale StaticLossScale StepResult UsageError available_backends load_backend registered_backends wrap
+        LinearityReport LossScale StaticLossScale StepResult UsageError available_backends effective_batch_size load_backend
+        registered_backends scaled_learning_rate wrap
     """,
     "gradaccum.kit": """
         Backend Decision FIELD_DTYPES Fields GatingBackend Options ROUNDINGS SCALES Scalar ScaleRule ScalerDriver Schedule State Terms Where
