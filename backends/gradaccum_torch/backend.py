@@ -9,6 +9,7 @@ from gradaccum_torch.checks import require_accumulate_dtype, require_layouts
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
+from gradaccum_torch.workers import Alone, workers_of
 
 
 class TorchBackend:
@@ -21,20 +22,29 @@ class TorchBackend:
         """How a `torch.amp.GradScaler` moves; None for another object."""
         return scaler_rule(scaler)
 
-    def wrap(self, optimizer: object, options: Options) -> AccumulatingOptimizer:
+    def wrap(self, optimizer: object, options: Options, *, module: object = None) -> AccumulatingOptimizer:
         """Wrap a `torch.optim.Optimizer`.
 
+        Args:
+            optimizer: the optimizer.
+            options: the checked options.
+            module: the `torch.nn.parallel.DistributedDataParallel` that several workers train together. A window is then that of all
+                workers, and its sum is reduced once, at its end. This call, the end of a window and ``flush`` are collective.
+
         Raises:
-            ArgumentTypeError: `optimizer` is none, or is wrapped already.
+            ArgumentTypeError: `optimizer` is none, or is wrapped already; `module` is no such module.
+            ArgumentValueError: `module` has other parameters; or other workers gave other options.
+            UsageError: `module` has a communication hook.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             fix = "Write for example gradaccum.wrap(torch.optim.AdamW(model.parameters()), steps=4)."
             raise optimizer_error("a torch.optim.Optimizer", optimizer, fix)
-        return AccumulatingOptimizer(
-            require_layouts(optimizer), options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype))
-        )
+        checked = options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype))
+        require_layouts(optimizer)
+        workers = Alone() if module is None else workers_of(module, optimizer, checked)
+        return AccumulatingOptimizer(optimizer, checked, workers)
 
     def is_scheduler(self, candidate: object) -> bool:
         """Whether `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""

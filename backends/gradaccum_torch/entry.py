@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradaccum import CheckpointError
-from gradaccum.kit import State, Terms, explain
+from gradaccum.kit import Options, State, Terms, explain, initial_state, resumed
 from gradaccum_torch.masters import Group, Parameters
 
 KEY = "gradaccum"
@@ -46,6 +46,14 @@ class Saved(NamedTuple):
     """The partial sum by the index of its parameter; empty between two windows."""
     masters: Mapping[int, Tensor]
     """The float32 masters by the index of their parameter."""
+
+    def resumed(self, options: Options) -> State:
+        """The fields to go on with under `options`.
+
+        Raises:
+            CheckpointError: it is an open window under other options.
+        """
+        return initial_state(options.scale_rule.init_scale) if self.terms is None else resumed(self.fields, self.terms, options)
 
 
 def describe(groups: Sequence[Group]) -> list[Description]:

@@ -26,6 +26,7 @@ from gradaccum_torch.masters import Group, Parameters
 from gradaccum_torch.torch_private import LocalVariables, initialize_state
 from gradaccum_torch.update import Update
 from gradaccum_torch.window import Window
+from gradaccum_torch.workers import Alone, Workers
 
 _FROM_SCALER = "grad_scale"
 """What ``scaler.step`` sets on an optimizer for the time of its step."""
@@ -41,10 +42,12 @@ class AccumulatingOptimizer(DelegatingOptimizer):
     Args:
         inner: the optimizer to run once per window.
         options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
+        workers: those that a window is added up over.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, options: Options) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, options: Options, workers: Workers) -> None:
         super().__init__(inner)
+        self._workers = workers
         self._build(options)
 
     def _build(self, options: Options, masters: Mapping[int, Tensor] | None = None) -> None:
@@ -52,7 +55,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         self._options = options
         self._parameters = Parameters(self._inner, options.master_weights, masters)
         self._scaler = link_scaler(options, self._parameters.device())
-        self._window = Window(self._parameters, options, Update(self, self._inner, self._parameters), self._scaler)
+        self._window = Window(self._parameters, options, Update(self, self._inner, self._parameters), self._scaler, self._workers)
         self._loads = 0, 0
         """How often a saved state was loaded, and the updates that the last one had."""
 
@@ -119,8 +122,11 @@ class AccumulatingOptimizer(DelegatingOptimizer):
     def flush(self) -> None:
         """Close the open window now, dividing by what it holds; an empty one stays as it is.
 
+        With ``module=`` this is collective, as each window's end is: this worker takes part in the windows of the others until they flush.
+
         Raises:
-            UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``.
+            UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``; or, with ``module=``,
+                another worker did not come before the process group's timeout.
         """
         self._window.flush()
 
@@ -146,11 +152,13 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         return f"{type(self).__name__} ({options})\n{self._inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
+        self._workers.require_no_copy()
         state = {"inner": self._inner, "options": self._options, "loads": self._loads}
         return {**state, "masters": self._parameters.masters(), "window": self._window.pickled()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__(state["inner"])
+        self._workers = Alone()
         self._build(state["options"], state["masters"])
         self._window.unpickle(state["window"])
         self._loads = state["loads"]

@@ -43,6 +43,10 @@ class Plan:
         """No parameter was cast since."""
         return list(map(DTYPE, self._parameters.positions())) == self._dtypes
 
+    def zeros(self, position: int) -> Tensor:
+        """An empty sum of the parameter at `position`."""
+        return torch.zeros_like(self._parameters.positions()[position], dtype=self.sum_dtypes[position])
+
     def strategy(self) -> Strategy:
         """A new one of the kind that suits the parameters."""
         return self._kind(self._parameters, self._accumulate_dtype)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._utils import _flatten_dense_tensors
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 Node = Any
@@ -225,3 +226,14 @@ def input_dtypes(node: Node) -> set[torch.dtype]:
 def function_name(node: Node) -> str:
     """The name of the `torch.autograd.Function` of a node. Without it the linearity check calls a culprit by the class of its node."""
     return str(type(node)._forward_cls.__name__)
+
+
+def leave_reduction_out(module: DistributedDataParallel) -> None:
+    """Let `module` never reduce gradients. Without the private flag, ``static_graph=True`` reduces in its first backward pass."""
+    module.require_backward_grad_sync = False
+    module._static_graph_delay_allreduce_enqueued = True
+
+
+def registered_comm_hooks(module: DistributedDataParallel) -> Collection[object]:
+    """The communication hooks of `module`. Without it, a hook that is never called would not be refused."""
+    return module._comm_hooks

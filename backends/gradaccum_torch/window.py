@@ -27,7 +27,6 @@ from gradaccum.kit import (
     divisor,
     ends,
     initial_state,
-    resumed,
     select,
     terms_of,
 )
@@ -43,6 +42,7 @@ from gradaccum_torch.misuse import cast_in_window_error, changed_gradients_error
 from gradaccum_torch.norm import Measured
 from gradaccum_torch.plan import Plan
 from gradaccum_torch.update import Update, through
+from gradaccum_torch.workers import Workers
 
 _NOTHING_CLOSED = (False, False, False)
 _DROPPED = (False, False, True)
@@ -56,9 +56,11 @@ class Window:
         options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
         update: makes the updates.
         scaler: the user's `torch.amp.GradScaler`, if the loss scale is its.
+        workers: those that the window is added up over.
     """
 
-    def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None) -> None:
+    def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
+        self._workers = workers
         self._parameters, self._options, self._update = parameters, options, update
         self._scaler, self._scale_in_use = scaler, options.scale_rule != ScaleRule()
         self._micro_batch = NOTHING_SAID
@@ -107,8 +109,8 @@ class Window:
         if first:  # Looked up once, so that a schedule cannot change it under way.
             self._size = window_size(self._options, self._fields.optimizer_step)
         fields, micro_batch, sentinels = self._fields, self._micro_batch, self.strategy.sentinels
-        if self._update.half_made or sentinels.arrivals.under_way:
-            self._require_whole()
+        if self._update.half_made or sentinels.arrivals.under_way or self._workers.not_own:
+            self._require_whole("step()")
         weight = micro_batch.weight
         if self._scale_in_use or micro_batch.noted:
             micro_batch.require_scaled(sentinels, factor(weight, fields, self._options), self._scale_in_use)
@@ -131,6 +133,8 @@ class Window:
         """End the window, which holds a micro-batch at least: measure, decide, make the update, finish."""
         if not self._plan.holds_dtypes():
             raise cast_in_window_error()
+        if self._workers.several and not self._join():
+            return
         measured, strayed = self._measure()
         # Clipping comes after this: a sum that leaves the range before it is an overflow, as it would be in a large batch.
         unclipped = divisor(self._fields, self._options, select)
@@ -148,6 +152,7 @@ class Window:
         if self._fields.micro_step == 0:
             self._size = window_size(self._options, self._fields.optimizer_step)
         require_plain(self._options, self._size, self._parameters)
+        self._workers.require_no_closure()
         try:
             return self._update.make_with(lambda: self._evaluated(closure))
         finally:
@@ -162,16 +167,16 @@ class Window:
         if self._micro_batch.noted or (self._fields.micro_step and self.strategy.sentinels.arrived):
             raise unfinished_error("flush()")
         self._event = _NOTHING_CLOSED
-        if self._fields.micro_step:
-            if not self.strategy.sentinels.intact():
-                self._require_true_gradient(self._fields, flushing=True)
-            self.close()
+        if self._fields.micro_step and not self.strategy.sentinels.intact():
+            self._require_true_gradient(self._fields, flushing=True)
+        self._workers.flush(self.close, is_open=self._fields.micro_step > 0)
 
     def discard(self) -> None:
         """Forget it, and the micro-batch under way."""
         self.strategy.clear()
         self._micro_batch = NOTHING_SAID
         self._update.half_made = False
+        self._workers.window_ended()
         self._set(discard(self._fields))
 
     def is_under_way(self) -> bool:
@@ -192,12 +197,8 @@ class Window:
         return self._plan.sum_dtypes
 
     def saved(self) -> Saved:
-        """The window as a checkpoint holds it, with the tensors themselves; may wait for the device.
-
-        Raises:
-            UsageError: a micro-batch is under way in the sum, or something changed ``.grad``.
-        """
-        self._require_whole()
+        """The window as a checkpoint holds it, with the tensors themselves; may wait for the device."""
+        self._require_whole("state_dict()")
         if self._fields.micro_step:
             self.strategy.require_counted("state_dict()", self._micro_batch.noted)
         fields = self._fields_to_save()
@@ -208,16 +209,10 @@ class Window:
         return Saved(fields, terms, self._grad_norm, held, self._parameters.masters())
 
     def resumed(self, saved: Saved) -> State:
-        """The fields to go on with.
-
-        Raises:
-            CheckpointError: `saved` is an open window under other options.
-        """
+        """The fields to go on with; an open window under other options is refused."""
         if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
             return self._scaler.current(saved.fields)  # The scaler is the user's, and may have been loaded from a file of its own.
-        if saved.terms is None:
-            return initial_state(self._options.scale_rule.init_scale)
-        return resumed(saved.fields, saved.terms, self._options)
+        return saved.resumed(self._options)
 
     def restore(self, saved: Saved) -> None:
         """Go on with `saved`, whose fields `resumed` gave and whose sums become this window's own."""
@@ -258,14 +253,25 @@ class Window:
         self._grad_norm = decision.grad_norm
         self._set(fields, (decision.apply, not decision.apply, decision.overflow))
         through(self.strategy.clear)
+        self._workers.window_ended()
         self.strategy.sentinels.window_ended()
         self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
         if self._scaler is not None:
             self._scaler.window_ended(self._fields, decision.overflow)
 
+    def _join(self) -> bool:
+        """Make the sum and its weight those of all workers; False if none of them holds a micro-batch."""
+        if self._scaler is not None and self._fields.micro_step == 0:
+            self._scaler.count(first=True)
+        fields, sums = self._workers.join(self._fields, self.strategy.sums(), self._plan.zeros)
+        self.strategy.load(sums)
+        self._set(fields)
+        return self._workers.joined
+
     def _start_with(self, fields: State, grad_norm: float) -> None:
         self._size = window_size(self._options, fields.optimizer_step) if fields.micro_step else None
         self._update.half_made = False
+        self._workers.window_ended()
         self._grad_norm = grad_norm
         self._set(fields)
         self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
@@ -279,10 +285,12 @@ class Window:
         """The state, with a `torch.amp.GradScaler`'s scale and tracker as they are now; may wait for the device."""
         return self._fields if self._scaler is None else self._scaler.current(self._fields)
 
-    def _require_whole(self) -> None:
-        """Neither a backward pass nor an update was made by half."""
+    def _require_whole(self, call: str | None = None) -> None:
+        """Neither a backward pass nor an update was made by half; and before `call` the sum is this worker's own."""
         self._update.require_whole()
         self.strategy.require_whole()
+        if call is not None:
+            self._workers.require_own_sum(call)
 
     def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
         """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1."""

@@ -72,9 +72,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def learn(model: nn.Module, opt: Any, batch: Batch) -> None:
     x, y, rare = batch
-    opt.backward(
-        (model(x, rare).float() - y.float()).square().mean() if x.dtype != torch.float64 else (model(x, rare) - y).square().mean(), len(x)
-    )
+    off = (model(x, rare) - y).to(torch.promote_types(x.dtype, torch.float32))
+    opt.backward(off.square().mean(), len(x))
     opt.step()
     opt.zero_grad()
 
@@ -98,7 +97,7 @@ def all_windows(dtype: torch.dtype = torch.float64, steps: int = 4) -> list[list
 def together(
     rank: int, dtype: torch.dtype = torch.float64, module: dict[str, Any] | None = None, model: nn.Module | None = None, **options: Any
 ) -> tuple[nn.Module, Any, nn.Module]:
-    """This worker's share: the model, the optimizer and the parallel module, after its micro-batches and a flush."""
+    """The share of one worker: the model, the optimizer and the parallel module, after its micro-batches and a flush."""
     model = build(dtype) if model is None else model
     parallel = DistributedDataParallel(model, **({"find_unused_parameters": True} if module is None else module))
     opt = gradaccum.wrap(sgd(model), steps=4, module=parallel, **options)
@@ -128,9 +127,10 @@ def refused(kind: type[Exception], *words: str) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        assert all(word in str(error) for word in words), error
-        return
-    raise AssertionError(f"no {kind.__name__} about {words}")
+        said = str(error)
+    else:
+        raise AssertionError(f"no {kind.__name__} about {words}")
+    assert all(word in said for word in words), said
 
 
 @check

@@ -1,8 +1,7 @@
 """The module that several workers train together: checked, and its own reduction left out.
 
-`torch.nn.parallel.DistributedDataParallel` averages gradients in every backward pass unless it is told to wait, and then over what ``.grad``
-holds. Here the window's sum is reduced instead, so DDP is told to wait for good; it still broadcasts the model when it is built, and the
-buffers with the first forward pass after each update.
+`torch.nn.parallel.DistributedDataParallel` averages gradients in every backward pass unless it is told to wait. Here the window's sum is
+reduced instead, so it waits for good. It still sends the model when it is built, and buffers with the first forward pass after an update.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
-from gradaccum_torch.workers.joining import Workers
+from gradaccum_torch.torch_private import leave_reduction_out, registered_comm_hooks
+from gradaccum_torch.workers.group import WorkerGroup
 
 
-def workers_of(module: object, optimizer: torch.optim.Optimizer, options: Options) -> Workers:
+def workers_of(module: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
     """The workers that train `module` together. Collective: every worker of its process group calls this.
 
     Raises:
@@ -33,7 +33,7 @@ def workers_of(module: object, optimizer: torch.optim.Optimizer, options: Option
     if strangers:
         expected, found = "the module whose parameters the optimizer has", f"a module without {strangers} of them"
         raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=fix)
-    if module._comm_hooks:
+    if registered_comm_hooks(module):
         expected, fix = (
             "a module without a communication hook, as the window's sum is reduced in its place",
             "Leave register_comm_hook out.",
@@ -41,18 +41,14 @@ def workers_of(module: object, optimizer: torch.optim.Optimizer, options: Option
         raise explain(UsageError, "module", expected=expected, found="a registered hook, which would never be called", fix=fix)
     group = module.process_group
     _require_same_options(options, group)
-    _leave_reduction_out(module)
-    return Workers(group, module)
-
-
-def _leave_reduction_out(module: DistributedDataParallel) -> None:
-    module.require_backward_grad_sync = False
-    # With static_graph=True the first backward pass would enqueue the reduction whatever the flag above says.
-    module._static_graph_delay_allreduce_enqueued = True
+    leave_reduction_out(module)
+    return WorkerGroup(group, module)
 
 
 def _require_same_options(options: Options, group: dist.ProcessGroup) -> None:
-    mine = str(options._replace(steps="callable" if callable(options.steps) else options.steps, scaler=type(options.scaler)))
+    # Two workers' functions and scalers are different objects.
+    steps = "a function" if callable(options.steps) else options.steps
+    mine = str(dict(options._asdict(), steps=steps, scaler=type(options.scaler)))
     everyone: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     for rank, other in enumerate(everyone):

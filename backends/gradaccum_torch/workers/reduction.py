@@ -49,6 +49,6 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _land(work: dist.Work, packed: Tensor, bucket: list[Tensor]) -> None:
     work.wait()
-    parts = packed.split([tensor.numel() for tensor in bucket])
+    parts = torch.split(packed, [tensor.numel() for tensor in bucket])
     for tensor, part in zip(bucket, parts, strict=True):
         tensor.copy_(part.view_as(tensor))

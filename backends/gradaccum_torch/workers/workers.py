@@ -1,0 +1,94 @@
+"""The workers that a window is added up over: this one alone, or a group of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import final
+
+from torch import Tensor
+
+from gradaccum.kit import State
+
+Sums = Sequence[Tensor | None]
+"""Sums by position, None where there is none."""
+
+
+class Workers(ABC):
+    """What a window asks of the workers that share it."""
+
+    several: bool
+    """There are others, so that a window's end must `join` them."""
+    not_own: bool
+    """The open window's sum is not this worker's own; see `require_own_sum`."""
+
+    @abstractmethod
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[State, Sums]:
+        """Add up the window of all workers; collective. Nothing is added twice where the update of a joined window raised.
+
+        Args:
+            fields: this worker's state.
+            sums: this worker's; those of all replace them in place.
+            zeros: an empty sum by position.
+
+        Returns:
+            The state with the weight and the overflow flag of all, and the sums, None where no worker has one.
+
+        Raises:
+            UsageError: a worker did not come before the process group's timeout.
+        """
+
+    @property
+    @abstractmethod
+    def joined(self) -> bool:
+        """Whether the open window is that of all workers, and holds a micro-batch."""
+
+    @abstractmethod
+    def flush(self, close: Callable[[], None], is_open: bool) -> None:
+        """Close the open window by `close`, and with others as many more as they have; `is_open`: this worker has one."""
+
+    @abstractmethod
+    def window_ended(self) -> None:
+        """The next window begins, with this worker's own sum."""
+
+    @abstractmethod
+    def require_own_sum(self, call: str) -> None:
+        """The sum is this worker's own.
+
+        Raises:
+            UsageError: it is that of all workers, because the update raised; or the reduction failed.
+        """
+
+    @abstractmethod
+    def require_no_closure(self) -> None:
+        """Raise `UsageError` where a step with a closure cannot be that of all workers."""
+
+    @abstractmethod
+    def require_no_copy(self) -> None:
+        """Raise `UsageError` where a copy of the optimizer would have no part in the others' reductions."""
+
+
+@final
+class Alone(Workers):
+    """No other worker."""
+
+    several = not_own = False
+
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[State, Sums]:
+        return fields, sums
+
+    @property
+    def joined(self) -> bool:
+        return True
+
+    def flush(self, close: Callable[[], None], is_open: bool) -> None:
+        if is_open:
+            close()
+
+    def window_ended(self) -> None: ...
+
+    def require_own_sum(self, call: str) -> None: ...
+
+    def require_no_closure(self) -> None: ...
+
+    def require_no_copy(self) -> None: ...
