@@ -6,8 +6,7 @@ from typing import Any
 
 import optax
 
-from gradaccum import ArgumentTypeError
-from gradaccum.kit import Options, explain, optimizer_error, wrapped_twice_error
+from gradaccum.kit import Options, optimizer_error, wrapped_twice_error
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.masters import on_masters, without_masters
@@ -41,25 +40,6 @@ class JaxBackend:
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
         wrapped = Accumulation(held, checked, require_control_flow(control_flow))
         return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
-
-
-def accumulation_of(tx: Any) -> Accumulation | None:
-    """The accumulation behind a wrapped transformation, None if it is not wrapped."""
-    owner = getattr(getattr(tx, "update", None), "__self__", None)
-    return owner if isinstance(owner, Accumulation) else None
-
-
-def require_accumulation(tx: Any) -> Accumulation:
-    """The accumulation behind `tx`.
-
-    Raises:
-        ArgumentTypeError: it is not wrapped.
-    """
-    found = accumulation_of(tx)
-    if found is None:
-        fix = "Pass what gradaccum.wrap returned; of an optax.chain that holds it, pass it and its own part of the chain's state."
-        raise explain(ArgumentTypeError, "tx", expected="a wrapped optimizer", found=f"a {type(tx).__name__} that is not wrapped", fix=fix)
-    return found
 
 
 def require_transformation(optimizer: Any) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from gradaccum import CheckpointError
 from gradaccum.kit import explain
-from gradaccum_jax.backend import require_accumulation
+from gradaccum_jax.optimizer import require_accumulation
 from gradaccum_jax.paths import unique
 from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.terms import resume

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum.kit import Decision, Fields, Options, State, accumulate, close, contribution, decide, divisor, ends, initial_state
+from gradaccum import ArgumentTypeError
+from gradaccum.kit import Decision, Fields, Options, State, accumulate, close, contribution, decide, divisor, ends, explain, initial_state
 from gradaccum.kit import discard as forget
 from gradaccum_jax import sums, terms
 from gradaccum_jax.agreement import agree, require_equal_parts
@@ -32,6 +33,7 @@ from gradaccum_jax.representable import representable
 from gradaccum_jax.sizes import check_known, size_at
 from gradaccum_jax.state import AccumulationState, fields_of, fresh, with_event, with_fields
 from gradaccum_jax.update import Inner, Kinds, end_window, keep_window
+from gradaccum_jax.variables import plain
 from gradaccum_jax.varying import axes_of, vary, vary_like
 
 
@@ -190,3 +192,51 @@ class Accumulation:
 
 def _choose(condition: Any, a: Fields, b: Fields) -> Fields:
     return tuple(jnp.where(condition, new, old) for new, old in zip(a, b, strict=True))
+
+
+def flush(tx: Any, state: AccumulationState, params: Any = None, **extra: Any) -> tuple[Any, AccumulationState]:
+    """Close the open window: the update that its micro-batches amount to, divided by what it holds.
+
+    An empty window changes nothing; its `result` has ``applied`` and ``skipped`` False. Where `tx` stands inside an
+    `optax.chain`, wrap the whole chain instead, which flushes as one; or else flush its own part and pass the updates through what
+    follows it in the chain:
+
+        updates, states[i] = gradaccum_jax.flush(tx, states[i], params)
+        updates, states[i + 1] = following.update(updates, states[i + 1], params)
+
+    Args:
+        tx: what `gradaccum.wrap` returned.
+        state: its state; flax nnx's ``optimizer.opt_state`` too, as in the recipes.
+        params: the parameters, if the inner optimizer wants them, and with master weights. They say the dtype of half-precision updates:
+            nobody knows here whether the gradients were float32, so give a float32 copy to get float32 updates of those.
+        extra: passed on to the inner optimizer.
+
+    Returns:
+        The updates, zeros if none was made, and the new state.
+
+    Raises:
+        ArgumentTypeError: `tx` is not wrapped, `state` is not its state, or `params` are missing.
+    """
+    return require_accumulation(tx).flush(plain(state), plain(params), **extra)
+
+
+def discard(tx: Any, state: AccumulationState) -> AccumulationState:
+    """Forget the open window: no update, nothing counted, the loss scale untouched.
+
+    Raises:
+        ArgumentTypeError: `tx` is not wrapped, or `state` is not its state.
+    """
+    return require_accumulation(tx).discard(plain(state))
+
+
+def require_accumulation(tx: Any) -> Accumulation:
+    """The accumulation behind `tx`.
+
+    Raises:
+        ArgumentTypeError: `tx` is not wrapped.
+    """
+    owner = getattr(getattr(tx, "update", None), "__self__", None)
+    if isinstance(owner, Accumulation):
+        return owner
+    fix = "Pass what gradaccum.wrap returned; of an optax.chain that holds it, pass it and its own part of the chain's state."
+    raise explain(ArgumentTypeError, "tx", expected="a wrapped optimizer", found=f"a {type(tx).__name__} that is not wrapped", fix=fix)

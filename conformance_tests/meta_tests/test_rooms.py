@@ -12,7 +12,6 @@ ROOMS = {
     "backend": ("what the core finds by name", ALL),
     "checks": ("what is refused, at the call that is wrong", ALL),
     "checkpoint": ("saving and loading", ALL),
-    "closing": ("flush and discard, where they are no methods", {JAX, MINDSPORE}),
     "masters": ("float32 master weights", ALL),
     "norm": ("the global norm of a window", {TORCH, JAX}),
     "optimizer": ("the wrapped optimizer", ALL),

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 
 import gradaccum
-from gradaccum_jax.closing import discard, flush
 from gradaccum_jax.harness.models import forward, total_loss
+from gradaccum_jax.optimizer import discard, flush
 from gradaccum_jax.state import scale_loss
 
 
