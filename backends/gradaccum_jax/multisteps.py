@@ -24,7 +24,7 @@ from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.dtypes import handed, standard, takes_part
 from gradaccum_jax.sizes import check_known, probe, size_at
-from gradaccum_jax.update import Inner, end_window
+from gradaccum_jax.update import Update
 
 SkipFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -133,24 +133,21 @@ class MultiSteps:
     def _update(
         self, gradients: list[Any], updates: Any, state: optax.MultiStepsState, params: Any, extra: dict[str, Any]
     ) -> tuple[Any, optax.MultiStepsState]:
-        inner = self._inner(state, gradients, params, extra)
-        kinds = inner.kinds(state.acc_grads, state.inner_opt_state)
+        dtypes = handed(state.acc_grads, None, gradients)
+        update = Update(self._opt.update, dtypes, params, extra, self._control_flow)
+        traced = update.traced(state.acc_grads, state.inner_opt_state, 1)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         accepted = ~_require_bool(skip)
-        if kinds.axes and self._should_skip is not _never:
-            accepted = every(accepted, kinds.axes)
+        if traced.axes and self._should_skip is not _never:
+            accepted = every(accepted, traced.axes)
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
         steps = size_at(self._options.steps, state.gradient_step)
         full = ends(fields, steps, jnp.where) & (steps >= 1) if callable(self._options.steps) else ends(fields, steps, jnp.where)
         total = self._add(state, gradients, accepted)
         last = full & accepted
-        made, total, inner_state = end_window(inner, total, state.inner_opt_state, kinds.updates, apply=last, last=last)
+        made, total, inner_state = update.run(total, state.inner_opt_state, 1, traced.updates, apply=last, at_end=last)
         after = _counters(accepted, last, fields, close(fields, True, False, self._options, jnp.where), state)
         return made, optax.MultiStepsState(*after, inner_state, total, sums.cast_like(skip_state, state.skip_state))
-
-    def _inner(self, state: optax.MultiStepsState, gradients: list[Any], params: Any, extra: dict[str, Any]) -> Inner:
-        dtypes = handed(state.acc_grads, None, gradients)
-        return Inner(self._opt.update, lambda held: sums.divide(held, 1, dtypes.given), dtypes.like, params, extra, self._control_flow)
 
     def _add(self, state: optax.MultiStepsState, gradients: list[Any], accepted: Any) -> Any:
         """The sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""

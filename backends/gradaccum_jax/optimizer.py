@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,23 +18,19 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import Decision, Fields, Options, State, accumulate, close, contribution, decide, divisor, ends, explain, initial_state
-from gradaccum.kit import discard as forget
-from gradaccum_jax import sums, terms
-from gradaccum_jax.agreement import agree, require_equal_parts
+from gradaccum.kit import Options, ends, explain, initial_state
+from gradaccum_jax import sums, terms, window
 from gradaccum_jax.alignment import align
 from gradaccum_jax.checks import as_weight, require_params, require_plain, require_state
 from gradaccum_jax.compiled import call
-from gradaccum_jax.control_flow import ControlFlow, once
-from gradaccum_jax.dtypes import Handed, handed
+from gradaccum_jax.control_flow import ControlFlow
+from gradaccum_jax.dtypes import handed
 from gradaccum_jax.masters import in_place_of
-from gradaccum_jax.norm import measure
-from gradaccum_jax.representable import representable
 from gradaccum_jax.sizes import check_known, size_at
-from gradaccum_jax.state import AccumulationState, fields_of, fresh, with_event, with_fields
-from gradaccum_jax.update import Inner, Kinds, end_window, keep_window
+from gradaccum_jax.state import AccumulationState, fields_of, fresh
+from gradaccum_jax.update import Update
 from gradaccum_jax.variables import plain
-from gradaccum_jax.varying import axes_of, vary, vary_like
+from gradaccum_jax.varying import vary_like
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +91,7 @@ class Accumulation:
 
     def discard(self, state: AccumulationState) -> AccumulationState:
         """Forget the open window; see `gradaccum_jax.discard`."""
-        emptied = with_fields(require_state(state), forget(fields_of(state)))
-        return with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False)
+        return window.discard(require_state(state))
 
     def _check(self, state: Any, params: Any) -> None:
         require_state(state)
@@ -115,83 +110,19 @@ class Accumulation:
         self, gradients: list[Any], state: AccumulationState, params: Any, weight: Any, extra: dict[str, Any]
     ) -> tuple[Any, AccumulationState]:
         steps = size_at(self.options.steps, state.optimizer_step)
-        state, dropped = self._accumulate(gradients, state, weight, steps)
-        dtypes = self._dtypes(state, params, gradients)
-        inner = self._inner(dtypes, params, extra)
+        state, dropped = window.add(state, gradients, weight, steps, self.options)
+        update, full = self._inner_update(state, params, extra, gradients), ends(fields_of(state), steps, jnp.where)
         if steps is None:
-            kinds = self._kinds(inner(jnp.ones_like(state.weight)), state, weight)
-            never = jnp.asarray(state.micro_step) < 0
-            updates, total = keep_window(state.accumulator, kinds.updates, never, self.control_flow)
-            return updates, with_event(state._replace(accumulator=total), False, False, dropped)
-        full = ends(fields_of(state), steps, jnp.where)
-        return self._end(state, inner, dtypes, full, dropped, weight)
+            return window.keep(state, update, self.options, never=full, dropped=dropped, weight=weight)
+        return window.close(state, update, self.options, at_end=full, dropped=dropped, weight=weight)
 
     def _flush(self, state: AccumulationState, params: Any, extra: dict[str, Any]) -> tuple[Any, AccumulationState]:
-        dtypes = self._dtypes(state, params, None)
-        return self._end(state, self._inner(dtypes, params, extra), dtypes, jnp.asarray(state.micro_step) > 0, False)
+        update = self._inner_update(state, params, extra)
+        return window.close(state, update, self.options, at_end=jnp.asarray(state.micro_step) > 0)
 
-    def _accumulate(self, gradients: list[Any], state: AccumulationState, weight: Any, steps: Any) -> tuple[AccumulationState, Any]:
-        """The state with the micro-batch in it, and whether it was left out as not finite, or as one of a window of no size."""
-        given, one = weight is not None, jnp.ones_like(state.weight)
-        weight = weight if given else one
-        factor = contribution(weight, self.options) if given and self.options.reduction == "mean" else None
-        dropping = self.options.on_overflow == "drop_micro_batch"
-        finite = sums.all_finite(gradients) | (weight == 0) if dropping else jnp.asarray(True)
-        finite = finite & (steps >= 1) if callable(self.options.steps) else finite
-        clean = fields_of(state._replace(overflow=jnp.zeros_like(state.overflow)))
-        dropped = State(*accumulate(clean, weight, finite, jnp.where)).overflow if dropping else False
-        # Always true without a weight: XLA on the CPU makes a lone addition in place a loop of single elements, a select one of vectors.
-        kept = (weight > 0 if given else jnp.asarray(state.micro_step) >= 0) & (~dropped if dropping else True)
-        total = sums.add(state.accumulator, gradients, factor, kept, (weight >= 0) & (~dropped if dropping else True))
-        counted = with_fields(state, accumulate(fields_of(state), weight, finite, jnp.where))
-        return counted._replace(accumulator=total, terms=vary(terms.now(self.options, steps), axes_of(state.terms))), dropped
-
-    def _dtypes(self, state: AccumulationState, params: Any, gradients: list[Any] | None) -> Handed:
-        """Those of the inner optimizer's gradients."""
-        return handed(state.accumulator, in_place_of(params, state.masters), gradients)
-
-    def _inner(self, dtypes: Handed, params: Any, extra: dict[str, Any]) -> Callable[[Any], Inner]:
-        def of(divisor: Any) -> Inner:
-            gradients = partial(sums.divide, divisor=divisor, dtypes=dtypes.given)
-            return Inner(self.inner.update, gradients, dtypes.like, params, extra, self.control_flow)
-
-        return of
-
-    def _end(
-        self, state: AccumulationState, inner: Callable[[Any], Inner], dtypes: Handed, last: Any, dropped: Any, weight: Any = None
-    ) -> tuple[Any, AccumulationState]:
-        """Close the window where `last` holds."""
-        decision = self._decide(state, dtypes, last)
-        made, held = inner(decision.divisor), (state.inner_state, state.masters)
-        kinds = self._kinds(made, state, weight)
-        apply, overflow = agree(last & decision.apply, decision.overflow, last, kinds.axes, self.control_flow)
-        updates, total, (inner_state, masters) = end_window(made, state.accumulator, held, kinds.updates, apply=apply, last=last)
-        fields = _choose(last, close(fields_of(state), apply, overflow, self.options, jnp.where), fields_of(state))
-        norm = jnp.where(last, decision.grad_norm, state.last_grad_norm).astype(jnp.result_type(state.last_grad_norm))
-        ended = with_fields(state, fields)._replace(accumulator=total, inner_state=inner_state, masters=masters, last_grad_norm=norm)
-        return updates, with_event(ended, apply, last & ~apply, jnp.where(last, overflow, dropped))
-
-    def _kinds(self, inner: Inner, state: AccumulationState, weight: Any) -> Kinds:
-        kinds = inner.kinds(state.accumulator, (state.inner_state, state.masters))
-        require_equal_parts(self.options, kinds.axes, weight)
-        return kinds
-
-    def _decide(self, state: AccumulationState, dtypes: Handed, last: Any) -> Decision:
-        """Measured only where the window ends."""
-        start = (jnp.zeros_like(state.weight), jnp.asarray(True))
-        largest = float(jnp.finfo(start[0].dtype).max)
-        divides = divisor(fields_of(state), self.options, jnp.where)
-
-        def look(_: tuple[Any, Any]) -> tuple[Any, Any]:
-            norm, finite = measure(state.accumulator, start[0].dtype, self.control_flow)
-            return norm, finite & representable(state.accumulator, divides, dtypes.like)
-
-        norm, finite = once(last, look, start, self.control_flow)
-        return Decision(*decide(fields_of(state), norm, finite, self.options, jnp.where, largest))
-
-
-def _choose(condition: Any, a: Fields, b: Fields) -> Fields:
-    return tuple(jnp.where(condition, new, old) for new, old in zip(a, b, strict=True))
+    def _inner_update(self, state: AccumulationState, params: Any, extra: dict[str, Any], gradients: list[Any] | None = None) -> Update:
+        dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
+        return Update(self.inner.update, dtypes, params, extra, self.control_flow)
 
 
 def flush(tx: Any, state: AccumulationState, params: Any = None, **extra: Any) -> tuple[Any, AccumulationState]:

@@ -19,6 +19,7 @@ ROOMS = {
     "state": ("where the seven fields live", {JAX, MINDSPORE}),
     "sums": ("the sum of a window and its arithmetic", ALL),
     "update": ("the inner optimizer's call", {TORCH, JAX}),
+    "window": ("the open window: add, close, discard", {TORCH, JAX}),
     "harness/session": ("a model under an optimizer, as the suite drives it", ALL),
     "linearity/check": ("whether a loss is linear in its scale", ALL),
     "linearity/custom_rules": ("which custom derivative is to blame", {JAX, MINDSPORE}),

@@ -1,0 +1,121 @@
+"""The open window: take in a micro-batch, close the window where it ends, forget it.
+
+Pure functions of the state, and the same program in every micro-batch: whether the window ends is a value that only the device knows.
+So `close` is called in each of them, and changes the state only where `at_end` holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from gradaccum.kit import Decision, Fields, Options, State, accumulate, contribution, decide, divisor
+from gradaccum.kit import close as close_fields
+from gradaccum.kit import discard as discard_fields
+from gradaccum_jax import sums, terms
+from gradaccum_jax.agreement import agree, require_equal_parts
+from gradaccum_jax.control_flow import once
+from gradaccum_jax.norm import measure
+from gradaccum_jax.representable import representable
+from gradaccum_jax.state import AccumulationState, fields_of, with_event, with_fields
+from gradaccum_jax.update import Traced, Update
+from gradaccum_jax.varying import axes_of, vary
+
+
+def add(state: AccumulationState, gradients: list[Any], weight: Any, steps: Any, options: Options) -> tuple[AccumulationState, Any]:
+    """Take in a micro-batch: its gradient is added to the sum, and it is counted.
+
+    Args:
+        state: the state before it.
+        gradients: aligned with the accumulator's leaves; None adds nothing.
+        weight: its weight, a scalar array; None: 1.
+        steps: the size of the window; None: the caller closes it.
+        options: the optimizer's.
+
+    Returns:
+        The state with the micro-batch in it, and a bool scalar: it was dropped.
+    """
+    given, one = weight is not None, jnp.ones_like(state.weight)
+    weight = weight if given else one
+    factor = contribution(weight, options) if given and options.reduction == "mean" else None
+    dropping = options.on_overflow == "drop_micro_batch"
+    finite = sums.all_finite(gradients) | (weight == 0) if dropping else jnp.asarray(True)
+    finite = finite & (steps >= 1) if callable(options.steps) else finite
+    clean = fields_of(state._replace(overflow=jnp.zeros_like(state.overflow)))
+    dropped = State(*accumulate(clean, weight, finite, jnp.where)).overflow if dropping else False
+    # Always true without a weight: XLA on the CPU makes a lone addition in place a loop of single elements, a select one of vectors.
+    kept = (weight > 0 if given else jnp.asarray(state.micro_step) >= 0) & (~dropped if dropping else True)
+    total = sums.add(state.accumulator, gradients, factor, kept, (weight >= 0) & (~dropped if dropping else True))
+    counted = with_fields(state, accumulate(fields_of(state), weight, finite, jnp.where))
+    return counted._replace(accumulator=total, terms=vary(terms.now(options, steps), axes_of(state.terms))), dropped
+
+
+def close(
+    state: AccumulationState, update: Update, options: Options, *, at_end: Any, dropped: Any = False, weight: Any = None
+) -> tuple[Any, AccumulationState]:
+    """Close the window where it ends: make the update that its sum asks for, count it, clear.
+
+    Args:
+        state: the state with the last micro-batch in it.
+        update: the inner optimizer's call that this may make.
+        options: the optimizer's.
+        at_end: bool scalar: the window ends here.
+        dropped: bool scalar: the last micro-batch was.
+        weight: the last micro-batch's; None if it was not given.
+
+    Returns:
+        The updates (zeros if none was made) and the state.
+    """
+    decision = _decide(state, update, options, at_end)
+    traced, held = _traced(state, update, options, decision.divisor, weight), (state.inner_state, state.masters)
+    apply, overflow = agree(at_end & decision.apply, decision.overflow, at_end, traced.axes, update.control_flow)
+    updates, total, held = update.run(state.accumulator, held, decision.divisor, traced.updates, apply=apply, at_end=at_end)
+    fields = _where(at_end, close_fields(fields_of(state), apply, overflow, options, jnp.where), fields_of(state))
+    norm = jnp.where(at_end, decision.grad_norm, state.last_grad_norm).astype(jnp.result_type(state.last_grad_norm))
+    ended = with_fields(state, fields)._replace(accumulator=total, inner_state=held[0], masters=held[1], last_grad_norm=norm)
+    return updates, with_event(ended, apply, at_end & ~apply, jnp.where(at_end, overflow, dropped))
+
+
+def keep(
+    state: AccumulationState, update: Update, options: Options, *, never: Any, dropped: Any, weight: Any
+) -> tuple[Any, AccumulationState]:
+    """What `close` comes to in a window that only the caller closes: zeros, and the state as it is.
+
+    Args:
+        state, update, options, dropped, weight: as for `close`.
+        never: bool scalar: what `gradaccum.kit.ends` says of such a window.
+    """
+    traced = _traced(state, update, options, jnp.ones_like(state.weight), weight)
+    updates, total = update.keep(state.accumulator, traced.updates, never)
+    return updates, with_event(state._replace(accumulator=total), False, False, dropped)
+
+
+def discard(state: AccumulationState) -> AccumulationState:
+    """Forget the window: no update, nothing counted, the loss scale untouched."""
+    emptied = with_fields(state, discard_fields(fields_of(state)))
+    return with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False)
+
+
+def _decide(state: AccumulationState, update: Update, options: Options, at_end: Any) -> Decision:
+    """The sum is measured only where the window ends."""
+    start = (jnp.zeros_like(state.weight), jnp.asarray(True))
+    largest = float(jnp.finfo(start[0].dtype).max)
+    divides = divisor(fields_of(state), options, jnp.where)
+
+    def look(_: tuple[Any, Any]) -> tuple[Any, Any]:
+        norm, finite = measure(state.accumulator, start[0].dtype, update.control_flow)
+        return norm, finite & representable(state.accumulator, divides, update.dtypes.like)
+
+    norm, finite = once(at_end, look, start, update.control_flow)
+    return Decision(*decide(fields_of(state), norm, finite, options, jnp.where, largest))
+
+
+def _traced(state: AccumulationState, update: Update, options: Options, divisor: Any, weight: Any) -> Traced:
+    traced = update.traced(state.accumulator, (state.inner_state, state.masters), divisor)
+    require_equal_parts(options, traced.axes, weight)
+    return traced
+
+
+def _where(condition: Any, a: Fields, b: Fields) -> Fields:
+    return tuple(jnp.where(condition, new, old) for new, old in zip(a, b, strict=True))
