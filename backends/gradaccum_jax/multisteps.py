@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import Fields, accumulate, close, ends, explain, make_options
+from gradaccum.kit import Fields, accumulate, close, ends, explain, make_options, usable
 from gradaccum_jax import sums
 from gradaccum_jax.agreement import every
 from gradaccum_jax.alignment import align
@@ -140,19 +140,20 @@ class MultiSteps:
         accepted = ~_require_bool(skip)
         if traced.axes and self._should_skip is not _never:
             accepted = every(accepted, traced.axes)
-        fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
+        before, one = _fields(state), jnp.ones(())
+        fields = accumulate(before, one, accepted, jnp.where)
         steps = size_at(self._options.steps, state.gradient_step)
         full = ends(fields, steps, jnp.where) & (steps >= 1) if callable(self._options.steps) else ends(fields, steps, jnp.where)
-        total = self._add(state, gradients, accepted)
+        total = self._add(state, gradients, usable(before, one, accepted))
         last = full & accepted
         made, total, inner_state = update.run(total, state.inner_opt_state, 1, traced.updates, apply=last, at_end=last)
         after = _counters(accepted, last, fields, close(fields, True, False, self._options, jnp.where), state)
         return made, optax.MultiStepsState(*after, inner_state, total, sums.cast_like(skip_state, state.skip_state))
 
-    def _add(self, state: optax.MultiStepsState, gradients: list[Any], accepted: Any) -> Any:
+    def _add(self, state: optax.MultiStepsState, gradients: list[Any], adds: Any) -> Any:
         """The sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""
         if not self._use_grad_mean:
-            return sums.add(state.acc_grads, gradients, None, accepted)
+            return sums.add(state.acc_grads, gradients, None, adds)
 
         def share(mean: Any, gradient: Any) -> Any:
             if not takes_part(mean):
@@ -161,7 +162,7 @@ class MultiSteps:
             return offset / (state.mini_step + 1).astype(offset.dtype)
 
         shares = [share(*pair) for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)]
-        return sums.add(state.acc_grads, shares, None, accepted)
+        return sums.add(state.acc_grads, shares, None, adds)
 
 
 def _never(*_: Any) -> tuple[Any, Any]:

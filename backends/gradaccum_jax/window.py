@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gradaccum.kit import Decision, Fields, Options, State, accumulate, contribution, decide, divisor
+from gradaccum.kit import Decision, Fields, Options, accumulate, contribution, decide, divisor, usable
 from gradaccum.kit import close as close_fields
 from gradaccum.kit import discard as discard_fields
 from gradaccum_jax import sums, terms
@@ -37,18 +37,18 @@ def add(state: AccumulationState, gradients: list[Any], weight: Any, steps: Any,
         The state with the micro-batch in it, and a bool scalar: it was dropped.
     """
     given, one = weight is not None, jnp.ones_like(state.weight)
-    weight = weight if given else one
     factor = contribution(weight, options) if given and options.reduction == "mean" else None
+    weight, fields = weight if given else one, fields_of(state)
     dropping = options.on_overflow == "drop_micro_batch"
-    finite = sums.all_finite(gradients) | (weight == 0) if dropping else jnp.asarray(True)
+    finite = sums.all_finite(gradients) if dropping else jnp.asarray(True)
     finite = finite & (steps >= 1) if callable(options.steps) else finite
-    clean = fields_of(state._replace(overflow=jnp.zeros_like(state.overflow)))
-    dropped = State(*accumulate(clean, weight, finite, jnp.where)).overflow if dropping else False
-    # Always true without a weight: XLA on the CPU makes a lone addition in place a loop of single elements, a select one of vectors.
-    kept = (weight > 0 if given else jnp.asarray(state.micro_step) >= 0) & (~dropped if dropping else True)
-    total = sums.add(state.accumulator, gradients, factor, kept, (weight >= 0) & (~dropped if dropping else True))
-    counted = with_fields(state, accumulate(fields_of(state), weight, finite, jnp.where))
-    return counted._replace(accumulator=total, terms=vary(terms.now(options, steps), axes_of(state.terms))), dropped
+    # Never True while XLA compiles, as it looks at the total. XLA:CPU vectorises select(add), but makes a bare in-place add a scalar loop.
+    adds = usable(fields, weight, finite)
+    harmless = adds | (weight == 0)
+    total = sums.add(state.accumulator, gradients, factor, adds, harmless)
+    counted = with_fields(state, accumulate(fields, weight, finite, jnp.where))
+    codes = vary(terms.now(options, steps), axes_of(state.terms))
+    return counted._replace(accumulator=total, terms=codes), ~harmless if dropping else False
 
 
 def close(
@@ -83,8 +83,12 @@ def keep(
     """What `close` comes to in a window that only the caller closes: zeros, and the state as it is.
 
     Args:
-        state, update, options, dropped, weight: as for `close`.
+        state: as for `close`.
+        update: as for `close`.
+        options: the optimizer's.
         never: bool scalar: what `gradaccum.kit.ends` says of such a window.
+        dropped: as for `close`.
+        weight: as for `close`.
     """
     traced = _traced(state, update, options, jnp.ones_like(state.weight), weight)
     updates, total = update.keep(state.accumulator, traced.updates, never)
