@@ -16,6 +16,7 @@ import numpy as np
 from gradaccum import GradientError
 from gradaccum.kit import explain
 from gradaccum_jax.dtypes import takes_part, wider
+from gradaccum_jax.trees import is_none
 
 FIX = "Differentiate with respect to the parameters that were given to tx.init."
 Named = list[tuple[str, Any]]
@@ -44,7 +45,7 @@ def align(gradients: Any, accumulator: Any, *, any_float: bool) -> list[Any]:
 
 def _named(tree: Any) -> tuple[Named, Any]:
     """The leaves by path, None and float0 as None, and the structure."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
     return [(jax.tree_util.keystr(path), _array(leaf)) for path, leaf in flat], structure
 
 

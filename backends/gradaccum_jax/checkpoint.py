@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import CheckpointError
-from gradaccum.kit import explain
+from gradaccum.kit import Options, State, decode_terms, encode_terms, explain, resumed, terms_of
 from gradaccum_jax.optimizer import require_accumulation
-from gradaccum_jax.paths import unique
-from gradaccum_jax.state import AccumulationState
-from gradaccum_jax.terms import resume
-from gradaccum_jax.variables import plain
+from gradaccum_jax.state import AccumulationState, fields_of, with_fields
+from gradaccum_jax.trees import plain, unique
 
 _RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
 
@@ -43,7 +41,21 @@ def check_state(tx: Any, state: Any, params: Any) -> AccumulationState:
     """
     wrapped = require_accumulation(tx)
     like = jax.eval_shape(wrapped.init, plain(params))
-    return resume(rebuild(plain(state), like), wrapped.options)
+    return _resume(rebuild(plain(state), like), wrapped.options)
+
+
+def _resume(state: AccumulationState, options: Options) -> AccumulationState:
+    """The state to go on with under `options`, of a restored one; looks at values.
+
+    Raises:
+        CheckpointError: a window is open, and one of its terms is another here.
+    """
+    steps = options.steps
+    concrete = options._replace(steps=lambda step: steps(jnp.asarray(step, jnp.int32))) if callable(steps) else options
+    saved = State(*(np.asarray(field).item() for field in fields_of(state)))
+    fields = resumed(saved, decode_terms(np.asarray(state.terms).tolist()), concrete)
+    own = jnp.asarray(encode_terms(terms_of(concrete, fields.optimizer_step)), jnp.int32)
+    return (state if fields == saved else with_fields(state, fields))._replace(terms=own)
 
 
 def rebuild(tree: Any, like: Any) -> Any:

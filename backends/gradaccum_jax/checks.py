@@ -13,8 +13,8 @@ import optax
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import accumulate_dtype_error, explain, require_weight, wrapped_twice_error
 from gradaccum_jax.masters import is_half
-from gradaccum_jax.paths import unique
 from gradaccum_jax.state import AccumulationState
+from gradaccum_jax.trees import unique
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 """The states of optimizers that accumulate."""

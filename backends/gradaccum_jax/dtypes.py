@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from gradaccum_jax.trees import is_none
 
 
 class Handed(NamedTuple):
@@ -61,6 +64,26 @@ def standard(leaf: Any) -> Any:
     return leaf if own == _promotable(own) else jnp.asarray(leaf).astype(jnp.float32)
 
 
+def cast_like(tree: Any, like: Any) -> Any:
+    """`tree` in the dtypes of `like`, never weakly typed; what is None there is taken from `like`."""
+
+    def cast(leaf: Any, model: Any) -> Any:
+        return model if leaf is None else _strong(leaf, jnp.result_type(model))
+
+    return jax.tree.map(cast, tree, like, is_leaf=lambda node: node is None)
+
+
+def strong(tree: Any) -> Any:
+    """`tree` as arrays of the same dtypes, none of them weakly typed: a scan's carry must not change type."""
+    return jax.tree.map(lambda leaf: _strong(leaf, jnp.result_type(leaf)), tree)
+
+
+def _strong(leaf: Any, dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys
+        return leaf
+    return lax.convert_element_type(leaf, dtype)
+
+
 def _promotable(dtype: Any) -> Any:
     return jnp.dtype("float32") if dtype.itemsize < 2 and jnp.issubdtype(dtype, jnp.floating) else dtype
 
@@ -71,11 +94,7 @@ def _wider_of(parameter: Any, other: Any) -> Any:
 
 def _leaves_like(params: Any, accumulator: Any) -> list[Any]:
     """Those of `params` in the accumulator's places; None each if it is another tree."""
-    held = jax.tree.leaves(accumulator, is_leaf=_is_none)
-    structures: list[Any] = [jax.tree.structure(tree, is_leaf=_is_none) for tree in (params, accumulator)]
-    known = jax.tree.leaves(params, is_leaf=_is_none) if structures[0] == structures[1] else [None] * len(held)
+    held = jax.tree.leaves(accumulator, is_leaf=is_none)
+    structures: list[Any] = [jax.tree.structure(tree, is_leaf=is_none) for tree in (params, accumulator)]
+    known = jax.tree.leaves(params, is_leaf=is_none) if structures[0] == structures[1] else [None] * len(held)
     return [p for p, leaf in zip(known, held, strict=True) if leaf is not None]
-
-
-def _is_none(node: Any) -> bool:
-    return node is None

@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from gradaccum_jax.state import the_state
-from gradaccum_jax.variables import plain
+from gradaccum_jax.trees import is_none, plain
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24
@@ -55,7 +55,7 @@ def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
                 moved.append(jnp.asarray(master + u).astype(jnp.float32))
                 u = distance(p, moved[-1])
             out.append(u)
-        structure = jax.tree.structure(updates, is_leaf=_is_none)
+        structure = jax.tree.structure(updates, is_leaf=is_none)
         return jax.tree.unflatten(structure, out), (inner_state, _like(state[1], moved))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -136,8 +136,4 @@ def _like(masters: Any, leaves: list[Any]) -> Any:
 
 def _leaves(tree: Any) -> list[Any]:
     """None too: the update of random keys."""
-    return jax.tree.leaves(tree, is_leaf=_is_none)
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
+    return jax.tree.leaves(tree, is_leaf=is_none)

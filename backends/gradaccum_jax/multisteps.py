@@ -20,9 +20,9 @@ from gradaccum_jax.agreement import every
 from gradaccum_jax.alignment import align
 from gradaccum_jax.backend import require_transformation
 from gradaccum_jax.checks import require_dtype, require_plain
-from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import require_control_flow
-from gradaccum_jax.dtypes import handed, standard, takes_part
+from gradaccum_jax.dtypes import cast_like, handed, standard, strong, takes_part
+from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.sizes import check_known, probe, size_at
 from gradaccum_jax.update import Update
 
@@ -93,14 +93,14 @@ class MultiSteps:
         """The state before the first mini-step."""
         gradient_step = jnp.zeros((), jnp.int32)
         _, skip_state = self._should_skip(sums.clear(params), gradient_step, params)
-        inner_state = sums.strong(self._opt.init(params))
+        inner_state = strong(self._opt.init(params))
         require_plain(inner_state)
         return optax.MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
             inner_opt_state=inner_state,
             acc_grads=sums.zeros(params, self._accumulator_dtype),
-            skip_state=sums.strong(skip_state),
+            skip_state=strong(skip_state),
         )
 
     def update(
@@ -115,7 +115,9 @@ class MultiSteps:
         """
         check_known(self._options.steps, state.gradient_step)
         aligned = align(updates, state.acc_grads, any_float=self._accumulator_dtype is not None)
-        stepped: tuple[Any, optax.MultiStepsState] = call(self._compiled_update, self._update, aligned, updates, state, params, extra_args)
+        stepped: tuple[Any, optax.MultiStepsState] = call_jitted(
+            self._jitted_update, self._update, aligned, updates, state, params, extra_args
+        )
         return stepped
 
     def has_updated(self, state: Any) -> Any:
@@ -127,7 +129,7 @@ class MultiSteps:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     @cached_property
-    def _compiled_update(self) -> Callable[..., Any]:
+    def _jitted_update(self) -> Callable[..., Any]:
         return jax.jit(self._update)
 
     def _update(
@@ -148,7 +150,7 @@ class MultiSteps:
         last = full & accepted
         made, total, inner_state = update.run(total, state.inner_opt_state, 1, traced.updates, apply=last, at_end=last)
         after = _counters(accepted, last, fields, close(fields, True, False, self._options, jnp.where), state)
-        return made, optax.MultiStepsState(*after, inner_state, total, sums.cast_like(skip_state, state.skip_state))
+        return made, optax.MultiStepsState(*after, inner_state, total, cast_like(skip_state, state.skip_state))
 
     def _add(self, state: optax.MultiStepsState, gradients: list[Any], adds: Any) -> Any:
         """The sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""

@@ -19,17 +19,17 @@ import optax
 
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import Options, ends, explain, initial_state
-from gradaccum_jax import sums, terms, window
+from gradaccum_jax import sums, window
 from gradaccum_jax.alignment import align
 from gradaccum_jax.checks import as_weight, require_params, require_plain, require_state
-from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import ControlFlow
-from gradaccum_jax.dtypes import handed
+from gradaccum_jax.dtypes import handed, strong
+from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.sizes import check_known, size_at
-from gradaccum_jax.state import AccumulationState, fields_of, fresh
+from gradaccum_jax.state import AccumulationState, fields_of, first_terms, fresh
+from gradaccum_jax.trees import plain
 from gradaccum_jax.update import Update
-from gradaccum_jax.variables import plain
 from gradaccum_jax.varying import vary_like
 
 
@@ -50,10 +50,10 @@ class Accumulation:
             ArgumentValueError: ``accumulate_dtype`` is one that JAX has switched off.
         """
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
-        inner_state, masters = sums.strong(self.inner.init(params))
+        inner_state, masters = strong(self.inner.init(params))
         require_plain(inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
-        trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": terms.first_terms(self.options)}
+        trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": first_terms(self.options)}
         return vary_like(params, fresh(fields, sums.weight_dtype(accumulator), **trees))
 
     def update(
@@ -80,13 +80,13 @@ class Accumulation:
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         weight = as_weight(weight, jnp.result_type(state.weight))
-        stepped: tuple[Any, AccumulationState] = call(self._compiled_update, self._update, aligned, state, params, weight, extra)
+        stepped: tuple[Any, AccumulationState] = call_jitted(self._jitted_update, self._update, aligned, state, params, weight, extra)
         return stepped
 
     def flush(self, state: AccumulationState, params: Any = None, **extra: Any) -> tuple[Any, AccumulationState]:
         """Close the open window; see `gradaccum_jax.flush`."""
         self._check(state, params)
-        flushed: tuple[Any, AccumulationState] = call(self._compiled_flush, self._flush, state, params, extra)
+        flushed: tuple[Any, AccumulationState] = call_jitted(self._jitted_flush, self._flush, state, params, extra)
         return flushed
 
     def discard(self, state: AccumulationState) -> AccumulationState:
@@ -99,11 +99,11 @@ class Accumulation:
             require_params(params, state.masters)
 
     @cached_property
-    def _compiled_update(self) -> Callable[..., Any]:
+    def _jitted_update(self) -> Callable[..., Any]:
         return jax.jit(self._update)
 
     @cached_property
-    def _compiled_flush(self) -> Callable[..., Any]:
+    def _jitted_flush(self) -> Callable[..., Any]:
         return jax.jit(self._flush)
 
     def _update(

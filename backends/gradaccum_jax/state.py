@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradaccum import ArgumentTypeError, StepResult
-from gradaccum.kit import Fields, State, explain
+from gradaccum.kit import Fields, Options, State, encode_terms, explain, select, steps_at, terms_of
 from gradaccum_jax.varying import axes_of, vary
+
+STEPS = 3
+"""The place of ``steps`` among the codes."""
 
 
 class AccumulationState(NamedTuple):
@@ -57,6 +61,24 @@ def fresh(start: State, weight_dtype: Any, **trees: Any) -> AccumulationState:
     fields = {name: jnp.asarray(value, dtype) for (name, value), dtype in zip(start._asdict().items(), dtypes, strict=True)}
     event = {name: jnp.asarray(False) for name in ("last_applied", "last_skipped", "last_overflow")}
     return AccumulationState(**fields, **event, last_grad_norm=jnp.zeros((), weight_dtype), **trees)
+
+
+def first_terms(options: Options) -> Any:
+    """Those before the first micro-batch; the steps of a callable are not asked for yet. int32, shape (4,)."""
+    steps = options.steps
+    return current_terms(options, None if callable(steps) else steps_at(steps, 0, select))
+
+
+def current_terms(options: Options, steps: Any) -> Any:
+    """The codes of the open window's terms: int32, shape (4,).
+
+    Args:
+        options: the optimizer's.
+        steps: the size of the window, traced or not; None: the caller closes it.
+    """
+    codes = encode_terms(terms_of(options._replace(steps=None), 0))
+    known = jnp.asarray(codes, jnp.int32)
+    return known if steps is None else jnp.where(np.arange(len(codes)) == STEPS, jnp.asarray(steps, jnp.int32), known)
 
 
 def with_event(state: AccumulationState, applied: Any, skipped: Any, overflow: Any) -> AccumulationState:

@@ -6,22 +6,21 @@ where a parameter took no part. Additions are plain elementwise expressions, so 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import explain
-from gradaccum_jax.dtypes import is_key, standard, takes_part
+from gradaccum_jax.dtypes import is_key, standard, takes_part, wider
 from gradaccum_jax.folds import all_of
-from gradaccum_jax.weighted import add_weighted
 
 Dtypes = list[Any]
 
 
-def accumulate_dtype_of(leaf: Any, accumulate_dtype: Any) -> Any:
+def sum_dtype(leaf: Any, accumulate_dtype: Any) -> Any:
     """The dtype in which gradients of `leaf` are summed.
 
     float32 for half precision and below, the leaf's own otherwise; `accumulate_dtype` instead if it is given and the leaf is not
@@ -46,7 +45,7 @@ def zeros(params: Any, accumulate_dtype: Any) -> Any:
     """An empty accumulator for `params`: exact zeros, one array per leaf; None for random keys, and where there is None."""
 
     def empty(leaf: Any) -> Any:
-        return None if is_key(leaf) else jnp.zeros_like(leaf, dtype=accumulate_dtype_of(leaf, accumulate_dtype))
+        return None if is_key(leaf) else jnp.zeros_like(leaf, dtype=sum_dtype(leaf, accumulate_dtype))
 
     return jax.tree.map(empty, params)
 
@@ -96,21 +95,58 @@ def clear(tree: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def cast_like(tree: Any, like: Any) -> Any:
-    """`tree` in the dtypes of `like`, never weakly typed; what is None there is taken from `like`."""
+def fits(accumulator: Any, divisor: Any, dtypes: list[Any]) -> Any:
+    """Whether every element of ``(accumulator / divisor).astype(dtype)`` is finite where that of the accumulator is: a bool scalar.
 
-    def cast(leaf: Any, model: Any) -> Any:
-        return model if leaf is None else _strong(leaf, jnp.result_type(model))
-
-    return jax.tree.map(cast, tree, like, is_leaf=lambda node: node is None)
-
-
-def strong(tree: Any) -> Any:
-    """`tree` as arrays of the same dtypes, none of them weakly typed: a scan's carry must not change type."""
-    return jax.tree.map(lambda leaf: _strong(leaf, jnp.result_type(leaf)), tree)
+    Args:
+        accumulator: the tree of sums.
+        divisor: a scalar; not yet that of clipping, which is decided on after this.
+        dtypes: one per leaf: the inner optimizer's gradient's.
+    """
+    held = zip(jax.tree.leaves(accumulator), dtypes, strict=True)
+    return all_of([_largest(leaf) / divisor < _limit(dtype) for leaf, dtype in held if leaf.size and _is_narrower(dtype, leaf.dtype)])
 
 
-def _strong(leaf: Any, dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys
-        return leaf
-    return lax.convert_element_type(leaf, dtype)
+def _is_narrower(dtype: Any, held: Any) -> bool:
+    """A division by a float32 makes float32 even of a half-precision sum."""
+    if not jnp.issubdtype(held, jnp.inexact):
+        return False
+    quotient = wider(held, jnp.float32)
+    return bool(jnp.finfo(dtype).maxexp < jnp.finfo(quotient).maxexp)
+
+
+def _limit(dtype: Any) -> float:
+    """The smallest magnitude that rounds to infinity: half a step beyond the largest number. 65520 for float16."""
+    largest = float(jnp.finfo(dtype).max)
+    return largest + 2.0 ** (math.frexp(largest)[1] - int(jnp.finfo(dtype).nmant) - 2)
+
+
+def _largest(leaf: Any) -> Any:
+    """Row by row: XLA on the CPU compiles reductions of whole matrices to scalars, side by side, for minutes."""
+    parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
+    rows = [jnp.atleast_1d(part.astype(jnp.promote_types(part.dtype, jnp.float32))) for part in parts]
+    return jnp.stack([jnp.max(jnp.maximum(jnp.max(part, axis=-1), -jnp.min(part, axis=-1))) for part in rows]).max()
+
+
+@jax.custom_jvp
+def add_weighted(held: Any, gradient: Any, weight: Any, kept: Any, counted: Any) -> Any:
+    """``held + weight * gradient`` in the dtype of `held` where `kept` holds, else `held`.
+
+    Args:
+        held: the sum, any shape.
+        gradient: of the same shape.
+        weight: a scalar.
+        kept: bool scalar: the product is added.
+        counted: bool scalar: it would be at any other weight; where it is not, the derivative by the weight is 0.
+    """
+    total = (held + weight * gradient).astype(held.dtype)
+    return jnp.where(kept, total, held)
+
+
+@add_weighted.defjvp
+def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    held, gradient, weight, kept, counted = primals
+    moved, turned, heavier, *_ = tangents
+    by_gradient = jnp.where(kept, weight * turned, 0)
+    by_weight = heavier * jnp.where(counted, gradient, 0)
+    return add_weighted(*primals), (moved + by_gradient + by_weight).astype(held.dtype)

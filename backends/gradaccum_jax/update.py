@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradaccum_jax.control_flow import ControlFlow, once
-from gradaccum_jax.dtypes import Handed, takes_part, wider
-from gradaccum_jax.sums import cast_like, divide
-from gradaccum_jax.trip import named_axes
+from gradaccum_jax.control_flow import ControlFlow, named_axes, once
+from gradaccum_jax.dtypes import Handed, cast_like, takes_part, wider
+from gradaccum_jax.sums import divide
 
 
 class Traced(NamedTuple):

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from gradaccum.kit import Decision, Fields, Options, accumulate, contribution, decide, divisor, usable
 from gradaccum.kit import close as close_fields
 from gradaccum.kit import discard as discard_fields
-from gradaccum_jax import sums, terms
+from gradaccum_jax import sums
 from gradaccum_jax.agreement import agree, require_equal_parts
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.norm import measure
-from gradaccum_jax.representable import representable
-from gradaccum_jax.state import AccumulationState, fields_of, with_event, with_fields
+from gradaccum_jax.state import AccumulationState, current_terms, fields_of, with_event, with_fields
 from gradaccum_jax.update import Traced, Update
 from gradaccum_jax.varying import axes_of, vary
 
@@ -47,7 +46,7 @@ def add(state: AccumulationState, gradients: list[Any], weight: Any, steps: Any,
     harmless = adds | (weight == 0)
     total = sums.add(state.accumulator, gradients, factor, adds, harmless)
     counted = with_fields(state, accumulate(fields, weight, finite, jnp.where))
-    codes = vary(terms.now(options, steps), axes_of(state.terms))
+    codes = vary(current_terms(options, steps), axes_of(state.terms))
     return counted._replace(accumulator=total, terms=codes), ~harmless if dropping else False
 
 
@@ -109,7 +108,7 @@ def _decide(state: AccumulationState, update: Update, options: Options, at_end: 
 
     def look(_: tuple[Any, Any]) -> tuple[Any, Any]:
         norm, finite = measure(state.accumulator, start[0].dtype, update.control_flow)
-        return norm, finite & representable(state.accumulator, divides, update.dtypes.like)
+        return norm, finite & sums.fits(state.accumulator, divides, update.dtypes.like)
 
     norm, finite = once(at_end, look, start, update.control_flow)
     return Decision(*decide(fields_of(state), norm, finite, options, jnp.where, largest))

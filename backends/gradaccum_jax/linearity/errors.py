@@ -11,7 +11,7 @@ import numpy as np
 
 from gradaccum import LinearityReport
 from gradaccum.kit import SCALES, comparable, linearity_report
-from gradaccum_jax.paths import unique
+from gradaccum_jax.trees import unique
 
 Gradients = dict[str, Any]
 """Float64 arrays by path."""

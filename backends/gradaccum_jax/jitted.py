@@ -15,8 +15,8 @@ import numpy as np
 _TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
-def call(compiled: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    """``compiled(*arguments)``, or ``plain(*arguments)`` if a leaf of them is a function, a flag or another static value."""
+def call_jitted(jitted: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
+    """``jitted(*arguments)``, or ``plain(*arguments)`` if a leaf of them is a function, a flag or another static value."""
     traceable = all(isinstance(leaf, _TRACEABLE) for leaf in jax.tree.leaves(arguments))
     with jax.numpy_dtype_promotion("standard"):  # Sums are wider than gradients by design, where a user's ``"strict"`` refuses the mixture.
-        return compiled(*arguments) if traceable else plain(*arguments)
+        return jitted(*arguments) if traceable else plain(*arguments)
