@@ -1,7 +1,7 @@
-"""Call the compiled form of a function where its arguments can be traced, else the function itself.
+"""Call the jitted form of a function where its arguments can be traced, else the function itself.
 
-The loop and the conditional of a step are compiled with it. Called op by op from Python, they would compile anew in every
-micro-batch; under `jax.jit` the compiled form is inlined and costs nothing.
+Called op by op from Python, the loop and the conditional of a step would compile anew in every micro-batch. The jitted form compiles them
+once. Under `jax.jit` it is inlined and costs nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from gradaccum_jax.types import Tree
+
 _TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
-def call_jitted(jitted: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    """``jitted(*arguments)``, or ``plain(*arguments)`` if a leaf of them is a function, a flag or another static value."""
+def call_jitted(jitted: Callable[..., Any], plain: Callable[..., Any], *arguments: Tree) -> Any:
+    """``jitted(*arguments)``, or ``plain(*arguments)`` if one of their leaves is a function, a flag or another static value."""
     traceable = all(isinstance(leaf, _TRACEABLE) for leaf in jax.tree.leaves(arguments))
-    with jax.numpy_dtype_promotion("standard"):  # Sums are wider than gradients by design, where a user's ``"strict"`` refuses the mixture.
+    with jax.numpy_dtype_promotion("standard"):  # Sums are wider than gradients by design; a user's "strict" would refuse to mix them.
         return jitted(*arguments) if traceable else plain(*arguments)

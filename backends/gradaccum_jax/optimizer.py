@@ -1,9 +1,8 @@
-"""The wrapped optimizer: what `gradaccum.wrap` puts in an optax transformation's place.
+"""The wrapped optimizer, which `gradaccum.wrap` puts in an optax transformation's place; `flush` and `discard` for its users.
 
-All of it is pure functions of (gradients, state, parameters), traced once; nothing is decided on the host. Its work is one
-compiled function, so that a loop that is not itself under `jax.jit` does not compile anew in every micro-batch; under `jit`
-that function is inlined. `wrap` returns a plain `optax.GradientTransformationExtraArgs`: its two functions are methods of the
-`Accumulation`, which is how `flush` and `discard` find the options again.
+All of these are pure functions of (gradients, state, parameters), traced once; the host decides nothing. The work is one jitted function:
+a loop outside `jax.jit` does not compile anew in every micro-batch, and `jax.jit` inlines it. `wrap` returns a plain
+`optax.GradientTransformationExtraArgs`. Its two functions are methods of an `Accumulation`, where `flush` and `discard` find the options.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import Options, ends, explain, initial_state
+from gradaccum.kit import Options, Scalar, ends, explain, initial_state
 from gradaccum_jax import sums, window
 from gradaccum_jax.alignment import align
 from gradaccum_jax.checks import as_weight, require_params, require_plain, require_state
@@ -29,6 +28,7 @@ from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.sizes import check_known, size_at
 from gradaccum_jax.state import AccumulationState, fields_of, first_terms, fresh
 from gradaccum_jax.trees import plain
+from gradaccum_jax.types import Extra, Gradients, Params, Tree, Updates
 from gradaccum_jax.update import Update
 from gradaccum_jax.varying import vary_like
 
@@ -38,16 +38,16 @@ class Accumulation:
     """An inner optimizer and the validated options; `init` and `update` are those of the transformation."""
 
     inner: optax.GradientTransformationExtraArgs
-    """Its state is a pair: the wrapped optimizer's own, and the masters; see `masters.on_masters`."""
+    """The wrapped optimizer under `masters.on_masters` or `masters.without_masters`."""
     options: Options
     control_flow: ControlFlow
 
-    def init(self, params: Any) -> AccumulationState:
+    def init(self, params: Params) -> AccumulationState:
         """The state before the first micro-batch; one accumulator, in the structure of `params`.
 
         Raises:
             ArgumentTypeError: the inner optimizer accumulates too.
-            ArgumentValueError: ``accumulate_dtype`` is one that JAX has switched off.
+            ArgumentValueError: JAX has ``accumulate_dtype`` switched off.
         """
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(params))
@@ -57,13 +57,13 @@ class Accumulation:
         return vary_like(params, fresh(fields, sums.weight_dtype(accumulator), **trees))
 
     def update(
-        self, grads: Any, state: AccumulationState, params: Any = None, *, weight: Any = None, **extra: Any
-    ) -> tuple[Any, AccumulationState]:
-        """Take one micro-batch; at the end of the window the inner optimizer's updates, zeros before it.
+        self, grads: Tree, state: AccumulationState, params: Params = None, *, weight: Scalar = None, **extra: Any
+    ) -> tuple[Updates, AccumulationState]:
+        """Take in one micro-batch; returns the inner optimizer's updates at the end of the window, zeros before it.
 
         Args:
             grads: a tree like the parameters', times the loss scale. None: the parameter took no part.
-            state: what `init` or the last call returned.
+            state: from `init` or the last call.
             params: the parameters, if the inner optimizer wants them, and with master weights.
             weight: the micro-batch's weight, a real scalar >= 0; 1 if left out. At 0 its gradient adds exactly nothing.
             extra: passed on to the inner optimizer.
@@ -71,32 +71,32 @@ class Accumulation:
         Raises:
             GradientError: `grads` has another structure, shape or dtype; names the leaf.
             ArgumentTypeError, ArgumentValueError: `state` is not this optimizer's, `weight` not such a scalar, or `params` missing.
-            ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1, outside `jax.jit`. Under it, where no value is
-                known, each micro-batch of such a window counts as not finite: no update is made, and `result` says ``overflow``.
-            UsageError: the inner optimizer reduces over a named axis, and there is a weight or an option that each device would see to by
-                itself: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``.
+            ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1, outside `jax.jit`. Under `jax.jit` no value is
+                known; there each micro-batch of such a window counts as not finite: no update is made, and `result` says ``overflow``.
+            UsageError: the inner optimizer reduces over a named axis, and a weight or an option is given that would differ from device to
+                device: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``.
         """
         self._check(state, params)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         weight = as_weight(weight, jnp.result_type(state.weight))
-        stepped: tuple[Any, AccumulationState] = call_jitted(self._jitted_update, self._update, aligned, state, params, weight, extra)
+        stepped: tuple[Updates, AccumulationState] = call_jitted(self._jitted_update, self._update, aligned, state, params, weight, extra)
         return stepped
 
-    def flush(self, state: AccumulationState, params: Any = None, **extra: Any) -> tuple[Any, AccumulationState]:
+    def flush(self, state: AccumulationState, params: Params = None, **extra: Any) -> tuple[Updates, AccumulationState]:
         """Close the open window; see `gradaccum_jax.flush`."""
         self._check(state, params)
-        flushed: tuple[Any, AccumulationState] = call_jitted(self._jitted_flush, self._flush, state, params, extra)
+        flushed: tuple[Updates, AccumulationState] = call_jitted(self._jitted_flush, self._flush, state, params, extra)
         return flushed
 
     def discard(self, state: AccumulationState) -> AccumulationState:
         """Forget the open window; see `gradaccum_jax.discard`."""
         return window.discard(require_state(state))
 
-    def _check(self, state: Any, params: Any) -> None:
-        require_state(state)
+    def _check(self, state: object, params: Params) -> None:
+        held = require_state(state)
         if self.options.master_weights:
-            require_params(params, state.masters)
+            require_params(params, held.masters)
 
     @cached_property
     def _jitted_update(self) -> Callable[..., Any]:
@@ -107,8 +107,8 @@ class Accumulation:
         return jax.jit(self._flush)
 
     def _update(
-        self, gradients: list[Any], state: AccumulationState, params: Any, weight: Any, extra: dict[str, Any]
-    ) -> tuple[Any, AccumulationState]:
+        self, gradients: Gradients, state: AccumulationState, params: Params, weight: Scalar, extra: Extra
+    ) -> tuple[Updates, AccumulationState]:
         steps = size_at(self.options.steps, state.optimizer_step)
         state, dropped = window.add(state, gradients, weight, steps, self.options)
         update, full = self._inner_update(state, params, extra, gradients), ends(fields_of(state), steps, jnp.where)
@@ -116,30 +116,31 @@ class Accumulation:
             return window.keep(state, update, self.options, never=full, dropped=dropped, weight=weight)
         return window.close(state, update, self.options, at_end=full, dropped=dropped, weight=weight)
 
-    def _flush(self, state: AccumulationState, params: Any, extra: dict[str, Any]) -> tuple[Any, AccumulationState]:
+    def _flush(self, state: AccumulationState, params: Params, extra: Extra) -> tuple[Updates, AccumulationState]:
         update = self._inner_update(state, params, extra)
         return window.close(state, update, self.options, at_end=jnp.asarray(state.micro_step) > 0)
 
-    def _inner_update(self, state: AccumulationState, params: Any, extra: dict[str, Any], gradients: list[Any] | None = None) -> Update:
+    def _inner_update(self, state: AccumulationState, params: Params, extra: Extra, gradients: Gradients | None = None) -> Update:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
         return Update(self.inner.update, dtypes, params, extra, self.control_flow)
 
 
-def flush(tx: Any, state: AccumulationState, params: Any = None, **extra: Any) -> tuple[Any, AccumulationState]:
-    """Close the open window: the update that its micro-batches amount to, divided by what it holds.
+def flush(
+    tx: optax.GradientTransformation, state: AccumulationState, params: Params = None, **extra: Any
+) -> tuple[Updates, AccumulationState]:
+    """Close the open window: make the update of the micro-batches that it holds.
 
-    An empty window changes nothing; its `result` has ``applied`` and ``skipped`` False. Where `tx` stands inside an
-    `optax.chain`, wrap the whole chain instead, which flushes as one; or else flush its own part and pass the updates through what
-    follows it in the chain:
+    An empty window changes nothing; its `result` has ``applied`` and ``skipped`` False. If `tx` stands inside an `optax.chain`, wrap the
+    whole chain instead, which flushes as one; or else flush its own part and pass the updates through the rest of the chain:
 
         updates, states[i] = gradaccum_jax.flush(tx, states[i], params)
         updates, states[i + 1] = following.update(updates, states[i + 1], params)
 
     Args:
-        tx: what `gradaccum.wrap` returned.
+        tx: from `gradaccum.wrap`.
         state: its state; flax nnx's ``optimizer.opt_state`` too, as in the recipes.
-        params: the parameters, if the inner optimizer wants them, and with master weights. They say the dtype of half-precision updates:
-            nobody knows here whether the gradients were float32, so give a float32 copy to get float32 updates of those.
+        params: the parameters, if the inner optimizer wants them, and with master weights. Their dtypes are those of the updates, since
+            nobody knows here whether half-precision parameters had float32 gradients; for float32 updates give a float32 copy.
         extra: passed on to the inner optimizer.
 
     Returns:
@@ -151,7 +152,7 @@ def flush(tx: Any, state: AccumulationState, params: Any = None, **extra: Any) -
     return require_accumulation(tx).flush(plain(state), plain(params), **extra)
 
 
-def discard(tx: Any, state: AccumulationState) -> AccumulationState:
+def discard(tx: optax.GradientTransformation, state: AccumulationState) -> AccumulationState:
     """Forget the open window: no update, nothing counted, the loss scale untouched.
 
     Raises:
@@ -160,7 +161,7 @@ def discard(tx: Any, state: AccumulationState) -> AccumulationState:
     return require_accumulation(tx).discard(plain(state))
 
 
-def require_accumulation(tx: Any) -> Accumulation:
+def require_accumulation(tx: object) -> Accumulation:
     """The accumulation behind `tx`.
 
     Raises:

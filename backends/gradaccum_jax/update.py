@@ -1,8 +1,8 @@
 """The inner optimizer's call at the end of a window: made once or not at all, with no second buffer of the parameters' size.
 
-The accumulator doubles as the buffer of the updates. Where the inner optimizer runs, its updates take the accumulator's place; where it
+The accumulator doubles as the buffer of the updates. Where the inner optimizer runs, its updates take the accumulator's place. Where it
 does not, the accumulator passes through. Two selects then tell them apart. The parameters are closed over, not carried. So XLA works in
-place, and a micro-batch in mid-window costs the addition and those selects.
+place, and a micro-batch in mid-window costs the addition and the two selects.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradaccum.kit import Scalar
 from gradaccum_jax.control_flow import ControlFlow, named_axes, once
 from gradaccum_jax.dtypes import Handed, cast_like, takes_part, wider
 from gradaccum_jax.sums import divide
+from gradaccum_jax.types import Array, Axes, Extra, InnerState, Params, Tree, Updates
 
 
 class Traced(NamedTuple):
-    """What a trace of the inner optimizer tells."""
+    """What JAX knows of the inner optimizer's call while it traces, before the call is made."""
 
-    updates: Any
+    updates: Updates
     """The tree of the updates' shapes and dtypes."""
-    axes: frozenset[str]
+    axes: Axes
     """The named axes that the optimizer reduces over."""
 
 
@@ -33,12 +35,12 @@ class Update(NamedTuple):
     optimizer: Callable[..., tuple[Any, Any]]
     """``optimizer(gradients, state, params, **extra)``: the inner transformation's ``update``."""
     dtypes: Handed
-    params: Any
-    extra: dict[str, Any]
+    params: Params
+    extra: Extra
     control_flow: ControlFlow
 
-    def traced(self, accumulator: Any, held: Any, divisor: Any) -> Traced:
-        """What is known of the call while JAX traces, before the call itself.
+    def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
+        """Trace the call; nothing of it enters the program.
 
         Args:
             accumulator: the tree of sums.
@@ -46,7 +48,7 @@ class Update(NamedTuple):
             divisor: a scalar of the type that `run` gets.
         """
 
-        def made(accumulator: Any, held: Any) -> Any:
+        def made(accumulator: Tree, held: InnerState) -> Updates:
             leaves, structure = jax.tree.flatten(self._gradients(accumulator, divisor))
             gradients = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.dtypes.like, strict=True)]
             return self.optimizer(jax.tree.unflatten(structure, gradients), held, self.params, **self.extra)[0]
@@ -54,7 +56,9 @@ class Update(NamedTuple):
         program, updates = jax.make_jaxpr(made, return_shape=True)(accumulator, held)
         return Traced(_still(updates, accumulator), named_axes(program))
 
-    def run(self, accumulator: Any, held: Any, divisor: Any, updates: Any, *, apply: Any, at_end: Any) -> tuple[Any, Any, Any]:
+    def run(
+        self, accumulator: Tree, held: InnerState, divisor: Scalar, updates: Updates, *, apply: Scalar, at_end: Scalar
+    ) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer where `apply` holds, and clear the accumulator where `at_end` does.
 
         Args:
@@ -70,7 +74,7 @@ class Update(NamedTuple):
         """
         buffer = jax.tree.map(_wide_enough, accumulator, updates)
 
-        def call(operand: tuple[Any, Any]) -> tuple[Any, Any]:
+        def call(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
             gradients = self._gradients(cast_like(operand[0], accumulator), divisor)
             made, after = self.optimizer(gradients, operand[1], self.params, **self.extra)
             return cast_like(_still(made, accumulator), buffer), cast_like(after, held)
@@ -79,11 +83,11 @@ class Update(NamedTuple):
         cleared = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), _cleared(buffer, at_end), accumulator)
         return _updates_where(apply, buffer, updates), cleared, after
 
-    def keep(self, accumulator: Any, updates: Any, never: Any) -> tuple[Any, Any]:
+    def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
         """The updates, all zeros, and the accumulator of a micro-batch that can end no window.
 
         Constant zeros would cost a copy of the parameters and a pass over it: nothing tells XLA that the gradient, which reads the old
-        parameters, comes first. After a loop over all sums, even one that never runs, it has come, and a select of nothing costs nothing.
+        parameters, comes first. After a loop over all sums, even one that never runs, the gradient has come, and the select is free.
 
         Args:
             accumulator: the tree of sums.
@@ -93,28 +97,28 @@ class Update(NamedTuple):
         accumulator = once(never, lambda held: _cleared(held, never), accumulator, self.control_flow)
         return _updates_where(never, accumulator, updates), accumulator
 
-    def _gradients(self, accumulator: Any, divisor: Any) -> Any:
+    def _gradients(self, accumulator: Tree, divisor: Scalar) -> Tree:
         return divide(accumulator, divisor, self.dtypes.given)
 
 
-def _updates_where(apply: Any, buffer: Any, updates: Any) -> Any:
-    """What `buffer` holds where `apply` holds, in the dtypes of `updates`; else zeros."""
+def _updates_where(apply: Scalar, buffer: Tree, updates: Updates) -> Updates:
+    """The updates that `buffer` holds where `apply` holds, in the dtypes of `updates`; else zeros."""
     return jax.tree.map(lambda leaf, update: jnp.where(apply, leaf, _nothing(leaf)).astype(update.dtype), buffer, updates)
 
 
-def _wide_enough(held: Any, update: Any) -> Any:
+def _wide_enough(held: Array, update: Array) -> Array:
     return held.astype(wider(held.dtype, update.dtype))
 
 
-def _still(updates: Any, accumulator: Any) -> Any:
+def _still(updates: Updates, accumulator: Tree) -> Updates:
     """`updates` with the sum, an exact 0 in the parameter's dtype, for each parameter that takes no part."""
     return jax.tree.map(lambda held, update: update if takes_part(held) else held, accumulator, updates)
 
 
-def _cleared(tree: Any, where: Any) -> Any:
+def _cleared(tree: Tree, where: Scalar) -> Tree:
     return jax.tree.map(lambda leaf: jnp.where(where, jnp.zeros((), leaf.dtype), leaf), tree)
 
 
-def _nothing(leaf: Any) -> Any:
+def _nothing(leaf: Array) -> float:
     """-0.0, the one zero that leaves every parameter bit for bit as it is: -0.0 + 0.0 is 0.0, but x + -0.0 is x."""
     return -0.0 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
