@@ -35,7 +35,7 @@ class AccumulationState(NamedTuple):
     overflow: Scalar
     """bool: some micro-batch of the open window is known to have had a non-finite gradient."""
     loss_scale: Scalar
-    """float32: what the loss is multiplied by before differentiation."""
+    """float32: the factor of the loss before differentiation."""
     growth_tracker: Scalar
     """int32: clean windows since the loss scale last changed."""
     accumulator: Tree
