@@ -1,6 +1,6 @@
-"""Two devices on the host, an optimizer that reduces over them once per window, and a gradient of inf on one: run by `test_jax_devices`.
+"""A script of `test_jax_devices`: an inner optimizer averages over two devices once per window, and one device's gradient is inf.
 
-A process of its own: the number of devices is fixed when JAX starts, and a deadlock ends with it.
+The test runs it in its own process: JAX fixes the number of devices when it starts, and a deadlock must not hang pytest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def averaging() -> Any:
 
 
 def train(tx: Any, lift: Lift, micro_batches: list[list[float]]) -> tuple[Any, Any]:
-    """The updates of every micro-batch, shape (micro-batches, devices), and the last state."""
+    """Return the updates of every micro-batch, shape (micro-batches, devices), and the last state."""
     params = jnp.zeros(2)
     update = lift(tx.update)
     state, made = lift(tx.init)(params), []
@@ -73,8 +73,8 @@ def check_multisteps(lift: Lift, control_flow: str) -> None:
     np.testing.assert_array_equal(made[:, 1], made[:, 0])
 
 
-def check_talk_once_per_window() -> None:
-    """No all-reduce outside the loops and branches that only a window's end enters."""
+def check_reduces_once_per_window() -> None:
+    """Every all-reduce stands in a loop or branch that only the end of a window enters."""
     tx = gradaccum.wrap(averaging(), steps=2)
     held, state = jnp.zeros(2), shard_map(tx.init)(jnp.zeros(2))
     program = shard_map(tx.update).lower(held, state, held).compile().as_text()
@@ -87,4 +87,4 @@ if __name__ == "__main__":
     for control_flow in ("while_loop", "cond"):
         check_wrap(LIFTS[sys.argv[1]], control_flow)
         check_multisteps(LIFTS[sys.argv[1]], control_flow)
-    check_talk_once_per_window()
+    check_reduces_once_per_window()

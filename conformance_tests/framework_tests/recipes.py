@@ -1,4 +1,4 @@
-"""Runs the Python blocks of a page of recipes, each as a program of its own that asserts its own result."""
+"""Run each Python block of a page of recipes as its own program. The block asserts its result."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 
 class Recipe(NamedTuple):
-    """One block."""
+    """One Python block of the page."""
 
     title: str
-    """Its section's."""
+    """The heading of its section."""
     code: str
 
 
 def recipes_of(package: ModuleType) -> list[Recipe]:
-    """The first Python block of each numbered section of the package's ``RECIPES.md``; the page may have no other blocks."""
+    """Return the first Python block of each numbered section of the package's ``RECIPES.md``. The page may have no other block."""
     assert package.__file__ is not None
     page = (Path(package.__file__).parent / "RECIPES.md").read_text(encoding="utf-8")
     found = re.findall(r"^## (\d[^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
@@ -29,7 +29,7 @@ def recipes_of(package: ModuleType) -> list[Recipe]:
 
 
 def run_recipe(recipe: Recipe, directory: Path, **environment: str) -> None:
-    """Run the block from a file in `directory`; what it prints as it fails is the assertion's message."""
+    """Run the block from a file in `directory`. If it fails, the assertion shows its error output."""
     script = directory / "recipe.py"
     script.write_text(recipe.code, encoding="utf-8")
     command = [sys.executable, str(script)]

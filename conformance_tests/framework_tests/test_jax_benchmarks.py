@@ -1,4 +1,4 @@
-"""The streaming questions: whoever takes part ends with the same parameters, and what is counted is what happened."""
+"""The streaming questions of the benchmarks: all contestants end with the same parameters, and the counters are right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, WINDOWS = 16, 3
 
 
 def trained(case: Case) -> dict[str, Any]:
-    """The parameters of each contestant but the floor, which forgets all gradients but the last."""
+    """Return the parameters of each contestant but the floor, which uses the last gradient of a window alone."""
     ends = {}
     for name, run in case.contestants.items():
         if not name.startswith("floor"):
@@ -33,7 +33,7 @@ def trained(case: Case) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keras is told its backend by the environment."""
+    """Keras reads its backend from the environment."""
     monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "jax"))
 
 
@@ -57,20 +57,20 @@ def test_all_contestants_agree(case: Any, members: int) -> None:
             assert np.abs(own - np.asarray(before)).max() > 1e-4
 
 
-def test_the_clipping_case_clips() -> None:
+def test_clipping_case_clips() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=1)
     gradients = jax_streaming.gradient(make_params(256), jax_streaming.batches(256)[0])
     assert tx.update(gradients, tx.init(gradients))[1].last_grad_norm > jax_streaming.CLIP_NORM
 
 
-def test_updates_are_counted_as_they_happen() -> None:
+def test_updates_per_window_are_counted() -> None:
     for members in (0, 2):
         assert updates_per_window(lambda inner: gradaccum.wrap(inner, steps=STEPS), members) == 1
         assert updates_per_window(lambda inner: optax.MultiSteps(inner, STEPS), members) == STEPS
         assert updates_per_window(lambda inner: inner, members) == STEPS
 
 
-def test_copies_of_a_parameters_shape_are_counted() -> None:
+def test_copies_are_counted_by_shape() -> None:
     text = "%a = f32[2,3]{1,0} copy(%b)\n%c = f32[] copy(%d)\n%e = f32[3,2]{1,0} copy(%f)\n%copy.1 = f32[2,3]{1,0} fusion(%copy.2)"
     assert copies(text, {(2, 3)}) == 1
     assert copies(text, {(2, 3), (3, 2)}) == 2

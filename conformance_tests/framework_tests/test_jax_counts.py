@@ -1,7 +1,8 @@
-"""What a compiled step is made of, by counts that hold on any machine: no copies, no scratch, everything in place, nothing on the host."""
+"""Counts of a compiled step that hold on any machine: it makes no copies, needs no scratch, and never asks the host."""
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -17,9 +18,11 @@ import gradaccum_jax
 
 SIDE, MATRICES, MEMBERS = 1024, 4, 3
 OWN = MATRICES * SIDE * SIDE * 4
+UNTUNED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Skip LLVM's optimizations. They come after XLA's, whose program and buffers are all that is counted here."""
 KERNELS = {"plain": 12.75, "clip_and_drop": 15.75, "dynamic_scale": 12.75, "no_steps": 3, "multisteps": 6}
-"""At most, for each tensor: AdamW and the end of the window are six or seven, the sum one, the norm two or three and once more scaled.
-JAX 0.7 needs a quarter of one to keep the norm's total out of every other kernel."""
+"""The most kernels for each tensor. AdamW and the end of the window take six or seven, the sum takes one, the norm takes two or three,
+and the norm of scaled numbers as many again. JAX 0.7 needs a quarter of one more to keep the norm's total out of every other kernel."""
 OUTSIDE = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective", "infeed", "outfeed", "send(", "recv(", "callback")
 CLIP_AND_DROP = {"clip_norm": 1.0, "on_overflow": "drop_micro_batch"}
 MAKERS = {
@@ -30,7 +33,7 @@ MAKERS = {
     "multisteps": lambda inner: gradaccum_jax.MultiSteps(inner, 4),
 }
 LOOPS = {"plain": 3, "clip_and_drop": 3, "dynamic_scale": 3, "no_steps": 1, "multisteps": 1}
-"""At most: one for the norm, one for the norm of what is too large or too small to be squared, one for the inner optimizer."""
+"""The most loops: one for the norm, one for the norm of numbers too large or too small to be squared, one for the inner optimizer."""
 
 
 def params(members: int = 0, matrices: int = MATRICES) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def params(members: int = 0, matrices: int = MATRICES) -> dict[str, Any]:
 
 
 def compiled(tx: Any, *, members: int = 0, trained: bool = False, matrices: int = MATRICES) -> tuple[Any, str]:
-    """A step given its gradients, or the network's input; and its optimized program."""
+    """Compile a step, and return it with its optimized program. The step takes gradients, or with `trained` the network's input."""
 
     def gradient(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -57,8 +60,15 @@ def compiled(tx: Any, *, members: int = 0, trained: bool = False, matrices: int 
     whole, init = (jax.vmap(step), jax.vmap(tx.init)) if members else (step, tx.init)
     held = params(members, matrices)
     given = jax.ShapeDtypeStruct((2, SIDE), jnp.float32) if trained else held
-    made = jax.jit(whole, donate_argnums=(0, 1)).lower(held, jax.eval_shape(init, held), given).compile()
+    made = jax.jit(whole, donate_argnums=(0, 1)).lower(held, jax.eval_shape(init, held), given).compile(compiler_options=UNTUNED)
     return made, made.as_text()
+
+
+@functools.cache
+def step_of(name: str, *, members: int = 0, trained: bool = False, matrices: int = MATRICES) -> tuple[Any, Any, str]:
+    """Return the wrapped AdamW, its compiled step and the program. Several tests read the same one."""
+    tx = MAKERS[name](optax.adamw(1e-3))
+    return tx, *compiled(tx, members=members, trained=trained, matrices=matrices)
 
 
 def copies(text: str, side: int = SIDE) -> list[str]:
@@ -66,57 +76,60 @@ def copies(text: str, side: int = SIDE) -> list[str]:
 
 
 def kernels(text: str) -> int:
-    """Calls of what was compiled, of libraries and of `copy`, wherever in the program; not what is fused into them."""
+    """Count the kernels that the program calls: fusions, library calls and copies, but not the operations fused into them."""
     fused = set(re.findall(r"(?:calls|to_apply)=%([\w.-]+)", text)) - set(re.findall(r"%(parallel[\w.-]+)", text))
     bodies = [part for part in re.split(r"\n\n", text) if re.sub(r"^(ENTRY )?%([\w.-]+).*", r"\2", part, flags=re.S) not in fused]
     return sum(len(re.findall(r"= \S+ (?:fusion|dot|reduce|reduce-window|multiply|is-finite|copy)\(", body)) for body in bodies)
 
 
 def aliased(text: str) -> int:
-    """How many outputs take the place of an input."""
+    """Count the outputs that take the memory of an input."""
     return len(re.findall(r"\{\d+\}: \(\d+, \{\}, \w+-alias\)", text.splitlines()[0]))
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_step_works_in_place(name: str) -> None:
-    tx = MAKERS[name](optax.adamw(1e-3))
-    made, text = compiled(tx)
+def test_step_works_in_place(name: str) -> None:
+    tx, made, text = step_of(name)
     memory = made.memory_analysis()
     assert copies(text) == []
     assert memory.temp_size_in_bytes <= 0.26 * OWN
-    assert memory.alias_size_in_bytes >= 4 * OWN  # parameters, sums and both moments
+    assert memory.alias_size_in_bytes >= 4 * OWN  # Parameters, sums and both moments.
     donated = len(jax.tree.leaves((params(), jax.eval_shape(tx.init, params()))))
-    unread = 4 * (name != "multisteps")  # what the last event did is three flags; what the window depends on is written anew
+    unread = 4 * (name != "multisteps")  # Three flags of the last event, and the terms of the window: never read, only written.
     assert aliased(text) == donated - unread
     assert memory.argument_size_in_bytes < 5.001 * OWN
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_step_decides_on_the_device_and_talks_to_nobody(name: str) -> None:
-    _, text = compiled(MAKERS[name](optax.adamw(1e-3)))
+def test_step_stays_on_the_device(name: str) -> None:
+    """The decisions are loops on the device: the program has no conditional, no collective and no transfer to the host."""
+    _, _, text = step_of(name)
     assert 1 <= len(re.findall(r" while\(", text)) <= LOOPS[name]
     assert len(re.findall(r" conditional\(", text)) == 0
     assert [word for word in OUTSIDE if word in text] == []
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_compiled_with_the_gradient_a_step_has_scratch_for_two_matrices(name: str) -> None:
-    """All four where a micro-batch may be dropped: nothing of it is added before the last of its gradients is known to be finite."""
-    made, text = compiled(MAKERS[name](optax.adamw(1e-3)), trained=True)
-    scratch = OWN + SIDE * SIDE if name == "clip_and_drop" else OWN // 2  # and a mask of one matrix
+def test_scratch_with_gradient_is_two_matrices(name: str) -> None:
+    """XLA compiles the step together with the gradient, and its scratch holds two of the four matrices.
+
+    It holds all four where a micro-batch may be dropped: the last gradient must be finite before the first is added.
+    """
+    _, made, text = step_of(name, trained=True)
+    scratch = OWN + SIDE * SIDE if name == "clip_and_drop" else OWN // 2  # Plus a mask of one matrix.
     assert copies(text) == []
     assert made.memory_analysis().temp_size_in_bytes <= scratch + 2**18
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_tensor_more_is_few_kernels_more(name: str) -> None:
-    """They are what a compiler spends its time on; beside 7 or 8 of `optax.MultiSteps`."""
-    few, many = (kernels(compiled(MAKERS[name](optax.adamw(1e-3)), matrices=matrices)[1]) for matrices in (MATRICES, 2 * MATRICES))
+def test_kernels_per_further_tensor(name: str) -> None:
+    """XLA spends its compile time on kernels. `optax.MultiSteps` has 7 or 8 for each tensor."""
+    few, many = (kernels(program) for _, _, program in (step_of(name), step_of(name, matrices=2 * MATRICES)))
     assert 2 <= (many - few) / MATRICES <= KERNELS[name]
 
 
-def test_the_sum_is_no_lone_addition() -> None:
-    """XLA on the CPU, in place, does one element at a time in such a kernel, in JAX 0.7 at least."""
+def test_sum_is_no_lone_addition() -> None:
+    """XLA on the CPU, in JAX 0.7 at least, adds one element at a time where a kernel is a lone in-place addition."""
     _, text = compiled(gradaccum.wrap(optax.sgd(1.0), steps=4), trained=True)
     kernels = [part for part in re.split(r"\n\n", text) if not re.match(r"%(fused|wrapped)_", part)]
     assert kernels
@@ -124,10 +137,10 @@ def test_the_sum_is_no_lone_addition() -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_an_ensemble_works_in_place_too(name: str) -> None:
-    made, text = compiled(MAKERS[name](optax.adamw(1e-3)), members=MEMBERS)
+def test_ensemble_works_in_place(name: str) -> None:
+    _, made, text = step_of(name, members=MEMBERS)
     memory, own = made.memory_analysis(), OWN // 16 * MEMBERS
     assert copies(text, SIDE // 4) == []
-    assert memory.temp_size_in_bytes <= 4.51 / MEMBERS * own  # a member's parameters, sums and moments and half as much as its sums
+    assert memory.temp_size_in_bytes <= 4.51 / MEMBERS * own  # One member's parameters, sums and moments, and half its sums.
     assert memory.alias_size_in_bytes >= 4 * own
     assert [word for word in OUTSIDE if word in text] == []

@@ -1,4 +1,4 @@
-"""An inner optimizer that reduces over devices: they end a window alike, and what each would see to by itself is refused."""
+"""An inner optimizer that reduces over devices: all devices end a window alike, and options that each would apply alone are refused."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import gradaccum
 
 SCRIPT = Path(__file__).parent / "jax_two_devices.py"
 SECONDS = 300
-"""A deadlock would last for ever; the script takes a few seconds."""
+"""The script takes a few seconds. A deadlock would last for ever."""
 
 
 @pytest.mark.parametrize("lift", ["pmap", "shard_map"])
-def test_an_inf_on_one_device_skips_the_window_on_all(lift: str) -> None:
+def test_inf_on_one_device_skips_everywhere(lift: str) -> None:
     run = subprocess.run([sys.executable, SCRIPT, lift], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
 
@@ -33,7 +33,9 @@ def test_an_inf_on_one_device_skips_the_window_on_all(lift: str) -> None:
     ids=["clip_norm", "skip_norm", "on_overflow", "weight"],
 )
 @pytest.mark.parametrize("steps", [1, None])
-def test_what_would_be_each_devices_own_is_refused(options: dict[str, Any], weight: Any, steps: Any) -> None:
+def test_per_device_options_are_refused(options: dict[str, Any], weight: Any, steps: Any) -> None:
+    """Each device would clip, skip, drop or weigh its own gradient, before the inner optimizer reduces them."""
+
     def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return jax.lax.pmean(gradients, "devices"), state
 

@@ -1,4 +1,4 @@
-"""Ensembles under `jax.vmap`: each member does what it would do alone, whether or not the others end their windows too."""
+"""Ensembles under `jax.vmap`: each member trains as if alone, whether or not the other members end their windows too."""
 
 from __future__ import annotations
 
@@ -32,21 +32,27 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def spoiled(index: int) -> Any:
-    """The gradients of a micro-batch; the second member's fourth and the third's seventh hold a NaN, and so their windows part."""
+    """Return the gradients of a micro-batch. A NaN in the second member's fourth and the third's seventh makes their windows end apart."""
     member = {3: 1, 6: 2}.get(index)
     return GRADS[index] if member is None else {**GRADS[index], "b": GRADS[index]["b"].at[member, 0].set(jnp.nan)}
 
 
-def train(tx: Any, params: Any, choose: Callable[[Any], Any], lift: Callable[..., Any]) -> list[Any]:
-    """Parameters and state after every micro-batch."""
+def lifted(tx: Any, lift: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return the initial state and the step of `tx` as functions, compiled, of as many members as `lift` maps them over."""
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    carried, seen, jitted = (params, lift(tx.init)(params)), [], jax.jit(lift(step))
+    return jax.jit(lift(tx.init)), jax.jit(lift(step))
+
+
+def train(functions: tuple[Any, Any], params: Any, choose: Callable[[Any], Any]) -> list[Any]:
+    """Return the parameters and the state after every micro-batch."""
+    init, step = functions
+    carried, seen = (params, init(params)), []
     for index in range(MICRO_BATCHES):
-        carried = jitted(*carried, choose(spoiled(index)))
+        carried = step(*carried, choose(spoiled(index)))
         seen.append(carried)
     return seen
 
@@ -56,31 +62,33 @@ def member(tree: Any, index: int) -> Any:
 
 
 def assert_close(a: Any, b: Any) -> None:
-    """To the last bits: XLA adds up the norm of a batch in another order."""
+    """Compare but for the last bits: XLA sums the norm of a batch in another order."""
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_every_member_does_what_it_would_do_alone(name: str) -> None:
+def test_members_train_as_if_alone(name: str) -> None:
     tx = MAKERS[name](optax.sgd(0.5, momentum=0.5))
-    together = train(tx, PARAMS, lambda grads: grads, jax.vmap)
+    together = train(lifted(tx, jax.vmap), PARAMS, lambda grads: grads)
+    one = lifted(tx, lambda function: function)
     for index in range(MEMBERS):
-        alone = train(tx, member(PARAMS, index), lambda grads, index=index: member(grads, index), lambda function: function)
+        alone = train(one, member(PARAMS, index), lambda grads, index=index: member(grads, index))
         for step, single in zip(together, alone, strict=True):
             assert_close(member(step, index), single)
 
 
 def test_nested_ensembles() -> None:
     tx = MAKERS["plain"](optax.sgd(0.5))
-    nested = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), PARAMS)
-    twice = train(tx, nested, lambda grads: jax.tree.map(lambda g: jnp.stack([g, g + 1]), grads), lambda f: jax.vmap(jax.vmap(f)))
-    once = train(tx, member(nested, 1), lambda grads: jax.tree.map(lambda g: g + 1, grads), jax.vmap)
-    for a, b in zip(twice, once, strict=True):
+    nested = {"b": jnp.stack([PARAMS["b"], 2 * PARAMS["b"]])}
+    twice = train(lifted(tx, lambda f: jax.vmap(jax.vmap(f))), nested, lambda grads: {"b": jnp.stack([grads["b"], grads["b"] + 1])})
+    single = train(lifted(tx, jax.vmap), member(nested, 1), lambda grads: {"b": grads["b"] + 1})
+    for a, b in zip(twice, single, strict=True):
         assert_close(member(a, 1), b)
 
 
 @pytest.mark.parametrize("make", [MAKERS["plain"], lambda inner: gradaccum_jax.MultiSteps(inner, 2)], ids=["wrap", "multisteps"])
-def test_windows_that_end_together_share_one_run_and_others_run_by_themselves(make: Callable[[Any], Any]) -> None:
+def test_windows_ending_together_share_one_run(make: Callable[[Any], Any]) -> None:
+    """A member whose window ends apart from the others gets a run of its own."""
     runs: list[tuple[int, ...]] = []
 
     def note(value: Any) -> Any:
@@ -107,8 +115,8 @@ def test_windows_that_end_together_share_one_run_and_others_run_by_themselves(ma
     assert runs == [(MEMBERS,), (), ()]
 
 
-def test_a_trip_takes_constants_of_every_kind() -> None:
-    """Traced from outside, shared by the batch or not, arrays, numbers and random keys."""
+def test_once_takes_constants_of_every_kind() -> None:
+    """Constants traced from outside, shared by the batch or not: arrays, numbers and random keys."""
     key, shared = jax.random.key(0), np.arange(3.0, dtype=np.float32)
 
     @jax.jit
@@ -137,7 +145,7 @@ def averaging(axis: str) -> optax.GradientTransformation:
 
 
 @pytest.mark.parametrize("make", [gradaccum.wrap, gradaccum_jax.MultiSteps], ids=["wrap", "multisteps"])
-def test_an_optimizer_that_reduces_over_the_members_is_told_what_to_write(make: Callable[..., Any]) -> None:
+def test_reduction_over_members_needs_cond(make: Callable[..., Any]) -> None:
     params = jnp.arange(6.0).reshape(MEMBERS, 2)
     tx = make(averaging("members"), 1)
     with pytest.raises(gradaccum.UsageError, match=r"one that reduces over \['members'\].*control_flow='cond'"):
@@ -147,7 +155,7 @@ def test_an_optimizer_that_reduces_over_the_members_is_told_what_to_write(make: 
     np.testing.assert_array_equal(updates, np.tile(-params.mean(0), (MEMBERS, 1)))
 
 
-def test_an_ensemble_on_each_device_may_reduce_over_the_mesh() -> None:
+def test_ensemble_may_reduce_over_mesh() -> None:
     tx, mesh = gradaccum.wrap(averaging("devices"), steps=1), jax.sharding.Mesh(np.array(jax.devices()[:1]), ("devices",))
     params = jnp.arange(6.0).reshape(MEMBERS, 2)
 

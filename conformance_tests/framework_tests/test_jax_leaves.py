@@ -1,4 +1,4 @@
-"""Parameters that are no floats, or unusual ones: integers, flags, random keys, float8, nodes whose children share a key."""
+"""Unusual parameters: integers, flags, random keys, float8, and tree nodes with two children of one key."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ STILL = {
 @pytest.mark.parametrize("inner", [optax.sgd(0.5, momentum=0.9), optax.adamw(0.5, weight_decay=0.5)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("absent", [None, FLOAT0], ids=["none", "float0"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_integers_and_flags_stay_bit_for_bit(name: str, absent: Any, inner: Any) -> None:
-    """Within a window and at its end, in float32's gaps too; their updates have their own dtype, so that none is cast."""
+def test_integers_and_flags_stay_bitwise(name: str, absent: Any, inner: Any) -> None:
+    """No bit changes, also where float32 has gaps. Each update has the dtype of its parameter, so that optax casts none."""
     tx, params = MAKERS[name](inner, 2), {"w": jnp.ones(2), **STILL}
     grads, state = {"w": jnp.ones(2), **dict.fromkeys(STILL, absent)}, tx.init(params)
     for _ in range(4):
@@ -51,7 +51,7 @@ def test_flush_leaves_integers_alone() -> None:
             np.testing.assert_array_equal(params[still], leaf)
 
 
-def test_equinox_keeps_the_dtype_of_integers() -> None:
+def test_equinox_keeps_integer_dtypes() -> None:
     """`equinox.apply_updates` adds and does not cast."""
     eqx = pytest.importorskip("equinox", reason="equinox is not installed")
     tx, params = gradaccum.wrap(optax.sgd(0.5), steps=2), {"w": jnp.ones(2), **STILL}
@@ -64,8 +64,8 @@ def test_equinox_keeps_the_dtype_of_integers() -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_an_integer_gradient_is_refused(name: str) -> None:
-    """What it would do is the optimizer's guess; JAX gives none."""
+def test_integer_gradient_is_refused(name: str) -> None:
+    """JAX makes no integer gradients, and each optimizer would treat one in its own way."""
     tx, params = MAKERS[name](optax.sgd(0.5), 2), {"w": jnp.ones(2), "count": jnp.asarray(3)}
     with pytest.raises(gradaccum.GradientError, match=r"grads\['count'\]: .*takes no part.*Give None or float0"):
         tx.update({"w": jnp.ones(2), "count": jnp.asarray(0)}, tx.init(params), params)
@@ -74,7 +74,7 @@ def test_an_integer_gradient_is_refused(name: str) -> None:
 @pytest.mark.parametrize("absent", [None, FLOAT0], ids=["none", "float0"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_typed_keys_have_no_update(name: str, absent: Any) -> None:
-    """As in plain optax, where the update of a gradient of None is None (Adam refuses it); a key can be added to nothing."""
+    """Nothing can be added to a random key. Plain optax also returns None for a gradient of None (its Adam refuses it)."""
     tx, params = MAKERS[name](optax.sgd(0.5), 2), {"key": jax.random.key(7), "w": jnp.ones(2)}
     state = start = tx.init(params)
     for step in range(2):
@@ -104,7 +104,7 @@ def test_float8_parameters(name: str) -> None:
 
 
 class Pair:
-    """A node whose two children report the same key."""
+    """A tree node that reports one key for both of its children."""
 
     def __init__(self, a: Any, b: Any) -> None:
         self.children = (a, b)
@@ -118,7 +118,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_children_of_one_key_have_their_own_gradients(name: str) -> None:
+def test_children_of_one_key_stay_apart(name: str) -> None:
     tx, params = MAKERS[name](optax.sgd(1.0), 1), Pair(jnp.zeros(1), jnp.zeros(1))
     for grads, expected in ((Pair(jnp.ones(1), jnp.full(1, 3.0)), [-1, -3]), (Pair(None, jnp.full(1, 3.0)), [0, -3])):
         updates, state = tx.update(grads, tx.init(params), params)
@@ -127,7 +127,8 @@ def test_children_of_one_key_have_their_own_gradients(name: str) -> None:
         tx.update({"same": jnp.ones(1)}, state, params)
 
 
-def test_a_state_with_children_of_one_key_is_checked_by_position() -> None:
+def test_children_of_one_key_are_checked() -> None:
+    """`check_state` takes them by position, as they share a path."""
     tx, params = gradaccum.wrap(optax.sgd(1.0), steps=2), Pair(jnp.zeros(1), jnp.zeros(1))
     _, state = tx.update(Pair(jnp.ones(1), jnp.full(1, 3.0)), tx.init(params), params)
     checked = gradaccum_jax.check_state(tx, state, params)

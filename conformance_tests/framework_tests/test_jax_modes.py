@@ -49,7 +49,7 @@ def test_strict_promotion(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [MAKERS[1], lambda inner: gradaccum.wrap(inner, steps=2)], ids=["multisteps", "wrap"])
-def test_reverse_mode_is_the_conditionals(make: Any) -> None:
+def test_reverse_mode_matches_forward_mode(make: Any) -> None:
     def loss(gradient: Any) -> Any:
         params, tx = PARAMS, make(optax.adam(0.1))
         state = tx.init(params)
@@ -66,7 +66,7 @@ def test_reverse_mode_is_the_conditionals(make: Any) -> None:
 @pytest.mark.parametrize("phases", [[1, 1, 1], [0, 1, 0]], ids=["together", "apart"])
 @pytest.mark.parametrize("outer", ["grad of vmap", "vmap of grad"])
 def test_reverse_mode_under_vmap(outer: str, phases: list[int]) -> None:
-    """Members at rest bring nothing, though the derivative of their update, sqrt at 0, is inf."""
+    """A member in mid-window adds nothing to the derivative, though that of its update, sqrt at 0, would be inf."""
     starts, counts = jnp.arange(3.0), jnp.array(phases, jnp.int32)
 
     def found(control_flow: str) -> Any:

@@ -1,4 +1,4 @@
-"""`gradaccum_jax.MultiSteps` beside `optax.MultiSteps`, mini-step by mini-step."""
+"""`gradaccum_jax.MultiSteps` equals `optax.MultiSteps` after every mini-step, and has none of its faults."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def assert_close(ours: Any, theirs: Any, tolerance: float) -> None:
     ],
     ids=["mean", "every_step", "sum", "schedule", "not_finite", "large", "bfloat16"],
 )
-def test_every_state_is_optaxs(arguments: dict[str, Any], bad: dict[int, float]) -> None:
-    rounded = "accumulator_dtype" in arguments  # optax then rounds the stored mean, but not the one it hands on
+def test_states_equal_optaxs(arguments: dict[str, Any], bad: dict[int, float]) -> None:
+    rounded = "accumulator_dtype" in arguments  # optax then rounds the mean that it stores, but not the one that it passes on.
     inner, tolerance = (optax.sgd(0.1, momentum=0.9), 2**-6) if rounded else (optax.adamw(0.1), 2e-6)
     ours, theirs = gradaccum_jax.MultiSteps(inner, **arguments), optax.MultiSteps(inner, **arguments)
     state, expected = ours.init(PARAMS), theirs.init(PARAMS)
@@ -62,7 +62,7 @@ def test_every_state_is_optaxs(arguments: dict[str, Any], bad: dict[int, float])
         assert bool(ours.has_updated(state)) == bool(theirs.has_updated(expected))
 
 
-def test_the_interface_is_optaxs() -> None:
+def test_interface_equals_optaxs() -> None:
     for name in ("__init__", "init", "update", "has_updated", "gradient_transformation"):
         mine, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (gradaccum_jax.MultiSteps, optax.MultiSteps))
         assert [key for key in mine if mine[key].kind != inspect.Parameter.KEYWORD_ONLY] == list(theirs)
@@ -71,13 +71,14 @@ def test_the_interface_is_optaxs() -> None:
     assert isinstance(ours.init(PARAMS), optax.MultiStepsState)
 
 
-def test_cond_can_be_differentiated_through() -> None:
+def test_cond_is_differentiable() -> None:
     steps = gradaccum_jax.MultiSteps(optax.sgd(0.5), 1, control_flow="cond")
     state = steps.init(jnp.ones(()))
     assert jax.grad(lambda g: steps.update(g, state)[0] ** 2)(3.0) == pytest.approx(2 * 0.25 * 3.0)
 
 
-def test_a_nan_does_not_stay_for_ever() -> None:
+def test_nan_lasts_one_window() -> None:
+    """In optax it stays for ever."""
     for kind, heals in ((gradaccum_jax.MultiSteps, True), (optax.MultiSteps, False)):
         steps = kind(optax.sgd(1.0), 2)
         state = steps.init(PARAMS)
@@ -87,7 +88,7 @@ def test_a_nan_does_not_stay_for_ever() -> None:
     assert int(state.gradient_step) == 2
 
 
-def test_the_inner_optimizer_runs_once_per_window() -> None:
+def test_inner_optimizer_runs_once_per_window() -> None:
     runs: list[Any] = []
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -104,7 +105,7 @@ def test_the_inner_optimizer_runs_once_per_window() -> None:
     assert int(state.inner_opt_state) == 2
 
 
-def test_gradient_transformation_keeps_extra_arguments_in_a_chain() -> None:
+def test_chain_passes_extra_arguments() -> None:
     def update(updates: Any, state: Any, params: Any = None, *, factor: Any, **rest: Any) -> tuple[Any, Any]:
         return jax.tree.map(lambda u: factor * u, updates), state
 
@@ -114,7 +115,7 @@ def test_gradient_transformation_keeps_extra_arguments_in_a_chain() -> None:
     np.testing.assert_array_equal(updates["a"], 3 * PARAMS["a"])
 
 
-def test_a_gradient_of_none_counts_as_zero() -> None:
+def test_none_gradient_counts_as_zero() -> None:
     steps = gradaccum_jax.MultiSteps(optax.sgd(1.0), 2)
     _, state = steps.update(PARAMS, steps.init(PARAMS), PARAMS)
     updates, _ = steps.update({"a": None, "b": PARAMS["b"]}, state, PARAMS)
@@ -123,12 +124,12 @@ def test_a_gradient_of_none_counts_as_zero() -> None:
 
 
 @pytest.mark.parametrize("every", [0, -1, None, 2.5, True])
-def test_a_window_of_nothing_is_refused(every: Any) -> None:
+def test_invalid_window_size_is_refused(every: Any) -> None:
     with pytest.raises(gradaccum.GradAccumError):
         gradaccum_jax.MultiSteps(optax.sgd(1.0), every)
 
 
-def test_what_is_no_optimizer_or_no_flag_is_refused() -> None:
+def test_invalid_optimizer_or_flag_is_refused() -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer"):
         gradaccum_jax.MultiSteps(optax.MultiSteps(optax.sgd(1.0), 2), 2)  # type: ignore[arg-type]
     steps = gradaccum_jax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=lambda *_: (jnp.zeros(3), ()))

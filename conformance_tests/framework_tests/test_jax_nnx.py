@@ -1,4 +1,4 @@
-"""flax nnx keeps each array of the optimizer's state in a variable: every function that takes the state takes that too."""
+"""flax nnx keeps each array of the optimizer's state in a variable. Every function of the state takes such variables too."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import gradaccum_jax
 
 nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
 pure_of = getattr(nnx, "as_pure", nnx.pure)
-"""The second is deprecated since flax 0.12.8, the first is not there before."""
+"""flax has `as_pure` since 0.12.8, which deprecates `pure`."""
 
 
 def begun(**options: Any) -> tuple[Any, Any]:
-    """A model and its optimizer, one micro-batch into a window."""
+    """Return a model and its optimizer, one micro-batch into a window."""
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0), param_dtype=options.pop("dtype", jnp.float32))
     optimizer = nnx.Optimizer(model, gradaccum.wrap(optax.adam(0.5), steps=3, **options), wrt=nnx.Param)
     optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.asarray([[1.0, 3.0]]))))(model))

@@ -1,4 +1,4 @@
-"""Every Python block of the JAX recipes runs as a program of its own; each asserts its own result."""
+"""Every Python block of the JAX recipes runs as its own program and asserts its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs on four devices, each in a process of its own: types that vary, meshes, ensembles, and what the devices must not say."""
+"""Programs on four devices, each in its own process: varying types, meshes, ensembles, and no needless collective."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ for tx in OPTIMIZERS:
     start = (params, jax.vmap(tx.init)(params))
     made = both.lower(*jax.device_put(start, over)).compile()
     assert collectives(made.as_text()) == []
-    most = 3.2 if jax.__version_info__ >= (0, 10) else 5.2  # parts of a device; XLA of JAX 0.7 keeps two more, for "cond" too
+    most = 3.2 if jax.__version_info__ >= (0, 10) else 5.2  # Each device's part; XLA of JAX 0.7 keeps two more, for "cond" too.
     assert made.memory_analysis().temp_size_in_bytes <= most * 64 * 64 * 4 * 2
     first = "micro_step" if hasattr(start[1], "micro_step") else "mini_step"
     apart = start[1]._replace(**{first: jnp.arange(8, dtype=jnp.int32) % 2})
@@ -106,17 +106,17 @@ def run_on_four_devices(program: str, control_flow: str) -> None:
 
 @pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
 def test_shard_map_checks_varying_gradients(control_flow: str) -> None:
-    """``check_vma=True``, the default: a model on each device, an ensemble on each, and gradients reduced before the update."""
+    """``check_vma=True``, the default, accepts a model on each device, an ensemble on each, and gradients reduced before the update."""
     run_on_four_devices(VARYING, control_flow)
 
 
 @pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
 def test_columns_are_not_gathered(control_flow: str) -> None:
-    """Sharded by columns: on an Auto mesh nothing is gathered, an Explicit one traces and keeps its types."""
+    """Parameters are sharded by columns. An Auto mesh gathers nothing; an Explicit mesh traces and keeps its types."""
     run_on_four_devices(COLUMNS, control_flow)
 
 
 @pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
-def test_a_sharded_ensemble_talks_to_nobody(control_flow: str) -> None:
-    """Members over devices: no collective, scratch like `optax.MultiSteps`', the values of one device, windows together or apart."""
+def test_sharded_ensemble_needs_no_collective(control_flow: str) -> None:
+    """Members lie on several devices. They get one device's values, also where windows end apart, in scratch like `optax.MultiSteps`'."""
     run_on_four_devices(ENSEMBLE, control_flow)

@@ -1,4 +1,4 @@
-"""The questions for a GPU: what a window is worth in operations, and that they run, tiny, without one."""
+"""The benchmark questions for a GPU: their count of operations per window is right, and a tiny model runs without a GPU."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from benchmarks.rounds import Plan
 from benchmarks.run_question import _timed
 
 
-def test_operations_of_a_window() -> None:
+def test_window_operations() -> None:
     """By hand: 6 x (12 x 2 x 32^2 + 128 x 32) + 12 x 2 x 32 x 16 for each of 8 x 2 x 16 tokens."""
     assert TINY.window_flops == 184320 * 256
     per_token = GPT2_SMALL.window_flops / GPT2_SMALL.tokens
     assert per_token == pytest.approx(6 * 124e6 + 12 * 12 * 768 * 1024, rel=0.01), "124 million weights, as published"
 
 
-def test_the_utilization_is_given_where_the_peak_is_known() -> None:
+def test_utilization_needs_a_known_peak() -> None:
     assert rates(TINY, "some CPU") == {"tokens/s": 256.0}
     assert rates(TINY, "NVIDIA H200")["MFU"] == TINY.window_flops / 989e12
 
 
 @pytest.mark.parametrize(("question", "framework"), [("torch_transformer", "torch"), ("jax_transformer", "optax")])
-def test_it_runs_tiny(question: str, framework: str) -> None:
+def test_questions_run_tiny(question: str, framework: str) -> None:
     pytest.importorskip(framework, reason=f"needs {framework}")
     for case in import_module(f"benchmarks.questions.{question}").cases(quick=True):
         record = _timed(case, Plan(rounds=1))

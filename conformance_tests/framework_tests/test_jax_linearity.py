@@ -1,4 +1,4 @@
-"""`verify_loss_scaling`: a backward that ignores the gradient it is handed is found and named, a sound one is not."""
+"""`verify_loss_scaling` finds and names a custom backward that ignores the gradient it gets, and no other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("function", [deaf, clipping, partly_deaf])
-def test_what_does_not_scale_is_named_wherever_it_is(place: str, function: Any) -> None:
+def test_culprit_is_named_in_any_place(place: str, function: Any) -> None:
     report = verify_loss_scaling(lambda p: jnp.sum(PLACES[place](function, p["w"]) ** 2), PARAMS)
     assert not report.linear
     assert report.culprits == (function.__name__,)
@@ -63,19 +63,19 @@ def test_what_does_not_scale_is_named_wherever_it_is(place: str, function: Any) 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_scales_is_not(place: str) -> None:
+def test_sound_function_is_not_named(place: str) -> None:
     report = verify_loss_scaling(lambda p: jnp.sum(PLACES[place](sound, p["w"]) ** 2), PARAMS)
     assert report == (True, {"['w']": 0.0}, ())
 
 
-def test_a_branch_not_taken_is_looked_at_too() -> None:
+def test_branch_not_taken_is_checked() -> None:
     report = verify_loss_scaling(lambda p: jnp.sum(jax.lax.cond(p["index"] > 5, deaf, lambda x: x, p["w"])), PARAMS)
     assert (report.linear, report.culprits, report.errors) == (False, ("deaf",), {"['w']": 0.0})
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_small_half_precision_gradients_are_no_error(dtype: Any) -> None:
-    """At scale 1 they vanish in float16: that is what the scale is for."""
+def test_small_half_gradients_are_no_error(dtype: Any) -> None:
+    """In float16 they vanish at scale 1. The loss scale is there to prevent that."""
     params, x = jnp.ones((4, 3), dtype), jnp.full((5, 4), 2.0**-12, dtype)
 
     def loss(w: Any, x: Any) -> Any:
@@ -86,7 +86,7 @@ def test_small_half_precision_gradients_are_no_error(dtype: Any) -> None:
     assert verify_loss_scaling(lambda w, x: jnp.mean(deaf(x @ w)), params, x).culprits == ("deaf",)
 
 
-def test_a_float16_loss_overflows_at_large_scales_and_is_linear_below() -> None:
+def test_float16_loss_is_linear_below_overflow() -> None:
     params = jnp.asarray([300.0, 200.0], jnp.float32)
     report = verify_loss_scaling(lambda w: jnp.sum(sound(w.astype(jnp.float16)) ** 2).astype(jnp.float16), params / 16)
     assert report.linear
@@ -94,7 +94,8 @@ def test_a_float16_loss_overflows_at_large_scales_and_is_linear_below() -> None:
     assert report.culprits == ("deaf",)
 
 
-def test_functions_that_need_their_dtype_are_checked_in_it() -> None:
+def test_functions_are_checked_in_their_dtype() -> None:
+    """The loss raises in any other dtype."""
     weights = jnp.ones((2, 2), jnp.bfloat16)
 
     def loss(x: Any) -> Any:
@@ -119,17 +120,17 @@ def test_integer_arguments_and_random_keys() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-def test_a_loss_of_nan_is_not_linear(dtype: Any) -> None:
+def test_nan_loss_is_not_linear(dtype: Any) -> None:
     assert not verify_loss_scaling(lambda p: jnp.sum(p["w"].astype(dtype) * np.nan), PARAMS).linear
 
 
 def test_float16_parameters_are_checked_in_float32() -> None:
-    """1.3 x 2^-37 is 1 float16 subnormal at scale 2^13 and 10 at 2^16."""
+    """1.3 x 2^-37 becomes 1 float16 subnormal at scale 2^13 and 10 of them at 2^16, not 8."""
     report = verify_loss_scaling(lambda w: jnp.sum(w.astype(jnp.float32) * 1.3) * 2.0**-37, jnp.ones(2, jnp.float16))
     assert report == (True, {"params": 0.0}, ())
 
 
 @pytest.mark.parametrize("loss", [lambda p: p["w"], lambda p: p["index"], lambda p: (jnp.sum(p["w"]), 1.0)], ids=["vector", "int", "aux"])
-def test_what_is_no_loss_is_refused(loss: Any) -> None:
+def test_invalid_loss_is_refused(loss: Any) -> None:
     with pytest.raises(gradaccum.ArgumentValueError, match="loss_fn: expected one floating scalar"):
         verify_loss_scaling(loss, PARAMS)

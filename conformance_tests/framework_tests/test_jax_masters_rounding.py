@@ -1,4 +1,4 @@
-"""The update that puts a half-precision parameter on its rounded float32 master: every number of the dtype, bit for bit."""
+"""The update that moves a half-precision parameter to its rounded float32 master, bit for bit, for every number of the dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bits(array: Any) -> Any:
 
 
 def every_number(name: str) -> Any:
-    """All 65536 bit patterns but those of inf and NaN, and in bfloat16 the smallest, whose differences XLA may flush."""
+    """Return all 65536 bit patterns but inf and NaN. Of bfloat16 the smallest are left out: XLA may flush their differences to 0."""
     every = np.arange(2**16, dtype=np.uint16).view(HALVES[name])
     with np.errstate(invalid="ignore"):
         size = np.abs(every.astype(np.float32))
@@ -35,7 +35,7 @@ def every_number(name: str) -> Any:
 
 
 def random_masters(name: str, count: int, seed: int) -> Any:
-    """float32 over the whole range of the dtype, and beyond its smallest number; some of them exactly between two numbers of it."""
+    """Return float32 numbers over the whole range of the dtype and below it. A quarter lies exactly between two numbers of the dtype."""
     rng = np.random.default_rng(seed)
     low, high = np.log2(BITS[name])
     values = rng.choice([-1.0, 1.0], count) * 2.0 ** rng.uniform(low - 2 * (name == "float16"), high - 0.01, count)
@@ -44,7 +44,7 @@ def random_masters(name: str, count: int, seed: int) -> Any:
 
 
 def allowed(name: str, p: Any, q: Any) -> Any:
-    """Where the docstring of `distance` promises the rounded master bit for bit, zeros' signs apart."""
+    """Return where the docstring of `distance` promises the rounded master bit for bit, except the signs of zeros."""
     p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
     near = (name == "float16") & (np.abs(q - p) <= 1)
     reachable = np.abs(q - p) < np.finfo(np.float32).max
@@ -52,7 +52,7 @@ def allowed(name: str, p: Any, q: Any) -> Any:
 
 
 @by_half
-def test_rounding_is_that_of_the_dtype(name: str) -> None:
+def test_rounding_matches_the_dtype(name: str) -> None:
     masters = np.concatenate([random_masters(name, 200_000, 0), every_number(name).astype(np.float32), np.float32([65519.9, 1e-40])])
     with np.errstate(over="ignore"):
         expected = masters.astype(HALVES[name]).astype(np.float32)
@@ -63,8 +63,8 @@ def test_rounding_is_that_of_the_dtype(name: str) -> None:
 
 @by_half
 @pytest.mark.parametrize("together", [True, False], ids=["one_program", "two_programs"])
-def test_every_parameter_moves_onto_its_rounded_master(name: str, together: bool) -> None:
-    """All finite parameters against random masters, near ones and far ones."""
+def test_parameters_reach_their_rounded_masters(name: str, together: bool) -> None:
+    """All finite parameters, with random masters near and far."""
     held = np.tile(every_number(name), 8)
     far = random_masters(name, held.size, 1)
     factors = np.random.default_rng(2).uniform(-4, 4, held.size)
@@ -86,7 +86,11 @@ def test_every_parameter_moves_onto_its_rounded_master(name: str, together: bool
 
 
 @by_half
-def test_what_no_float32_update_can_do_apply_updates_does_and_the_next_update_heals(name: str) -> None:
+def test_next_update_reaches_a_missed_master(name: str) -> None:
+    """No float32 update moves 1000 to 2^-20: `optax.apply_updates` arrives at 0, and the next update moves on to the master.
+
+    `gradaccum_jax.apply_updates`, with the state at hand, arrives at once.
+    """
     params = {"w": jnp.asarray([1000.0], HALVES[name])}
     tiny = 2.0**-20 if name == "float16" else 2.0**-40
     tx = gradaccum.wrap(optax.sgd(0.0), steps=1, master_weights=True)
@@ -107,14 +111,14 @@ def test_signs_of_zeros(name: str) -> None:
     np.testing.assert_array_equal(bits(optax.apply_updates(p, distance(p, masters))), bits(masters.astype(p.dtype)))
 
 
-def test_a_tiny_master_rounds_to_a_zero_of_its_sign() -> None:
+def test_tiny_master_rounds_to_signed_zero() -> None:
     p, tiny = jnp.asarray([2.0**-4, 2.0**-4], jnp.float16), jnp.asarray([-(2.0**-26), 2.0**-26], jnp.float32)
     moved = optax.apply_updates(p, distance(p, tiny))
     np.testing.assert_array_equal(moved, [0.0, 0.0])
     np.testing.assert_array_equal(np.signbit(moved), [True, False])
 
 
-def test_mid_window_updates_leave_every_bit() -> None:
+def test_mid_window_updates_change_no_bit() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=3, master_weights=True)
     every = {name: jnp.asarray(np.arange(2**16, dtype=np.uint16).view(dtype)) for name, dtype in HALVES.items()}
     grads = jax.tree.map(jnp.ones_like, every)

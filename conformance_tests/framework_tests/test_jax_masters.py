@@ -1,7 +1,8 @@
-"""float32 masters in optax terms: trained with, counted, refused, and what they add to a compiled step."""
+"""float32 masters: they train as float32 parameters do, wrong arguments are refused, and a compiled step holds no further copy."""
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -72,31 +73,38 @@ def through_vmap(params: Any, state: Any, tx: Any, count: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[1], jax.vmap(member)(*batched))
 
 
+@functools.cache
+def float32_training() -> Any:
+    """Return the parameters and the state after 21 micro-batches with float32 parameters and no masters."""
+    params, grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, (PARAMS, GRADS))
+    bare = gradaccum.wrap(optax.adamw(1e-3), steps=2)
+    return through_scan(params, bare.init(params), given(bare, grads), 21)
+
+
 @pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
 @pytest.mark.parametrize("run", [through_loop, through_jit, through_scan, through_vmap])
-def test_mixed_dtypes_are_float32_training_seen_through_a_rounding(run: Any, control_flow: str) -> None:
-    inner = optax.adamw(1e-3)
-    tx = wrap(inner, control_flow=control_flow)
+def test_mixed_dtypes_train_as_float32(run: Any, control_flow: str) -> None:
+    """The masters go the way of float32 parameters, and each parameter is its rounded master."""
+    tx = wrap(optax.adamw(1e-3), control_flow=control_flow)
     params, state = run(PARAMS, tx.init(PARAMS), tx, 21)
-    wide_params, wide_grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, (PARAMS, GRADS))
-    bare = gradaccum.wrap(inner, steps=2)
-    held, other = run(wide_params, bare.init(wide_params), given(bare, wide_grads), 21)
+    held, other = float32_training()
     assert state.optimizer_step == other.optimizer_step == 10
     masters = in_place_of(params, state.masters)
     for got, master, wide in zip(*map(jax.tree.leaves, (params, masters, held)), strict=True):
         assert np.asarray(got).tobytes() == np.asarray(master.astype(got.dtype)).tobytes()
-        np.testing.assert_allclose(master, wide, rtol=1e-5)  # XLA fuses the two programs each in its own way
+        np.testing.assert_allclose(master, wide, rtol=1e-5)  # XLA fuses the two programs differently.
     for got, expected in zip(jax.tree.leaves(state.inner_state), jax.tree.leaves(other.inner_state), strict=True):
         assert got.dtype == expected.dtype
         np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def given(tx: Any, grads: Any) -> Any:
-    """`tx` as one that is given `grads` whatever it is called with."""
+    """Return `tx` as a transformation that takes `grads` in place of every gradient."""
     return optax.GradientTransformationExtraArgs(tx.init, lambda _, state, params: tx.update(grads, state, params))
 
 
-def test_masters_are_float32_and_only_where_they_are_needed() -> None:
+def test_masters_exist_for_halves_only() -> None:
+    """float32 parameters and integers have none."""
     state = wrap(optax.adam(0.1)).init(PARAMS)
     assert [leaf.dtype for leaf in jax.tree.leaves(state.masters)] == [jnp.float32] * 2
     assert state.masters["embedding"] is None
@@ -105,7 +113,8 @@ def test_masters_are_float32_and_only_where_they_are_needed() -> None:
     assert jax.tree.leaves(gradaccum.wrap(optax.adam(0.1), steps=2).init(PARAMS).masters) == []
 
 
-def test_an_overflowed_window_moves_neither_masters_nor_model() -> None:
+def test_overflow_moves_no_master() -> None:
+    """It moves no parameter either."""
     tx = wrap(optax.sgd(1.0), steps=1)
     start = tx.init(PARAMS)
     bad = {**GRADS, "head": jnp.asarray([np.inf], jnp.float16)}
@@ -116,7 +125,7 @@ def test_an_overflowed_window_moves_neither_masters_nor_model() -> None:
             assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
 
 
-def test_masked_outside_has_masters_of_its_part_only() -> None:
+def test_masked_wrapper_masters_its_part() -> None:
     params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
     tx = optax.masked(wrap(optax.sgd(2.0**-12), steps=1), {"a": True, "b": False})
     state = tx.init(params)
@@ -139,7 +148,7 @@ def test_parameters_are_required(close: str) -> None:
         calls[close](jax.tree.map(lambda leaf: leaf.astype(jnp.float32), PARAMS))
 
 
-def test_a_torch_scaler_is_refused() -> None:
+def test_torch_scaler_is_refused() -> None:
     class Scaler:
         def get_scale(self) -> float:
             return 8.0
@@ -153,7 +162,7 @@ def test_a_torch_scaler_is_refused() -> None:
         gradaccum.wrap(optax.sgd(1.0), steps=2, loss_scale=Scaler())
 
 
-def test_checkpoints_with_masters_and_without_do_not_mix() -> None:
+def test_checkpoint_must_agree_on_masters() -> None:
     with_masters, without = wrap(optax.sgd(0.1)), gradaccum.wrap(optax.sgd(0.1), steps=2)
     for tx, other in ((with_masters, without), (without, with_masters)):
         with pytest.raises(gradaccum.CheckpointError, match=r"state\.masters\."):
@@ -175,8 +184,8 @@ def copies(compiled: Any) -> int:
 
 @by_half
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "on_overflow": "drop_micro_batch", "loss_scale": 8}], ids=["plain", "options"])
-def test_the_accumulator_is_all_that_is_added(name: str, options: dict[str, Any]) -> None:
-    """Everything donated: one float32 sum in place, and no scratch or copy that the bare half-precision optimizer does not need."""
+def test_wrapping_adds_only_the_sum(name: str, options: dict[str, Any]) -> None:
+    """With everything donated: one float32 sum in place, and no scratch or copy beyond those of the bare half-precision optimizer."""
     inner = optax.sgd(0.1, momentum=0.9)
     params = {f"w{i}": jnp.ones((SIDE, SIDE), HALVES[name]) for i in range(MATRICES)}
     bare, wrapped = compiled_step(inner, params), compiled_step(gradaccum.wrap(inner, steps=4, **options), params)
@@ -189,8 +198,8 @@ def test_the_accumulator_is_all_that_is_added(name: str, options: dict[str, Any]
 
 @by_half
 @pytest.mark.parametrize("inner", [optax.sgd(0.1, momentum=0.9), optax.adamw(1e-3)], ids=["momentum", "adamw"])
-def test_masters_are_the_only_further_copy(name: str, inner: Any) -> None:
-    """Parameters 2 bytes, sum 4, master 4, moments 4 each: all in place; scratch for no more than half a float32 copy."""
+def test_masters_add_no_further_copy(name: str, inner: Any) -> None:
+    """Parameters take 2 bytes, sums 4, masters 4, moments 4 each, all in place. Scratch is at most half a float32 copy."""
     params = {f"w{i}": jnp.ones((SIDE, SIDE), HALVES[name]) for i in range(MATRICES)}
     compiled = compiled_step(wrap(inner, steps=4), params)
     moments = sum(leaf.ndim == 2 for leaf in jax.tree.leaves(jax.eval_shape(inner.init, params))) // MATRICES

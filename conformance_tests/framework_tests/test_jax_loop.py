@@ -1,4 +1,4 @@
-"""The wrapped transformation among other optax transformations, and what it refuses."""
+"""The wrapped transformation in a loop, alone and combined with other optax transformations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEAN = jax.tree.map(lambda *g: sum(g) / 4, *GRADS)
 
 
 def run(tx: Any, params: Any = PARAMS, grads: Any = GRADS) -> tuple[Any, Any]:
-    """The updates that came out, summed, and the last state."""
+    """Return the sum of all updates, and the last state."""
     state, total = tx.init(params), None
     update = jax.jit(tx.update)
     for gradient in grads:
@@ -38,7 +38,7 @@ def one_update(inner: Any, params: Any = PARAMS, gradient: Any = MEAN) -> Any:
 def assert_same(a: Any, b: Any) -> None:
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-5)  # Adam's first step divides two nearly equal numbers
+        np.testing.assert_allclose(left, right, rtol=1e-5)  # Adam's first step divides two nearly equal numbers.
 
 
 def wrap(inner: Any, **options: Any) -> Any:
@@ -71,14 +71,14 @@ def test_four_micro_batches_are_one_update(outer: Any, inner: Any) -> None:
         assert_same(total, one_update(inner))
 
 
-def test_masked_outside_accumulates_only_its_part() -> None:
+def test_masked_wrapper_accumulates_its_part() -> None:
     total, state = run(optax.masked(wrap(optax.sgd(0.1)), {"a": True, "b": False}))
     np.testing.assert_allclose(total["a"], -0.1 * MEAN["a"], rtol=1e-6)
     np.testing.assert_allclose(total["b"]["c"], 4 * MEAN["b"]["c"], rtol=1e-6)
     assert len(jax.tree.leaves(state.inner_state.accumulator)) == 1
 
 
-def test_extra_arguments_reach_the_inner_optimizer() -> None:
+def test_extra_arguments_reach_inner_optimizer() -> None:
     def update(gradients: Any, state: Any, params: Any = None, *, factor: Any, name: str = "", **rest: Any) -> Any:
         assert set(rest) == set()
         return jax.tree.map(lambda g: g * factor * len(name), gradients), state
@@ -93,7 +93,7 @@ def test_extra_arguments_reach_the_inner_optimizer() -> None:
     assert_same(updates, jax.tree.map(lambda g: 9 * g, GRADS[0]))
 
 
-def test_flush_and_result_inside_a_chain() -> None:
+def test_flush_and_result_in_a_chain() -> None:
     wrapped, following = wrap(optax.sgd(0.5)), optax.scale(2.0)
     tx = optax.chain(wrapped, following)
     _, state = tx.update(GRADS[1], tx.init(PARAMS), PARAMS)
@@ -104,7 +104,7 @@ def test_flush_and_result_inside_a_chain() -> None:
     assert gradaccum_jax.result((first, second)).applied
 
 
-def test_flush_of_an_empty_window_and_discard_change_nothing_else() -> None:
+def test_empty_flush_and_discard_change_nothing() -> None:
     tx = wrap(optax.adam(0.1), loss_scale=gradaccum.DynamicLossScale())
     start = tx.init(PARAMS)
     updates, flushed = jax.jit(lambda s, p: gradaccum_jax.flush(tx, s, p))(start, PARAMS)
@@ -116,7 +116,8 @@ def test_flush_of_an_empty_window_and_discard_change_nothing_else() -> None:
     assert_same(discarded, start)
 
 
-def test_a_gradient_of_none_counts_as_zero_and_loses_nothing() -> None:
+def test_none_gradient_counts_as_zero() -> None:
+    """The sum of the window so far is kept."""
     tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
     state = tx.init(PARAMS)
     _, state = tx.update(GRADS[1], state, PARAMS)
@@ -124,7 +125,7 @@ def test_a_gradient_of_none_counts_as_zero_and_loses_nothing() -> None:
     assert_same(updates, jax.tree.map(lambda g: -g / 2, GRADS[1]))
 
 
-def test_parameters_of_none_and_integers_stay_as_they_are() -> None:
+def test_none_and_integer_parameters_stay() -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
     params = {"w": jnp.ones(2), "frozen": None, "count": jnp.asarray(3)}
     grads = {"w": jnp.ones(2), "frozen": None, "count": np.zeros((), jax.dtypes.float0)}
@@ -139,25 +140,8 @@ def test_parameters_of_none_and_integers_stay_as_they_are() -> None:
     assert moved["count"].dtype == jnp.int32
 
 
-@pytest.mark.parametrize(
-    ("grads", "message"),
-    [
-        ({"a": jnp.ones(2)}, r"grads\['b'\]\['c'\]: expected a gradient"),
-        ({**GRADS[0], "new": jnp.ones(2)}, r"grads\['new'\]: expected no gradient"),
-        ({"a": jnp.ones(3), "b": GRADS[0]["b"]}, r"grads\['a'\]: .*shape \(2,\); got one of shape \(3,\)"),
-        ({"a": jnp.ones(2), "b": {"c": jnp.ones((1, 1), jnp.int32)}}, r"grads\['b'\]\['c'\]: .*dtype float32; got one of dtype int32"),
-        ({"a": jnp.ones(2, jnp.complex64), "b": GRADS[0]["b"]}, r"grads\['a'\]: .*complex64"),
-        ({"a": "text", "b": GRADS[0]["b"]}, r"grads\['a'\]"),
-    ],
-    ids=["missing", "extra", "shape", "integers", "complex", "text"],
-)
-def test_gradients_of_other_parameters_are_refused(grads: Any, message: str) -> None:
-    tx = wrap(optax.sgd(1.0))
-    with pytest.raises(gradaccum.GradientError, match=message):
-        tx.update(grads, tx.init(PARAMS), PARAMS)
-
-
-def test_narrower_gradients_are_taken_and_wider_only_by_choice() -> None:
+def test_narrower_gradients_are_accepted() -> None:
+    """Gradients wider than the sum are accepted where `accumulate_dtype` asks for the narrow sum."""
     half = jax.tree.map(lambda g: g.astype(jnp.float16), GRADS[1])
     run(wrap(optax.sgd(1.0)), grads=[half])
     low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
@@ -166,14 +150,7 @@ def test_narrower_gradients_are_taken_and_wider_only_by_choice() -> None:
     assert state.accumulator["a"].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), True, "3", jnp.ones(2), np.ones((1,)), jnp.asarray(-2.0)])
-def test_weights_that_make_no_sense_are_refused(weight: Any) -> None:
-    tx = wrap(optax.sgd(1.0))
-    with pytest.raises(gradaccum.GradAccumError, match="weight"):
-        tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weight=weight)
-
-
-def test_a_symbolic_batch_size_is_a_weight() -> None:
+def test_symbolic_batch_size_is_a_weight() -> None:
     tx = wrap(optax.sgd(1.0), steps=2)
     state = tx.init(PARAMS["a"])
     (batch,) = export.symbolic_shape("batch")
@@ -182,63 +159,10 @@ def test_a_symbolic_batch_size_is_a_weight() -> None:
     assert exported.call(state, jnp.ones((5, 2))) == 5
 
 
-def test_a_scalar_array_is_a_number_of_steps() -> None:
+def test_scalar_array_is_a_step_count() -> None:
     for steps in (jnp.int32(2), np.int64(2), np.asarray(2)):
         _, state = run(gradaccum.wrap(optax.sgd(1.0), steps))
         assert state.optimizer_step == 2
-
-
-def test_traced_weights_must_be_real_scalars() -> None:
-    tx = wrap(optax.sgd(1.0))
-    for weight in (jnp.ones(2), jnp.asarray(True), jnp.asarray(1j)):
-        with pytest.raises(gradaccum.ArgumentTypeError, match="weight"):
-            jax.jit(lambda s, w: tx.update(GRADS[0], s, weight=w))(tx.init(PARAMS), weight)
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: wrap(wrap(optax.sgd(1.0))), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.chain(wrap(optax.sgd(1.0)))).init(PARAMS), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2)), gradaccum.ArgumentTypeError),
-        (lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2)), gradaccum.ArgumentTypeError),
-        (lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()), gradaccum.ArgumentTypeError),
-        (
-            lambda: wrap(optax.chain(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation())).init(PARAMS),
-            gradaccum.ArgumentTypeError,
-        ),
-        (lambda: gradaccum_jax.MultiSteps(optax.chain(wrap(optax.sgd(1.0))), 2).init(PARAMS), gradaccum.ArgumentTypeError),
-        (lambda: jax.jit(lambda steps: gradaccum.wrap(optax.sgd(1.0), steps).init(PARAMS))(4), gradaccum.ArgumentTypeError),
-        (lambda: jax.jit(lambda norm: wrap(optax.sgd(1.0), clip_norm=norm).init(PARAMS))(1.0), gradaccum.ArgumentTypeError),
-        (lambda: gradaccum.wrap(optax.sgd(1.0)), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="no such"), gradaccum.ArgumentValueError),
-        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="int32"), gradaccum.ArgumentValueError),
-        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="float64").init(PARAMS), gradaccum.ArgumentValueError),
-        (lambda: wrap(optax.sgd(1.0), control_flow="if"), gradaccum.ArgumentValueError),
-        (lambda: wrap(optax.sgd(1.0), colour="red"), gradaccum.ArgumentTypeError),
-        (lambda: wrap(optax.sgd(1.0)).update(GRADS[0], optax.sgd(1.0).init(PARAMS)), gradaccum.ArgumentTypeError),
-        (lambda: gradaccum_jax.flush(optax.sgd(1.0), wrap(optax.sgd(1.0)).init(PARAMS)), gradaccum.ArgumentTypeError),
-        (lambda: gradaccum_jax.discard(wrap(optax.sgd(1.0)), ()), gradaccum.ArgumentTypeError),
-        (lambda: gradaccum_jax.result(()), gradaccum.ArgumentTypeError),
-    ],
-)
-def test_misuse_is_refused(make: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        make()
-
-
-def test_scale_loss_is_undone_at_the_window_end() -> None:
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=2, loss_scale=1024)
-    params = {"w": jnp.asarray([2.0, 3.0])}
-    state = tx.init(params)
-    assert gradaccum_jax.scale_loss(jnp.asarray(2.0, jnp.float16), state).dtype == jnp.float32
-    for _ in range(2):
-        grads = jax.grad(lambda p, s: gradaccum_jax.scale_loss(jnp.sum(p["w"] ** 2), s))(params, state)
-        np.testing.assert_array_equal(grads["w"], 1024 * 2 * params["w"])
-        updates, state = tx.update(grads, state, params)
-    np.testing.assert_array_equal(updates["w"], -2 * params["w"])
-    np.testing.assert_allclose(gradaccum_jax.result(state).grad_norm, np.sqrt(4**2 + 6**2), rtol=1e-6)
 
 
 def test_tree_map_params_sees_the_accumulator() -> None:
@@ -252,3 +176,56 @@ def test_public_names() -> None:
     assert sorted(gradaccum_jax.__all__) == gradaccum_jax.__all__
     assert all(hasattr(gradaccum_jax, name) for name in gradaccum_jax.__all__)
     assert gradaccum.load_backend("jax") is gradaccum_jax.backend
+
+
+def test_idle_updates_keep_negative_zeros() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
+    params = jnp.asarray([-0.0, 0.0, 1.0])
+    updates, _ = tx.update(jnp.ones(3), tx.init(params), params)
+    np.testing.assert_array_equal(np.signbit(optax.apply_updates(params, updates)), [True, False, False])
+
+
+def test_large_finite_norm_is_no_overflow() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=1, clip_norm=5.0)
+    params = jnp.zeros((2, 2))
+    updates, state = tx.update(jnp.asarray([[3e30, 0.0], [0.0, 4e30]]), tx.init(params), params)
+    result = gradaccum_jax.result(state)
+    assert result.applied
+    assert not result.overflow
+    np.testing.assert_allclose(result.grad_norm, 5e30, rtol=1e-6)
+    np.testing.assert_allclose(updates, [[-3.0, 0.0], [0.0, -4.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_overflow_skips_only_its_window(value: float) -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0, momentum=0.9), steps=1)
+    params = jnp.zeros(2)
+    updates, state = tx.update(jnp.asarray([1.0, value]), tx.init(params), params)
+    np.testing.assert_array_equal(updates, [0.0, 0.0])
+    assert gradaccum_jax.result(state).overflow
+    updates, state = tx.update(jnp.asarray([1.0, 2.0]), state, params)
+    np.testing.assert_array_equal(updates, [-1.0, -2.0])
+
+
+def test_invalid_traced_weight_skips_the_window() -> None:
+    """With dropping, it skips the micro-batch."""
+    params = jnp.zeros(2)
+    for weight in (-1.0, np.nan, np.inf):
+        for on_overflow, applied in (("skip_window", False), ("drop_micro_batch", True)):
+            tx = gradaccum.wrap(optax.sgd(1.0), steps=2, on_overflow=on_overflow)
+            update = jax.jit(lambda g, s, w, tx=tx: tx.update(g, s, weight=w))
+            _, state = update(params + 7, tx.init(params), weight)
+            updates, state = update(params + 3, state, 1.0)
+            assert bool(gradaccum_jax.result(state).applied) is applied
+            np.testing.assert_array_equal(updates, params - 3 if applied else params)
+
+
+def test_traced_zero_weight_ignores_a_nan() -> None:
+    params = jnp.zeros(2)
+    for on_overflow in ("skip_window", "drop_micro_batch"):
+        tx = gradaccum.wrap(optax.sgd(1.0), steps=2, on_overflow=on_overflow)
+        update = jax.jit(lambda g, s, w, tx=tx: tx.update(g, s, weight=w))
+        _, state = update(params + np.nan, tx.init(params), 0)
+        assert not state.overflow
+        updates, state = update(params + 3, state, 1)
+        np.testing.assert_array_equal(updates, params - 3)

@@ -1,0 +1,127 @@
+"""Half-precision parameters: float32 gradients reach the inner optimizer in float32, and a sum beyond float16's range is an overflow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradaccum
+import gradaccum_jax
+from gradaccum_jax.sums import fits
+
+INF, NAN = float("inf"), float("nan")
+
+CASES = {
+    "bfloat16_fraction": (optax.sgd(1.0), jnp.bfloat16, 1.00390625),
+    "float16_tiny": (optax.adam(0.05), jnp.float16, 1e-8),
+    "float16_large": (optax.adam(0.1), jnp.float16, 1e5),
+}
+
+
+@pytest.mark.parametrize("accumulate_dtype", [None, "float32"])
+@pytest.mark.parametrize("case", CASES)
+def test_inner_optimizer_gets_wider_dtype(case: str, accumulate_dtype: Any) -> None:
+    inner, dtype, value = CASES[case]
+    params, gradient = jnp.ones(2, dtype), jnp.full(2, value, jnp.float32)
+    expected, _ = inner.update(gradient, inner.init(params), params)
+    tx = gradaccum.wrap(inner, steps=2, accumulate_dtype=accumulate_dtype)
+    state = start = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(gradient, state, params)
+    assert gradaccum_jax.result(state).applied
+    assert updates.dtype == expected.dtype == jnp.float32
+    np.testing.assert_allclose(updates, expected, rtol=1e-6)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, start)
+
+
+def test_half_gradient_stays_half() -> None:
+    tx, params = gradaccum.wrap(optax.sgd(1.0), steps=1), jnp.ones(2, jnp.bfloat16)
+    assert tx.update(params, tx.init(params), params)[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_flush_passes_the_unrounded_sum(steps: Any) -> None:
+    """`flush` cannot know the gradients' dtype. It gives updates the dtype of the parameters, so with float32 ones it rounds nothing."""
+    params, gradient = jnp.ones(2, jnp.bfloat16), jnp.full(2, 1.00390625, jnp.float32)
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=steps)
+    _, state = tx.update(gradient, tx.init(params), params)
+    assert gradaccum_jax.flush(tx, state, params)[0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gradaccum_jax.flush(tx, state, optax.tree.cast(params, jnp.float32))[0], -gradient)
+
+
+def test_flush_makes_tiny_gradient_no_nan() -> None:
+    params, tx = jnp.ones(2, jnp.float16), gradaccum.wrap(optax.adam(0.05), steps=4)
+    _, state = tx.update(jnp.full(2, 1e-8, jnp.float32), tx.init(params), params)
+    updates, state = gradaccum_jax.flush(tx, state, params)
+    np.testing.assert_array_equal(updates, np.full(2, -0.025, np.float16))
+
+
+def test_flush_beyond_float16_is_an_overflow() -> None:
+    """The update would be in float16."""
+    params, tx = jnp.ones(2, jnp.float16), gradaccum.wrap(optax.sgd(1.0), steps=4)
+    _, state = tx.update(jnp.full(2, 1e5, jnp.float32), tx.init(params), params)
+    assert gradaccum_jax.result(gradaccum_jax.flush(tx, state, params)[1]).overflow
+
+
+def test_absent_last_gradient_rounds_nothing() -> None:
+    """The last micro-batch has no gradient of the parameter. The sum still reaches the inner optimizer in float32."""
+    params, tx = jnp.ones(2, jnp.float16), gradaccum.wrap(optax.adam(0.05), steps=2)
+    _, state = tx.update(jnp.full(2, 2e-8, jnp.float32), tx.init(params), params)
+    updates, _ = tx.update(None, state, params)
+    np.testing.assert_array_equal(updates, np.full(2, -0.025, np.float16))
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    """The update has the dtype of the parameter."""
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
+    params = jnp.ones(2, jnp.bfloat16)
+    state = tx.init(params)
+    assert state.accumulator.dtype == jnp.float32
+    _, state = tx.update(jnp.full(2, 1.0, jnp.bfloat16), state, params)
+    updates, state = tx.update(jnp.full(2, 1 / 256, jnp.bfloat16), state, params)
+    assert updates.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(updates, np.asarray([-(1 + 1 / 256) / 2] * 2, jnp.bfloat16))
+
+
+fits_float16 = jax.jit(lambda total: fits({"a": total}, jnp.asarray(4.0), [jnp.dtype("float16")]))
+
+
+@pytest.mark.parametrize(("largest", "fits"), [(65519.996, True), (65520.0, False), (-65520.0, False), (INF, False), (NAN, False)])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4)])
+def test_float16_range_ends_at_65520(largest: float, fits: bool, shape: tuple[int, ...]) -> None:
+    """65520 is halfway between the largest float16 and the next power of two, and rounds up to infinity."""
+    total = np.ones(shape, np.float32)
+    total.flat[-1] = 4 * np.float32(largest)
+    with np.errstate(over="ignore"):
+        assert bool(np.isfinite((total / np.float32(4)).astype(np.float16)).all()) is fits
+    assert bool(fits_float16(total)) is fits
+
+
+def test_range_check_is_for_float16_alone() -> None:
+    def program(dtype: Any, **options: Any) -> str:
+        tx = gradaccum.wrap(optax.sgd(0.1), steps=2, **options)
+        params = jnp.ones((4, 4), dtype)
+        return str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
+
+    assert "65520" in program(jnp.float16)
+    for other in (program(jnp.float32), program(jnp.bfloat16), program(jnp.float16, master_weights=True)):
+        assert "65520" not in other
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"skip_norm": 1e9}, {}])
+def test_clipping_hides_no_cast_overflow(options: dict[str, Any]) -> None:
+    for master_weights in (False, True):
+        tx = gradaccum.wrap(optax.sgd(1e-6), steps=2, reduction="sum", master_weights=master_weights, **options)
+        params = jnp.zeros(2, jnp.float16)
+        state = tx.init(params)
+        for _ in range(2):
+            _, state = tx.update(jnp.full(2, 40000.0, jnp.float16), state, params)
+        assert bool(gradaccum_jax.result(state).overflow) is not master_weights
+        assert bool(gradaccum_jax.result(state).applied) is master_weights

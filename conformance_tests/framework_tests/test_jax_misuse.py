@@ -1,0 +1,88 @@
+"""Calls that would give a silently wrong result: each is refused at once, by an error of its class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradaccum
+import gradaccum_jax
+
+PARAMS = {"a": jnp.asarray([1.0, 2.0]), "b": {"c": jnp.asarray([[3.0]])}}
+GRADS = jax.tree.map(lambda p: p * 0.25, PARAMS)
+
+
+def wrap(inner: Any, **options: Any) -> Any:
+    return gradaccum.wrap(inner, **{"steps": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("grads", "message"),
+    [
+        ({"a": jnp.ones(2)}, r"grads\['b'\]\['c'\]: expected a gradient"),
+        ({**GRADS, "new": jnp.ones(2)}, r"grads\['new'\]: expected no gradient"),
+        ({"a": jnp.ones(3), "b": GRADS["b"]}, r"grads\['a'\]: .*shape \(2,\); got one of shape \(3,\)"),
+        ({"a": jnp.ones(2), "b": {"c": jnp.ones((1, 1), jnp.int32)}}, r"grads\['b'\]\['c'\]: .*dtype float32; got one of dtype int32"),
+        ({"a": jnp.ones(2, jnp.complex64), "b": GRADS["b"]}, r"grads\['a'\]: .*complex64"),
+        ({"a": "text", "b": GRADS["b"]}, r"grads\['a'\]"),
+    ],
+    ids=["missing", "extra", "shape", "integers", "complex", "text"],
+)
+def test_foreign_gradients_are_refused(grads: Any, message: str) -> None:
+    tx = wrap(optax.sgd(1.0))
+    with pytest.raises(gradaccum.GradientError, match=message):
+        tx.update(grads, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), True, "3", jnp.ones(2), np.ones((1,)), jnp.asarray(-2.0)])
+def test_invalid_weights_are_refused(weight: Any) -> None:
+    tx = wrap(optax.sgd(1.0))
+    with pytest.raises(gradaccum.GradAccumError, match="weight"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, weight=weight)
+
+
+def test_traced_weights_must_be_real_scalars() -> None:
+    tx = wrap(optax.sgd(1.0))
+    for weight in (jnp.ones(2), jnp.asarray(True), jnp.asarray(1j)):
+        with pytest.raises(gradaccum.ArgumentTypeError, match="weight"):
+            jax.jit(lambda s, w: tx.update(GRADS, s, weight=w))(tx.init(PARAMS), weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: wrap(wrap(optax.sgd(1.0))), gradaccum.ArgumentTypeError),
+        (lambda: wrap(optax.chain(wrap(optax.sgd(1.0)))).init(PARAMS), gradaccum.ArgumentTypeError),
+        (lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2)), gradaccum.ArgumentTypeError),
+        (lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2)), gradaccum.ArgumentTypeError),
+        (lambda: wrap(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()), gradaccum.ArgumentTypeError),
+        (lambda: wrap(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()), gradaccum.ArgumentTypeError),
+        (
+            lambda: wrap(optax.chain(gradaccum_jax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation())).init(PARAMS),
+            gradaccum.ArgumentTypeError,
+        ),
+        (lambda: gradaccum_jax.MultiSteps(optax.chain(wrap(optax.sgd(1.0))), 2).init(PARAMS), gradaccum.ArgumentTypeError),
+        (lambda: jax.jit(lambda steps: gradaccum.wrap(optax.sgd(1.0), steps).init(PARAMS))(4), gradaccum.ArgumentTypeError),
+        (lambda: jax.jit(lambda norm: wrap(optax.sgd(1.0), clip_norm=norm).init(PARAMS))(1.0), gradaccum.ArgumentTypeError),
+        (lambda: gradaccum.wrap(optax.sgd(1.0)), gradaccum.ArgumentTypeError),
+        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="no such"), gradaccum.ArgumentValueError),
+        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="int32"), gradaccum.ArgumentValueError),
+        (lambda: wrap(optax.sgd(1.0), accumulate_dtype="float64").init(PARAMS), gradaccum.ArgumentValueError),
+        (lambda: wrap(optax.sgd(1.0), control_flow="if"), gradaccum.ArgumentValueError),
+        (lambda: wrap(optax.sgd(1.0), colour="red"), gradaccum.ArgumentTypeError),
+        (lambda: wrap(optax.sgd(1.0)).update(GRADS, optax.sgd(1.0).init(PARAMS)), gradaccum.ArgumentTypeError),
+        (lambda: gradaccum_jax.flush(optax.sgd(1.0), wrap(optax.sgd(1.0)).init(PARAMS)), gradaccum.ArgumentTypeError),
+        (lambda: gradaccum_jax.discard(wrap(optax.sgd(1.0)), ()), gradaccum.ArgumentTypeError),
+        (lambda: gradaccum_jax.result(()), gradaccum.ArgumentTypeError),
+    ],
+)
+def test_misuse_is_refused(make: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make()
