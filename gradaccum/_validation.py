@@ -1,4 +1,4 @@
-"""Checks of plain arguments. A bool is never taken for a number, NaN never for a value."""
+"""Checks of plain arguments. A bool is no number here, and NaN is no value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each names the argument, what was expected, what was given and what to write instead."""
+"""The errors that a user can meet. Each names the argument, the expected value, the given one and the fix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 
 class GradAccumError(Exception):
-    """Any error raised by gradaccum. Nothing that was accumulated is lost by it."""
+    """Any error raised by gradaccum. The sum of the open window survives it."""
 
 
 class ArgumentValueError(GradAccumError, ValueError):
@@ -26,7 +26,7 @@ class CheckpointError(GradAccumError, ValueError):
 
 
 class UsageError(GradAccumError, RuntimeError):
-    """A call that would make the result silently wrong here."""
+    """A call that would make the result silently wrong at this point."""
 
 
 class BackendNotFoundError(GradAccumError, ImportError):

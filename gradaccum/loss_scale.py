@@ -1,4 +1,4 @@
-"""Loss scaling: how the scale starts and how it moves. The arithmetic is `gradaccum.transitions`' alone.
+"""Loss scaling: how the scale starts and by which rule it moves. `gradaccum.transitions` moves it.
 
 Defaults are `torch.amp.GradScaler`'s (init 2^16, growth 2, backoff 0.5, interval 2000); the floor of 1 is
 `jmp.DynamicLossScale`'s (`min_loss_scale`).
@@ -51,8 +51,8 @@ class DynamicLossScale:
 
     Args:
         init_scale: the first scale, > 0.
-        growth_factor: what it is multiplied by after `growth_interval` clean windows, > 1.
-        backoff_factor: what it is multiplied by after a window with an overflow, in (0, 1).
+        growth_factor: multiplies it after `growth_interval` clean windows, > 1.
+        backoff_factor: multiplies it after a window with an overflow, in (0, 1).
         growth_interval: clean windows between two growths, an int >= 1.
         min_scale: the floor, > 0 and at most `init_scale`.
         max_scale: the ceiling, at least `init_scale`; inf is float32's own: a growth that would leave its range is not made.

@@ -16,7 +16,7 @@ ON_OVERFLOW = ("skip_window", "drop_micro_batch")
 
 
 class Options(NamedTuple):
-    """What `gradaccum.wrap` was told, checked. Constants of the program: transitions may branch on them."""
+    """The checked options of `gradaccum.wrap`. They are constants of the program, so the transitions may branch on them."""
 
     steps: Schedule
     """Micro-batches per window; None: the caller closes every window."""
@@ -45,7 +45,7 @@ def make_options(
     master_weights: bool = False,
     driver: ScalerDriver | None = None,
 ) -> Options:
-    """Check the options of `gradaccum.wrap` and put them in the form the transitions read.
+    """Check the options of `gradaccum.wrap` and bring them into the form that the transitions read.
 
     `driver` is the backend, if it drives loss scalers of its framework.
 

@@ -1,4 +1,4 @@
-"""Errors that every backend makes of the same mistake: one class and one wording, whichever framework notices it."""
+"""Errors shared by all backends: one mistake has one class and one wording."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""Which backends there are: read from entry points, so that nothing is imported before it is needed.
+"""Finds backends through entry points, so that importing gradaccum imports no framework.
 
-Two groups, each of names that must have one owner:
+There are two groups of entry points. A name has one owner in each:
 
 - ``gradaccum.backends``: the backend's name, pointing at its `Backend` object;
 - ``gradaccum.types``: the top-level package that defines the optimizers it wraps (``optax`` for ``jax``), pointing at the same object.
 
-The second is what lets `wrap` tell whose object it was given, and whether a framework is installed, without an import.
+By the second group `wrap` recognises an optimizer's framework, and tells whether it is installed, without importing it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ TYPES = "gradaccum.types"
 
 
 class Backend(Protocol):
-    """What an adapter offers the core. Options of its own are keyword-only arguments of its `wrap`."""
+    """An adapter, as the core sees it. The keyword-only arguments of its `wrap` are its own options."""
 
     name: str
 
@@ -106,26 +107,41 @@ def available_backends() -> tuple[str, ...]:
 
 
 def backend_of(optimizer: object) -> Backend:
-    """The backend whose package defines `optimizer`'s type, or a base of it; or that of the optimizer that it holds.
+    """The backend whose package defines the type of `optimizer`, a base of it, or the optimizer that it holds.
 
-    The latter is how a scheduler of another library than the framework's own, such as timm's, is told.
+    A scheduler of a library such as timm is recognised by the optimizer that it holds.
 
     Raises:
         ArgumentTypeError: no backend's package does.
     """
-    types = owners(TYPES)
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
-        for base in type(candidate).__mro__:
-            package = base.__module__.partition(".")[0]
-            if package in types:
-                return cast(Backend, _load_entry(types[package]))
+        try:
+            entry = _entry_of(type(candidate).__mro__)
+        except LookupError:
+            continue
+        return cast(Backend, _load_entry(entry))
     raise explain(
         ArgumentTypeError,
         "optimizer",
-        expected=f"an object of one of the packages {sorted(types)}",
+        expected=f"an object of one of the packages {sorted(owners(TYPES))}",
         got=optimizer,
         fix=f"Backends here: {', '.join(map(_describe, registered_backends())) or 'none; reinstall gradaccum'}.",
     )
+
+
+@cache
+def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
+    """The backend whose package defines one of `bases`. Found once: reading entry points takes milliseconds. A failure is not remembered.
+
+    Raises:
+        LookupError: there is none.
+    """
+    types = owners(TYPES)
+    for base in bases:
+        package = base.__module__.partition(".")[0]
+        if package in types:
+            return types[package]
+    raise LookupError(bases)
 
 
 def _load_entry(entry: EntryPoint) -> Any:

@@ -1,8 +1,8 @@
-"""What an open window depends on beside its state, and what a loaded state goes on with.
+"""Saving and resuming an open window: its terms travel with its state.
 
-A partial sum means nothing without the options it was made under: weighted or not, scaled by what, a part of how many micro-batches. So
-a checkpoint says them, and a window is resumed under the same ones or not at all. Between two windows there is no sum, and all options may
-change: the counters go on, and a loss scale goes on if it moves in both runs.
+A partial sum has a meaning only under the options that made it: its weighting, its scale, the length of its window. So a checkpoint holds
+these terms, and a window resumes under the same ones or is refused. Between two windows there is no sum, and every option may change: the
+counters go on, and a loss scale goes on if it is dynamic in both runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCALES_IN_USE = ("unused", "static", "dynamic")
 
 
 class Terms(NamedTuple):
-    """What an open window depends on beside its state."""
+    """The options that an open window depends on."""
 
     reduction: str
     on_overflow: str

@@ -17,7 +17,7 @@ _EXPECTED = "an int >= 1, pairs (first optimizer_step, steps), a callable of opt
 
 
 def make_schedule(steps: object) -> Schedule:
-    """What the user gave as ``steps=``, checked.
+    """The checked form of the user's ``steps=``.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: it is none of the four forms.
@@ -35,7 +35,7 @@ def make_schedule(steps: object) -> Schedule:
 
 
 def require_steps(steps: object, optimizer_step: int) -> int:
-    """What a callable ``steps`` gave for `optimizer_step`, as an int >= 1.
+    """The answer of a callable ``steps`` for `optimizer_step`, as an int >= 1.
 
     Each backend asks this wherever the value is known: when it wraps, for step 0, and for each window outside compiled code. Compiled
     code cannot raise: there a size below 1 makes each micro-batch one that is not finite, so that no update is made and the result says so.

@@ -26,7 +26,7 @@ FIELD_DTYPES = {
 
 
 class State(NamedTuple):
-    """What an open window and the run so far amount to. Every field is a scalar, shape ``()``."""
+    """The open window and the run so far. Every field is a scalar, shape ``()``."""
 
     micro_step: Scalar
     """int32: micro-batches in the open window."""
@@ -39,11 +39,11 @@ class State(NamedTuple):
     overflow: Scalar
     """bool: some micro-batch of the open window is known to have had a non-finite gradient.
 
-    With ``on_overflow="skip_window"`` nothing is measured inside a window (an inf or NaN stays in the sum, and the
-    norm at the end finds it), so the flag is raised at the close; with ``"drop_micro_batch"`` it is raised at once.
+    With ``on_overflow="skip_window"`` the flag is raised at the window's end: an inf or NaN stays in the sum, and the norm finds it there.
+    With ``"drop_micro_batch"`` it is raised at once.
     """
     loss_scale: Scalar
-    """float32: what the loss is multiplied by before differentiation; 1 when unused."""
+    """float32: the factor of the loss before differentiation; 1 when unused."""
     growth_tracker: Scalar
     """int32: clean windows since the loss scale last changed."""
 

@@ -1,4 +1,4 @@
-"""The state machine, written once: what a micro-batch, the end of a window and a discard do to the state.
+"""The state machine, written once: how a micro-batch, the end of a window and a discard change the state.
 
 Everything here is arithmetic, comparison, ``&``, ``|`` and one passed-in ``where``; no Python ``if`` ever looks at a
 value of the state. So the same source runs on Python numbers (torch), is traced by JAX and is compiled by MindSpore. That is
@@ -42,7 +42,7 @@ class Where(Protocol):
 
 
 class Decision(NamedTuple):
-    """What a window's end asks of the backend: ``Decision(*decide(...))``. Every field is a scalar."""
+    """The backend's orders at a window's end: ``Decision(*decide(...))``. Every field is a scalar."""
 
     apply: Scalar
     """bool: run the inner optimizer, once; otherwise not at all."""
@@ -70,13 +70,13 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
         where: the backend's `Where`.
     """
     micro_step, optimizer_step, skipped_windows, total, overflow, loss_scale, growth_tracker = state
-    adds = usable(state, weight, finite)
-    harmless = adds | (weight == 0)
+    # A weight of 0 is added as well: the total changes with the weight there too, and the user may differentiate by it.
+    harmless = usable(state, weight, finite) | (weight == 0)
     return (
         micro_step + 1,
         optimizer_step,
         skipped_windows,
-        where(adds, total + weight, total),
+        where(harmless, total + weight, total),
         overflow | (harmless == False),  # noqa: E712
         loss_scale,
         growth_tracker,
@@ -98,7 +98,7 @@ def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
 
 
 def contribution(weight: Scalar, options: Options) -> Scalar:
-    """What a micro-batch's gradient is multiplied by as it is added: w_i for ``"mean"``, else 1."""
+    """The factor of a micro-batch's gradient as it is added: w_i for ``"mean"``, else 1."""
     return weight if options.reduction == "mean" else 0 * weight + 1
 
 
@@ -133,7 +133,7 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
 
 
 def divisor(state: Fields, options: Options, where: Where) -> Scalar:
-    """What the sum of the open window is divided by before anything is clipped: loss scale times denominator.
+    """The divisor of the window's sum before clipping: loss scale times denominator.
 
     The denominator is 1 for ``"sum"``, else the window's weight. That of a window of weight 0, whose sum is 0, is 1.
     """
@@ -145,10 +145,10 @@ def divisor(state: Fields, options: Options, where: Where) -> Scalar:
 def decide(
     state: Fields, norm: Scalar, finite: Scalar, options: Options, where: Where, largest: float = FLOAT32_MAX
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """What to do with the window that ends here: the fields of a `Decision`.
+    """Decide on the window that ends here: the fields of a `Decision`.
 
     A divisor beyond the sums' dtype would turn the gradient into 0, one below it into inf, and either would count as applied. So such a
-    window is an overflow: no update is made, and the loss scale, which is what grew or shrank too far, backs off.
+    window is an overflow: no update is made, and the loss scale, which grew or shrank too far, backs off.
 
     Args:
         state: the state after its last micro-batch.

@@ -1,8 +1,6 @@
-"""The adapter's face to the core: takes MindSpore optimizers, refuses everything else."""
+"""The object that the core finds by the name ``mindspore``: wraps MindSpore optimizers, refuses everything else."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from mindspore import nn
 from mindspore.experimental import optim
@@ -20,16 +18,16 @@ class MindSporeBackend:
     scaler_kind = "a mindspore.amp.DynamicLossScaler"
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
-        """How a `mindspore.amp.DynamicLossScaler` moves; None for another object."""
+        """The rule by which a `mindspore.amp.DynamicLossScaler` moves; None for another object."""
         return scaler_rule(scaler)
 
-    def wrap(self, optimizer: Any, options: Options, *, name: str = "gradaccum") -> AccumulatingOptimizer:
+    def wrap(self, optimizer: object, options: Options, *, name: str = "gradaccum") -> AccumulatingOptimizer:
         """Wrap `optimizer`; `name` becomes part of the names of the Parameters that hold the state.
 
         Raises:
             ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped already.
-            ArgumentValueError: `name` is empty, or the model has a parameter of a name of the state's; `optimizer` divides by a loss scale
-                of its own beside ``loss_scale=``; the scaler given as ``loss_scale=`` is driven by another wrapped optimizer.
+            ArgumentValueError: `name` is empty, or a parameter of the model has a name of the state's; `optimizer` divides by a loss scale
+                of its own beside ``loss_scale=``; another wrapped optimizer drives the scaler given as ``loss_scale=``.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)

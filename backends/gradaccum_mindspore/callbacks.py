@@ -1,10 +1,8 @@
-"""A callback for `mindspore.train.Model.train`: the tail of an epoch is an update of its own."""
+"""A callback for `mindspore.train.Model.train`: closes the short window at the end of an epoch."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from mindspore.train import Callback, ModelCheckpoint
+from mindspore.train import Callback, ModelCheckpoint, RunContext
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
@@ -14,37 +12,38 @@ from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     """Close the open window in the last step of each epoch, so that no window reaches from one epoch into the next.
 
-    The update divides by what the window holds. Put it before callbacks that save checkpoints: those save at the end of a step, as this
-    one flushes. `mindspore.train.Model.fit` validates after it. With a ``sink_size`` MindSpore's epoch is that many steps.
+    The update divides by the weight that the window holds. Put this callback before callbacks that save checkpoints: they save at the end
+    of a step, where this one flushes. `mindspore.train.Model.fit` validates after it. With a
+    ``sink_size`` MindSpore's epoch is that many steps.
 
     Args:
         optimizer: the wrapped optimizer.
 
     Raises:
-        ArgumentTypeError: it is another object.
+        ArgumentTypeError: `optimizer` is not wrapped.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: AccumulatingOptimizer) -> None:
         super().__init__()
         if not isinstance(optimizer, AccumulatingOptimizer):
             found, fix = f"an object of type {type(optimizer).__name__}", "Write FlushAtEpochEnd(gradaccum.wrap(optimizer, steps=4))."
             raise explain(ArgumentTypeError, "optimizer", expected="the wrapped optimizer", found=found, fix=fix)
         self.optimizer = optimizer
 
-    def on_train_begin(self, run_context: Any) -> None:
+    def on_train_begin(self, run_context: RunContext) -> None:
         """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this callback: it would save without the tail."""
         callbacks = run_context.original_args().list_callback
         if any(isinstance(callback, ModelCheckpoint) for callback in callbacks[: callbacks.index(self)]):
             expected, found = "FlushAtEpochEnd before ModelCheckpoint, which saves as the step ends", "the other order"
             raise explain(UsageError, "callbacks", expected=expected, found=found, fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].")
 
-    def on_train_step_end(self, run_context: Any) -> None:
+    def on_train_step_end(self, run_context: RunContext) -> None:
         """Flush, if the epoch ends with this step."""
         run = run_context.original_args()
         if run.cur_step_num % run.batch_num == 0:
             self.optimizer.flush()
 
-    def on_train_epoch_end(self, run_context: Any) -> None:
-        """Flush what an epoch left open that was stopped early."""
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Flush the window that an epoch left open when it was stopped early."""
         if self.optimizer.storage.micro_step.item() > 0:
             self.optimizer.flush()

@@ -1,9 +1,9 @@
 """MindSpore's two other ways to capture Python: bytecode capture leaves this package to Python, tracing is refused.
 
 ``jit(capture_mode="bytecode")`` fails on some of the functions here ("should not reach here"). MindSpore skips its own files, and
-is told to skip these too: the user's function is captured, and the wrapped optimizer runs as in PyNative.
+`skip_in_bytecode` makes it skip these too: it captures the user's function, and the wrapped optimizer runs as in PyNative.
 
-``jit(capture_mode="trace")`` records the operators of the first call and repeats them: whether a window ends would be decided once.
+``jit(capture_mode="trace")`` records the operators of the first call and repeats them: no later call would decide whether a window ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def refuse_trace() -> None:
 
 
 def _stop_tracing() -> None:
-    """What MindSpore leaves out if a recorded function raises: it goes on recording, and the next operator crashes."""
+    """Stop recording. MindSpore goes on if a recorded function raises, and then the next operator crashes."""
     phase = jit_trace._trace_jit_context.phase
     jit_trace._jit_trace_end(Tensor(0.0))
     jit_trace._trace_compile_cache.discard(phase)

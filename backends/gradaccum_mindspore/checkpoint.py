@@ -1,32 +1,32 @@
 """Loading a checkpoint of a wrapped optimizer: checked whole before anything is written, and seen by compiled code.
 
-`mindspore.save_checkpoint` of the training cell writes everything there is: the model with the statistics of its normalizations, inner
-state, the open window. That of the optimizer alone leaves the statistics out. For the way back use `load_checkpoint_into`:
-`mindspore.load_param_into_net` leaves out what it does not find, checks no window, and what it writes is ignored by a function that was
-compiled before.
+`mindspore.save_checkpoint` of the training cell saves everything: the model with the statistics of its normalizations, the inner
+optimizer's state, the open window. A checkpoint of the optimizer alone has no statistics. Load with `load_checkpoint_into`:
+`mindspore.load_param_into_net` skips a value that it does not find and checks no window, and a function that was compiled before ignores
+the values that it writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, decode_terms, encode_terms, explain, resumed, terms_of
 from gradaccum_mindspore.sizes import with_known_size
 from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.sums import write
+from gradaccum_mindspore.types import Saved
 
 
-def load_checkpoint_into(cell: Any, parameter_dict: Mapping[str, Any]) -> None:
+def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
     """Write a checkpoint into a wrapped optimizer, or into a cell that holds one, whether or not it has been compiled.
 
     Args:
         cell: a wrapped optimizer, a `gradaccum_mindspore.Accumulator`, or a cell such as `mindspore.nn.TrainOneStepCell`.
-        parameter_dict: what `mindspore.load_checkpoint` returned, or ``{name: Parameter or Tensor}``. It holds a value for every Parameter
-            of `cell`. Entries of another kind (such as ``epoch_num``) are left alone.
+        parameter_dict: the dict that `mindspore.load_checkpoint` returned, or ``{name: Parameter or Tensor}``. It holds a value for every
+            Parameter of `cell`. Other entries (such as ``epoch_num``) are left alone.
 
     Raises:
         ArgumentTypeError: `cell` is no Cell, or `parameter_dict` is the path of a file.
@@ -45,7 +45,7 @@ def load_checkpoint_into(cell: Any, parameter_dict: Mapping[str, Any]) -> None:
         write(parameter, Tensor(changed[name] if name in changed else parameter_dict[name].asnumpy(), parameter.dtype))
 
 
-def _check_arguments(cell: Any, parameter_dict: Any) -> None:
+def _check_arguments(cell: object, parameter_dict: object) -> None:
     if not isinstance(cell, nn.Cell):
         found, fix = f"an object of type {type(cell).__name__}", "Write load_checkpoint_into(optimizer, mindspore.load_checkpoint(file))."
         raise explain(ArgumentTypeError, "cell", expected="a wrapped optimizer or a Cell that holds one", found=found, fix=fix)
@@ -54,34 +54,34 @@ def _check_arguments(cell: Any, parameter_dict: Any) -> None:
         raise explain(ArgumentTypeError, "parameter_dict", expected="a dict by name", got=parameter_dict, fix=fix)
 
 
-def _storages(cell: Any) -> Iterator[Storage]:
+def _storages(cell: nn.Cell) -> Iterator[Storage]:
     for _, part in nn.Cell.cells_and_names(cell):
         if isinstance(part, Storage):
             yield part
 
 
-def _check_entry(name: str, parameter: Any, entry: Any) -> None:
+def _check_entry(name: str, parameter: Parameter, entry: Tensor | None) -> None:
     expected = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
     if entry is None:
-        raise _error(
+        raise _checkpoint_error(
             f"{name!r}: {expected}", "a checkpoint without it", "Save the whole optimizer: mindspore.save_checkpoint(optimizer, file)."
         )
     found = f"{entry.dtype} of shape {tuple(entry.shape)}"
     if found != expected:
-        raise _error(f"{name!r}: {expected}", found, "Load the checkpoint of the same model and optimizer.")
+        raise _checkpoint_error(f"{name!r}: {expected}", found, "Load the checkpoint of the same model and optimizer.")
 
 
-def _check_names(storage: Storage, parameters: Mapping[str, Any], parameter_dict: Mapping[str, Any]) -> None:
+def _check_names(storage: Storage, parameters: Mapping[str, Parameter], parameter_dict: Saved) -> None:
     for entries, suffix, kind in ((storage.sums, storage.suffix, "sums"), (storage.masters.masters, storage.masters.suffix, "masters")):
         # Another wrapped optimizer of the cell may have the same suffix.
         unknown = [name for name in parameter_dict if name.endswith(suffix) and name not in parameters]
         if unknown:
             own, fix = sorted(entry.name for entry in entries), "Load the checkpoint of the same model, wrapped with the same options."
-            raise _error(f"{kind} for {own or 'no parameter'} only", f"also {unknown}", fix)
+            raise _checkpoint_error(f"{kind} for {own or 'no parameter'} only", f"also {unknown}", fix)
 
 
-def _parameters(cell: Any) -> dict[str, Any]:
-    named: dict[str, Any] = {}
+def _parameters(cell: nn.Cell) -> dict[str, Parameter]:
+    named: dict[str, Parameter] = {}
     for _, parameter in cell.parameters_and_names():
         if named.setdefault(parameter.name, parameter) is not parameter:
             found, fix = f"two that are called {parameter.name!r}", "Give one of them another name; an optimizer's state: name='generator'."
@@ -91,20 +91,20 @@ def _parameters(cell: Any) -> dict[str, Any]:
     return named
 
 
-def _resumed(storage: Storage, parameter_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What becomes of the state under the options here, by the Parameter's name."""
+def _resumed(storage: Storage, parameter_dict: Saved) -> Iterator[tuple[str, float | Sequence[int]]]:
+    """The values with which the state goes on under the options here, by the Parameter's name."""
     own = storage.options
     saved = State(*(parameter_dict[getattr(storage, field).name].asnumpy().item() for field in FIELD_DTYPES))
     terms = decode_terms(parameter_dict[storage.terms.name].asnumpy().tolist())
     if saved.micro_step:
         own = with_known_size(own, saved.optimizer_step)
     elif storage.varies:
-        # A schedule may end with the run, so it is not asked before the next micro-batch, which writes what it says.
+        # A schedule may end with the run, so only the next micro-batch asks it, and writes its answer.
         own = own._replace(steps=terms.steps)
     for field, value in zip(FIELD_DTYPES, resumed(saved, terms, own), strict=True):
         yield getattr(storage, field).name, value
     yield storage.terms.name, encode_terms(terms_of(own, saved.optimizer_step))
 
 
-def _error(expected: str, found: str, fix: str) -> CheckpointError:
+def _checkpoint_error(expected: str, found: str, fix: str) -> CheckpointError:
     return explain(CheckpointError, "parameter_dict", expected=expected, found=found, fix=fix)

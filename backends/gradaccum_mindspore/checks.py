@@ -1,6 +1,6 @@
-"""Checks of what users hand in: gradients, weights, dtypes. Each raises before anything is changed.
+"""Checks of what users hand in: gradients, weights, parameters. Each raises before anything is changed.
 
-The gradient checks look at structure, shape and dtype alone, which are constants of a compiled program: they run at compile time
+The gradient checks look at structure, shape and dtype alone, which are constants of a compiled program. So they run at compile time
 inside `mindspore.jit` and graph mode, and at every call in PyNative.
 """
 
@@ -8,48 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
-from gradaccum.kit import accumulate_dtype_error, explain, require_weight
-
-HALF = (ms.float16, ms.bfloat16)
-FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32, "float64": ms.float64}
-
-Specs = tuple[tuple[str, tuple[int, ...], Any], ...]
-"""(name, shape, dtype) of each model parameter."""
+from gradaccum.kit import explain, require_weight
+from gradaccum_mindspore.types import DType, Gradients, NamedGradients, Shape, Spec, Specs, Weight
 
 
-def accumulate_dtype(own: Any, asked: Any) -> Any:
-    """The dtype of a sum of gradients of dtype `own`; `asked` is the option: a MindSpore, NumPy or named dtype, or None.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: `asked` is no floating dtype.
-    """
-    if asked is None:
-        return ms.float32 if own in HALF else own
-    name = asked if isinstance(asked, str) else getattr(asked, "__name__", None) or str(asked)
-    for key, dtype in FLOATS.items():
-        if asked is dtype or asked == dtype or name == key:
-            return dtype
-    raise accumulate_dtype_error(asked)
-
-
-def reaches_beyond(own: Any, handed: Any) -> Any:
-    """Whether a finite sum of dtype `own` can be an inf in the dtype `handed`; for the compiler to follow too."""
-    return handed == ms.float16 or (own == ms.float64 and handed != ms.float64)
-
-
-def require_parameters(parameters: Any) -> list[Any]:
+def require_parameters(parameters: object) -> list[Parameter]:
     """`parameters` as a list.
 
     Raises:
-        ArgumentTypeError: they are none, but an optimizer, say.
+        ArgumentTypeError: it holds no Parameter, or something else; it is an optimizer, say.
     """
     listed = list(parameters) if isinstance(parameters, Iterable) else []
     if not listed or not all(isinstance(parameter, Parameter) for parameter in listed):
@@ -59,10 +32,10 @@ def require_parameters(parameters: Any) -> list[Any]:
     return listed
 
 
-def gradients_by_position(gradients: Any, specs: Specs, now: Callable[[], tuple[str, ...]]) -> tuple[Any, ...]:
+def gradients_by_position(gradients: Gradients | NamedGradients, specs: Specs, now: Callable[[], tuple[str, ...]]) -> Gradients:
     """The gradients in the parameters' order, checked: a tuple or list in that order, or a dict by parameter name.
 
-    None stands for a parameter that took no part. The names are those in `specs`, or those that `now` gives.
+    None stands for a parameter that took no part. A dict has the names in `specs`, or the names that `now` returns.
 
     Raises:
         GradientError: another number, other names, another shape or dtype.
@@ -78,7 +51,7 @@ def gradients_by_position(gradients: Any, specs: Specs, now: Callable[[], tuple[
 
 
 def names_of(keys: tuple[str, ...], specs: Specs, now: tuple[str, ...]) -> tuple[str, ...]:
-    """The keys of a dict of gradients in the parameters' order: the names in `specs`, or those of `now`.
+    """The keys of a dict of gradients in the parameters' order: the names in `specs`, or in `now`.
 
     Raises:
         GradientError: other keys.
@@ -89,13 +62,13 @@ def names_of(keys: tuple[str, ...], specs: Specs, now: tuple[str, ...]) -> tuple
     raise _structure_error(f"a dict with the keys {sorted(map(str, keys))}", f"the keys {list(now)}")
 
 
-def without_none(gradients: tuple[Any, ...], specs: Specs) -> tuple[Any, ...]:
-    """Zeros where there is None: a tuple that holds a None is a constant of compiled code, and each new one compiles anew."""
+def without_none(gradients: Gradients, specs: Specs) -> Gradients:
+    """Zeros in place of None: compiled code takes a tuple that holds a None for a constant, and compiles each new one anew."""
     pairs = zip(gradients, specs, strict=True)
     return tuple(Tensor(np.zeros(shape), dtype) if gradient is None else gradient for gradient, (_, shape, dtype) in pairs)
 
 
-def check_gradient(gradient: Any, spec: tuple[str, tuple[int, ...], Any]) -> None:
+def check_gradient(gradient: object, spec: Spec) -> None:
     """Raise `GradientError` unless `gradient` is None or a Tensor of the parameter's shape and dtype."""
     if gradient is None:
         return
@@ -105,7 +78,7 @@ def check_gradient(gradient: Any, spec: tuple[str, tuple[int, ...], Any]) -> Non
     check_shape_and_dtype(name, tuple(gradient.shape), str(gradient.dtype), shape, str(dtype))
 
 
-def check_shape_and_dtype(name: str, shape: tuple[int, ...], dtype: str, expected_shape: tuple[int, ...], expected_dtype: str) -> None:
+def check_shape_and_dtype(name: str, shape: Shape, dtype: str, expected_shape: Shape, expected_dtype: str) -> None:
     """Raise `GradientError` unless both agree. A parameter in half precision also takes a float32 gradient."""
     if shape != expected_shape:
         raise _gradient_error(name, f"shape {expected_shape}", f"shape {shape}")
@@ -114,7 +87,7 @@ def check_shape_and_dtype(name: str, shape: tuple[int, ...], dtype: str, expecte
         raise _gradient_error(name, f"dtype {expected_dtype}", f"dtype {dtype}")
 
 
-def weight_as_number(weight: Any) -> float:
+def weight_as_number(weight: Weight) -> float:
     """The weight of a micro-batch as a float; None is 1.
 
     Raises:
@@ -128,7 +101,7 @@ def weight_as_number(weight: Any) -> float:
     return require_weight(weight)
 
 
-def require_one_number(size: int, shape: tuple[int, ...]) -> None:
+def require_one_number(size: int, shape: Shape) -> None:
     """Raise `ArgumentValueError` unless a weight has one element."""
     if size != 1:
         raise explain(ArgumentValueError, "weight", expected="one number", found=f"shape {shape}", fix="Write weight.sum().")
@@ -151,36 +124,37 @@ def _sparse_error(name: str) -> GradientError:
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_structure(count: int, specs: Specs) -> None:
-    """The number of gradients, while compiling."""
+    """Check the number of gradients, while compiling."""
     if count != len(specs):
         raise _structure_error(f"a tuple of {count}", f"{len(specs)} gradients in the order of the optimizer's parameters")
 
 
-def compiled_names_of(specs: Specs, now: Callable[[], tuple[str, ...]]) -> Any:
-    """`names_of` as a function of the keys alone, while compiling: the compiler follows no property that reads a Parameter's name."""
+def compiled_names_of(specs: Specs, now: Callable[[], tuple[str, ...]]) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
+    """`names_of` as a function of the keys alone, while compiling: the compiler cannot read a Parameter's name."""
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def names(keys: tuple[str, ...]) -> tuple[str, ...]:
         return names_of(keys, specs, now())
 
-    return names
+    while_compiling: Callable[[tuple[str, ...]], tuple[str, ...]] = names
+    return while_compiling
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def check_compiled_weight(weight: Any) -> None:
-    """A weight that is a number, a constant of compiled code."""
+def check_compiled_weight(weight: object) -> None:
+    """Check a weight that is a number, a constant of compiled code."""
     require_weight(weight)
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def check_compiled_weight_shape(shape: tuple[int, ...]) -> None:
-    """A weight that is a Tensor."""
+def check_compiled_weight_shape(shape: Shape) -> None:
+    """Check a weight that is a Tensor."""
     require_one_number(prod(shape), shape)
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def check_compiled_gradients(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], specs: Specs) -> None:
-    """The gradients' shapes and dtypes, while compiling; a dtype of None: no gradient."""
+def check_compiled_gradients(shapes: tuple[Shape, ...], dtypes: tuple[DType | None, ...], specs: Specs) -> None:
+    """Check the gradients' shapes and dtypes, while compiling; a dtype of None: no gradient."""
     for shape, dtype, (name, expected_shape, expected_dtype) in zip(shapes, dtypes, specs, strict=True):
         if dtype is not None:
             if isinstance(shape, Tensor):

@@ -1,21 +1,24 @@
-"""The events of a window where the state is a tensor: inside `mindspore.jit` and in graph mode.
+"""The events of a window where the state is a Tensor: inside `mindspore.jit` and in graph mode.
 
-The compiler drops what it believes to be without effect. Hence the shape of this code: every new value is computed from what was
-read before the first write; nothing is read again after it was written, but at the end of a window, which begins with reading;
-a branch returns no value that was computed in it. A function must return something: its None would be computed by the Python interpreter.
+The compiler drops operations that it believes to have no effect. So this code computes every new value from what it read before its first
+write; it reads nothing again after it was written, except at the end of a window, which begins with reading; no branch returns a value that
+was computed in it. Each function returns something: the Python interpreter would compute a None.
 
-The end of a window has two branches, for the update and for a norm whose squares overflow: each costs about as much as ten scalar
+The end of a window has two branches: one for the update, one for a norm whose squares overflow. Each costs about as much as ten scalar
 operators. Each is a method of its own, because the compiler copies what follows an ``if`` in the same function into both branches.
-What one part tells the next goes through `Notes`.
+`Notes` carries what one part computes and another needs.
+
+The compiler takes a global function for the method of its name, if that method calls it. So `close` and `discard` of the core have other
+names here.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from mindspore import Tensor
 
-from mindspore import Tensor, ops
-
-from gradaccum.kit import Options, accumulate, contribution, decide, divisor
+from gradaccum.kit import Fields, Options, accumulate, contribution, decide, divisor, usable
+from gradaccum.kit import close as state_closed
+from gradaccum.kit import discard as state_discarded
 from gradaccum_mindspore.checks import (
     check_compiled_gradients,
     check_compiled_structure,
@@ -24,25 +27,20 @@ from gradaccum_mindspore.checks import (
     compiled_names_of,
 )
 from gradaccum_mindspore.compiled_state import CompiledState, where
-from gradaccum_mindspore.state import Storage
-from gradaccum_mindspore.sums import (
-    compiled_add,
-    compiled_finite,
-    compiled_fits,
-    divide,
-    each,
-    robust_measure,
-    sum_of_squares,
-)
+from gradaccum_mindspore.norm import compiled_measure, robust_measure
+from gradaccum_mindspore.state import STEPS, Storage
+from gradaccum_mindspore.sums import compiled_add, compiled_clear, compiled_finite, compiled_fits, divide, each
+from gradaccum_mindspore.types import DType, Gradients, NamedGradients, Number, Shape, Weight
+from gradaccum_mindspore.update import Update
 
 
-def chosen(condition: Any, a: Any, b: Any) -> Any:
+def chosen(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`where` for a condition that always holds, as it does for a finite gradient of weight 1."""
     return a
 
 
-def number_of(weight: Any) -> Any:
-    """A weight as a number or a scalar Tensor; raises while compiling if it is none."""
+def number_of(weight: Number) -> Number:
+    """A weight as a number or a scalar Tensor; raises while compiling if it is neither."""
     if isinstance(weight, Tensor):
         check_compiled_weight_shape(weight.shape)
         return weight.reshape(())
@@ -50,81 +48,132 @@ def number_of(weight: Any) -> Any:
     return weight
 
 
-def shape_of(gradient: Any) -> Any:
-    """A constant of the compiler's."""
+def shape_of(gradient: Tensor | None) -> Shape:
+    """The gradient's shape, a constant while compiling."""
     return () if gradient is None else gradient.shape
 
 
-def dtype_of(gradient: Any) -> Any:
-    """Likewise."""
+def dtype_of(gradient: Tensor | None) -> DType | None:
+    """The gradient's dtype, a constant while compiling."""
     return None if gradient is None else gradient.dtype
 
 
 class CompiledWindow(CompiledState):
-    """Micro-batches and what is decided at a window's end, for the compiler to follow."""
+    """One window as Tensors, for the compiler to follow; `PyNativeWindow` has the same methods."""
 
     def __init__(self, storage: Storage, options: Options) -> None:
         super().__init__(storage, options)
         self.names_of = compiled_names_of(storage.specs, storage.names)
 
-    def add(self, gradients: Any, weight: Any) -> Any:
-        """Take in one micro-batch; returns the state after it, not yet written, and the event if its gradient may be dropped, else None."""
-        state = self.read()
+    def add(self, gradients: Gradients, weight: Weight) -> tuple[Fields, Tensor | None]:
+        """Add one micro-batch of ordered gradients to the sums; returns the state after it and, if a gradient may be dropped, the event.
+
+        The caller asks `is_full` of the state and then calls `write_added`. The compiler drops an ``if`` on a flag that comes out of a
+        function that writes, so these are three calls.
+        """
+        before = self.read()
         if weight is None and self.options.on_overflow == "skip_window":
             compiled_add(self.storage.sums, gradients, None, None)
-            return accumulate(state, self.one, self.true, chosen), None
+            return accumulate(before, self.one, self.true, chosen), None
         amount = self.one if weight is None else self.one * number_of(weight)
         factor = contribution(amount, self.options)
         finite = self.true
-        usable = (amount > 0) & (amount < float("inf"))
         if self.options.on_overflow == "drop_micro_batch":
             finite = compiled_finite(self.storage.sums, gradients, factor) | (amount == 0)
-            usable = usable & finite
-        after = accumulate(state, amount, finite, where)
-        never, dropped = state[0] < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
-        event = self.event(never, never, dropped * (after[0] + 1), self.norm())
-        compiled_add(self.storage.sums, gradients, None if weight is None else factor, usable)
-        return after, event
+        state = accumulate(before, amount, finite, where)
+        micro_step, _, _, _, _, _, _ = state
+        never, dropped = micro_step < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
+        event = self.event(never, never, dropped * (micro_step + 1), self.grad_norm())
+        compiled_add(self.storage.sums, gradients, None if weight is None else factor, usable(before, amount, finite))
+        return state, event
 
-    def decide(self) -> Any:
+    def write_added(self, state: Fields, event: Tensor | None) -> bool:
+        """Assign the state that `add` returned."""
+        self.write_open(state, event)
+        return self.write_size(state)
+
+    def close(self, update: Update) -> bool:
+        """End the window: make the `update` with its gradients, or not at all."""
+        self.note_decision()
+        self.apply(update)
+        return self.finish()
+
+    def note_decision(self) -> bool:
         """Measure the window and note what is to be done with it."""
         notes = self.notes
         notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
         if self.calls_steps:
             notes.write_terms(self.storage.terms)
-        squares = sum_of_squares(self.storage.sums, self.float_dtype)
-        notes.write_measure(ops.sqrt(squares), ops.isfinite(squares))
+        norm, finite = compiled_measure(self.storage.sums, self.float_dtype)
+        notes.write_measure(norm, finite)
         self.measure_again()
-        apply, overflow, divisor, grad_norm = self.judged(notes.state(), notes.norm.value(), notes.finite & self.true)
-        return notes.write_decision(apply, overflow, divisor, grad_norm)
+        state = notes.state()
+        finite = self.fits(state, notes.finite & self.true)
+        apply, overflow, divides, grad_norm = decide(state, notes.norm.value(), finite, self.options, where, self.storage.largest)
+        return notes.write_decision(apply, overflow, divides, grad_norm)
 
-    def measure_again(self) -> Any:
-        """Note norm and finiteness the robust way where the squares overflow."""
+    def measure_again(self) -> bool:
+        """Note norm and finiteness the robust way if the squares overflow."""
         if self.notes.unmeasured:
             norm, finite = robust_measure(self.storage.sums, self.float_dtype)
             self.notes.write_measure(norm, finite)
         return True
 
-    def judged(self, state: Any, norm: Any, finite: Any) -> Any:
-        """`gradaccum.kit.decide`, to which a gradient beyond the inner optimizer's dtypes is not finite, nor is a window of no size."""
+    def fits(self, state: Fields, finite: Tensor) -> Tensor:
+        """`finite`, and the divided sums are finite in the inner optimizer's dtypes, and the window has a size of at least 1."""
         if self.calls_steps:
-            finite = finite & (self.notes.terms.value()[3] >= 1)
+            finite = finite & (self.notes.terms.value()[STEPS] >= 1)
         if self.storage.narrowed:
             divides = divisor(state, self.options, where)
             finite = finite & compiled_fits(self.storage.sums, self.handed_over(divides), self.storage.handed)
-        return decide(state, norm, finite, self.options, where, self.storage.largest)
+        return finite
 
-    def gradients(self, divisor: Any) -> Any:
-        """What the inner optimizer is given."""
-        return divide(self.storage.sums, self.handed_over(divisor), self.storage.handed)
+    def apply(self, update: Update) -> bool:
+        """Make the update, if that was decided."""
+        if self.notes.apply:
+            update(self.gradients(self.notes.divisor.value()))
+        return True
 
-    def handed_over(self, divisor: Any) -> Any:
-        """`divisor` without what the inner optimizer divides by itself."""
+    def finish(self) -> bool:
+        """Clear the sums, assign the state after the window and what became of it."""
+        notes = self.notes
+        apply, overflow = notes.applied & self.true, notes.overflow & self.true
+        after = state_closed(self.read(), apply, overflow, self.options, where)
+        _, _, _, zero, _, _, _ = after
+        compiled_clear(self.storage.sums, zero)
+        self.write_open(after, self.event(apply, apply == False, overflow, notes.grad_norm.value()))  # noqa: E712
+        return self.write_counters(after)
+
+    def flush(self, update: Update) -> Tensor:
+        """Close the open window; returns whether there was one, a bool Tensor of shape ()."""
+        micro_step, _, _, _, _, _, _ = self.read()
+        is_open, never = micro_step > 0, micro_step < 0
+        if is_open:
+            self.close(update)
+        else:
+            self.write_event(self.event(never, never, never, self.grad_norm()))
+        return is_open
+
+    def discard(self) -> bool:
+        """Forget the open window."""
+        state = state_discarded(self.read())
+        micro_step, _, _, zero, _, _, _ = state
+        never = micro_step < 0
+        event = self.event(never, never, never, self.grad_norm())
+        compiled_clear(self.storage.sums, zero)
+        return self.write_open(state, event)
+
+    def gradients(self, divides: Tensor) -> tuple[Tensor, ...]:
+        """The sums divided by `divides`, as the inner optimizer gets them."""
+        return divide(self.storage.sums, self.handed_over(divides), self.storage.handed)
+
+    def handed_over(self, divides: Tensor) -> Tensor:
+        """`divides` without the scale that the inner optimizer divides by itself."""
         if self.storage.inner_scale == 1:
-            return divisor
-        return divisor / self.inner_scale
+            return divides
+        return divides / self.inner_scale
 
-    def ordered(self, gradients: Any) -> Any:
+    def ordered(self, gradients: Gradients | NamedGradients) -> Gradients:
         """The gradients in the parameters' order; raises `GradientError` while compiling."""
         specs = self.storage.specs
         if isinstance(gradients, dict):
@@ -134,9 +183,9 @@ class CompiledWindow(CompiledState):
         check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
         return gradients
 
-    def by_name(self, gradients: Any) -> Any:
+    def by_name(self, gradients: NamedGradients) -> Gradients:
         """A dict's values in the parameters' order."""
-        ordered: Any = ()
+        ordered: Gradients = ()
         for name in self.names_of(tuple(gradients.keys())):
             ordered = (*ordered, gradients[name])
         return ordered

@@ -1,25 +1,28 @@
-"""float32 master weights: what the inner optimizer works on while the model holds the rounded copies.
+"""float32 master weights: the inner optimizer works on them, and the model holds the rounded copies.
 
-A MindSpore optimizer takes the model's Parameters when it is built, and clones its moments from them. So it is turned to the masters
-in place, before its first call here: each half-precision Parameter is replaced by its master wherever the optimizer and its cells
-keep it, and their own half-precision state becomes float32 under its old name. Groups, learning rates and weight decay are positions
-in lists, and stay. A call compiled before is compiled anew, because the gradients now have another dtype.
-State that starts at a number which the half-precision dtype does not hold, such as `nn.Adagrad`'s ``accum=0.1``, was rounded when the
-optimizer was built, and starts from there.
+A MindSpore optimizer takes the model's Parameters when it is built, and clones its moments from them. So `turn_to_masters` changes it in
+place, before its first call here: it replaces each half-precision Parameter by its master wherever the optimizer and its cells keep it, and
+makes their own half-precision state float32 under its old name. Groups, learning rates and weight decay are positions in lists, and stay.
+MindSpore compiles an old call anew, because the gradients now have another dtype.
+
+Some state starts at a number that the half-precision dtype does not hold, such as `nn.Adagrad`'s ``accum=0.1``. The optimizer rounded it
+when it was built, and it starts from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from copy import copy
 from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, nn
 
-from gradaccum_mindspore.checks import HALF
-from gradaccum_mindspore.sums import each, write
-from gradaccum_mindspore.witness import Witness
+from gradaccum_mindspore.sums import HALF, each, write
+from gradaccum_mindspore.types import Optimizer
+
+Replacements = Mapping[int, Parameter]
+"""A master by the `id` of the Parameter that it replaces."""
 
 
 class Masters(nn.Cell):  # type: ignore[misc]
@@ -27,44 +30,22 @@ class Masters(nn.Cell):  # type: ignore[misc]
 
     Args:
         parameters: the model's parameters; those in float16 and bfloat16 get a float32 master, ``"{name of the parameter}{suffix}"``.
-        suffix: what a master's name ends in.
+        suffix: the end of each master's name.
     """
 
-    def __init__(self, parameters: Sequence[Any], suffix: str) -> None:
+    def __init__(self, parameters: Sequence[Parameter], suffix: str) -> None:
         super().__init__(auto_prefix=False)
         self.suffix = suffix
         halves = [parameter for parameter in parameters if parameter.dtype in HALF]
         self.halves = ParameterTuple(halves)
         self.masters = ParameterTuple([_master(parameter, suffix) for parameter in halves])
 
-    def construct(self) -> Any:
+    def construct(self) -> tuple[bool, ...]:
         """Round every master into the model's parameter."""
         return each(_round, self.halves, self.masters)
 
 
-class Update(nn.Cell):  # type: ignore[misc]
-    """The inner optimizer's call and, if there are masters, the rounding that follows it."""
-
-    def __init__(self, inner: Any, masters: Masters) -> None:
-        super().__init__(auto_prefix=False)
-        self.inner = inner
-        self.masters = masters
-        self.rounds = len(masters.masters) > 0
-        self.witness = Witness(inner)
-
-    def construct(self, gradients: Any) -> Any:
-        self.inner(gradients)
-        self.round()
-        return True
-
-    def round(self) -> Any:
-        """Round the masters, if there are any, into the model's parameters."""
-        if self.rounds:
-            self.masters()
-        return True
-
-
-def turn_to_masters(inner: Any, masters: Masters) -> None:
+def turn_to_masters(inner: Optimizer, masters: Masters) -> None:
     """Make `inner` work on `masters`: its parameters are replaced by them, its half-precision state becomes float32."""
     replacements = {id(half): master for half, master in zip(masters.halves, masters.masters, strict=True)}
     for _, cell in list(nn.Cell.cells_and_names(inner)):
@@ -76,16 +57,16 @@ def turn_to_masters(inner: Any, masters: Masters) -> None:
             parameter.set_dtype(ms.float32)
 
 
-def _round(half: Any, master: Any) -> Any:
+def _round(half: Parameter, master: Parameter) -> bool:
     write(half, master.astype(half.dtype))
     return True
 
 
-def _master(parameter: Any, suffix: str) -> Any:
+def _master(parameter: Parameter, suffix: str) -> Parameter:
     return Parameter(parameter.astype(ms.float32), name=parameter.name + suffix, requires_grad=False)
 
 
-def _holds(value: Any, replacements: dict[int, Any]) -> bool:
+def _holds(value: object, replacements: Replacements) -> bool:
     if isinstance(value, MutableMapping):
         value = value.values()
     elif not isinstance(value, (list, tuple)):
@@ -93,8 +74,8 @@ def _holds(value: Any, replacements: dict[int, Any]) -> bool:
     return any(_holds(part, replacements) for part in value)
 
 
-def _replaced(value: Any, replacements: dict[int, Any]) -> Any:
-    """A copy of a container with masters for parameters; containers that hold none stay the objects they are."""
+def _replaced(value: Any, replacements: Replacements) -> Any:
+    """A copy of a container, with masters for parameters; a container that holds no parameter stays the same object."""
     if not _holds(value, replacements):
         return value
     if isinstance(value, MutableMapping):
@@ -107,6 +88,6 @@ def _replaced(value: Any, replacements: dict[int, Any]) -> Any:
     return replacements[id(value)]
 
 
-def _key(key: Any, part: Any, replacements: dict[int, Any]) -> Any:
-    """A Cell lists a Parameter of a tuple by its name, one of its own by the attribute's."""
+def _key(key: object, part: Any, replacements: Replacements) -> object:
+    """The key of `part` in a Cell's dict: a Cell lists a Parameter of a tuple by its name, one of its own by the attribute's name."""
     return replacements[id(part)].name if id(part) in replacements and key == part.name else key

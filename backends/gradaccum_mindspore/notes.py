@@ -1,9 +1,9 @@
-"""What one branch of compiled code tells another: Parameters that hold it for the time of one call.
+"""Notes from one branch of compiled code to another: Parameters that hold a value for the time of one call.
 
 MindSpore's runtime copies a value that one branch computes and another uses. It frees the copy at the next run of the same branch, but
-only if an even number of calls lay between: with an even ``steps`` it kept 12 KiB of host memory per window, for good. The runtime hands
-a Parameter on as it is. Hence inside the end of a window no computed value crosses into an inner branch or past it, and a condition there
-is a bool Parameter. Each is read at one place only: a Parameter that is read again after a branch is copied too.
+only if an even number of calls lay between: with an even ``steps`` it kept 12 KiB of host memory per window, for good. The runtime does not
+copy a Parameter. So inside the end of a window no computed value crosses into an inner branch or past it, and each condition there is a
+bool Parameter. The code reads each note at one place only: the runtime copies a Parameter that is read again after a branch.
 
 Notes are no state: no checkpoint has them, and a Cell that holds the optimizer does not list or rename them.
 """
@@ -11,13 +11,15 @@ Notes are no state: no checkpoint has them, and a Cell that holds the optimizer 
 from __future__ import annotations
 
 from itertools import count
-from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
+
+from gradaccum.kit import Fields
+from gradaccum_mindspore.types import DType
 
 NUMBERS = count()
-"""Tells the notes of one program apart; compiled code takes no two Parameters of one name."""
+"""Tells the notes of one program apart: compiled code takes no two Parameters of one name."""
 
 
 class Notes(nn.Cell):  # type: ignore[misc]
@@ -27,23 +29,23 @@ class Notes(nn.Cell):  # type: ignore[misc]
         float_dtype: dtype of the norm and of the divisor.
     """
 
-    weight: Any
-    before: Any
+    weight: Parameter
+    before: Parameter
     """bool: `State.overflow` before the decision."""
-    loss_scale: Any
-    terms: Any
-    norm: Any
-    finite: Any
-    unmeasured: Any
+    loss_scale: Parameter
+    terms: Parameter
+    norm: Parameter
+    finite: Parameter
+    unmeasured: Parameter
     """bool: not `finite`, as a condition."""
-    overflow: Any
-    divisor: Any
-    grad_norm: Any
-    applied: Any
-    apply: Any
+    overflow: Parameter
+    divisor: Parameter
+    grad_norm: Parameter
+    applied: Parameter
+    apply: Parameter
     """bool: `applied`, as a condition."""
 
-    def __init__(self, float_dtype: Any) -> None:
+    def __init__(self, float_dtype: DType) -> None:
         super().__init__(auto_prefix=False)
         self.float_dtype = float_dtype
         number = next(NUMBERS)
@@ -54,35 +56,35 @@ class Notes(nn.Cell):  # type: ignore[misc]
         for field in ("before", "finite", "unmeasured", "overflow", "applied", "apply"):
             self.add(field, Tensor(False), number)
 
-    def add(self, field: str, value: Any, number: int) -> None:
-        """A Parameter that the Cell does not list."""
-        object.__setattr__(self, field, ms.Parameter(value, name=f"gradaccum.note{number}.{field}", requires_grad=False))
+    def add(self, field: str, value: Tensor, number: int) -> None:
+        """Make a Parameter that the Cell does not list."""
+        object.__setattr__(self, field, Parameter(value, name=f"gradaccum.note{number}.{field}", requires_grad=False))
 
-    def write_state(self, weight: Any, overflow: Any, loss_scale: Any) -> Any:
-        """What the decision reads of the state, which is written after it."""
+    def write_state(self, weight: Parameter, overflow: Parameter, loss_scale: Parameter) -> bool:
+        """Note what the decision reads of the state. The state itself is written after the decision."""
         ops.assign(self.weight, weight)
         ops.assign(self.before, overflow)
         ops.assign(self.loss_scale, loss_scale)
         return True
 
-    def write_terms(self, terms: Any) -> Any:
-        """The last of which is the window's size."""
+    def write_terms(self, terms: Parameter) -> Tensor:
+        """Note `Storage.terms`, which hold the window's size."""
         return ops.assign(self.terms, terms)
 
-    def state(self) -> Any:
-        """The same as a state, whose other fields no decision reads."""
+    def state(self) -> Fields:
+        """The noted fields as a state; no decision reads the other fields, which are zero."""
         weight, zero = self.weight.value(), 0 * self.weight.value()
         return zero, zero, zero, weight, self.before & True, self.loss_scale.value(), zero
 
-    def write_measure(self, norm: Any, finite: Any) -> Any:
-        """The sums' norm, and whether all of them are finite."""
+    def write_measure(self, norm: Tensor, finite: Tensor) -> bool:
+        """Note the sums' norm, and whether all of them are finite."""
         ops.assign(self.norm, norm.astype(self.float_dtype))
         ops.assign(self.finite, finite)
         ops.assign(self.unmeasured, finite == False)  # noqa: E712
         return True
 
-    def write_decision(self, apply: Any, overflow: Any, divisor: Any, grad_norm: Any) -> Any:
-        """The fields of a `Decision`."""
+    def write_decision(self, apply: Tensor, overflow: Tensor, divisor: Tensor, grad_norm: Tensor) -> bool:
+        """Note the fields of a `Decision`."""
         ops.assign(self.divisor, divisor.astype(self.float_dtype))
         ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
         ops.assign(self.overflow, overflow)

@@ -1,8 +1,10 @@
 """The wrapped optimizer: a `mindspore.nn.Optimizer` that runs the one it wraps once per window.
 
-One class serves every mode. The compiler (`mindspore.jit`, graph mode) follows ``construct`` and never sees ``__call__``, so
-``__call__`` can be the PyNative path. It calls `mindspore.nn.Cell`'s constructor alone and lends the inner optimizer's attributes, so
-that there is one learning rate and one ``global_step``: the inner one's, which moves per update.
+One class serves every mode. The compiler (`mindspore.jit`, graph mode) follows ``construct`` and never sees ``__call__``, so ``__call__``
+can be the PyNative path. `Flush` and `Discard` are Cells for the same reason: a method has one body, a Cell has one for each mode.
+
+The wrapped optimizer calls `mindspore.nn.Cell`'s constructor alone and lends the inner optimizer's attributes. So there is one learning
+rate and one ``global_step``: the inner optimizer's, which moves per update.
 """
 
 from __future__ import annotations
@@ -10,27 +12,62 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
-from mindspore import ParameterTuple, nn, ops
+from mindspore import ParameterTuple, Tensor, nn
 from mindspore.experimental import optim
 
-from gradaccum import StepResult, UsageError
+from gradaccum import UsageError
 from gradaccum.kit import Options, ends, explain, select
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.checks import gradients_by_position, weight_as_number, without_none
-from gradaccum_mindspore.closing import Discard, Flush, is_graph_mode
-from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
-from gradaccum_mindspore.masters import Update, turn_to_masters
-from gradaccum_mindspore.pynative_window import EagerWindow
-from gradaccum_mindspore.scaled import note_read, require_read
-from gradaccum_mindspore.state import Storage
+from gradaccum_mindspore.masters import turn_to_masters
+from gradaccum_mindspore.pynative_window import PyNativeWindow
+from gradaccum_mindspore.scaled import require_read
+from gradaccum_mindspore.state import StateReader, Storage
+from gradaccum_mindspore.types import Gradients, NamedGradients, Optimizer, Weight
+from gradaccum_mindspore.update import Update
 
-FIXED = ("options", "inner", "storage", "window", "eager", "update", "flush", "discard", "loss_scale")
+FIXED = ("options", "inner", "storage", "compiled_window", "pynative_window", "update", "flush", "discard", "loss_scale")
 """Attributes that cannot be set, beside the options."""
 
 
-class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
+class Flush(nn.Cell):  # type: ignore[misc]
+    """``optimizer.flush()``: close the open window, however few micro-batches it holds; nothing if it holds none."""
+
+    def __init__(self, compiled_window: CompiledWindow, pynative_window: PyNativeWindow, update: Update) -> None:
+        super().__init__(auto_prefix=False)
+        self.compiled_window = compiled_window
+        self.pynative_window = pynative_window
+        self.update = update
+
+    def __call__(self) -> bool | Tensor:
+        """Close the window from Python; returns whether there was one."""
+        refuse_trace()
+        return super().__call__() if is_graph_mode() else self.pynative_window.flush(self.update)
+
+    def construct(self) -> Tensor:
+        return self.compiled_window.flush(self.update)
+
+
+class Discard(nn.Cell):  # type: ignore[misc]
+    """``optimizer.discard()``: forget the open window."""
+
+    def __init__(self, compiled_window: CompiledWindow, pynative_window: PyNativeWindow) -> None:
+        super().__init__(auto_prefix=False)
+        self.compiled_window = compiled_window
+        self.pynative_window = pynative_window
+
+    def __call__(self) -> None:
+        """Forget it from Python."""
+        refuse_trace()
+        self.pynative_window.discard()
+
+    def construct(self) -> bool:
+        return self.compiled_window.discard()
+
+
+class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
     """What `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
     ``optimizer(gradients)`` and ``optimizer(gradients, weight)`` take in one micro-batch, in PyNative, inside `mindspore.jit`, in
@@ -44,10 +81,10 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         name: part of the names of the Parameters that hold the state; give two wrapped optimizers of one program different ones.
     """
 
-    def __init__(self, inner: Any, options: Options, name: str = "gradaccum") -> None:
+    def __init__(self, inner: Optimizer, options: Options, name: str = "gradaccum") -> None:
         nn.Cell.__init__(self, auto_prefix=False)
         if options.master_weights:
-            # The inner optimizer's will be the masters; what users differentiate by stays.
+            # The inner optimizer's parameters will be the masters; users go on differentiating by the model's.
             self.parameters = ParameterTuple(inner.parameters)
         options = with_inner_scale(options, inner)
         self.inner = inner
@@ -55,11 +92,11 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         self.storage = Storage(inner.parameters, options, name, inner_scale(inner))
         if options.master_weights:
             turn_to_masters(inner, self.storage.masters)
-        self.window = CompiledWindow(self.storage, options)
-        self.eager = EagerWindow(self.storage, options)
+        self.compiled_window = CompiledWindow(self.storage, options)
+        self.pynative_window = PyNativeWindow(self.storage, options)
         self.update = Update(inner, self.storage.masters)
-        self.flush = Flush(self.window, self.eager, self.update)
-        self.discard = Discard(self.window, self.eager)
+        self.flush = Flush(self.compiled_window, self.pynative_window, self.update)
+        self.discard = Discard(self.compiled_window, self.pynative_window)
         object.__setattr__(self, "_complete", True)
 
     def __getattr__(self, name: str) -> Any:
@@ -70,7 +107,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
                 raise
             return getattr(self._cells["inner"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if not self.__dict__.get("_complete", False):
             nn.Cell.__setattr__(self, name, value)
         elif name in Options._fields or name in FIXED:
@@ -86,7 +123,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         else:
             nn.Cell.__setattr__(self, name, value)
 
-    def __call__(self, gradients: Any, weight: Any = None) -> Any:
+    def __call__(self, gradients: Gradients | NamedGradients, weight: Weight = None) -> bool | Tensor:
         """One micro-batch, from Python.
 
         Args:
@@ -101,7 +138,7 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0.
             ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
-            UsageError: there is a loss scale, and nobody has asked for it yet; or ``jit(capture_mode="trace")`` is recording.
+            UsageError: there is a loss scale that nobody has asked for yet; or ``jit(capture_mode="trace")`` is recording.
         """
         refuse_trace()
         require_read(self.storage.scaled)
@@ -109,49 +146,35 @@ class AccumulatingOptimizer(nn.Optimizer):  # type: ignore[misc]
         amount = weight_as_number(weight)
         if is_graph_mode():
             ordered = without_none(ordered, self.storage.specs)
-            return super().__call__(ordered, None if weight is None else ms.Tensor(amount, self.storage.float_dtype))
-        size = self.eager.size()
-        state = self.eager.add(ordered, amount, size)
+            return super().__call__(ordered, None if weight is None else Tensor(amount, self.storage.float_dtype))
+        size = self.pynative_window.size()
+        state = self.pynative_window.add(ordered, amount, size)
         full = bool(ends(state, size, select))
         if full:
-            self.eager.close(state, self.update)
+            self.pynative_window.close(state, self.update)
         return full
 
-    def construct(self, gradients: Any, weight: Any = None) -> Any:
+    def construct(self, gradients: Gradients | NamedGradients, weight: Weight = None) -> Tensor:
         require_read(self.storage.scaled)
-        gradients = self.window.ordered(gradients)
-        state, event = self.window.add(gradients, weight)
-        if self.window.steps is None:
-            self.window.write_open(state, event)
-            return state[0] < 0
-        full = ends(state, self.window.size(state[1]), where)
-        self.window.write_open(state, event)
-        self.window.write_size(state)
+        state, event = self.compiled_window.add(self.compiled_window.ordered(gradients), weight)
+        full = self.compiled_window.is_full(state)
+        self.compiled_window.write_added(state, event)
+        if self.compiled_window.steps is None:
+            return full
         if full:
-            self.flush.close()
+            self.compiled_window.close(self.update)
         return full
-
-    def scale(self, loss: Any) -> Any:
-        """``loss`` times the loss scale, in the loss's dtype: what to differentiate. In PyNative and in compiled code."""
-        return loss * ops.cast(self.loss_scale, loss.dtype)
-
-    @property
-    def loss_scale(self) -> Any:
-        """The current loss scale, a float32 Tensor of shape () (a Parameter): in PyNative and in compiled code, for ``sens`` say."""
-        note_read(self.storage.scaled)
-        return self.storage.loss_scale
-
-    @property
-    def result(self) -> StepResult:
-        """What the last micro-batch, flush or discard did, in Python numbers. For Python, not for compiled code."""
-        note_read(self.storage.scaled)
-        return self.storage.result()
 
 
 class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):  # type: ignore[misc]
     """The same for a `mindspore.experimental.optim.Optimizer`, and an instance of that, so that its schedulers take it."""
 
-    def add_param_group(self, param_group: Any) -> None:
-        """Raise `UsageError`: there are sums for the parameters that were there when the optimizer was wrapped."""
-        expected, found = "all groups before the optimizer is wrapped, as each parameter has its sum then", "a group more"
+    def add_param_group(self, param_group: object) -> None:
+        """Raise `UsageError`: only the parameters at the time of wrapping have sums."""
+        expected, found = "all groups before the optimizer is wrapped, as each parameter gets its sum then", "a group more"
         raise explain(UsageError, "param_group", expected=expected, found=found, fix="Write gradaccum.wrap(optimizer, steps=4) after it.")
+
+
+def is_graph_mode() -> bool:
+    """Whether MindSpore compiles a Cell that Python calls."""
+    return bool(ms.get_context("mode") == ms.GRAPH_MODE)

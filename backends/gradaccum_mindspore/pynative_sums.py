@@ -1,9 +1,9 @@
-"""Primitives over gradient trees in PyNative: what lies in the host's memory is worked on by NumPy.
+"""The sums' arithmetic in PyNative: NumPy works on what lies in the host's memory.
 
-On a CPU a tensor's memory is an array that NumPy reads without a copy. Some of MindSpore's operators run where they are called, such as
-``assign``, ``assign_add`` and ``zeros_like``; most are handed to another thread, and whatever comes next waits for that: tenths of a
-millisecond, where NumPy takes microseconds. So the first kind and NumPy do all the work here. What lies on another device, or is
-bfloat16, which NumPy does not have, MindSpore's operators work on.
+On a CPU NumPy reads a tensor's memory without a copy. Some of MindSpore's operators run where they are called, such as ``assign``,
+``assign_add`` and ``zeros_like``. MindSpore hands most others to another thread and waits for it: tenths of a millisecond, where NumPy
+takes microseconds. So the first kind and NumPy do all the work here. MindSpore's operators work on tensors of another device, and on
+bfloat16, which NumPy does not have.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
-from numpy.typing import NDArray
+from mindspore import Parameter, Tensor, ops
 
-from gradaccum_mindspore.sums import ROW, divide, robust_measure, sum_of_squares, working_dtype, write
+from gradaccum_mindspore.sums import divide, working_dtype, write
+from gradaccum_mindspore.types import Array, DType, Gradients, Sums
 
-ARRAYS: dict[Any, Any] = {ms.float16: np.dtype("float16"), ms.float32: np.dtype("float32"), ms.float64: np.dtype("float64")}
+ARRAYS: dict[DType, np.dtype[np.floating[Any]]] = {
+    ms.float16: np.dtype("float16"),
+    ms.float32: np.dtype("float32"),
+    ms.float64: np.dtype("float64"),
+}
 
-Array = NDArray[Any]
 
-
-def array_of(tensor: Any) -> Array | None:
-    """The memory of `tensor` if NumPy can work on it; waits for what computes it."""
+def array_of(tensor: Tensor) -> Array | None:
+    """The memory of `tensor` if NumPy can work on it; waits until it is computed."""
     if tensor.dtype in ARRAYS and tensor.device == "CPU":
         array: Array = tensor.asnumpy()
         return array
     return None
 
 
-def scaled(gradient: Any, factor: float, dtype: Any) -> Any:
+def scaled(gradient: Tensor, factor: float, dtype: DType) -> Tensor:
     """``factor * gradient`` rounded to `dtype`."""
     if factor == 1 and gradient.dtype == dtype:
         return gradient
@@ -43,63 +45,43 @@ def scaled(gradient: Any, factor: float, dtype: Any) -> Any:
     return _cast(ops.mul(_cast(gradient, work), Tensor(factor, work)), dtype)
 
 
-def parts(sums: Sequence[Any], gradients: Sequence[Any], factor: float) -> Iterator[tuple[Any, Any]]:
-    """Each sum and the ``factor * gradient`` to be added to it, made as it is asked for; none for a None."""
+def parts(sums: Sums, gradients: Gradients, factor: float) -> Iterator[tuple[Parameter, Tensor]]:
+    """Each sum and the ``factor * gradient`` to add to it, computed one at a time; None adds nothing."""
     for total, gradient in zip(sums, gradients, strict=True):
         if gradient is not None:
             yield total, scaled(gradient, factor, total.dtype)
 
 
-def all_finite(tensor: Any) -> bool:
+def all_finite(tensor: Tensor) -> bool:
     """Whether every element is finite."""
     array = array_of(tensor)
     return bool(ops.isfinite(tensor).all().asnumpy() if array is None else np.isfinite(array).all())
 
 
-def measure(tensors: Sequence[Any], dtype: Any) -> tuple[float, bool]:
-    """Global 2-norm of `tensors`, and whether every element is finite."""
-    squares = math.fsum(squared(tensor, dtype) for tensor in tensors)
-    if math.isfinite(squares):
-        return math.sqrt(squares), True
-    norm, finite = robust_measure(tensors, dtype)
-    return norm.asnumpy().item(), finite.asnumpy().item()
-
-
-def squared(tensor: Any, dtype: Any) -> float:
-    """Sum of the squares of all elements, worked out in `dtype`."""
-    array = array_of(tensor)
-    if array is None:
-        return float(sum_of_squares((tensor,), dtype).asnumpy())
-    flat = array.reshape(-1).astype(ARRAYS[dtype], copy=False)
-    rows, rest = flat[: flat.size // ROW * ROW].reshape(-1, ROW), flat[flat.size // ROW * ROW :]
-    with np.errstate(over="ignore", invalid="ignore"):
-        return float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64) + np.dot(rest, rest))
-
-
-def divided(sums: Sequence[Any], divisor: float, dtypes: Sequence[Any], float_dtype: Any) -> tuple[Any, ...]:
-    """``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `float_dtype` is what the divisor is rounded to."""
+def divided(sums: Sums, divisor: float, dtypes: Sequence[DType], float_dtype: DType) -> tuple[Tensor, ...]:
+    """``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `divisor` is rounded to `float_dtype`."""
     rounded = ARRAYS[float_dtype].type(divisor)
     return tuple(_quotient(total, rounded, dtype) for total, dtype in zip(sums, dtypes, strict=True))
 
 
-def spoil(sums: Sequence[Any]) -> None:
-    """Make one sum NaN, the smallest."""
+def spoil(sums: Sums) -> None:
+    """Make the smallest sum NaN."""
     total = min(sums, key=lambda each: each.size)
     write(total, Tensor(np.full(total.shape, math.nan), total.dtype))
 
 
-def clear(sums: Sequence[Any]) -> None:
+def clear(sums: Sums) -> None:
     """Exact zeros by assignment."""
     for total in sums:
         write(total, ops.zeros_like(total))
 
 
-def _cast(tensor: Any, dtype: Any) -> Any:
+def _cast(tensor: Tensor, dtype: DType) -> Tensor:
     """`tensor` itself if it has that dtype, else a copy that has."""
     return tensor if tensor.dtype == dtype else tensor.astype(dtype)
 
 
-def _quotient(total: Any, divisor: Any, dtype: Any) -> Any:
+def _quotient(total: Parameter, divisor: np.floating[Any], dtype: DType) -> Tensor:
     array = array_of(total)
     if array is None or dtype not in ARRAYS:
         return divide((total,), Tensor(divisor), (dtype,))[0]
@@ -107,6 +89,6 @@ def _quotient(total: Any, divisor: Any, dtype: Any) -> Any:
     return _tensor(array.astype(work, copy=False) / work.type(divisor), dtype)
 
 
-def _tensor(values: Any, dtype: Any) -> Any:
+def _tensor(values: Array, dtype: DType) -> Tensor:
     # NumPy makes a number of a product of arrays without axes.
     return Tensor.from_numpy(np.asarray(values, ARRAYS[dtype]))

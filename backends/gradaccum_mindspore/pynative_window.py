@@ -1,49 +1,51 @@
-"""The events of a window in PyNative: the state is read into Python numbers, moved by the same transitions and written back.
+"""The events of a window in PyNative: the core's transitions move the state as Python numbers.
 
-An operator costs more than reading a scalar there, so what a Python ``if`` can leave out is left out.
+There an operator costs more than reading a scalar, so a Python ``if`` leaves out every operator that it can.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 from mindspore import Tensor
 
 from gradaccum import UsageError
-from gradaccum.kit import Decision, Options, State, accumulate, close, contribution, decide, discard, divisor, explain, select
+from gradaccum.kit import Decision, Options, State, accumulate, close, contribution, decide, discard, divisor, explain, select, usable
 from gradaccum_mindspore import pynative_sums
-from gradaccum_mindspore.masters import Update
+from gradaccum_mindspore.norm import measure
 from gradaccum_mindspore.sizes import window_size
 from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.sums import add_into, fits
+from gradaccum_mindspore.types import Gradients
+from gradaccum_mindspore.update import Update
 
 FLOAT16_MAX = 65504.0
 
 
-class EagerWindow:
-    """Micro-batches and window ends over a `Storage`, in Python."""
+class PyNativeWindow:
+    """One window as Python numbers, over a `Storage`; `CompiledWindow` has the same methods."""
 
     def __init__(self, storage: Storage, options: Options) -> None:
         self.storage = storage
         self.options = options
 
-    def add(self, gradients: tuple[Any, ...], weight: float, size: int | None) -> State:
+    def add(self, gradients: Gradients, weight: float, size: int | None) -> State:
         """Take in one micro-batch of checked gradients; returns the state after it, written.
 
-        If this raises, it can be tried again: the state is the old one, or, where some sums hold the gradient and some do not, the
-        window is spoilt, so that its end skips it.
+        If this raises, the caller can try again. The state is the old one; if some sums hold the gradient and some do not, the window is
+        spoilt, and its end skips it.
 
         Raises:
-            UsageError: the window has its `size` already, as its update raised.
+            UsageError: the window has its `size` already, because its update raised.
         """
         state = self.storage.pull()
         require_room(state, size)
         factor = contribution(weight, self.options)
         finite = weight == 0 or self.options.on_overflow == "skip_window" or self.finite(gradients, factor)
-        usable = gradients if finite and weight > 0 else (None,) * len(gradients)
+        added = gradients if usable(state, weight, finite) else (None,) * len(gradients)
         begun = False
         try:
-            for total, part in pynative_sums.parts(self.storage.sums, usable, factor):
+            for total, part in pynative_sums.parts(self.storage.sums, added, factor):
                 begun = True
                 add_into(total, part)
             begun = True
@@ -61,8 +63,8 @@ class EagerWindow:
         (pynative_sums.spoil if state.micro_step else pynative_sums.clear)(self.storage.sums)
         self.storage.push(state, self.storage.pull())
 
-    def finite(self, gradients: tuple[Any, ...], factor: float) -> bool:
-        """Whether what would be added is free of inf and NaN."""
+    def finite(self, gradients: Gradients, factor: float) -> bool:
+        """Whether everything that would be added is finite."""
         parts = zip(self.storage.sums, gradients, strict=True)
         return all(g is None or pynative_sums.all_finite(pynative_sums.scaled(g, factor, s.dtype)) for s, g in parts)
 
@@ -79,8 +81,8 @@ class EagerWindow:
 
         If this raises, the window is either open as before, and ``flush`` makes its update, or closed, if the update was made.
         """
-        norm, finite = pynative_sums.measure(self.storage.sums, self.storage.float_dtype)
-        finite = finite and self.in_range(norm, divisor(state, self.options, select))
+        norm, finite = measure(self.storage.sums, self.storage.float_dtype)
+        finite = finite and self.fits(state, norm)
         decision = Decision(*decide(state, norm, finite, self.options, select, self.storage.largest))
         before = update.witness.look() if decision.apply else None
         try:
@@ -93,24 +95,29 @@ class EagerWindow:
                 self.finish(state, decision)
             raise
 
-    def finish(self, state: State, decision: Decision) -> None:
-        """Clear the sums and write the state after the window; once more does the same."""
-        pynative_sums.clear(self.storage.sums)
-        self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)
-        self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
-
-    def in_range(self, norm: float, unclipped: float) -> bool:
-        """Whether the window's gradient, divided by `unclipped` alone, is finite in the dtypes of the inner optimizer."""
-        divides = unclipped / self.storage.inner_scale
+    def fits(self, state: State, norm: float) -> bool:
+        """Whether the divided sums, not yet clipped, are finite in the inner optimizer's dtypes; `norm` is the sums'."""
+        divides = divisor(state, self.options, select) / self.storage.inner_scale
         # No element exceeds the norm, so the elements themselves are seldom looked at.
         if norm <= FLOAT16_MAX * divides:
             return True
         sums, handed, operand = self.storage.sums, self.storage.handed, Tensor(divides, self.storage.float_dtype)
         return all(fits(sums[i], operand, handed[i]).asnumpy().item() for i in self.storage.narrowed)
 
-    def gradients(self, divisor: float) -> Any:
-        """What the inner optimizer is given."""
-        return pynative_sums.divided(self.storage.sums, divisor / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
+    def finish(self, state: State, decision: Decision) -> None:
+        """Clear the sums and write the state after the window; a second call does the same."""
+        pynative_sums.clear(self.storage.sums)
+        self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)
+        self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
+
+    def flush(self, update: Update) -> bool:
+        """Close the open window; returns whether there was one."""
+        state = self.storage.pull()
+        if state.micro_step > 0:
+            self.close(state, update)
+        else:
+            self.storage.push_event(False, False, False)
+        return bool(state.micro_step > 0)
 
     def discard(self) -> None:
         """Forget the open window, even if this is interrupted."""
@@ -126,6 +133,10 @@ class EagerWindow:
         state = self.storage.pull()
         self.storage.push(discard(state), state)
         self.storage.push_event(False, False, False)
+
+    def gradients(self, divides: float) -> tuple[Tensor, ...]:
+        """The sums divided by `divides`, as the inner optimizer gets them."""
+        return pynative_sums.divided(self.storage.sums, divides / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
 
 
 def require_room(state: State, size: int | None) -> None:

@@ -1,8 +1,8 @@
-"""Whether anyone has asked for the loss scale: noted where it is read, required where a gradient comes in.
+"""Whether anyone has asked for the loss scale: `note_read` where someone reads it, `require_read` where a gradient comes in.
 
-A gradient that comes in is divided by the loss scale, so the loss it belongs to was multiplied by it before. Stock cells such as
-`mindspore.nn.TrainOneStepCell` have no place for that: the gradient would be too small by the whole scale, which Adam nearly hides.
-Both sides run as Python while a program is compiled, and at each call in PyNative.
+The window's end divides gradients by the loss scale, so the user must have multiplied the loss by it. Stock cells such as
+`mindspore.nn.TrainOneStepCell` cannot: their gradients would be too small by the whole scale, and Adam nearly hides that.
+Both functions run as Python while MindSpore compiles a program, and at each call in PyNative.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from gradaccum import UsageError
 from gradaccum.kit import Options, ScaleRule, explain
 
 NEVER = 0
-"""The key of an accumulation whose loss needs no scaling."""
+"""The key of an accumulation without a loss scale."""
 
 _keys = count(1)
 _read: set[int] = set()
 
 
 def key_of(options: Options) -> int:
-    """A constant by which compiled code names one accumulation."""
+    """A constant that names one accumulation in compiled code."""
     return NEVER if options.scale_rule == ScaleRule() else next(_keys)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def note_read(key: int) -> bool:
-    """The loss scale was asked for."""
+    """Note that someone asked for the loss scale."""
     _read.add(key)
     return True
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def require_read(key: int) -> bool:
-    """Raise `UsageError` if gradients come in whose loss nobody can have scaled."""
+    """Raise `UsageError` if gradients come in before anyone could scale their loss."""
     if key == NEVER or key in _read:
         return True
     raise explain(
@@ -44,5 +44,6 @@ def require_read(key: int) -> bool:
         expected="gradients of the loss times the loss scale",
         found="a micro-batch before anyone asked for the loss scale",
         fix="Train with gradaccum_mindspore.TrainOneStepCell(network, optimizer), which mindspore.train.Model takes as its network; or "
-        "return optimizer.scale(loss) from the function that is differentiated; or pass optimizer.loss_scale as sens.",
+        "return optimizer.scale(loss) from the function that is differentiated; or pass optimizer.loss_scale as sens "
+        "(reading optimizer.result does not count).",
     )

@@ -1,33 +1,39 @@
-"""Where an accumulation lives: one `mindspore.Parameter` per field of the state and one sum per model parameter.
+"""The storage of an accumulation: one `mindspore.Parameter` per field of the state and one sum per parameter of the model.
 
-Parameters, because only they are seen alike by PyNative code, compiled functions and checkpoints. Their names follow from the model's
-parameter names and the ``name=`` option alone: a resumed run finds them by name in another process. ``grad_sum`` is a suffix, because
+PyNative code, compiled functions and checkpoints see only Parameters alike. The names of these follow from the names of the model's
+parameters and the ``name=`` option alone, so a resumed run finds them in another process. ``grad_sum`` is a suffix, because
 `mindspore.load_param_into_net` would load a Parameter called ``grad_sum.weight`` into a missing ``weight``.
 
-A sum is zero unless ``micro_step > 0``: the end of a window assigns exact zeros, which an inf or NaN does not survive.
+A sum is zero unless ``micro_step > 0``: the end of a window assigns exact zeros, which no inf or NaN survives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import SupportsFloat
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, StepResult
-from gradaccum.kit import FIELD_DTYPES, Options, Terms, at_rest, encode_terms, explain, initial_state, largest_number, terms_of
+from gradaccum.kit import FIELD_DTYPES, Fields, Options, Terms, at_rest, encode_terms, explain, initial_state, largest_number, terms_of
 from gradaccum.kit import State as NeutralState
-from gradaccum_mindspore.checks import HALF, accumulate_dtype, reaches_beyond
 from gradaccum_mindspore.driven_scaler import drive
 from gradaccum_mindspore.masters import Masters
-from gradaccum_mindspore.scaled import NEVER, key_of
+from gradaccum_mindspore.scaled import NEVER, key_of, note_read
 from gradaccum_mindspore.sizes import with_known_size
+from gradaccum_mindspore.sums import HALF, narrows, sum_dtype
+from gradaccum_mindspore.types import DType
 
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
 PACKAGE = "gradaccum"
 NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in DTYPES.items()}
+
+GRAD_NORM = 3
+"""Position of the norm in `Storage.last_event`."""
+STEPS = Terms._fields.index("steps")
+"""Position of the open window's size in `Storage.terms`."""
 
 
 class Storage(nn.Cell):  # type: ignore[misc]
@@ -37,12 +43,12 @@ class Storage(nn.Cell):  # type: ignore[misc]
         parameters: the model's parameters, in the order of the gradients.
         options: the checked options.
         name: tells two accumulations in one program apart; part of every Parameter's name.
-        inner_scale: a part of the loss scale that the inner optimizer divides by itself.
+        inner_scale: the part of the loss scale that the inner optimizer itself divides by.
     """
 
-    def __init__(self, parameters: Sequence[Any], options: Options, name: str, inner_scale: float = 1.0) -> None:
+    def __init__(self, parameters: Sequence[Parameter], options: Options, name: str, inner_scale: float = 1.0) -> None:
         super().__init__(auto_prefix=False)
-        dtypes = [accumulate_dtype(parameter.dtype, options.accumulate_dtype) for parameter in parameters]
+        dtypes = [sum_dtype(parameter.dtype, options.accumulate_dtype) for parameter in parameters]
         self.float_dtype = ms.float64 if ms.float64 in dtypes else ms.float32
         """dtype of `weight` and of norms."""
         self.largest = largest_number(float64_weight=self.float_dtype == ms.float64)
@@ -50,14 +56,14 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.specs = tuple((parameter.name, tuple(parameter.shape), parameter.dtype) for parameter in parameters)
         self.handed = tuple(ms.float32 if options.master_weights and p.dtype in HALF else p.dtype for p in parameters)
         """dtype of each gradient as the inner optimizer gets it."""
-        self.narrowed = tuple(i for i, pair in enumerate(zip(dtypes, self.handed, strict=True)) if reaches_beyond(*pair))
-        """Positions of the sums that can be finite while the gradient handed over is not."""
+        self.narrowed = tuple(i for i, pair in enumerate(zip(dtypes, self.handed, strict=True)) if narrows(*pair))
+        """Positions of the sums that can be finite while their gradient in the inner optimizer's dtype is not."""
         self.options = options
         self.varies = options.steps is not None and not isinstance(options.steps, int)
         """Whether windows have different sizes."""
         self.inner_scale = inner_scale
         self.scaled = key_of(options) if inner_scale == 1 else NEVER
-        """Constant by which compiled code asks whether the loss scale was ever read; MindSpore's own pair need not read it."""
+        """A constant: compiled code asks by it whether anyone ever read the loss scale. MindSpore's own pair need not read it."""
         self.suffix = f".{name}.grad_sum"
         self.masters = Masters(parameters if options.master_weights else (), f".{name}.master")
         self.sums = ParameterTuple(
@@ -72,17 +78,17 @@ class Storage(nn.Cell):  # type: ignore[misc]
         for field, entry in self.first_state(options, prefix).items():
             setattr(self, field, entry)
         self.terms = hidden_parameter(Tensor(codes, ms.int32), f"{prefix}.terms")
-        """What the open window depends on beside its state, for a checkpoint: `gradaccum.kit.encode_terms`."""
+        """The options that the open window depends on, for a checkpoint: `gradaccum.kit.encode_terms`."""
         self.last_event = hidden_parameter(Tensor([0.0, 0.0, 0.0, 0.0], self.float_dtype), f"{prefix}.last_event")
-        """(applied, skipped, overflow, grad_norm) of a `StepResult`; a flag that is up is 1 + the `micro_step` that it belongs to, so that
-        an ordinary micro-batch need not take it down."""
+        """(applied, skipped, overflow, grad_norm) of a `StepResult`. A flag counts only while flag == micro_step + 1: it expires at the
+        next micro-batch without a write."""
 
     def names(self) -> tuple[str, ...]:
-        """The parameters' names as they are now: a Cell that holds the model may have renamed them since this was made."""
+        """The parameters' names now: a Cell that holds the model may have renamed them since."""
         return tuple(parameter.name for parameter in self.model)
 
-    def first_state(self, options: Options, prefix: str) -> dict[str, Any]:
-        """A Parameter per field; those of a `mindspore.amp.DynamicLossScaler`, which is driven then, are its own, renamed."""
+    def first_state(self, options: Options, prefix: str) -> dict[str, Parameter]:
+        """A Parameter per field. If a `mindspore.amp.DynamicLossScaler` is driven, its own two stand for scale and tracker, renamed."""
         start = initial_state(options.scale_rule.init_scale)._asdict()
         fields = {field: hidden_parameter(Tensor(value, self.field_dtype(field)), f"{prefix}.{field}") for field, value in start.items()}
         scaler = options.scaler
@@ -93,30 +99,30 @@ class Storage(nn.Cell):  # type: ignore[misc]
                 fields[field] = entry
         return fields
 
-    def field_dtype(self, field: str) -> Any:
+    def field_dtype(self, field: str) -> DType:
         """The dtype of a field of the state at rest."""
         return self.float_dtype if field == "weight" else DTYPES[FIELD_DTYPES[field]]
 
-    def entries(self) -> list[Any]:
+    def entries(self) -> list[Parameter]:
         """Every Parameter that a checkpoint must hold."""
         return [*(getattr(self, field) for field in FIELD_DTYPES), self.terms, self.last_event, *self.sums]
 
     def terms_after(self, optimizer_step: int) -> Terms:
-        """What the window that follows that update depends on beside its state."""
+        """The options that the window after this update depends on."""
         return terms_of(with_known_size(self.options, optimizer_step), optimizer_step)
 
     def push_size(self, size: int) -> None:
         """Write the size of the open window into its terms."""
-        codes = self.terms.tolist()
-        if codes[-1] != size:
-            self._assign(self.terms, [*codes[:-1], size])
+        *others, before = self.terms.tolist()
+        if size != before:
+            self._assign(self.terms, [*others, size])
 
     def pull(self) -> NeutralState:
         """The state in Python numbers."""
         return NeutralState(*(getattr(self, field).item() for field in FIELD_DTYPES))
 
-    def push(self, state: Any, before: NeutralState) -> NeutralState:
-        """Write a state of Python numbers over the one that was pulled or pushed last; only what changed is written."""
+    def push(self, state: Fields, before: NeutralState) -> NeutralState:
+        """Write what differs between a state of Python numbers and `before`, the one that was pulled or pushed last."""
         rounded = at_rest(NeutralState(*state), float64_weight=self.float_dtype == ms.float64)
         for field, old, new in zip(FIELD_DTYPES, before, rounded, strict=True):
             if new != old:
@@ -124,38 +130,62 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return rounded
 
     def push_event(self, applied: bool, skipped: bool, overflow: bool, grad_norm: float | None = None, *, micro_step: int = 0) -> None:
-        """Write what a `StepResult` will say of this event; without `grad_norm` the last one stays."""
-        old = self.last_event.tolist()
+        """Write what the next `StepResult` will say; without `grad_norm` the last norm stays."""
+        *_, last_norm = before = self.last_event.tolist()
         flags = [float(flag * (micro_step + 1)) for flag in (applied, skipped, overflow)]
-        new = [*flags, old[3] if grad_norm is None else grad_norm]
-        if new != old:
+        new = [*flags, last_norm if grad_norm is None else grad_norm]
+        if new != before:
             self._assign(self.last_event, new)
 
-    def _assign(self, parameter: Any, value: Any) -> None:
+    def _assign(self, parameter: Parameter, value: SupportsFloat | Sequence[float]) -> None:
         # Not Tensor(value, dtype), which takes ten times as long.
         ops.assign(parameter, Tensor.from_numpy(np.array(value, NUMPY_DTYPES[parameter.dtype])))
 
     def result(self) -> StepResult:
-        """The last event and the state, in Python numbers."""
+        """What the last event did, in Python numbers."""
         *flags, grad_norm = self.last_event.tolist()
         state = self.pull()
         applied, skipped, overflow = (flag == state.micro_step + 1 for flag in flags)
         return StepResult(applied, skipped, overflow, grad_norm, state.loss_scale, state.micro_step, state.optimizer_step)
 
 
+class StateReader:
+    """What users read of an accumulation, and scale their loss by: the wrapped optimizer and `Accumulator` inherit it."""
+
+    storage: Storage
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale, in the loss's dtype: differentiate this. In PyNative and in compiled code."""
+        return loss * ops.cast(self.loss_scale, loss.dtype)
+
+    @property
+    def loss_scale(self) -> Parameter:
+        """The current loss scale, a float32 Tensor of shape () (a Parameter): in PyNative and in compiled code, for ``sens`` say."""
+        note_read(self.storage.scaled)
+        return self.storage.loss_scale
+
+    @property
+    def result(self) -> StepResult:
+        """What the last micro-batch, flush or discard did, in Python numbers. For Python, not for compiled code.
+
+        A loop that prints it has not scaled its loss, so it does not count as asking for the loss scale; `scale` and `loss_scale` do.
+        """
+        return self.storage.result()
+
+
 def state_prefix(name: str) -> str:
-    """What the state's names begin with, which those of no layer do."""
+    """The start of the state's names; no layer's name starts so."""
     return name if name == PACKAGE else f"{name}.{PACKAGE}"
 
 
-def require_free_names(prefix: str, parameters: Sequence[Any]) -> None:
-    """Raise `ArgumentValueError` if the model has a Parameter of a name of the state's: a checkpoint would hold one of the two."""
+def require_free_names(prefix: str, parameters: Sequence[Parameter]) -> None:
+    """Raise `ArgumentValueError` if a Parameter of the model has a name of the state's: a checkpoint would hold one of the two."""
     taken = [parameter.name for parameter in parameters if parameter.name.rpartition(".")[0] == prefix]
     if taken:
         expected, found = f"a name such that no parameter of the model is called {prefix}.*", f"a model with {taken}"
         raise explain(ArgumentValueError, "name", expected=expected, found=found, fix="Write for example name='accumulation'.")
 
 
-def hidden_parameter(value: Any, name: str) -> Any:
-    """A Parameter that is saved with the model and never trained."""
+def hidden_parameter(value: Tensor, name: str) -> Parameter:
+    """A Parameter that MindSpore saves and never trains."""
     return Parameter(value, name=name, requires_grad=False)

@@ -1,13 +1,12 @@
 """The training cell: forward, backward and the wrapped optimizer's call, with the loss scaled and the micro-batch weighed.
 
-`mindspore.nn.TrainOneStepCell` hands over gradients alone, so it can neither scale the loss by a scale that moves nor say how many
-items a micro-batch has.
+`mindspore.nn.TrainOneStepCell` hands over gradients only. It can neither scale the loss by a scale that moves nor say how many items a
+micro-batch has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -16,12 +15,13 @@ from mindspore.ops import constexpr
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import explain
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+from gradaccum_mindspore.types import Weight
 
-Weight = Callable[..., Any]
+WeightFunction = Callable[..., Weight]
 
 
-def items(*inputs: Any) -> Any:
-    """How many items a micro-batch has: the length of its first input's first axis."""
+def items(*inputs: Tensor) -> Weight:
+    """The number of items of a micro-batch: the length of its first input's first axis."""
     first = inputs[0]
     if not isinstance(first, Tensor):
         refuse_input("no Tensor")
@@ -33,26 +33,26 @@ def items(*inputs: Any) -> Any:
 @constexpr  # type: ignore[untyped-decorator]
 def refuse_input(found: str) -> None:
     """Raise `ArgumentTypeError`: the first input has no items to count."""
-    expected = "a function of the network's inputs, as the first of them has no axis of items"
+    expected = "a function of the network's inputs, because the first of them has no axis of items"
     raise explain(
         ArgumentTypeError, "weight", expected=expected, found=found, fix="Write TrainOneStepCell(network, optimizer, weight=count)."
     )
 
 
 class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
-    """One micro-batch: the loss, its gradient and the wrapped optimizer's call; a window's last one makes the update.
+    """One micro-batch: the loss, its gradient and the wrapped optimizer's call. The last micro-batch of a window makes the update.
 
     In PyNative, in `mindspore.jit`, in graph mode, and as the network of `mindspore.train.Model`:
-    ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. Save this cell to save all there is, also the statistics of a
-    normalization, which no optimizer holds. Over several workers MindSpore's reducer takes the mean of their gradients in each micro-batch,
-    so all of them must then have the same number of items.
+    ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. A checkpoint of this cell holds everything, also the statistics
+    of a normalization, which no optimizer holds. Over several workers MindSpore's reducer takes the mean of their gradients in each
+    micro-batch, so all workers must then have the same number of items.
 
     Args:
         network: a Cell that returns the loss, not scaled.
         optimizer: the wrapped optimizer; its loss scale, if any, is applied here.
         weight: a function of the network's inputs that returns how many items the micro-batch has, a number or a Tensor of one element; the
-            length of the first input's first axis unless given. None: every micro-batch weighs 1, which takes a pass less over the
-            gradients, and is the same if all have one size.
+            length of the first input's first axis unless given. None: every micro-batch weighs 1. That saves a pass over the gradients, and
+            is the same if all micro-batches have one size.
 
     Returns:
         When called: the loss of the micro-batch, not scaled.
@@ -61,7 +61,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         ArgumentTypeError: `optimizer` is not wrapped, `weight` is no function; on a call, the first input has no axis of items.
     """
 
-    def __init__(self, network: Any, optimizer: Any, weight: Weight | None = items) -> None:
+    def __init__(self, network: nn.Cell, optimizer: AccumulatingOptimizer, weight: WeightFunction | None = items) -> None:
         if not isinstance(optimizer, AccumulatingOptimizer):
             expected, found = "a wrapped optimizer", f"an object of type {type(optimizer).__name__}"
             raise explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix="Write gradaccum.wrap(optimizer, steps=4).")
@@ -73,12 +73,12 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         self.weight_of_micro_batch = weight
         self.backward = ms.value_and_grad(self.forward, None, self.weights, has_aux=True)
 
-    def forward(self, *inputs: Any) -> Any:
-        """The loss to differentiate, and the loss."""
+    def forward(self, *inputs: object) -> tuple[Tensor, Tensor]:
+        """The scaled loss, to differentiate, and the loss."""
         loss = self.network(*inputs)
         return self.optimizer.scale(loss), loss
 
-    def construct(self, *inputs: Any) -> Any:
+    def construct(self, *inputs: object) -> Tensor:
         weight = None
         if self.weight_of_micro_batch is not None:
             weight = self.weight_of_micro_batch(*inputs)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from benchmarks.axes import COMPILED_TENSORS, LARGE, STEPS, in_words
 from benchmarks.case import Case
-from benchmarks.questions.jax_scaling import make_case
+from benchmarks.questions.jax_window_length import make_case
 
 
 def cases(quick: bool) -> Iterator[Case]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from benchmarks.axes import LARGE, STEPS, TENSORS, in_words
 from benchmarks.case import Case
-from benchmarks.questions.torch_scaling import make_case
+from benchmarks.questions.torch_window_length import make_case
 
 
 def cases(quick: bool) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""What each call of the wrapped MindSpore optimizer does: micro-batches, flush, discard, wrong arguments, in every mode."""
+"""Each call of the wrapped MindSpore optimizer, in every mode: micro-batches, flush, discard, wrong arguments."""
 
 import os
 
@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
-from gradaccum_mindspore import Accumulator  # noqa: E402
+from gradaccum_mindspore import Accumulator, load_checkpoint_into  # noqa: E402
 
 MODES = ("pynative", "jit", "graph")
 
@@ -32,10 +32,14 @@ def ones(a=1.0, b=1.0):
     return (None if a is None else Tensor(np.full(3, a, np.float32)), None if b is None else Tensor(np.full(2, b, np.float32)))
 
 
-@pytest.fixture(params=MODES)
-def wrapped(request):
-    """A wrapped SGD with learning rate 1 over parameters of ones, called in one mode with `call(gradients, weight)`."""
-    ms.set_context(mode=ms.GRAPH_MODE if request.param == "graph" else ms.PYNATIVE_MODE)
+def set_mode(mode):
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def compiled(request):
+    """One wrapped SGD for each mode, so that each kind of call is compiled once; its call; and the state it starts from."""
+    set_mode(request.param)
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
 
     @ms.jit
@@ -49,14 +53,25 @@ def wrapped(request):
     def call(gradients, weight=None):
         return whole(gradients) if isinstance(gradients, dict) else one_by_one(weight, *gradients)
 
-    return optimizer, call if request.param == "jit" else optimizer
+    start = {p.name: Tensor(p.asnumpy()) for p in optimizer.get_parameters()}
+    return request.param, optimizer, call if request.param == "jit" else optimizer, start
+
+
+@pytest.fixture
+def wrapped(compiled):
+    """A wrapped SGD with learning rate 1 over parameters of ones, called in one mode with `call(gradients, weight)`."""
+    mode, optimizer, call, start = compiled
+    set_mode(mode)
+    load_checkpoint_into(optimizer, start)
+    return optimizer, call
 
 
 def values(optimizer):
     return [float(p.asnumpy()[0]) for p in optimizer.parameters]
 
 
-def test_none_counts_as_zero_and_keeps_what_was_there(wrapped):
+def test_none_gradient_keeps_the_sum(wrapped):
+    """None counts as a gradient of zeros."""
     optimizer, call = wrapped
     assert not call(ones(2.0, 4.0))
     assert call(ones(2.0, None))
@@ -66,14 +81,16 @@ def test_none_counts_as_zero_and_keeps_what_was_there(wrapped):
     assert values(optimizer) == [-1.5, -3.0]
 
 
-def test_weight_zero_contributes_nothing_even_nan(wrapped):
+def test_weight_zero_adds_nothing(wrapped):
+    """Not even NaN or inf."""
     optimizer, call = wrapped
     call(ones(np.nan, np.inf), Tensor(0.0, ms.float32))
     call(ones(2.0, 4.0), Tensor(3.0, ms.float32))
     assert values(optimizer) == [-1.0, -3.0]
 
 
-def test_overflowed_window_is_skipped_and_heals(wrapped):
+def test_overflowed_window_is_skipped(wrapped):
+    """The window after it is clean again."""
     optimizer, call = wrapped
     call(ones(np.inf, 1.0))
     call(ones(1.0, 1.0))
@@ -86,6 +103,7 @@ def test_overflowed_window_is_skipped_and_heals(wrapped):
 
 
 def test_large_finite_gradients_are_no_overflow(wrapped):
+    """Their squares exceed float32; their norm does not."""
     optimizer, call = wrapped
     call(ones(2e30, 0.0))
     call(ones(2e30, 0.0))
@@ -106,7 +124,7 @@ def test_wrong_gradients_raise_and_lose_nothing(wrapped, case):
     assert values(optimizer) == [-1.0, -3.0]
 
 
-def test_a_dict_and_a_list(wrapped):
+def test_gradients_as_dict_or_list(wrapped):
     optimizer, call = wrapped
     a, b = ones(2.0, 4.0)
     call({"b": b, "a": a})
@@ -114,7 +132,7 @@ def test_a_dict_and_a_list(wrapped):
     assert values(optimizer) == [-1.0, -3.0]
 
 
-def test_a_list_and_a_none_made_inside_jit():
+def test_list_and_none_inside_jit():
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
 
     @ms.jit
@@ -156,7 +174,7 @@ def test_flush_and_discard_inside_jit():
     assert values(optimizer) == [-1.0, -3.0]
 
 
-def test_bad_weights_and_options():
+def test_bad_weights_and_options_raise():
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     for weight in (-1.0, np.nan, "1", Tensor([1.0, 2.0]), Tensor(-1.0)):
         with pytest.raises(gradaccum.GradAccumError, match="weight"):
@@ -177,13 +195,13 @@ def test_half_gradients_are_summed_in_float32():
     for value in (1.0, 2.0**-11, 2.0**-11):
         optimizer((Tensor(np.full(2, value), ms.float16),))
     assert optimizer.storage.sums[0].dtype == ms.float32
-    assert optimizer.storage.sums[0].asnumpy()[0] == 1.0 + 2.0**-10, "float16 would have lost both small ones"
+    assert optimizer.storage.sums[0].asnumpy()[0] == 1.0 + 2.0**-10, "float16 would lose both small gradients"
     optimizer.flush()
-    assert not optimizer.storage.sums[0].asnumpy().any(), "the window's end clears"
+    assert not optimizer.storage.sums[0].asnumpy().any(), "the window's end clears the sums"
     assert parameter.asnumpy()[0] == np.float16(-(2.0**-10))
 
 
-def test_the_inner_learning_rate_is_the_only_one():
+def test_learning_rate_is_the_inner_one():
     inner = nn.SGD(two_parameters(), 1.0)
     optimizer = gradaccum.wrap(inner, steps=1)
     optimizer.learning_rate = Tensor(0.5, ms.float32)
@@ -200,11 +218,12 @@ def test_experimental_schedulers_take_the_wrapped_optimizer():
     assert values(optimizer) == [0.0, -1.0]
 
 
-def test_two_optimizers_in_one_function_need_two_names():
+def test_two_optimizers_need_two_names():
+    """MindSpore compiles no function with two Parameters of one name."""
     first, second = two_parameters()
     one = gradaccum.wrap(nn.SGD([first], 1.0), steps=1, name="one")
     other = nn.SGD([second], 1.0)
-    other.update_parameters_name("other.")  # MindSpore's own global_step and learning_rate need two names as well
+    other.update_parameters_name("other.")  # its global_step and learning_rate are Parameters too
     two = gradaccum.wrap(other, steps=2, name="two")
 
     @ms.jit
@@ -218,7 +237,8 @@ def test_two_optimizers_in_one_function_need_two_names():
     assert (first.asnumpy()[0], second.asnumpy()[0]) == (-3.0, -3.0)
 
 
-def test_accumulator_alone_is_the_wrapper_without_the_optimizer():
+def test_accumulator_without_an_optimizer():
+    """The caller updates and clears, and gets the same windows as with `gradaccum.wrap`."""
     parameters = two_parameters()
     accumulator, optimizer = Accumulator(parameters, steps=2, loss_scale=8.0), nn.SGD(parameters, 1.0)
     with pytest.raises(gradaccum.UsageError, match="loss scale"):
@@ -235,7 +255,7 @@ def test_accumulator_alone_is_the_wrapper_without_the_optimizer():
     assert (accumulator.result.optimizer_step, accumulator.result.micro_step, accumulator.result.skipped) == (1, 0, True)
 
 
-def test_an_optimizer_that_raises_loses_nothing():
+def test_raising_optimizer_loses_nothing():
     class Failing(nn.SGD):
         fail = True
 

@@ -1,4 +1,4 @@
-"""`FlushAtEpochEnd`: the tail's update is made before anything else looks at the epoch's result."""
+"""`FlushAtEpochEnd`: the epoch's last, short window is applied before validation and saving."""
 
 import os
 from types import SimpleNamespace
@@ -54,7 +54,7 @@ def everything(model):
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("mode", MODES)
 def test_checkpoint_holds_the_tail(mode, sink, tmp_path):
-    """And a run that is resumed from it is the uninterrupted one."""
+    """A run that is resumed from the checkpoint equals the uninterrupted run."""
     whole, _, optimizer = make(mode)
     callbacks = [FlushAtEpochEnd(optimizer), saver(tmp_path)]
     whole.train(1, data(), callbacks=callbacks, dataset_sink_mode=sink)
@@ -70,7 +70,7 @@ def test_checkpoint_holds_the_tail(mode, sink, tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fit_validates_the_epochs_model(mode):
+def test_fit_validates_the_flushed_model(mode):
     model, net, optimizer = make(mode)
     seen = []
 
@@ -89,21 +89,21 @@ class Stopping(Callback):
             run_context.request_stop()
 
 
-def test_an_epoch_that_was_stopped_is_flushed_too():
+def test_stopped_epoch_is_flushed():
     model, _, optimizer = make("pynative")
     model.train(2, data(), callbacks=[FlushAtEpochEnd(optimizer), Stopping()], dataset_sink_mode=False)
     assert (optimizer.result.optimizer_step, optimizer.result.micro_step, optimizer.result.applied) == (1, 0, True)
 
 
-def test_after_the_saving_callback_is_refused(tmp_path):
+def test_flush_after_the_saver_is_refused(tmp_path):
     model, _, optimizer = make("pynative")
     with pytest.raises(gradaccum.UsageError, match=r"callbacks.*before ModelCheckpoint"):
         model.train(1, data(), callbacks=[saver(tmp_path), FlushAtEpochEnd(optimizer)], dataset_sink_mode=False)
     assert optimizer.result.micro_step == 0
 
 
-def test_sinking_many_steps_at_once():
-    """A run context as in graph mode on a device with a data queue: one step end per `sink_size` steps."""
+def test_sinking_many_steps_flushes_once():
+    """MindSpore's run context in graph mode on a device with a data queue: one step end per `sink_size` steps."""
     optimizer = make("pynative")[2]
     optimizer((Tensor(WEIGHT), Tensor(BIAS)))
     for step, open_micro_batches in ((3, 1), (6, 0)):

@@ -1,6 +1,6 @@
-"""Compiled windows keep no host memory: bytes that `malloc` holds, counted over some hundred windows.
+"""Compiled windows keep no host memory: the bytes that `malloc` holds are counted over some hundred windows.
 
-MindSpore's runtime keeps for good what a conditional branch hands to another one, if an odd number of calls lies between two runs of it.
+MindSpore's runtime never frees a value that one conditional branch hands to another if the branch runs again after an odd number of calls.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from gradaccum_mindspore import Accumulator  # noqa: E402
 
 WINDOWS = 200
 LEAK = 100
-"""Bytes per window; one tensor that is kept takes 1200."""
+"""Bytes per window; one leaked tensor takes 1200."""
 
 
 FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
@@ -30,7 +30,7 @@ class Malloc(ctypes.Structure):
 
 
 def held():
-    """Bytes in use."""
+    """The bytes that this process has in use."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         pytest.skip("needs mallinfo2, of glibc 2.33")
@@ -70,7 +70,7 @@ class StepByHand(nn.Cell):
 
 
 class Keeping(nn.Cell):
-    """A branch that hands a number to an inner one: what leaks."""
+    """A branch that hands a number to an inner branch, which leaks it."""
 
     def __init__(self, parameters):
         super().__init__(auto_prefix=False)
@@ -96,7 +96,7 @@ def with_everything(parameters):
     scale = gradaccum.DynamicLossScale(8.0, growth_interval=3)
     options = {"on_overflow": "drop_micro_batch", "loss_scale": scale, "clip_norm": 1.0, "skip_norm": 1e9}
     optimizer = gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2, **options)
-    optimizer.scale(Tensor(1.0))  # the gradients below stand for those of a loss that was scaled
+    optimizer.scale(Tensor(1.0))  # the gradients below are those of a scaled loss
     return Step(optimizer)
 
 
@@ -134,10 +134,10 @@ def two_parameters():
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
 @pytest.mark.parametrize("make", [wrapped, with_everything, of_sizes_from_a_function, with_a_scale_of_its_own, by_hand])
-def test_a_window_keeps_no_memory(make, mode):
+def test_window_keeps_no_memory(make, mode):
     assert kept_per_window(make(two_parameters()), mode) < LEAK
 
 
-def test_a_leak_is_seen():
-    """If this fails, MindSpore's runtime has been mended, and `gradaccum_mindspore.notes` can go."""
+def test_leak_is_seen():
+    """If this test fails, MindSpore's runtime no longer leaks, and `gradaccum_mindspore.notes` can go."""
     assert kept_per_window(Keeping(two_parameters()), "jit") > LEAK

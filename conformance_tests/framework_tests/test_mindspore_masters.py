@@ -1,6 +1,7 @@
-"""float32 masters under MindSpore's own optimizers: they do what the optimizer does to float32 parameters, bit for bit."""
+"""float32 masters under MindSpore's own optimizers, which update them as they update float32 parameters, bit for bit."""
 
 import os
+from functools import cache
 
 import pytest
 
@@ -60,7 +61,7 @@ CASES = [(kind, mode) for mode in MODES for kind in OPTIMIZERS if mode == "pynat
 
 
 def run(kind, dtype, mode, gradients=GRADIENTS, **options):
-    """Three windows of two; returns the parameters, the wrapped optimizer and the inner one."""
+    """Trains three windows of two; returns the parameters, the wrapped optimizer and the inner one."""
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     parameters = make_parameters(dtype)
     inner = OPTIMIZERS[kind](parameters)
@@ -84,10 +85,16 @@ def masters_of(optimizer):
     return [p for p in optimizer.get_parameters() if p.name.endswith(MASTER)]
 
 
+@cache
+def float32_run(kind):
+    """`run` with float32 parameters, in PyNative, the truth for every mode and half dtype."""
+    return run(kind, ms.float32, "pynative")
+
+
 @pytest.mark.parametrize("half", HALF)
 @pytest.mark.parametrize(("kind", "mode"), CASES)
-def test_masters_are_what_float32_parameters_would_be(kind, mode, half):
-    expected, _, plain = run(kind, ms.float32, "pynative")
+def test_masters_equal_float32_parameters(kind, mode, half):
+    expected, _, plain = float32_run(kind)
     parameters, optimizer, inner = run(kind, HALF[half], mode, master_weights=True)
     masters = {p.name.removesuffix(MASTER): p for p in masters_of(optimizer)}
     for truth, parameter in zip(expected, parameters, strict=True):
@@ -99,12 +106,12 @@ def test_masters_are_what_float32_parameters_would_be(kind, mode, half):
         assert np.abs(numpy_of(parameter) - START[parameter.name]).max() > 1e-3, "the comparison would pass without an update"
     assert optimizer.result.optimizer_step == 3
     names = [p.name.removesuffix(MASTER) for p in inner.get_parameters()]
-    assert sorted(names) == sorted(p.name for p in plain.get_parameters()), "the state keeps its names"
+    assert sorted(names) == sorted(p.name for p in plain.get_parameters()), "masters changed the names of the state"
     assert not [p.name for p in inner.get_parameters() if p.dtype in HALF.values()]
 
 
-def test_no_further_copy_of_the_parameters():
-    """Adam: the model, its masters, two moments and the sum; all but the model in float32."""
+def test_masters_are_the_only_copy():
+    """Adam holds the model, its masters, two moments and the sum; all but the model in float32."""
     _, optimizer, _ = run("Adam", ms.float16, "pynative", master_weights=True)
     full_size = [str(p.dtype) for p in optimizer.get_parameters() if p.shape == START["weight"].shape]
     assert sorted(full_size) == ["Float16"] + 4 * ["Float32"]
@@ -113,7 +120,7 @@ def test_no_further_copy_of_the_parameters():
     assert sorted(full_size) == 3 * ["Float16"] + ["Float32"]
 
 
-def test_mixed_dtypes_have_masters_where_they_are_needed():
+def test_only_half_parameters_have_masters():
     half, full = Parameter(Tensor(np.ones(2), ms.float16), name="half"), Parameter(Tensor(np.ones(2), ms.float32), name="full")
     optimizer = gradaccum.wrap(nn.SGD([half, full], 1.0), steps=1, master_weights=True)
     optimizer((Tensor(np.full(2, 2.0**-13), ms.float16), Tensor(np.full(2, 2.0**-13), ms.float32)))
@@ -121,7 +128,7 @@ def test_mixed_dtypes_have_masters_where_they_are_needed():
     assert [masters_of(optimizer)[0].asnumpy()[0], full.asnumpy()[0], half.asnumpy()[0]] == [1 - 2.0**-13, 1 - 2.0**-13, 1.0]
 
 
-def test_an_optimizer_that_ran_before_it_was_wrapped_is_turned_too():
+def test_used_optimizer_gets_masters():
     parameters = make_parameters(ms.float16)
     inner = nn.SGD(parameters, 1.0)
     inner(tuple(Tensor(np.zeros(p.shape), ms.float16) for p in parameters))
@@ -140,7 +147,8 @@ class Squares(nn.Cell):
 
 
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
-def test_train_one_step_cell_differentiates_by_the_models_parameters(mode):
+def test_train_cell_differentiates_the_model(mode):
+    """`nn.TrainOneStepCell` differentiates by the model's parameters, not by their masters."""
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     net = Squares()
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.5), steps=2, master_weights=True)
@@ -151,11 +159,12 @@ def test_train_one_step_cell_differentiates_by_the_models_parameters(mode):
     expected = (1 - np.float32(np.float16(2 / 6)) / 2) * np.ones((3, 2), np.float32)
     assert optimizer.result.optimizer_step == 2
     assert np.abs(net.weight.asnumpy() - 1).min() > 0.3
-    assert (net.weight.asnumpy() < expected).all(), "the second window's gradient is that of the rounded copy"
+    assert (net.weight.asnumpy() < expected).all(), "the second window's gradient is taken at the rounded model"
 
 
 @pytest.mark.parametrize("with_masters", [True, False])
-def test_a_checkpoint_with_masters_and_a_wrapper_without_do_not_fit(with_masters):
+def test_checkpoint_needs_the_same_masters(with_masters):
+    """A checkpoint with masters does not fit a wrapper without, nor the other way round."""
     _, source, _ = run("Adam", ms.float16, "pynative", GRADIENTS[:3], master_weights=with_masters)
     _, target, _ = run("Adam", ms.float16, "pynative", GRADIENTS[:1], master_weights=not with_masters)
     entries = {p.name: Tensor(p.asnumpy()) for p in source.get_parameters()}
@@ -171,7 +180,7 @@ def test_a_checkpoint_with_masters_and_a_wrapper_without_do_not_fit(with_masters
 
 
 @pytest.mark.parametrize("half", HALF)
-def test_saved_in_mid_window_and_resumed_by_a_fresh_optimizer(half, tmp_path):
+def test_masters_resume_in_mid_window(half, tmp_path):
     whole = run("AdamWeightDecay", HALF[half], "pynative", master_weights=True)[1]
     part = run("AdamWeightDecay", HALF[half], "pynative", GRADIENTS[:3], master_weights=True)[1]
     ms.save_checkpoint(part, str(tmp_path / "part.ckpt"))
@@ -184,7 +193,7 @@ def test_saved_in_mid_window_and_resumed_by_a_fresh_optimizer(half, tmp_path):
         np.testing.assert_array_equal(numpy_of(a), numpy_of(b))
 
 
-def test_an_optimizer_that_raises_leaves_master_and_model_alone():
+def test_raising_optimizer_changes_no_master():
     class Failing(nn.SGD):
         def __call__(self, gradients):
             raise RuntimeError("on purpose")
@@ -197,6 +206,6 @@ def test_an_optimizer_that_raises_leaves_master_and_model_alone():
     assert optimizer.result.micro_step == 1
 
 
-def test_an_accumulator_alone_has_no_masters():
+def test_accumulator_refuses_masters():
     with pytest.raises(gradaccum.ArgumentValueError, match="master_weights"):
         Accumulator(make_parameters(ms.float16), steps=2, master_weights=True)

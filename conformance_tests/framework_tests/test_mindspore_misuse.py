@@ -1,4 +1,4 @@
-"""Calls that cannot be right, and calls that look as if they could not: which raise, naming the fix, and which are exact."""
+"""Wrong calls raise and name the fix. Calls that only look wrong give the exact result."""
 
 import os
 import subprocess
@@ -81,14 +81,14 @@ print(parameter.asnumpy()[0])
 
 
 def test_tracing_is_refused(tmp_path):
-    """A trace would repeat what its first micro-batch did, and never update. MindSpore crashes if the refusal leaves it tracing."""
+    """A trace would repeat its first micro-batch's work and never update. MindSpore crashes if the refusal leaves it tracing."""
     (tmp_path / "trace.py").write_text(TRACE)
     ran = subprocess.run([sys.executable, str(tmp_path / "trace.py")], capture_output=True, text=True, check=False)
     assert ran.stdout.split() == ["refused"] * 8 + ["-1.0"], ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize("weight", [-2.0, float("nan"), float("inf"), True])
-def test_a_constant_weight_is_checked_as_it_compiles(weight):
+def test_constant_weight_is_checked_at_compilation(weight):
     optimizer = wrapped()
 
     @ms.jit
@@ -102,7 +102,7 @@ def test_a_constant_weight_is_checked_as_it_compiles(weight):
 
 @pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
-def test_a_weight_of_one_element(mode, shape):
+def test_weight_of_one_element_is_taken(mode, shape):
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     optimizer = wrapped()
 
@@ -117,7 +117,7 @@ def test_a_weight_of_one_element(mode, shape):
     assert values(optimizer) == [-1.0, -1.0]
 
 
-def test_a_weight_of_two_elements_does_not_compile():
+def test_weight_of_two_elements_is_refused():
     optimizer = wrapped()
 
     @ms.jit
@@ -137,7 +137,7 @@ class Lookup(nn.Cell):
         return self.rows(tokens).sum()
 
 
-def test_a_sparse_gradient_is_named():
+def test_sparse_gradient_is_refused():
     net = Lookup()
     optimizer = gradaccum.wrap(nn.Adam(net.trainable_params(), 0.1), steps=2)
     backward = ms.value_and_grad(net, None, optimizer.parameters)
@@ -152,8 +152,8 @@ def test_a_sparse_gradient_is_named():
         step(Tensor([1, 2, 3], ms.int32))
 
 
-def test_a_none_in_graph_mode_compiles_once():
-    """A tuple that holds a None is a constant for MindSpore, which compiles anew for each."""
+def test_none_gradient_compiles_once():
+    """MindSpore takes a tuple that holds a None for a constant, and would compile anew for each."""
     ms.set_context(mode=ms.GRAPH_MODE)
     optimizer = wrapped()
     for value in (1.0, 2.0, 3.0, 4.0):
@@ -163,7 +163,7 @@ def test_a_none_in_graph_mode_compiles_once():
 
 
 class Inside(nn.Cell):
-    """A training cell that renames the parameters, as it is made with auto_prefix."""
+    """A training cell; auto_prefix, MindSpore's default, makes it rename the parameters."""
 
     def __init__(self, net, optimizer):
         super().__init__()
@@ -171,7 +171,8 @@ class Inside(nn.Cell):
 
 
 @pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
-def test_a_dict_by_the_names_of_now_or_of_then(mode):
+def test_dict_takes_old_and_new_names(mode):
+    """A training cell renames the parameters; a dict of gradients may use either names."""
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     net = nn.Dense(3, 2)
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 1.0), steps=4)
@@ -204,7 +205,7 @@ class Pair(nn.Cell):
         self.second = gradaccum.wrap(nn.Adam(self.two.trainable_params(), 0.1), steps=3)
 
 
-def test_a_cell_with_two_wrapped_optimizers_loads_its_own_file(tmp_path):
+def test_two_wrapped_optimizers_load_their_checkpoint(tmp_path):
     pair, other = Pair(), Pair()
     for optimizer in (pair.first, pair.second):
         optimizer(tuple(Tensor(np.full(p.shape, 2.0, np.float32)) for p in optimizer.parameters))
@@ -215,18 +216,18 @@ def test_a_cell_with_two_wrapped_optimizers_loads_its_own_file(tmp_path):
         np.testing.assert_array_equal(mine.asnumpy(), theirs.asnumpy())
 
 
-def test_an_experimental_optimizer_takes_no_group_more():
+def test_experimental_optimizer_refuses_another_group():
     optimizer = gradaccum.wrap(optim.SGD(two_parameters()[:1], 1.0), steps=2)
     with pytest.raises(gradaccum.UsageError, match="before the optimizer is wrapped"):
         optimizer.add_param_group({"params": two_parameters()[1:]})
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_tensor_as_steps():
+def test_steps_may_be_a_tensor():
     assert wrapped(Tensor(2)).options.steps == 2
 
 
-def test_arguments_that_are_something_else():
+def test_wrong_argument_types_are_refused():
     optimizer = wrapped()
     with pytest.raises(gradaccum.ArgumentTypeError, match=r"mindspore\.load_checkpoint\("):
         load_checkpoint_into(optimizer, "run.ckpt")

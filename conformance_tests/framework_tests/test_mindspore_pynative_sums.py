@@ -1,4 +1,4 @@
-"""What PyNative does to the sums: alike by NumPy and by MindSpore's operators, and on a CPU by none that waits for another thread."""
+"""PyNative's arithmetic on the sums: equal by NumPy and by MindSpore's operators. On a CPU no operator waits for another thread."""
 
 import math
 import os
@@ -14,16 +14,17 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
 from gradaccum_mindspore import pynative_sums  # noqa: E402
+from gradaccum_mindspore.norm import measure  # noqa: E402
 
 SHAPES = ((), (7,), (3, 5), (130, 100))
-"""The last is longer than a row of the norm, and no multiple of it."""
+"""The last has more elements than a row of the norm, and not a multiple of it."""
 DTYPES = ("float16", "float32", "float64")
 WORK = {"float16": "float32", "float32": "float32", "float64": "float64"}
 
 
 @pytest.fixture(params=["NumPy", "operators"])
 def way(request, monkeypatch):
-    """Both ways, one after the other: the second is that of other devices."""
+    """Runs the test by NumPy, as on a CPU, and by MindSpore's operators, as on other devices."""
     if request.param == "operators":
         monkeypatch.setattr(pynative_sums, "array_of", lambda tensor: None)
 
@@ -38,8 +39,8 @@ def tensors(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm(way, dtype):
-    norm, finite = pynative_sums.measure(tensors(dtype), getattr(ms, WORK[dtype]))
+def test_norm_is_accurate(way, dtype):
+    norm, finite = measure(tensors(dtype), getattr(ms, WORK[dtype]))
     true = math.sqrt(math.fsum(float(x) ** 2 for array in arrays(dtype) for x in array.ravel()))
     assert finite
     assert norm == pytest.approx(true, rel=1e-12 if dtype == "float64" else 3e-7)
@@ -47,16 +48,16 @@ def test_norm(way, dtype):
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("position", [0, 5000, 12_999])
-def test_one_bad_element_shows(way, bad, position):
+def test_one_bad_element_is_found(way, bad, position):
     values = np.ones(13_000, np.float32)
     values[position] = bad
-    assert not pynative_sums.measure([Tensor(values)], ms.float32)[1]
+    assert not measure([Tensor(values)], ms.float32)[1]
     assert not pynative_sums.all_finite(Tensor(values))
     assert pynative_sums.all_finite(Tensor(np.ones(3, np.float32)))
 
 
-def test_squares_that_overflow_do_not_hide_the_norm(way):
-    norm, finite = pynative_sums.measure([Tensor(np.full((5000,), 1e30, np.float32))], ms.float32)
+def test_norm_survives_overflowing_squares(way):
+    norm, finite = measure([Tensor(np.full((5000,), 1e30, np.float32))], ms.float32)
     assert finite
     assert norm == pytest.approx(1e30 * math.sqrt(5000), rel=1e-6)
 
@@ -64,7 +65,8 @@ def test_squares_that_overflow_do_not_hide_the_norm(way):
 @pytest.mark.parametrize("total", DTYPES)
 @pytest.mark.parametrize("handed", DTYPES)
 @pytest.mark.parametrize("divisor", [8.0, 3.0])
-def test_division_is_rounded_once_in_the_sums_own_dtype(way, total, handed, divisor):
+def test_division_is_rounded_once(way, total, handed, divisor):
+    """In the sum's dtype, or in float32 for a float16 sum."""
     float_dtype = ms.float64 if total == "float64" else ms.float32
     found = pynative_sums.divided(tensors(total), divisor, [getattr(ms, handed)] * len(SHAPES), float_dtype)
     work = np.dtype(WORK[total])
@@ -76,7 +78,7 @@ def test_division_is_rounded_once_in_the_sums_own_dtype(way, total, handed, divi
 @pytest.mark.parametrize("own", DTYPES)
 @pytest.mark.parametrize("total", DTYPES)
 @pytest.mark.parametrize("factor", [1.0, 0.3])
-def test_scaling_is_rounded_to_the_sums_dtype(way, own, total, factor):
+def test_scaling_rounds_to_the_sums_dtype(way, own, total, factor):
     work = np.dtype(WORK[total])
     for tensor, array in zip(tensors(own), arrays(own), strict=True):
         found = pynative_sums.scaled(tensor, factor, getattr(ms, total))
@@ -94,14 +96,14 @@ def test_bfloat16_is_left_to_operators():
 
 
 class Nothing(nn.Optimizer):
-    """Takes gradients and leaves the parameters alone."""
+    """An optimizer that changes no parameter, so that only the window's own work is counted."""
 
     def construct(self, gradients):
         return True
 
 
 def handed_over(run):
-    """The operators that `run` hands to another thread, and its result."""
+    """The names of the operators that `run` hands to another thread, and the result of `run`."""
     names = []
 
     def note(frame, event, called):
@@ -116,13 +118,15 @@ def handed_over(run):
     return names, result
 
 
-def test_what_is_handed_over_is_seen():
+def test_queued_operators_are_seen():
+    """If none were seen, the test below could not fail."""
     tensor = Tensor(np.ones(3, np.float32))
     assert handed_over(lambda: ops.square(tensor))[0]
 
 
 @pytest.mark.parametrize("weight", [None, 3])
-def test_no_operator_is_handed_to_another_thread(weight):
+def test_window_queues_no_operator(weight):
+    """MindSpore hands most operators to another thread, and waiting for it takes tenths of a millisecond."""
     parameters = [Parameter(Tensor(array), name=f"p{i}") for i, array in enumerate(arrays("float32"))]
     optimizer = gradaccum.wrap(Nothing(0.1, parameters), steps=2)
     gradients = tuple(tensors("float32"))

@@ -1,7 +1,8 @@
-"""The package's training cell, alone and under `mindspore.train.Model`: the loss is scaled, the micro-batch weighed, by itself."""
+"""`gradaccum_mindspore.TrainOneStepCell`, alone and in `mindspore.train.Model`: the cell scales the loss and weighs the micro-batch."""
 
 import os
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 
@@ -41,8 +42,10 @@ def make_net():
     return net
 
 
+@cache
 def large_batches(*bounds):
-    """The parameters after one plain update for each pair of bounds."""
+    """A network after one plain update for each pair of bounds, and the losses; in PyNative, the truth for every mode."""
+    set_mode("pynative")
     ms.set_context(mode=ms.PYNATIVE_MODE)
     net = make_net()
     step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.Momentum(net.trainable_params(), 0.1, 0.9))
@@ -76,7 +79,7 @@ def test_two_windows_equal_two_large_batches(mode, scale):
 
 
 class Named(Callback):
-    """`Model` of a training cell knows no optimizer; callbacks that set the learning rate ask for one."""
+    """Tells callbacks the optimizer: a `Model` of a training cell knows none, and `LearningRateScheduler` needs it."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -87,8 +90,8 @@ class Named(Callback):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
-def test_a_short_last_micro_batch_under_model(mode, scale):
-    """20 items in micro-batches of 8, 8 and 4: the short one counts half."""
+def test_short_micro_batch_weighs_less(mode, scale):
+    """`Model.train` gives 20 items in micro-batches of 8, 8 and 4: the short one counts half."""
     expected, _ = large_batches((0, 20), (0, 20))
     set_mode(mode)
     cell, net = make_cell(steps=3, loss_scale=SCALES[scale])
@@ -109,7 +112,8 @@ def summed(logits, labels):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("weight", [first_of, None], ids=["a function", "none"])
-def test_weights_of_the_users_own(mode, weight):
+def test_custom_weights_are_summed(mode, weight):
+    """A function of the inputs gives the weight. With None each micro-batch weighs 1."""
     set_mode(mode)
     cell, _ = make_cell(weight, steps=None)
     step = ms.jit(cell.construct) if mode == "jit" else cell
@@ -120,7 +124,7 @@ def test_weights_of_the_users_own(mode, weight):
     assert held == pytest.approx(2.0 if weight is None else float(x[0, 0] + x[2, 0]), rel=1e-6)
 
 
-def test_summed_losses_are_divided_by_their_items():
+def test_summed_losses_are_divided_by_items():
     expected, _ = large_batches((0, 20))
     cell, net = make_cell(loss=summed, steps=3, reduction="item_mean")
     for first, last in ((0, 8), (8, 16), (16, 20)):
@@ -129,7 +133,7 @@ def test_summed_losses_are_divided_by_their_items():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_overflow_backs_the_scale_off(mode):
+def test_overflow_backs_the_scale_off(mode):
     set_mode(mode)
     cell, net = make_cell(steps=2, loss_scale=gradaccum.DynamicLossScale(1024.0, growth_interval=1))
     step = ms.jit(cell.construct) if mode == "jit" else cell
@@ -151,8 +155,8 @@ def stock(mode, loss_scale, **options):
 
 @pytest.mark.parametrize("scale", ["static", "dynamic"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_that_nobody_scaled_is_refused(mode, scale):
-    """At its first micro-batch, before anything is added, and each time it is tried."""
+def test_unscaled_loss_is_refused(mode, scale):
+    """The first micro-batch raises before it adds anything, and so does each further try."""
     cell, optimizer, _ = stock(mode, SCALES[scale])
     step = ms.jit(cell.construct) if mode == "jit" else cell
     for _ in range(2):
@@ -172,8 +176,8 @@ def test_model_without_the_cell_is_refused(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_current_scale_is_a_public_tensor(mode):
-    """For ``sens`` in compiled code; a scale that never moves can be given to a stock cell so."""
+def test_current_scale_is_a_tensor(mode):
+    """Compiled code passes it as ``sens``; it cannot be assigned."""
     cell, optimizer, net = stock(mode, gradaccum.DynamicLossScale(1024.0, growth_interval=1))
     assert (optimizer.loss_scale.dtype, optimizer.loss_scale.shape, float(optimizer.loss_scale)) == (ms.float32, (), 1024.0)
     with_sens = ops.GradOperation(get_by_list=True, sens_param=True)(cell.network, optimizer.parameters)
@@ -190,7 +194,8 @@ def test_the_current_scale_is_a_public_tensor(mode):
         optimizer.loss_scale = 2.0
 
 
-def test_the_scale_as_the_sens_of_a_stock_cell():
+def test_stock_cell_takes_scale_as_sens():
+    """MindSpore's own cell takes a number, so only a scale that never moves."""
     expected, _ = large_batches((0, 12))
     _, optimizer, net = stock("pynative", 1024.0)
     cell = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, sens=float(optimizer.loss_scale))
@@ -215,7 +220,7 @@ def second(temperature, x):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_input_without_items_needs_a_weight(mode):
+def test_input_without_items_needs_weight(mode):
     set_mode(mode)
     net = Tempered()
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2)
@@ -227,7 +232,7 @@ def test_an_input_without_items_needs_a_weight(mode):
     assert optimizer.storage.weight.asnumpy() == 3.0
 
 
-def test_what_the_cell_refuses():
+def test_cell_refuses_wrong_arguments():
     net = make_net()
     with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer.*wrap"):
         TrainOneStepCell(net, nn.SGD(net.trainable_params(), 0.1))
@@ -245,7 +250,7 @@ class Normalized(nn.Cell):
         return self.dense(self.normalize(x))
 
 
-def test_the_saved_cell_holds_normalization_statistics(tmp_path):
+def test_saved_cell_holds_normalization_statistics(tmp_path):
     def make():
         net = Normalized()
         optimizer = gradaccum.wrap(nn.Momentum(net.trainable_params(), 0.1, 0.9), steps=2)

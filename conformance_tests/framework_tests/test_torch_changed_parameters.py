@@ -1,4 +1,4 @@
-"""What happens to parameters between two windows: cast, replaced, frozen, dropped; and gradients of dtypes and layouts of their own."""
+"""Parameters that the user casts, replaces, freezes or drops between two windows; and gradients of another dtype or layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import gradaccum
 from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
 
 SMALL = 2.0**-8
-"""2048 of these are 8, and 1 where bfloat16 adds them."""
+"""2048 of these sum to 8. A sum in bfloat16 stops at 1."""
 
 
 def hooks_on(parameter: torch.Tensor) -> int:
@@ -26,7 +26,8 @@ def hooks_on(parameter: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("when", ["before the first", "later"])
 @pytest.mark.parametrize("masters", [False, True])
-def test_a_model_cast_after_wrapping_is_summed_in_float32(when: str, masters: bool) -> None:
+def test_cast_model_is_summed_in_float32(when: str, masters: bool) -> None:
+    """The user casts the model to bfloat16 after wrapping, before its first window or later."""
     model = nn.Linear(4, 1, bias=False)
     nn.init.zeros_(model.weight)
     opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=1.0), steps=None, reduction="sum", master_weights=masters)
@@ -44,7 +45,8 @@ def test_a_model_cast_after_wrapping_is_summed_in_float32(when: str, masters: bo
 
 
 @pytest.mark.parametrize(("old", "new"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64), (torch.bfloat16, torch.float64)])
-def test_a_model_cast_to_a_wider_dtype(old: torch.dtype, new: torch.dtype) -> None:
+def test_cast_to_wider_dtype_trains_on(old: torch.dtype, new: torch.dtype) -> None:
+    """The model trains as one that was cast before wrapping."""
     model, reference = make_model().to(old), make_model().to(old).to(new)
     opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2) for m in (model, reference))
     model.to(new)
@@ -58,7 +60,7 @@ def test_a_model_cast_to_a_wider_dtype(old: torch.dtype, new: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cast_in_an_open_window_is_refused(dtype: torch.dtype) -> None:
+def test_cast_in_open_window_is_refused(dtype: torch.dtype) -> None:
     model = make_model().to(dtype)
     opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
     for index in range(2):
@@ -71,8 +73,8 @@ def test_a_cast_in_an_open_window_is_refused(dtype: torch.dtype) -> None:
         opt.step()
 
 
-def test_a_group_of_another_dtype_added_under_way_loses_nothing() -> None:
-    """The sum moves out of .grad, and the micro-batch that has not been counted moves with it."""
+def test_group_of_another_dtype_loses_nothing() -> None:
+    """A group added between backward and step moves the sum out of .grad. The micro-batch that is not counted yet moves with it."""
     model, last = make_model(), nn.Linear(2, 1).to(torch.bfloat16)
     reference = make_model()
     opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2) for m in (model, reference))
@@ -89,7 +91,7 @@ def test_a_group_of_another_dtype_added_under_way_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dropped_wrappers_take_their_hooks_along(dtype: torch.dtype) -> None:
+def test_dropped_wrappers_remove_their_hooks(dtype: torch.dtype) -> None:
     model = make_model().to(dtype)
     for _ in range(20):
         opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
@@ -103,7 +105,7 @@ def test_dropped_wrappers_take_their_hooks_along(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replaced_parameters_are_freed(dtype: torch.dtype) -> None:
-    """As Gaussian splatting replaces its points between two updates."""
+    """Gaussian splatting replaces its points like this, between two updates."""
     points = nn.Parameter(torch.ones(4, 3, dtype=dtype))
     opt: Any = gradaccum.wrap(torch.optim.SGD([points], lr=0.5), steps=2)
     old = []
@@ -123,7 +125,7 @@ def test_replaced_parameters_are_freed(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_unfrozen_parameter_is_watched(dtype: torch.dtype) -> None:
+def test_unfrozen_parameter_is_watched(dtype: torch.dtype) -> None:
     model = make_model().to(dtype)
     model[0].requires_grad_(False)
     opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
@@ -141,8 +143,8 @@ def test_an_unfrozen_parameter_is_watched(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"accumulate_dtype": "float64"}, {"clip_norm": 0.01}])
-def test_gradients_of_a_dtype_of_their_own(options: dict) -> None:
-    """bfloat16 parameters whose gradients autograd leaves in float32, which is what the inner optimizer gets."""
+def test_gradients_keep_their_own_dtype(options: dict) -> None:
+    """Autograd leaves the gradients of bfloat16 parameters in float32, and the inner optimizer gets float32."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = make_model().to(torch.bfloat16)
@@ -167,7 +169,8 @@ def test_gradients_of_a_dtype_of_their_own(options: dict) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
-def test_compressed_parameters_are_refused_at_wrap() -> None:
+def test_compressed_parameters_are_refused() -> None:
+    """`wrap` refuses a sparse CSR parameter, unless it is frozen."""
     parameter = nn.Parameter(torch.eye(3).to_sparse_csr())
     with pytest.raises(gradaccum.ArgumentTypeError, match="sparse_csr"):
         gradaccum.wrap(torch.optim.SGD([parameter], lr=0.5), steps=2)
@@ -178,7 +181,7 @@ def test_compressed_parameters_are_refused_at_wrap() -> None:
 @pytest.mark.parametrize("options", [{}, {"accumulate_dtype": "float64"}, {"on_overflow": "drop_micro_batch"}])
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_zeroed_gradients_keep_momentum_going(options: dict, order: str) -> None:
-    """With ``zero_grad(set_to_none=False)`` a parameter that was used once goes on by momentum and weight decay, as in torch."""
+    """With ``zero_grad(set_to_none=False)`` momentum and weight decay go on for a parameter that was used once, as in torch."""
 
     def trained(steps: int) -> torch.Tensor:
         used, once = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))

@@ -1,4 +1,4 @@
-"""A training step that is compiled whole, with the backward pass and ``opt.step()`` in it, trains as it does when it is not."""
+"""A whole training step under `torch.compile`, backward pass and ``opt.step()`` included, trains as it does in eager mode."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def make(dtype: torch.dtype, options: dict) -> tuple[nn.Module, Any, Callable[[t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.01}], ids=str)
 @pytest.mark.parametrize("what", ["the step", "the backward pass"])
-def test_compiled_training_is_the_same(dtype: torch.dtype, options: dict, what: str) -> None:
-    """With batches of changing size, for which Dynamo makes shapes symbolic."""
+def test_compiled_training_equals_eager(dtype: torch.dtype, options: dict, what: str) -> None:
+    """The batches change in size, so Dynamo makes their shapes symbolic."""
     torch._dynamo.reset()
     model, opt, train = make(dtype, options)
     reference, other, plain = make(dtype, options)
@@ -55,7 +55,7 @@ def test_compiled_training_is_the_same(dtype: torch.dtype, options: dict, what: 
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
 
 
-def test_a_clip_in_a_compiled_step_is_refused() -> None:
+def test_clip_in_compiled_step_is_refused() -> None:
     torch._dynamo.reset()
     model, opt, _ = make(torch.float32, {})
 

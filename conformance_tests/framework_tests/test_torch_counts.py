@@ -1,4 +1,4 @@
-"""What a window costs, counted: operations, passes over the gradients, updates. Times are the benchmarks' business."""
+"""The cost of a window, counted: operations, passes over the gradients, updates. The benchmarks measure times."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import gradaccum
 
 STEPS = 4
 SIZE = 64
-"""Of the square weights and of the biases; so few small tensors have a norm each."""
+"""The side of the square weights and the length of the biases. A norm is taken of each of so few small tensors."""
 CALLS = 19
-"""Python functions in a step() and a zero_grad() inside a window: each takes a microsecond when the backward pass has filled the caches."""
+"""Python calls of a step() and a zero_grad() inside a window. Each takes a microsecond, since the backward pass has filled the caches."""
 
 CALLS_AT_BEGIN = 25
-"""The same where a window begins: its size is looked up, and whether the parameters are still those it was planned for."""
+"""The same where a window begins: the step looks up the size and checks that the parameters are still the planned ones."""
 
 
 class Ops(TorchDispatchMode):
-    """How often each operation ran while it was open."""
+    """Counts each operation that runs inside the ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def setting(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any
 
 
 def python_calls(run: Callable[[], None]) -> list[str]:
-    """The Python functions that `run` calls, itself left out."""
+    """The Python functions that `run` calls, without `run` itself."""
     called: list[str] = []
     sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
     try:
@@ -71,8 +71,8 @@ def window(model: torch.nn.Module, opt: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"fused": True}], ids=str)
-def test_inside_a_window_step_and_zero_grad_run_no_operation_at_all(options: dict[str, Any]) -> None:
-    """So they allocate nothing, read nothing back and touch no gradient. Only the first window's values are compared."""
+def test_steps_inside_windows_run_no_operation(options: dict[str, Any]) -> None:
+    """Inside a window step() and zero_grad() allocate nothing and read no gradient. Only the first window compares values."""
     model, _, opt = setting(**options)
     window(model, opt)
     for _ in range(STEPS - 1):
@@ -84,7 +84,8 @@ def test_inside_a_window_step_and_zero_grad_run_no_operation_at_all(options: dic
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_at_its_end_there_is_one_pass_for_the_norm_and_one_to_divide_if_the_kernel_cannot(fused: bool) -> None:
+def test_window_end_makes_two_passes(fused: bool) -> None:
+    """One pass takes the norm, the other one divides. A fused kernel divides by itself, so that only the first is left."""
     model, inner, opt = setting(fused=fused)
     for _ in range(2 * STEPS - 1):
         backward(model)
@@ -102,13 +103,14 @@ def test_at_its_end_there_is_one_pass_for_the_norm_and_one_to_divide_if_the_kern
     small = {"stack", "linalg_vector_norm", "_local_scalar_dense", "lift_fresh", "full", "cat", "view"}
     assert set(extra) <= {"_foreach_norm", "_foreach_div_"} | small, "no other pass over the gradients"
     assert sum(extra.values()) <= 5, extra
-    # One wait for the device; the fused one also rounds its divisor, which is on the host.
+    # One wait for the device. The fused optimizer also rounds its divisor, which is on the host.
     assert extra["_local_scalar_dense"] <= (2 if fused else 1)
 
 
 @pytest.mark.parametrize("layers", [1, 30])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=str)
-def test_inside_a_window_step_and_zero_grad_are_few_calls_however_many_parameters_there_are(layers: int, options: dict[str, Any]) -> None:
+def test_python_calls_stay_few(layers: int, options: dict[str, Any]) -> None:
+    """A step() and a zero_grad() inside a window make as few calls for 60 parameters as for two."""
     model = torch.nn.Sequential(*(torch.nn.Linear(SIZE, SIZE) for _ in range(layers)))
     opt = gradaccum.wrap(torch.optim.AdamW(model.parameters()), steps=STEPS, **options)
 
@@ -123,8 +125,8 @@ def test_inside_a_window_step_and_zero_grad_are_few_calls_however_many_parameter
         assert len(called) <= (CALLS_AT_BEGIN if first else CALLS), called
 
 
-def test_many_small_tensors_on_a_cpu_have_one_norm_and_are_divided_by_one_tensor() -> None:
-    """Else there is a call for each norm, and a tensor made of the divisor for each division."""
+def test_small_tensors_share_one_norm() -> None:
+    """On a CPU, each small tensor would otherwise cost a call for its norm and a new tensor for its divisor."""
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(50)]
     opt = gradaccum.wrap(torch.optim.SGD(parameters, foreach=True), steps=None)
     for _ in range(3):
@@ -141,7 +143,7 @@ def test_many_small_tensors_on_a_cpu_have_one_norm_and_are_divided_by_one_tensor
     assert opt.result.grad_norm == pytest.approx(150**0.5)
 
 
-def test_the_inner_optimizer_runs_once_per_window() -> None:
+def test_inner_optimizer_runs_once_per_window() -> None:
     model, inner, opt = setting()
     calls: list[int] = []
     inner.register_step_post_hook(lambda *_: calls.append(opt.result.micro_step))
@@ -152,8 +154,8 @@ def test_the_inner_optimizer_runs_once_per_window() -> None:
     assert len(calls) == 3
 
 
-def test_nothing_is_held_beside_the_gradients() -> None:
-    """float32 sums live in ``.grad``: the wrapper and its window hold no tensor of a parameter's size but those."""
+def test_gradients_are_the_only_sums() -> None:
+    """float32 sums live in ``.grad``. The wrapper and its window hold no other tensor of a parameter's size."""
     model, _, opt = setting()
     backward(model)
     opt.step()

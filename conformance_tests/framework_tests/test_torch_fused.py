@@ -1,4 +1,4 @@
-"""torch's fused optimizers divide the window's sum themselves, bit for bit as if it were divided first, and only where nobody looks."""
+"""A fused optimizer's kernel divides the window's sum, unless a hook or a patch reads the gradient. Dividing first gives the same bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Ops(TorchDispatchMode):
-    """The operations that run while it is open."""
+    """Records the operations that run inside the ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Ops(TorchDispatchMode):
 
 
 class Reader(torch.optim.SGD):
-    """Has a step of its own, which reads the gradients in Python."""
+    """Overrides `step` and reads the gradients in Python."""
 
     def step(self, closure: Any = None) -> Any:
         self.seen = [p.grad.clone() for group in self.param_groups for p in group["params"]]
@@ -58,7 +58,7 @@ def run(opt: Any, ps: list[torch.nn.Parameter], weights: tuple[float, ...] = (2.
 
 @contextmanager
 def looked_at(opt: Any, by: str) -> Iterator[list[torch.Tensor]]:
-    """Somebody looks at the first gradient before the update; what was seen."""
+    """A hook reads the first gradient before the update. Yields the list of gradients it has read."""
     seen: list[torch.Tensor] = []
 
     def look(optimizer: Any, *_: object) -> None:
@@ -76,7 +76,8 @@ def looked_at(opt: Any, by: str) -> Iterator[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3}, {"loss_scale": 1024.0}, {"accumulate_dtype": torch.float32}], ids=str)
-def test_it_is_bitwise_what_dividing_first_gives(name: str, options: dict[str, Any]) -> None:
+def test_fused_division_equals_dividing_first(name: str, options: dict[str, Any]) -> None:
+    """Both make the same parameters, bit for bit."""
     first, second = parameters(), parameters()
     mine, other = (gradaccum.wrap(OPTIMIZERS[name](ps), steps=3, **options) for ps in (first, second))
     for _ in range(3):
@@ -91,7 +92,7 @@ def test_it_is_bitwise_what_dividing_first_gives(name: str, options: dict[str, A
 
 
 @pytest.mark.parametrize("by", ["wrapper", "inner", "global"])
-def test_who_looks_before_the_update_sees_the_divided_gradient(by: str) -> None:
+def test_pre_hook_sees_divided_gradient(by: str) -> None:
     ps, plain = parameters(), parameters()
     opt, other = (gradaccum.wrap(make(qs), steps=3) for make, qs in ((OPTIMIZERS["AdamW"], ps), (torch.optim.SGD, plain)))
     with looked_at(opt, by) as seen:
@@ -101,7 +102,7 @@ def test_who_looks_before_the_update_sees_the_divided_gradient(by: str) -> None:
     assert torch.equal(seen[0], expected[0])
 
 
-def test_a_step_of_ones_own_sees_the_divided_gradient() -> None:
+def test_overridden_step_sees_divided_gradient() -> None:
     ps, plain = parameters(), parameters()
     inner = Reader(ps, lr=0.1, fused=True)
     run(gradaccum.wrap(inner, steps=3), ps)
@@ -120,8 +121,8 @@ def on_the_class(inner: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("patch", [on_the_object, on_the_class])
-def test_a_patched_step_sees_the_divided_gradient(patch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As profilers and libraries patch it, with `functools.wraps`, which keeps the name of torch's module."""
+def test_patched_step_sees_divided_gradient(patch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profilers and libraries patch `step` with `functools.wraps`, which keeps the name of torch's module."""
     ps, plain = parameters(), parameters()
     inner, seen = OPTIMIZERS["AdamW"](ps), []
 
@@ -141,7 +142,7 @@ def test_a_patched_step_sees_the_divided_gradient(patch: Any, monkeypatch: pytes
     assert torch.equal(seen[0], expected[0])
 
 
-def test_a_group_that_is_not_fused_has_it_divided_first() -> None:
+def test_unfused_group_divides_first() -> None:
     ps = parameters()
     inner = torch.optim.AdamW([{"params": ps[:1]}, {"params": ps[1:], "fused": False}], lr=0.1, fused=True)
     with Ops() as ops:
@@ -151,7 +152,7 @@ def test_a_group_that_is_not_fused_has_it_divided_first() -> None:
 
 @pytest.mark.parametrize(("weights", "divided_first"), [((2.0, 0.5, 1.0), False), ((0.1, 0.1, 0.1), True)])
 def test_float64_is_divided_by_float64(weights: tuple[float, ...], divided_first: bool) -> None:
-    """The kernel divides by a float32: 3.5 is one, the sum of three tenths is not."""
+    """The kernel divides by a float32, which can hold 3.5 but not the sum of three tenths."""
     first, second = parameters(torch.float64), parameters(torch.float64)
     mine, other = (gradaccum.wrap(OPTIMIZERS["AdamW"](ps), steps=3) for ps in (first, second))
     with Ops() as ops:
@@ -163,8 +164,8 @@ def test_float64_is_divided_by_float64(weights: tuple[float, ...], divided_first
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_update_that_raises_is_never_made_twice(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the kernel ran the window is open, with its sum. After it nobody knows whether all groups had their turn."""
+def test_raising_kernel_never_updates_twice(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the kernel did not run, the window stays open with its sum. If it ran, some groups may be updated: the window is refused."""
     ps, plain = parameters(), parameters()
     opt, other = (gradaccum.wrap(OPTIMIZERS["SGD"](qs), steps=None) for qs in (ps, plain))
     run(opt, ps)
@@ -192,8 +193,8 @@ def test_an_update_that_raises_is_never_made_twice(when: str, monkeypatch: pytes
     assert all(map(torch.equal, ps, plain))
 
 
-def test_an_update_that_raises_between_two_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first group's parameters are written, the second's are not: nothing can undo that, so nothing goes on by itself."""
+def test_half_made_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel raises after the first of two groups. Nothing can undo that, so every call is refused until `discard`."""
     ps = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
     inner = torch.optim.SGD([{"params": ps[:2]}, {"params": ps[2:]}], fused=True)
     opt = gradaccum.wrap(inner, steps=None)
@@ -220,7 +221,8 @@ def test_an_update_that_raises_between_two_groups_is_refused(monkeypatch: pytest
     assert opt.result.applied
 
 
-def test_a_divisor_beyond_float32_is_an_overflow_as_when_dividing_first() -> None:
+def test_divisor_beyond_float32_is_overflow() -> None:
+    """Fused and unfused optimizers agree."""
     for make in (OPTIMIZERS["SGD"], torch.optim.SGD):
         ps, before = parameters(), parameters()
         opt = gradaccum.wrap(make(ps), steps=3, clip_norm=1e-44)

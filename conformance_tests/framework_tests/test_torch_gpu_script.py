@@ -1,4 +1,4 @@
-"""The checks for a GPU run on a CPU too, small, and say so where there is none."""
+"""The GPU checks also run on a CPU, with small sizes. Without a GPU the script says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_on_a_cpu() -> None:
+def test_checks_pass_on_a_cpu() -> None:
     ran = run("--device", "cpu")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     machine, *checks = ran.stdout.splitlines()
@@ -32,13 +32,13 @@ def test_on_a_cpu() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_cuda_it_says_so() -> None:
+def test_missing_cuda_is_reported() -> None:
     ran = run()
     assert ran.returncode == 0
     assert "No CUDA device" in ran.stdout
 
 
-def test_the_distance_is_relative_to_the_move() -> None:
+def test_distance_is_relative_to_the_move() -> None:
     problem = Problem("cpu", width=2, items=4)
     start, end, other = problem.model(), problem.model(), problem.model()
     with torch.no_grad():

@@ -26,7 +26,7 @@ def send(parameter: nn.Parameter, opt: AccumulatingOptimizer, gradient: float, w
     opt.step()
 
 
-def test_full_precision_sums_in_grad_itself() -> None:
+def test_full_precision_sums_stay_in_grad() -> None:
     parameter, opt = one_parameter(torch.zeros(3))
     send(parameter, opt, 1.0)
     held = parameter.grad
@@ -38,7 +38,7 @@ def test_full_precision_sums_in_grad_itself() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_half_precision_gradients_are_summed_in_float32(dtype: torch.dtype, on_overflow: str) -> None:
+def test_half_gradients_are_summed_in_float32(dtype: torch.dtype, on_overflow: str) -> None:
     steps = 64
     parameter, opt = one_parameter(torch.zeros(5, dtype=dtype), steps=steps, reduction="sum", on_overflow=on_overflow)
     lost = torch.zeros(5, dtype=dtype)
@@ -56,7 +56,8 @@ def test_half_precision_gradients_are_summed_in_float32(dtype: torch.dtype, on_o
     assert opt.result.grad_norm == pytest.approx(math.sqrt(5) * (64 + 63 * 0.015625))
 
 
-def test_half_precision_gradients_leave_grad_during_the_backward_pass() -> None:
+def test_half_gradients_leave_grad_in_backward() -> None:
+    """At no moment of the backward pass does ``.grad`` hold more than two gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))).to(torch.bfloat16)
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=1.0), steps=2)
@@ -72,7 +73,7 @@ def test_half_precision_gradients_leave_grad_during_the_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_an_accumulate_dtype_that_was_asked_for(dtype: torch.dtype) -> None:
+def test_accumulate_dtype_is_used(dtype: torch.dtype) -> None:
     parameter, opt = one_parameter(torch.zeros(3), accumulate_dtype=dtype)
     send(parameter, opt, 1.0)
     assert opt.state_dict()["gradaccum"]["sums"][0].dtype == dtype
@@ -91,7 +92,7 @@ def test_mixed_dtypes_in_one_optimizer() -> None:
     torch.testing.assert_close(half.detach().float(), torch.full((2,), -3 / math.sqrt(50)), rtol=1e-2, atol=0)
 
 
-def test_a_half_precision_group_added_in_mid_window() -> None:
+def test_half_group_joins_in_mid_window() -> None:
     full, half = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     watched = nn.Parameter(torch.zeros(1))
     opt = gradaccum.wrap(torch.optim.SGD([full, watched], lr=1.0), steps=2)
@@ -105,7 +106,7 @@ def test_a_half_precision_group_added_in_mid_window() -> None:
     assert torch.equal(half.detach(), torch.full((2,), -2.0, dtype=torch.bfloat16))
 
 
-def test_a_frozen_half_precision_parameter_unfrozen_later() -> None:
+def test_unfrozen_half_parameter_is_summed() -> None:
     half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16), requires_grad=False)
     other = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     opt = gradaccum.wrap(torch.optim.SGD([half, other], lr=1.0), steps=3)
@@ -123,7 +124,7 @@ SPARSE = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "sparse_adam":
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("options", [{}, {"accumulate_dtype": torch.float64}, {"on_overflow": "drop_micro_batch"}])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_sparse_gradients(name: str, options: dict, clip_norm: float | None) -> None:
+def test_sparse_gradients_equal_the_large_batch(name: str, options: dict, clip_norm: float | None) -> None:
     words = [torch.tensor([1, 1, 2]), torch.tensor([2, 3, 1])]
     rows = torch.arange(1.0, 7.0).reshape(2, 3, 1)
 
@@ -146,7 +147,7 @@ def test_sparse_gradients(name: str, options: dict, clip_norm: float | None) -> 
     torch.testing.assert_close(model.weight.detach(), reference.weight.detach())
 
 
-def test_a_dense_gradient_after_a_sparse_one() -> None:
+def test_dense_gradient_after_a_sparse_one() -> None:
     for options in ({}, {"accumulate_dtype": torch.float64}):
         model = nn.Embedding(4, 2, sparse=True)
         before = model.weight.detach().clone()
@@ -159,7 +160,8 @@ def test_a_dense_gradient_after_a_sparse_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_squares_that_overflow_are_no_overflow(dtype: torch.dtype) -> None:
+def test_huge_squares_are_no_overflow(dtype: torch.dtype) -> None:
+    """The squares of these gradients overflow. The gradients and their norm are finite."""
     large = float(torch.finfo(dtype).max) / 4
     norm, finite, *_ = measure([torch.full((4,), large, dtype=dtype), torch.zeros(3, dtype=dtype), torch.zeros(0, dtype=dtype)])
     assert finite
@@ -171,7 +173,8 @@ def test_squares_that_overflow_are_no_overflow(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_dtype": torch.float64}])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_an_overflowed_window_frees_grad_and_heals(options: dict, bad: float) -> None:
+def test_overflowed_window_heals(options: dict, bad: float) -> None:
+    """Such a window makes no update and frees ``.grad``, and the next window trains."""
     parameter, opt = one_parameter(torch.zeros(3), loss_scale=gradaccum.DynamicLossScale(init_scale=8.0), **options)
     calls: list[int] = []
     opt.register_step_pre_hook(lambda *_: calls.append(1))
@@ -185,7 +188,8 @@ def test_an_overflowed_window_frees_grad_and_heals(options: dict, bad: float) ->
     assert torch.equal(parameter.detach(), torch.full((3,), -2.0))
 
 
-def test_a_dropped_micro_batch_adds_nothing_and_its_weight_is_left_out() -> None:
+def test_dropped_micro_batch_adds_nothing() -> None:
+    """Neither its gradient nor its weight counts."""
     parameter, opt = one_parameter(torch.zeros(3), steps=3, on_overflow="drop_micro_batch", loss_scale=gradaccum.DynamicLossScale(8.0))
     send(parameter, opt, 1.0, weight=1)
     send(parameter, opt, math.nan, weight=100)
@@ -198,7 +202,7 @@ def test_a_dropped_micro_batch_adds_nothing_and_its_weight_is_left_out() -> None
     torch.testing.assert_close(parameter.detach(), torch.full((3,), -3.0))
 
 
-def test_no_gradient_in_the_last_micro_batch_keeps_what_was_there() -> None:
+def test_missing_last_gradient_keeps_the_sum() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     for options in ({}, {"accumulate_dtype": torch.float64}, {"on_overflow": "drop_micro_batch"}):
         with torch.no_grad():
@@ -213,7 +217,7 @@ def test_no_gradient_in_the_last_micro_batch_keeps_what_was_there() -> None:
         assert torch.equal(b.detach(), torch.full((2,), -4.0))
 
 
-def test_complex_parameters() -> None:
+def test_complex_parameters_are_trained() -> None:
     parameter, opt = one_parameter(torch.zeros(2, dtype=torch.complex64))
     for _ in range(2):
         (parameter * (3 + 4j)).real.sum().backward()
@@ -223,7 +227,8 @@ def test_complex_parameters() -> None:
 
 
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_a_sum_that_is_finite_only_in_the_wider_dtype_is_an_overflow(on_overflow: str) -> None:
+def test_sum_beyond_float16_is_overflow(on_overflow: str) -> None:
+    """The float32 sum is finite, but a float16 parameter cannot take it."""
     parameter, opt = one_parameter(torch.zeros(3, dtype=torch.float16), reduction="sum", on_overflow=on_overflow)
     for gradient, applied in ((60000.0, False), (30000.0, True)):
         send(parameter, opt, gradient)
@@ -233,7 +238,8 @@ def test_a_sum_that_is_finite_only_in_the_wider_dtype_is_an_overflow(on_overflow
     assert torch.equal(parameter.detach(), torch.full((3,), -60000.0, dtype=torch.float16))
 
 
-def test_wrapped_again_the_later_wrapper_gets_the_gradients_and_the_older_says_so() -> None:
+def test_older_wrapper_is_refused() -> None:
+    """Only one wrapper can take a gradient. The newest does, and an older one raises at its next step."""
     parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (1, 2, 3)]
     older, later = (gradaccum.wrap(torch.optim.SGD(parameters, lr=1.0), steps=1) for _ in range(2))
     sum((p * 2).sum() for p in parameters).backward()

@@ -1,4 +1,4 @@
-"""Half precision in torch: what is held at the peak, when the device is waited for, and infs and NaNs out of float16 autograd."""
+"""Half precision in torch: memory at the peak, waits for the device, and infs and NaNs out of float16 autograd."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loss_of(model: nn.Module, factor: float = 1.0) -> Tensor:
 
 
 def live_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Each storage once."""
+    """The bytes of all storages, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())
 
@@ -45,7 +45,7 @@ ONE, ALL = SIZE * SIZE, LAYERS * SIZE * SIZE
 
 @by_dtype
 @pytest.mark.parametrize("master_weights", [False, True])
-def test_the_peak_is_the_sum_and_one_gradient(dtype: torch.dtype, master_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_is_sum_and_one_gradient(dtype: torch.dtype, master_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = make(dtype, master_weights=master_weights)
     inner = [*model.parameters(), *opt.master_weights.values()]
     peaks: list[int] = []
@@ -75,7 +75,7 @@ def test_the_peak_is_the_sum_and_one_gradient(dtype: torch.dtype, master_weights
 
 
 @by_dtype
-def test_an_update_that_raises_can_be_made_again(dtype: torch.dtype) -> None:
+def test_raising_update_can_be_repeated(dtype: torch.dtype) -> None:
     (model, opt), (other, reference) = make(dtype), make(dtype)
     failing = [True]
 
@@ -102,8 +102,8 @@ def test_an_update_that_raises_can_be_made_again(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [65504.0, 65519.0, 65520.0, 1e9])
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"clip_norm": 1.0}])
-def test_the_sum_beyond_float16_as_the_cast_sees_it(value: float, options: dict) -> None:
-    """What the cast rounds to 65504 is no overflow; clipping comes after, so it makes none fit."""
+def test_cast_to_float16_decides_the_overflow(value: float, options: dict) -> None:
+    """A sum that the cast rounds to 65504 is no overflow. Clipping comes after the check, so it does not make a larger sum fit."""
     parameter = torch.zeros(3, dtype=torch.float16, requires_grad=True)
     opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=2.0**-16), steps=None, reduction="sum", **options)
     (parameter.float() * 32752.0).sum().backward()
@@ -116,7 +116,7 @@ def test_the_sum_beyond_float16_as_the_cast_sees_it(value: float, options: dict)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_dtype": "float64"}, {"loss_scale": 8.0}])
-def test_other_dtypes_pay_nothing_for_that_check(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_dtypes_skip_the_range_check(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> bool:
         raise AssertionError("the elements were looked at")
 
@@ -146,7 +146,7 @@ SCALES: dict[str, Callable[[], Any]] = {
 
 
 class Sizes(TorchDispatchMode):
-    """The elements of each addition while it is open."""
+    """Records how many elements each addition inside the ``with`` block has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Sizes(TorchDispatchMode):
 
 
 def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often the host reads a tensor: ``item`` and what ends in it, and ``tolist``, which the profiler does not show."""
+    """How often the host reads a tensor: by ``item``, called directly or not, and by ``tolist``, which the profiler does not show."""
     lists = 0
     tolist = Tensor.tolist
 
@@ -176,7 +176,8 @@ def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.parametrize("place", STRATEGIES)
 @pytest.mark.parametrize(("scale", "through_scaler"), [*((scale, False) for scale in SCALES), ("a GradScaler", True)])
-def test_no_wait_inside_a_window_and_one_at_its_end(place: str, scale: str, through_scaler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_window_ends_wait(place: str, scale: str, through_scaler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for the device once at the end of a window and never inside it."""
     dtype, options = STRATEGIES[place]
     scaling: Any = SCALES[scale]()
     model, opt = make(dtype, steps=3, loss_scale=scaling, **options)
@@ -211,8 +212,8 @@ def test_dropping_waits_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("window", [0, 1, "all"])
 @pytest.mark.parametrize("scaled", ["dynamic", "a GradScaler"])
-def test_overflows_of_float16_autograd_at_every_position(master_weights: bool, position: int, window: Any, scaled: str) -> None:
-    """A loss so large that float16 gradients become inf, and NaN further down; the windows without it train on."""
+def test_float16_autograd_overflows_anywhere(master_weights: bool, position: int, window: Any, scaled: str) -> None:
+    """The loss is so large that float16 gradients become inf, and NaN further down. The windows without it train on."""
     scaling: Any = SCALES[scaled]()
     model, opt = make(torch.float16, steps=3, loss_scale=scaling, master_weights=master_weights)
     skipped, scale = [], [8.0]
@@ -233,7 +234,7 @@ def test_overflows_of_float16_autograd_at_every_position(master_weights: bool, p
 
 
 @by_dtype
-def test_a_half_precision_sum_if_asked_for_lives_in_grad(dtype: torch.dtype) -> None:
+def test_requested_half_sum_stays_in_grad(dtype: torch.dtype) -> None:
     model, opt = make(dtype, accumulate_dtype=str(dtype).removeprefix("torch."))
     loss_of(model).backward()
     opt.step()
@@ -241,8 +242,8 @@ def test_a_half_precision_sum_if_asked_for_lives_in_grad(dtype: torch.dtype) -> 
     assert [total.data_ptr() for total in held] == [p.grad.data_ptr() for p in model.parameters()]
 
 
-def test_the_norm_of_a_resumed_window_is_the_same_to_the_last_bit() -> None:
-    """Autograd delivers the gradients last layer first, a saved window has them first layer first."""
+def test_resumed_window_has_the_same_norm() -> None:
+    """To the last bit. Autograd delivers the last layer's gradient first, a saved window holds the first layer's first."""
 
     def made() -> tuple[list[torch.nn.Parameter], Any]:
         torch.manual_seed(0)
@@ -264,8 +265,8 @@ def test_the_norm_of_a_resumed_window_is_the_same_to_the_last_bit() -> None:
 
 @by_dtype
 @pytest.mark.parametrize("layout", ["whole", "last block short", "transposed"])
-def test_a_large_gradient_is_added_in_blocks_to_the_same_last_bit(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU copies what it adds into the sum's dtype first: of blocks the copy stays in the cache, of a large gradient it does not."""
+def test_large_gradient_is_added_in_blocks(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same last bit. A CPU first copies the gradient into the sum's dtype, and the copy of a block stays in the cache."""
     monkeypatch.setattr(accumulator, "BLOCK", 64)
     block = 64 * torch.get_num_threads()
     held, gradient = torch.randn(4 * block, 2), torch.randn(4 * block, 2).to(dtype)
@@ -281,7 +282,7 @@ def test_a_large_gradient_is_added_in_blocks_to_the_same_last_bit(dtype: torch.d
     assert max(sizes.added) == (8 * block if layout == "transposed" else block)
 
 
-def test_a_gradient_of_the_sums_dtype_is_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_of_sum_dtype_is_added_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accumulator, "BLOCK", 1)
     with Sizes() as sizes:
         accumulator.add(torch.zeros(1000), torch.ones(1000))

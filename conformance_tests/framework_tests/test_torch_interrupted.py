@@ -1,4 +1,4 @@
-"""What raises in the midst of something leaves the state before it, or the one after it, or says that it is neither."""
+"""A call that raises leaves the state before the call or the state after it. Otherwise the next calls are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BITS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 
 
 class Failure(Exception):
-    """What a hook, a kernel or the user (Ctrl-C) raises."""
+    """Raised by a hook, a kernel or the user (Ctrl-C)."""
 
 
 def make(place: str, **more: Any) -> tuple[nn.Module, Any]:
@@ -65,7 +65,7 @@ def assert_as_uninterrupted(place: str, model: nn.Module, opt: Any, windows: int
 
 @by_place
 @pytest.mark.parametrize("who", ["wrapper", "inner"])
-def test_a_post_hook_that_raises_leaves_the_update_made(place: str, who: str) -> None:
+def test_raising_post_hook_keeps_the_update(place: str, who: str) -> None:
     model, opt = make(place)
     handle = (opt if who == "wrapper" else opt.optimizer).register_step_post_hook(failing)
     with pytest.raises(Failure):
@@ -79,7 +79,7 @@ def test_a_post_hook_that_raises_leaves_the_update_made(place: str, who: str) ->
 
 
 @by_place
-def test_a_pre_hook_that_raises_leaves_the_window_open(place: str) -> None:
+def test_raising_pre_hook_leaves_window_open(place: str) -> None:
     model, opt = make(place)
     handle = opt.register_step_pre_hook(failing)
     with pytest.raises(Failure):
@@ -91,7 +91,8 @@ def test_a_pre_hook_that_raises_leaves_the_window_open(place: str) -> None:
 
 
 @by_place
-def test_what_is_saved_then_can_be_loaded(place: str) -> None:
+def test_interrupted_window_can_be_saved(place: str) -> None:
+    """A wrapper that loads the saved state makes the update."""
     model, opt = make(place)
     opt.register_step_pre_hook(failing)
     with pytest.raises(Failure):
@@ -107,8 +108,8 @@ def test_what_is_saved_then_can_be_loaded(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["half precision", "in float64", "masters, half sums"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_out_of_memory_while_the_sum_is_narrowed(place: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before or right after the third sum is divided and cast."""
+def test_out_of_memory_while_narrowing(place: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out before the third sum is divided and cast, or right after."""
     model, opt = make(place)
     micro_batches(model, opt, 2)
     opt.backward(loss(model, 2))
@@ -132,8 +133,8 @@ def test_out_of_memory_while_the_sum_is_narrowed(place: str, when: str, monkeypa
     assert_as_uninterrupted(place, model, opt)
 
 
-def test_a_hook_that_changed_the_gradient_before_it_raised() -> None:
-    """What it was is not known any more, so the window is refused."""
+def test_window_clipped_before_raising_is_refused() -> None:
+    """One pre-hook clips, the next one raises. The window's own gradient is lost, so the window is refused."""
     model, opt = make("in .grad")
     opt.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
     handle = opt.register_step_pre_hook(failing)
@@ -148,7 +149,7 @@ def test_a_hook_that_changed_the_gradient_before_it_raised() -> None:
 
 
 class HalfAdam(torch.optim.AdamW):
-    """Raises where foreach_sqrt would run out of memory: the state and the weight decay are written, the update is not."""
+    """Raises where foreach_sqrt would run out of memory: after the state and the weight decay, before the update."""
 
     broken = True
 
@@ -162,7 +163,7 @@ class HalfAdam(torch.optim.AdamW):
             raise Failure
 
 
-def test_an_inner_optimizer_that_raises_half_way_is_refused() -> None:
+def test_half_made_inner_step_is_refused() -> None:
     model = make_model()
     opt: Any = gradaccum.wrap(HalfAdam(model.parameters()), steps=1)
     opt.backward(loss(model, 0))
@@ -181,8 +182,8 @@ def test_an_inner_optimizer_that_raises_half_way_is_refused() -> None:
 @by_place
 @pytest.mark.parametrize("by", ["opt.backward", "loss.backward"])
 @pytest.mark.parametrize("micro_batch", [0, 1])
-def test_a_backward_pass_that_raises_half_way(place: str, by: str, micro_batch: int) -> None:
-    """Where the part that arrived can be taken out it is, or `zero_grad` does it; else nothing goes on with it."""
+def test_half_made_backward_can_be_repeated(place: str, by: str, micro_batch: int) -> None:
+    """`opt.backward` or `zero_grad` takes the part that arrived out of the sum. If it cannot, calls are refused until `discard`."""
     model, opt = make(place)
     micro_batches(model, opt, micro_batch)
 
@@ -215,7 +216,8 @@ def test_a_backward_pass_that_raises_half_way(place: str, by: str, micro_batch: 
     assert_as_uninterrupted(place, model, opt)
 
 
-def test_a_backward_pass_that_raises_before_anything_arrived() -> None:
+def test_early_raise_in_backward_changes_nothing() -> None:
+    """No gradient has arrived when the backward pass raises."""
     model, opt = make("in .grad")
     micro_batches(model, opt, 1)
     handle = model[2].weight.register_hook(failing)
@@ -230,7 +232,7 @@ def test_a_backward_pass_that_raises_before_anything_arrived() -> None:
     assert_as_uninterrupted("in .grad", model, opt)
 
 
-def test_a_closure_whose_update_was_made_is_counted() -> None:
+def test_raising_post_hook_counts_closure_update() -> None:
     model = make_model()
     opt: Any = gradaccum.wrap(torch.optim.LBFGS(model.parameters(), max_iter=2), steps=1)
     opt.register_step_post_hook(failing)
@@ -247,7 +249,7 @@ def test_a_closure_whose_update_was_made_is_counted() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_scaler_after_a_post_hook_that_raised(steps: int) -> None:
+def test_raising_post_hook_moves_the_scaler(steps: int) -> None:
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=steps, loss_scale=scaler)

@@ -19,7 +19,7 @@ from gradaccum_torch import AccumulatingOptimizer
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("order", ["zero_grad_first", "zero_grad_last", "no_zero_grad"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_the_usual_loop_gives_the_large_batch(name: str, order: str, set_to_none: bool) -> None:
+def test_usual_loop_equals_large_batch(name: str, order: str, set_to_none: bool) -> None:
     model = make_model()
     opt = gradaccum.wrap(MAKERS[name](model.parameters()), steps=4)
     start = [p.detach().clone() for p in model.parameters()]
@@ -51,7 +51,7 @@ def test_zero_grad_clears_between_windows() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
 
 
-def test_it_shares_groups_state_and_defaults_with_the_inner_optimizer() -> None:
+def test_wrapper_shares_groups_and_state() -> None:
     inner = torch.optim.AdamW(make_model().parameters(), lr=0.1)
     opt = gradaccum.wrap(inner, steps=2)
     assert isinstance(opt, torch.optim.Optimizer)
@@ -66,7 +66,7 @@ def test_it_shares_groups_state_and_defaults_with_the_inner_optimizer() -> None:
     assert "steps=2" in repr(opt)
 
 
-def test_public_attributes_of_the_inner_optimizer_are_readable() -> None:
+def test_inner_attributes_are_readable() -> None:
     inner = torch.optim.SGD(make_model().parameters(), lr=0.1)
     inner.tag = "x"  # type: ignore[attr-defined]
     opt = gradaccum.wrap(inner, steps=2)
@@ -90,8 +90,8 @@ def test_hooks_fire_once_per_update() -> None:
     assert seen == ["pre", "inner pre", "post"] * 2
 
 
-def test_a_pre_hook_may_return_arguments() -> None:
-    """They are the inner step's, the hooks' after it too; torch refuses other values."""
+def test_pre_hook_may_return_arguments() -> None:
+    """The inner step and the post-hooks get these arguments. Torch refuses any other value."""
     model, seen = make_model(), []
 
     class Noting(torch.optim.SGD):
@@ -112,7 +112,7 @@ def test_a_pre_hook_may_return_arguments() -> None:
     assert opt.result.micro_step == 1
 
 
-def test_a_pre_hook_may_change_the_windows_gradient() -> None:
+def test_pre_hook_may_change_the_gradient() -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
     opt.register_step_pre_hook(lambda o, a, k: nn.utils.clip_grad_value_(model.parameters(), 0.0))
@@ -123,7 +123,7 @@ def test_a_pre_hook_may_change_the_windows_gradient() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_a_group_added_in_mid_window_takes_part() -> None:
+def test_group_added_in_mid_window_counts() -> None:
     model = make_model()
     first, last = model[0], model[2]
     opt = gradaccum.wrap(torch.optim.SGD(last.parameters(), lr=0.5), steps=2)
@@ -140,7 +140,7 @@ def test_a_group_added_in_mid_window_takes_part() -> None:
         torch.testing.assert_close(p.detach(), q - 0.25 * g)
 
 
-def test_frozen_and_unfrozen_between_windows() -> None:
+def test_layers_freeze_and_unfreeze_between_windows() -> None:
     model = make_model()
     model[0].requires_grad_(False)
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
@@ -156,7 +156,7 @@ def test_frozen_and_unfrozen_between_windows() -> None:
     assert not any(torch.equal(p, q) for p, q in zip(model[0].parameters(), before, strict=True))
 
 
-def test_two_losses_of_one_micro_batch() -> None:
+def test_two_losses_in_one_micro_batch() -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
     for index in range(2):
@@ -169,7 +169,8 @@ def test_two_losses_of_one_micro_batch() -> None:
         torch.testing.assert_close(p.detach(), q.detach() - 0.5 * q.grad)
 
 
-def test_weight_zero_is_counted_without_a_backward_pass() -> None:
+def test_weight_zero_runs_no_backward() -> None:
+    """The micro-batch is counted all the same."""
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
     opt.backward(loss_of(model) * float("nan"), weight=0)
@@ -184,7 +185,7 @@ def test_weight_zero_is_counted_without_a_backward_pass() -> None:
 
 @pytest.mark.parametrize("loss_scale", [1024.0, gradaccum.StaticLossScale(1024.0), gradaccum.DynamicLossScale(init_scale=1024.0)])
 @pytest.mark.parametrize("by", ["backward", "scale"])
-def test_loss_scale_is_taken_out_again(loss_scale: object, by: str) -> None:
+def test_loss_scale_is_divided_out(loss_scale: object, by: str) -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=4, loss_scale=loss_scale)
     for index in range(4):
@@ -198,7 +199,7 @@ def test_loss_scale_is_taken_out_again(loss_scale: object, by: str) -> None:
         torch.testing.assert_close(p.detach(), expected)
 
 
-def test_lbfgs_with_its_closure() -> None:
+def test_lbfgs_closure_equals_bare_optimizer() -> None:
     model, reference = make_model(), make_model()
     bare = torch.optim.LBFGS(reference.parameters(), max_iter=3)
     opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters(), max_iter=3), steps=1)
@@ -219,7 +220,8 @@ def test_lbfgs_with_its_closure() -> None:
     assert opt.result.optimizer_step == 2
 
 
-def test_an_inner_optimizer_that_raises_leaves_the_full_window_for_another_flush() -> None:
+def test_raising_update_leaves_window_full() -> None:
+    """A later `flush` makes the update."""
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=4)
     failures = [RuntimeError("out of memory")]
@@ -242,7 +244,7 @@ def test_an_inner_optimizer_that_raises_leaves_the_full_window_for_another_flush
         torch.testing.assert_close(p.detach(), expected)
 
 
-def test_a_dropped_wrapper_is_freed_at_once() -> None:
+def test_dropped_wrapper_is_freed_at_once() -> None:
     model = make_model().to(torch.bfloat16)
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
     assert isinstance(opt, AccumulatingOptimizer)

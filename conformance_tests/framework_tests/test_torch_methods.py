@@ -1,4 +1,4 @@
-"""Public methods of the inner optimizer, called on the wrapped one: harmless ones pass, those that look into a window's sum are refused."""
+"""The inner optimizer's methods, called on the wrapper: one that reads or writes the window's sum is refused, any other passes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make(**options: Any) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("options", [{}, {"steps": 1}, {"on_overflow": "drop_micro_batch"}, {"accumulate_dtype": "float64"}], ids=str)
 @pytest.mark.parametrize("method", ["first_step", "forget"])
-def test_a_method_that_touches_the_sum_is_refused(options: dict[str, Any], method: str) -> None:
+def test_method_touching_the_sum_is_refused(options: dict[str, Any], method: str) -> None:
     model, opt = make(**options)
     before = [p.detach().clone() for p in model.parameters()]
     loss_of(model, rows_of(0)).backward()
@@ -68,7 +68,7 @@ def test_a_method_that_touches_the_sum_is_refused(options: dict[str, Any], metho
     assert opt.result.micro_step == opt.optimizer.describe() - opt.result.applied, "nothing of the micro-batch was lost"
 
 
-def test_a_method_is_refused_in_an_open_window_too() -> None:
+def test_method_is_refused_in_open_window() -> None:
     model, opt = make()
     loss_of(model, rows_of(0)).backward()
     opt.step()
@@ -78,8 +78,8 @@ def test_a_method_is_refused_in_an_open_window_too() -> None:
         opt.forget()
 
 
-def test_a_method_that_makes_its_own_gradients_is_refused() -> None:
-    """Called between two windows: what it reads is the micro-batch that it began."""
+def test_method_with_its_own_backward_is_refused() -> None:
+    """Between two windows the method begins a micro-batch and then reads its gradient."""
     model, opt = make()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(gradaccum.UsageError, match="with_gradients_of"):
@@ -87,7 +87,7 @@ def test_a_method_that_makes_its_own_gradients_is_refused() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_a_method_that_leaves_gradients_alone_passes() -> None:
+def test_harmless_method_passes() -> None:
     model, opt = make()
     loss_of(model, rows_of(0)).backward()
     assert opt.describe() == 1
@@ -114,8 +114,8 @@ class Descent(Ascent):
         self._sam.second_step()
 
 
-def test_an_optimizer_for_each_update_is_exact() -> None:
-    """What the refusal tells to write: a window goes up, a second one over the same micro-batches goes down."""
+def test_one_wrapper_per_update_is_exact() -> None:
+    """The refusal recommends this: one window goes up, a second one over the same micro-batches goes down."""
     model, large = make_model(), make_model()
     sam, reference = SAM(model.parameters(), lr=0.5), SAM(large.parameters(), lr=0.5)
     up, down = (gradaccum.wrap(optimizer, steps=4) for optimizer in (Ascent(sam), Descent(sam)))

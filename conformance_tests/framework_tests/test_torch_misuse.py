@@ -1,4 +1,4 @@
-"""What the wrapped optimizer refuses, by name, with what was accumulated before it still there."""
+"""The wrapped optimizer refuses misuse with an error that names it, and nothing accumulated is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import gradaccum
 from conformance_tests.framework_tests.torch_model import loss_of, make_model
 
 
-def test_two_weights_in_one_micro_batch_are_refused() -> None:
+def test_second_weight_is_refused() -> None:
+    """A micro-batch has one weight, however many losses it has."""
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
     opt.backward(loss_of(model), weight=3)
@@ -29,7 +30,8 @@ def test_two_weights_in_one_micro_batch_are_refused() -> None:
     assert opt.result.micro_step == 1
 
 
-def test_a_plain_backward_under_a_loss_scale_is_refused() -> None:
+def test_unscaled_backward_is_refused() -> None:
+    """Under a loss scale, `loss.backward()` alone does not scale the loss."""
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=4, loss_scale=1024.0)
     loss_of(model).backward()
@@ -44,7 +46,8 @@ def test_a_plain_backward_under_a_loss_scale_is_refused() -> None:
 
 
 @pytest.mark.parametrize("options", [{"steps": 2}, {"steps": None}, {"steps": 1, "clip_norm": 1.0}, {"steps": 1, "loss_scale": 2.0}])
-def test_a_closure_is_refused_where_it_cannot_work(options: dict) -> None:
+def test_closure_needs_plain_steps_1(options: dict) -> None:
+    """A closure cannot work with longer windows, clipping or a loss scale."""
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), **options)
     called: list[int] = []
@@ -54,7 +57,7 @@ def test_a_closure_is_refused_where_it_cannot_work(options: dict) -> None:
 
 
 @pytest.mark.parametrize("steps", [lambda step: 0, lambda step: None, lambda step: 1.5, lambda step: True])
-def test_a_schedule_that_gives_no_size_is_refused_at_step(steps: object) -> None:
+def test_bad_schedule_is_refused_at_step(steps: object) -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=steps)
     loss_of(model).backward()
@@ -79,12 +82,12 @@ def test_wrong_objects_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int32", torch.int64, "no_such_dtype", 32])
-def test_an_accumulate_dtype_that_is_none_is_refused(dtype: object) -> None:
+def test_unusable_accumulate_dtype_is_refused(dtype: object) -> None:
     with pytest.raises(gradaccum.GradAccumError, match="accumulate_dtype"):
         gradaccum.wrap(torch.optim.SGD(make_model().parameters(), lr=0.5), steps=2, accumulate_dtype=dtype)
 
 
-def test_a_step_without_a_backward_is_named_as_such() -> None:
+def test_step_without_backward_is_refused() -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2, loss_scale=8.0)
     with pytest.raises(gradaccum.UsageError, match=r"step\(\) without opt\.backward"):
@@ -94,7 +97,8 @@ def test_a_step_without_a_backward_is_named_as_such() -> None:
     assert opt.result.micro_step == 1
 
 
-def test_a_closure_in_half_precision_is_told_the_dtype() -> None:
+def test_half_precision_closure_needs_accumulate_dtype() -> None:
+    """The error says which dtype to write, and with it the closure works."""
     model = make_model().to(torch.bfloat16)
     opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters(), max_iter=2), steps=1)
     with pytest.raises(gradaccum.UsageError, match=r"write accumulate_dtype=torch\.bfloat16"):
@@ -117,7 +121,7 @@ SCALES = {"none": {}, "static": {"loss_scale": 8.0}, "scaler": {"loss_scale": to
 
 
 @pytest.mark.parametrize("options", SCALES.values(), ids=SCALES)
-def test_backward_under_no_grad_works_as_in_torch(options: dict) -> None:
+def test_backward_works_under_no_grad(options: dict) -> None:
     models = make_model(), make_model()
     for model, around in zip(models, (torch.no_grad, torch.enable_grad), strict=True):
         opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=1, **options)
@@ -134,8 +138,8 @@ def test_backward_under_no_grad_works_as_in_torch(options: dict) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"loss_scale": gradaccum.DynamicLossScale()}, {"master_weights": True}], ids=str)
-def test_a_weight_beyond_a_half_loss_is_refused(options: dict) -> None:
-    """Autograd hands it on in the dtype of the loss, where it is inf; in a float32 loss it is a number."""
+def test_weight_beyond_float16_is_refused(options: dict) -> None:
+    """Autograd passes the weight on in the dtype of the loss. float16 makes it inf, float32 does not."""
     parameter = torch.ones(2, dtype=torch.float16, requires_grad=True)
     opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=0.5), steps=1, **options)
     with pytest.raises(gradaccum.UsageError, match=r"output\.float\(\)"):
@@ -149,8 +153,8 @@ def test_a_weight_beyond_a_half_loss_is_refused(options: dict) -> None:
 
 
 @pytest.mark.parametrize("scale", [gradaccum.DynamicLossScale, lambda: torch.amp.GradScaler("cpu")], ids=["dynamic", "scaler"])
-def test_a_scale_that_can_back_off_from_a_half_loss_is_not_refused(scale: Callable[[], object]) -> None:
-    """The default of 2^16 is beyond float16 by a little, which costs one window."""
+def test_scale_beyond_float16_backs_off(scale: Callable[[], object]) -> None:
+    """The default of 2^16 is just beyond float16. It costs one window and is not refused."""
     parameter = torch.ones(2, dtype=torch.float16, requires_grad=True)
     opt = gradaccum.wrap(torch.optim.SGD([parameter], lr=0.5), steps=1, loss_scale=scale())
     for _ in range(2):
@@ -159,7 +163,8 @@ def test_a_scale_that_can_back_off_from_a_half_loss_is_not_refused(scale: Callab
     assert opt.result.applied
 
 
-def test_the_messages_name_what_works_for_gradients_of_ones_own_and_for_another_backward() -> None:
+def test_messages_name_a_way_out() -> None:
+    """One message is for a backward pass that is no micro-batch, the other one for gradients that the user sets."""
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
     loss_of(model).backward()

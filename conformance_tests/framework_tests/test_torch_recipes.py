@@ -20,6 +20,6 @@ def test_recipe(recipe: Recipe, tmp_path: Path) -> None:
     run_recipe(recipe, tmp_path)
 
 
-def test_a_recipe_that_is_wrong_fails(tmp_path: Path) -> None:
+def test_wrong_recipe_fails(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not the large batch's"):
         run_recipe(Recipe("wrong", 'assert 1 == 2, "not the large batch\'s"'), tmp_path)

@@ -42,7 +42,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gated_scheduler_moves_once_per_update(kind: str) -> None:
+def test_gated_scheduler_moves_once_per_update(kind: str) -> None:
     bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
     expected_scheduler = KINDS[kind](bare)
     parameter, opt = make()
@@ -61,7 +61,7 @@ def test_a_gated_scheduler_moves_once_per_update(kind: str) -> None:
     assert gated.last_epoch == expected_scheduler.last_epoch if kind != "ChainedScheduler" else True
 
 
-def test_a_gated_plateau_sees_the_metric_only_at_updates() -> None:
+def test_gated_plateau_reads_metrics_at_updates() -> None:
     parameter, opt = make()
     gated = gradaccum.wrap(lr_scheduler.ReduceLROnPlateau(opt, patience=1, factor=0.5))
     for metric in (1.0, 2.0, 9.0, 2.0, 9.0):
@@ -74,7 +74,7 @@ def test_a_gated_plateau_sees_the_metric_only_at_updates() -> None:
     assert opt.param_groups[0]["lr"] == 0.5
 
 
-def test_a_skipped_window_does_not_move_it() -> None:
+def test_skipped_window_moves_no_scheduler() -> None:
     parameter, opt = make(steps=1)
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1, gamma=0.5))
     micro_batch(parameter, opt, float("nan"))
@@ -86,7 +86,8 @@ def test_a_skipped_window_does_not_move_it() -> None:
     assert opt.param_groups[0]["lr"] == 0.5
 
 
-def test_called_less_often_than_updates_it_moves_once_per_call() -> None:
+def test_rare_call_moves_once() -> None:
+    """The scheduler moves once per call, even if several updates came before it."""
     parameter, opt = make(steps=1)
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1, gamma=0.5))
     for _ in range(3):
@@ -96,7 +97,7 @@ def test_called_less_often_than_updates_it_moves_once_per_call() -> None:
     assert opt.param_groups[0]["lr"] == 0.5
 
 
-def test_the_state_of_a_gated_scheduler_round_trips() -> None:
+def test_gated_state_round_trips() -> None:
     parameter, opt = make(steps=1)
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1, gamma=0.5))
     micro_batch(parameter, opt)
@@ -120,7 +121,7 @@ def test_the_state_of_a_gated_scheduler_round_trips() -> None:
     assert resumed.last_epoch == 0
 
 
-def test_attributes_of_the_scheduler_are_read_and_written_through() -> None:
+def test_attributes_reach_the_scheduler() -> None:
     _, opt = make()
     scheduler = lr_scheduler.StepLR(opt, 1, gamma=0.5)
     gated = gradaccum.wrap(scheduler)
@@ -131,7 +132,8 @@ def test_attributes_of_the_scheduler_are_read_and_written_through() -> None:
     assert copy.deepcopy(gated).gamma == 0.25
 
 
-def test_an_ungated_scheduler_does_not_warn_about_the_order() -> None:
+def test_ungated_scheduler_does_not_warn() -> None:
+    """Torch warns where a scheduler's step seems to come before the optimizer's. No warning may come here."""
     parameter, opt = make()
     scheduler = lr_scheduler.StepLR(opt, 1, gamma=0.5)
     for _ in range(3):
@@ -140,13 +142,13 @@ def test_an_ungated_scheduler_does_not_warn_about_the_order() -> None:
     assert opt.param_groups[0]["lr"] == 0.125
 
 
-def test_a_scheduler_on_a_bare_optimizer_is_refused() -> None:
+def test_scheduler_on_bare_optimizer_is_refused() -> None:
     bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     with pytest.raises(gradaccum.ArgumentTypeError, match="Wrap the optimizer first"):
         gradaccum.wrap(lr_scheduler.StepLR(bare, 1))
 
 
-def test_a_scheduler_takes_no_options_and_is_gated_once() -> None:
+def test_second_gate_and_steps_are_refused() -> None:
     _, opt = make()
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1))
     assert isinstance(gated, GatedScheduler)
@@ -157,7 +159,7 @@ def test_a_scheduler_takes_no_options_and_is_gated_once() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("clip_norm", 1.0), ("reduction", "nonsense"), ("no_such_option", 1)])
-def test_no_option_beside_a_scheduler_is_dropped(name: str, value: object) -> None:
+def test_options_beside_a_scheduler_are_refused(name: str, value: object) -> None:
     _, opt = make()
     with pytest.raises(gradaccum.ArgumentTypeError, match=name):
         gradaccum.wrap(lr_scheduler.StepLR(opt, 1), **{name: value})

@@ -1,4 +1,4 @@
-"""Gated schedulers of other libraries, gated ones inside another, and gates beside an optimizer that was given a saved state."""
+"""Schedulers of other libraries, gated schedulers inside another scheduler, and gates whose optimizer has loaded a state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def micro_batch(opt: Any) -> None:
 
 
 class Halving:
-    """Of no library: moves at each call."""
+    """A scheduler of no library, which moves at each call."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -37,7 +37,7 @@ class Halving:
 
 
 class Positioned:
-    """As timm's: told where it is, in updates or in epochs."""
+    """A scheduler like timm's: the caller passes the number of updates or of epochs."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -56,7 +56,7 @@ class Positioned:
         self.__dict__.update(state_dict)
 
 
-def test_a_scheduler_of_no_library_moves_once_per_update() -> None:
+def test_own_scheduler_moves_once_per_update() -> None:
     opt = make()
     gated = gradaccum.wrap(Halving(opt))
     assert isinstance(gated, GatedScheduler)
@@ -66,7 +66,7 @@ def test_a_scheduler_of_no_library_moves_once_per_update() -> None:
     assert opt.param_groups[0]["lr"] == 0.25
 
 
-def test_timms_kind_is_told_the_updates_there_were() -> None:
+def test_timm_scheduler_gets_applied_updates() -> None:
     opt = make()
     gated = gradaccum.wrap(Positioned(opt))
     gated.step(0)
@@ -82,13 +82,13 @@ def test_timms_kind_is_told_the_updates_there_were() -> None:
     assert not hasattr(gradaccum.wrap(Halving(opt)), "step_update")
 
 
-def test_a_scheduler_of_no_library_on_a_bare_optimizer_is_refused() -> None:
+def test_own_scheduler_needs_wrapped_optimizer() -> None:
     bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     with pytest.raises(gradaccum.ArgumentTypeError, match="Wrap the optimizer first"):
         gradaccum.wrap(Halving(bare))
 
 
-def test_what_holds_an_optimizer_is_not_always_a_scheduler() -> None:
+def test_holder_of_optimizer_is_no_scheduler() -> None:
     class Trainer:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
 
@@ -112,14 +112,14 @@ SEQUENCES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("children", SEQUENCES)
-def test_a_sequence_over_gated_schedulers_is_refused(children: str) -> None:
-    """It makes their first steps anew, and counts its milestones in micro-batches."""
+def test_sequence_of_gated_schedulers_is_refused(children: str) -> None:
+    """SequentialLR would repeat their first steps and count its milestones in micro-batches."""
     opt = make()
     with pytest.raises(gradaccum.UsageError, match=r"gradaccum\.wrap\(SequentialLR"):
         lr_scheduler.SequentialLR(opt, SEQUENCES[children](opt), milestones=[2])
 
 
-def test_a_chain_of_gated_schedulers_is_right() -> None:
+def test_chain_of_gated_schedulers_works() -> None:
     opt = make()
     chain = lr_scheduler.ChainedScheduler([gradaccum.wrap(lr_scheduler.ExponentialLR(opt, factor)) for factor in (0.5, 0.25)])
     for _ in range(4):
@@ -129,7 +129,8 @@ def test_a_chain_of_gated_schedulers_is_right() -> None:
 
 
 @pytest.mark.parametrize("older", [True, False])
-def test_a_state_for_the_optimizer_alone_does_not_move_the_gate(older: bool) -> None:
+def test_loaded_optimizer_does_not_move_gate(older: bool) -> None:
+    """The optimizer loads a state, its gated scheduler does not."""
     opt, saved = make(), make()
     gated = gradaccum.wrap(lr_scheduler.StepLR(opt, 1, gamma=0.5))
     for _ in range(4):
@@ -147,8 +148,8 @@ def test_a_state_for_the_optimizer_alone_does_not_move_the_gate(older: bool) -> 
 
 
 @pytest.mark.parametrize("gate_first", [True, False])
-def test_a_step_still_to_come_survives_saving(gate_first: bool) -> None:
-    """Saved after the update and before the scheduler's step, and loaded in either order."""
+def test_pending_scheduler_step_survives_saving(gate_first: bool) -> None:
+    """The states are saved after the update and before the scheduler's step, and loaded in either order."""
     opt, new = make(steps=1), make(steps=1)
     gated, fresh = (gradaccum.wrap(lr_scheduler.StepLR(o, 1, gamma=0.5)) for o in (opt, new))
     micro_batch(opt)

@@ -1,4 +1,4 @@
-"""Optimizers that differentiate ``.grad`` again get the Hessian of the window's loss, not of the sum that was scaled."""
+"""Optimizers that differentiate ``.grad`` again get the Hessian of the window's loss, not of the scaled sum."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(steps: int, rows: torch.Tensor, wrapped: bool, **options: Any) -> tuple[
 
 @pytest.mark.parametrize("options", [{}, {"loss_scale": 1024.0}, {"clip_norm": 0.5}])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_the_hessian_is_the_large_batchs(steps: int, options: dict) -> None:
+def test_hessian_equals_large_batch(steps: int, options: dict) -> None:
     rows = torch.arange(16, dtype=torch.float64).reshape(8, 2) / 4
     (mine, at), (bare, expected) = run(steps, rows, True, **options), run(1, rows, False, **options)
     torch.testing.assert_close(mine.gradients, bare.gradients, rtol=1e-5 if "clip_norm" in options else 1e-12, atol=0)
@@ -59,7 +59,7 @@ def test_the_hessian_is_the_large_batchs(steps: int, options: dict) -> None:
     assert torch.equal(at, expected)
 
 
-def test_an_update_that_raises_leaves_the_graph() -> None:
+def test_raising_update_keeps_the_graph() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
     inner = Newton([parameter])
     opt: Any = gradaccum.wrap(inner, steps=2)

@@ -1,4 +1,4 @@
-"""Every parameter's ``.grad`` is watched: what is noticed, what passes because it changes nothing, and where ``.grad`` may be changed."""
+"""The wrapper watches every ``.grad``: changes that it notices, calls that change nothing, and windows in which ``.grad`` may change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ by_place = pytest.mark.parametrize("place", PLACES)
 
 
 class Branches(nn.Module):
-    """A body, a head, and a bias that no loss uses, the smallest parameter of all."""
+    """A body, a head, and a bias that no loss uses. This bias is the smallest parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,8 @@ def windows(model: nn.Module, opt: Any, number: int) -> None:
 @by_place
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("micro_batch", [0, 2])
-def test_a_clip_where_the_smallest_has_no_gradient(place: str, after: int, micro_batch: int) -> None:
+def test_clip_is_seen_without_the_smallest(place: str, after: int, micro_batch: int) -> None:
+    """The smallest parameter has no gradient."""
     model, opt = make(place)
     windows(model, opt, after)
     for _ in range(micro_batch):
@@ -72,7 +73,8 @@ def test_a_clip_where_the_smallest_has_no_gradient(place: str, after: int, micro
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "kept apart"])
-def test_a_micro_batch_under_way_is_seen_without_the_smallest(place: str) -> None:
+def test_pending_micro_batch_is_seen(place: str) -> None:
+    """The smallest parameter has no gradient."""
     model, opt = make(place)
     loss_of(model).backward()
     opt.step()
@@ -85,7 +87,7 @@ def test_a_micro_batch_under_way_is_seen_without_the_smallest(place: str) -> Non
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("part", ["body", "head"])
 @pytest.mark.parametrize("place", ["in .grad", "kept apart"])
-def test_a_clip_of_one_part_of_the_model(place: str, part: str, after: int) -> None:
+def test_clip_of_one_part_is_seen(place: str, part: str, after: int) -> None:
     model, opt = make(place)
     windows(model, opt, after)
     loss_of(model).backward()
@@ -95,8 +97,8 @@ def test_a_clip_of_one_part_of_the_model(place: str, part: str, after: int) -> N
 
 
 @by_place
-def test_steps_1_leaves_the_gradient_to_the_user(place: str) -> None:
-    """As in the bare loop: clipping, scaling and clearing do what they say."""
+def test_steps_1_leaves_grad_alone(place: str) -> None:
+    """The gradient is the user's, as in the bare loop: clipping and clearing do what they say."""
     for change, most in ((lambda m: nn.utils.clip_grad_norm_(m.parameters(), 2.0**-10), 2.0**-10), (nn.Module.zero_grad, 0.0)):
         model, opt = make(place, steps=1)
         before = [p.detach().clone() for p in model.parameters()]
@@ -110,7 +112,8 @@ def test_steps_1_leaves_the_gradient_to_the_user(place: str) -> None:
 
 
 @by_place
-def test_steps_1_in_a_schedule_leaves_it_too(place: str) -> None:
+def test_scheduled_steps_1_leaves_grad_alone(place: str) -> None:
+    """The longer window that follows refuses a clip."""
     model, opt = make(place, steps=[(0, 2), (1, 1), (2, 2)])
     for _ in range(2):
         loss_of(model).backward()
@@ -128,8 +131,8 @@ def test_steps_1_in_a_schedule_leaves_it_too(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["in .grad", "kept apart"])
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_call_that_only_logs_the_norm_passes(place: str, bad: bool) -> None:
-    """``clip_grad_norm_(parameters, inf)`` writes what is there; of an infinite gradient it makes NaN, which is an overflow as well."""
+def test_logging_the_norm_passes(place: str, bad: bool) -> None:
+    """``clip_grad_norm_(parameters, inf)`` writes the same values. An infinite gradient becomes NaN, an overflow as well."""
     (model, opt), (other, plain) = make(place), make(place)
     for index in range(12):
         factor = math.inf if bad and index == 4 else 1.0
@@ -144,7 +147,7 @@ def test_a_call_that_only_logs_the_norm_passes(place: str, bad: bool) -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_a_call_that_only_logs_is_told_from_one_that_clips() -> None:
+def test_clip_after_logging_is_seen() -> None:
     model, opt = make("in .grad")
     for _ in range(2 * 3):
         loss_of(model).backward()
@@ -157,8 +160,8 @@ def test_a_call_that_only_logs_is_told_from_one_that_clips() -> None:
 
 
 @pytest.mark.parametrize("place", ["half precision", "in float64", "masters"])
-def test_a_norm_of_gradients_that_have_left_is_refused(place: str) -> None:
-    """It would be the norm of the few that are still there."""
+def test_norm_of_moved_gradients_is_refused(place: str) -> None:
+    """It would be the norm of the few gradients that are still in ``.grad``."""
     model, opt = make(place)
     loss_of(model).backward()
     nn.utils.clip_grad_norm_(model.parameters(), math.inf)
@@ -182,7 +185,8 @@ def of_new_data(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("place", ["in .grad", "kept apart"])
 @pytest.mark.parametrize("change", [through_data, through_numpy, of_new_data])
-def test_what_torch_does_not_count_is_seen_in_the_first_window(place: str, change: Callable[[nn.Module], None]) -> None:
+def test_uncounted_write_is_seen_at_first(place: str, change: Callable[[nn.Module], None]) -> None:
+    """A tensor's version does not count these writes. The first window compares values."""
     model, opt = make(place)
     loss_of(model).backward()
     opt.step()
@@ -193,7 +197,7 @@ def test_what_torch_does_not_count_is_seen_in_the_first_window(place: str, chang
 
 
 @pytest.mark.parametrize("place", ["in .grad", "half precision"])
-def test_a_branch_that_is_new_is_watched(place: str) -> None:
+def test_new_branch_is_watched(place: str) -> None:
     dtype, options = PLACES[place]
     layers = [nn.Linear(3, 1).to(dtype) for _ in range(9)]
     opt: Any = gradaccum.wrap(torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01), steps=3, **options)
@@ -206,8 +210,8 @@ def test_a_branch_that_is_new_is_watched(place: str) -> None:
         opt.step()
 
 
-def test_checkpointed_layers_run_their_own_backward_passes() -> None:
-    """The reentrant kind nests them; a shared layer gets two gradients in one."""
+def test_checkpointed_layers_are_no_change() -> None:
+    """Reentrant checkpointing nests backward passes. A shared layer gets two gradients in one of them."""
     model, reference = make_model(), make_model()
     opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2) for m in (model, reference))
     for _ in range(4):

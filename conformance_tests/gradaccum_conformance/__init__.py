@@ -1,9 +1,9 @@
-"""The conformance suite: proof that a backend's N micro-batches give the large batch's gradient, and everything around it.
+"""The conformance suite: it proves that N micro-batches give the large batch's gradient, in every backend.
 
 Run it with ``python -m gradaccum_conformance --backend NAME``. A backend takes part by registering a `Harness`.
 """
 
-from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session
+from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Option, Session, Snapshot, WrapOptions
 from gradaccum_conformance.specs import (
     ATTENTION,
     LENET,
@@ -51,8 +51,11 @@ __all__ = [
     "MeanOverLength",
     "Model",
     "Optimizer",
+    "Option",
     "Session",
+    "Snapshot",
     "Tanh",
+    "WrapOptions",
     "make_batch",
     "make_weights",
 ]

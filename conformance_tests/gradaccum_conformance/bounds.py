@@ -15,7 +15,7 @@ from gradaccum_conformance.harness import Dtype
 from gradaccum_conformance.specs import Array, Attention, Conv, Dense, Model
 
 FLOAT64_RELATIVE = 1e-13
-"""What the suite asks of float64 whatever the bound says."""
+"""The relative error that the suite allows in float64, whatever the derived bound."""
 
 
 def unit_roundoff(dtype: Dtype) -> float:
@@ -24,13 +24,13 @@ def unit_roundoff(dtype: Dtype) -> float:
 
 
 def gamma(additions: int, dtype: Dtype) -> float:
-    """The relative error bound of a sum with so many rounded operations."""
+    """The relative error bound of a sum of so many rounded operations."""
     rounding = additions * unit_roundoff(dtype)
     return rounding / (1 - rounding)
 
 
 def additions_in_gradient(model: Model, items: int, micro_batches: int) -> int:
-    """Rounded operations one gradient element can pass through: the inner products of every layer, forward and backward, the sum
+    """The number of rounded operations behind one gradient element: the inner products of every layer, forward and backward, the sum
     over the items and positions, and the sum over the micro-batches with its weighting and division.
     """
     inner = 0
@@ -50,8 +50,8 @@ def additions_in_gradient(model: Model, items: int, micro_batches: int) -> int:
 def bound_of_sum(terms: Sequence[Mapping[str, Array]], dtype: Dtype) -> float:
     """How far sum(terms) / d may be off, relative to the truth, for the worst parameter.
 
-    gamma(n) is relative to the sum of the absolute terms (Higham, section 4.2); what cancels in the sum makes it larger against the
-    truth. Three roundings beside the additions: the weight, the divisor and the division.
+    gamma(n) is relative to the sum of the absolute terms (Higham, section 4.2). Where terms cancel, the truth is smaller than that sum and
+    the bound relative to the truth is larger. Three roundings beside the additions: the weight, the divisor and the division.
     """
     condition = 1.0
     for name in terms[0]:

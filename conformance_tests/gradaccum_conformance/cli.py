@@ -1,4 +1,4 @@
-"""``gradaccum`` on the command line: what it takes, and its exit codes. 0: all is well; 1: something failed; 2: a wrong argument."""
+"""``gradaccum`` on the command line. Exit codes: 0, everything passed; 1, something failed; 2, an argument is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradaccum_conformance.report.command import run_conformance
 app = typer.Typer(name="gradaccum", no_args_is_help=True, add_completion=False, help="Gradient accumulation, shown and proven.")
 
 Backends = Annotated[
-    list[str], typer.Option("--backend", help="Only this one; may be given several times. Default: all that are installed.")
+    list[str], typer.Option("--backend", help="Run this backend only; repeat the option for several. Default: every installed backend.")
 ]
 
 
@@ -27,7 +27,7 @@ def demo(
     backend: Backends = [],  # noqa: B006
     out: Annotated[Path, typer.Option(help="Folder for the loss curves and the results.")] = Path("gradaccum-demo"),
 ) -> None:
-    """Train on handwritten digits in every installed framework: the large batch, accumulated, and the naive loop."""
+    """Train on handwritten digits in every installed framework: with large batches, with accumulation, with the naive loop."""
     _finish(lambda: run_demo(Console(), backend, out))
 
 
@@ -35,9 +35,9 @@ def demo(
 def conformance(
     backend: Backends = [],  # noqa: B006
     report: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("gradaccum-conformance"),
-    deep: Annotated[bool, typer.Option("--deep", help="Every combination and longer sequences: tens of minutes.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Test every combination and longer sequences; takes tens of minutes.")] = False,
 ) -> None:
-    """Prove that accumulated gradients are the large batch's in every installed framework, and write a report."""
+    """Test that accumulated gradients equal the large batch's in every installed framework, and write a report."""
     _finish(lambda: run_conformance(Console(), backend, report, deep=deep))
 
 
@@ -50,6 +50,6 @@ def _finish(run: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    """Run the command line; told to terminate, it ends the processes that it started before itself."""
+    """Run the command line. On SIGTERM it first ends the processes that it started."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     app()

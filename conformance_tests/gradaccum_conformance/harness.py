@@ -1,4 +1,4 @@
-"""What a backend must let the suite do: build a model from a spec, train it, and be looked into through a second door.
+"""What a backend offers the suite: build a model from a spec, train it, and show its insides through a second door.
 
 A backend's package has one subclass of `Harness`, registered under the backend's name in the entry-point group
 ``gradaccum.harnesses``. Everything that goes in or comes out is NumPy. "Second door" means: read the framework's own objects
@@ -22,15 +22,21 @@ Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 Fault = Literal["structure", "shape", "dtype"]
 GradientTree = Mapping[str, Array | None]
 """Gradients by parameter name. None: the parameter took no part in this micro-batch."""
+Option = Any
+"""The value of one argument of `gradaccum.wrap`: a right one, or in some tests a wrong one."""
+WrapOptions = Mapping[str, Option]
+"""Arguments of `gradaccum.wrap` by name, ``steps`` among them."""
+Snapshot = Any
+"""A session's copy of itself. Only sessions of the same backend look into it."""
 
 
 class Captured(NamedTuple):
-    """What a ``capture`` optimizer saw."""
+    """The calls that a ``capture`` optimizer received."""
 
     calls: int
-    """How often it ran."""
+    """Their number."""
     gradient: Arrays | None
-    """What it was given the last time; None before the first."""
+    """The gradient of the last call; None before the first."""
 
 
 class Session(ABC):
@@ -40,7 +46,7 @@ class Session(ABC):
     def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
         """Forward, backward and the optimizer's call, as a user of the framework writes them; returns the (unscaled) loss.
 
-        `loss` is the mean or the sum over the items. A loss scale, if the wrapper has one, is applied the way its users do.
+        `loss` is the mean or the sum over the items. If the wrapper has a loss scale, it is applied as users apply it.
         """
 
     @abstractmethod
@@ -65,7 +71,7 @@ class Session(ABC):
 
     @abstractmethod
     def accumulator(self) -> Arrays:
-        """Second door: the sum as it is held now, undivided, by parameter name; zeros where nothing is held."""
+        """Second door: the sum as the backend stores it now, undivided, by parameter name; zeros where it stores none."""
 
     @abstractmethod
     def parameters(self) -> Arrays:
@@ -81,19 +87,19 @@ class Session(ABC):
 
     @abstractmethod
     def captured(self) -> Captured:
-        """Second door: what the ``capture`` optimizer saw; only for sessions that have one."""
+        """Second door: the calls of the ``capture`` optimizer; only for sessions that have one."""
 
     @abstractmethod
     def predict(self, x: Array) -> Array:
         """The model's output for inputs (batch, *input_shape)."""
 
     @abstractmethod
-    def snapshot(self) -> Any:
+    def snapshot(self) -> Snapshot:
         """A copy of model and optimizer in memory, taken through the framework's own state functions."""
 
     @abstractmethod
-    def restore(self, snapshot: Any) -> None:
-        """Go back to a snapshot of this session or of one built alike; the snapshot stays usable."""
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this session or of one built alike. The snapshot can be used again."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:
@@ -112,9 +118,9 @@ class Harness(ABC):
     modes: ClassVar[tuple[str, ...]] = ("eager",)
     """Ways to run a training step (``"eager"``, ``"jit"``, ``"graph"``); the first is the default."""
     deep_modes: ClassVar[tuple[str, ...]] = ()
-    """Those of `modes` that only ``--deep`` runs."""
+    """The `modes` that only ``--deep`` runs."""
     gradient_faults: ClassVar[tuple[Fault, ...]] = ("structure", "shape", "dtype")
-    """What a user of the framework can get wrong in a gradient tree and the framework itself does not refuse first."""
+    """The mistakes in a gradient tree that reach gradaccum: the framework itself does not refuse them first."""
 
     @abstractmethod
     def start(
@@ -125,7 +131,7 @@ class Harness(ABC):
         *,
         dtype: Dtype = "float32",
         mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: WrapOptions | None = None,
     ) -> Session:
         """A session over a fresh model that holds `weights`. `options` are `gradaccum.wrap`'s (with ``steps``); None: do not wrap."""
 
@@ -134,7 +140,7 @@ class Harness(ABC):
         """The framework's own gradient of the whole batch, without gradaccum."""
 
     @abstractmethod
-    def not_an_optimizer(self) -> Any:
+    def not_an_optimizer(self) -> object:
         """An object of the framework's package that is no optimizer, such as a model."""
 
     @abstractmethod

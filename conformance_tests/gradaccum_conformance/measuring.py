@@ -1,4 +1,4 @@
-"""A record of errors measured and of the bounds they were held to."""
+"""A record of measured errors and their bounds."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class Errors:
         self.entries: list[Measured] = []
 
     def check(self, label: str, measured: float, bound: float) -> None:
-        """Record, and fail if the error is above the bound (or not a number)."""
+        """Record the error, and fail if it is above its bound or not a number."""
         self.entries.append(Measured(label, float(measured), float(bound)))
         assert measured <= bound, f"{label}: error {measured:.3g} above its bound {bound:.3g}"

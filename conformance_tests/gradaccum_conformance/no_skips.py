@@ -1,4 +1,4 @@
-"""``--no-skips``: where everything is meant to be installed, a skipped test is a test that did not run, and fails the run."""
+"""``--no-skips``: a skipped test fails the run, for machines on which every framework is installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 class NoSkips:
-    """Counts what was skipped, whole modules included; declared gaps (xfail) are not skips."""
+    """Collects skipped tests and skipped modules. Declared gaps (xfail) are not skips."""
 
     def __init__(self) -> None:
         self.skipped: list[str] = []

@@ -6,16 +6,15 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as strict JSON: numbers it has no word for are written as the texts ``"inf"``, ``"-inf"`` and ``"nan"``."""
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as strict JSON, which has no infinity and no NaN: they become the texts ``"inf"``, ``"-inf"`` and ``"nan"``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_strict(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _strict(value: Any) -> Any:
+def _strict(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -20,6 +20,7 @@ from gradaccum_conformance.no_skips import NoSkips
 from gradaccum_conformance.xfails import Xfails
 
 ERRORS = "gradaccum_errors"
+CHOSEN = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--no-skips", action="store_true", help="fail if any test was skipped")
     group.addoption("--xfails-file", help="declared gaps, one per line: PATTERN  # reason; a line that matches nothing fails the run")
     group.addoption("--results", help="write results to this file as JSON lines")
-    group.addoption("--deep", action="store_true", help="every combination, longer sequences: tens of minutes")
+    group.addoption("--deep", action="store_true", help="test every combination and longer sequences; takes tens of minutes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def chosen_backends(config: pytest.Config) -> list[str]:
-    """The backends to run: those asked for, else all whose framework is installed."""
+    """The backends to run: the requested ones, else every one whose framework is installed.
+
+    Found once for a session: to read entry points means to read the metadata of every installed package.
+    """
+    if CHOSEN not in config.stash:
+        config.stash[CHOSEN] = _choose(config)
+    return config.stash[CHOSEN]
+
+
+def _choose(config: pytest.Config) -> list[str]:
     chosen: list[str] = config.getoption("--backend") or list(available_backends())
     missing = set(config.getoption("--require-backend")) - set(available_backends())
     if missing:
@@ -76,19 +86,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def deep(request: pytest.FixtureRequest) -> bool:
-    """Whether the long variants are asked for."""
+    """Whether ``--deep`` was given."""
     return bool(request.config.getoption("--deep"))
 
 
 @pytest.fixture
 def errors() -> Errors:
-    """Records measured errors against their bounds; fails on the first that is above."""
+    """Records measured errors and their bounds. The first error above its bound fails the test."""
     return Errors()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Put what was measured into the report of the test itself: when fixtures are torn down, it has been made already."""
+    """Attach the measured errors before pytest makes the test's report. A fixture's teardown would come too late."""
     try:
         yield
     finally:
@@ -103,10 +113,11 @@ class Results:
     def __init__(self, config: pytest.Config) -> None:
         path = config.getoption("--results")
         self.path = Path(path) if path and not hasattr(config, "workerinput") else None
+        self.backends = registered_backends() if self.path else ()
         if self.path:
             self.path.write_text("", encoding="utf-8")
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: object) -> None:
         if self.path:
             with self.path.open("a", encoding="utf-8") as file:
                 print(json.dumps({"kind": kind, **fields}), file=file)
@@ -115,11 +126,11 @@ class Results:
         self.write("collected", backend=",".join(chosen_backends(session.config)), tests=len(session.items))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or (report.when == "setup" and not report.passed):
+        if self.path and (report.when == "call" or (report.when == "setup" and not report.passed)):
             module, _, test = report.nodeid.partition("::")
             self.write(
                 "test",
-                backend=_backend_in(test),
+                backend=self._backend_in(test),
                 property=Path(module).stem.removeprefix("test_"),
                 test=report.nodeid,
                 outcome=_outcome(report),
@@ -131,10 +142,9 @@ class Results:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self.write("finished", exit_status=int(exitstatus))
 
-
-def _backend_in(test: str) -> str:
-    parameters = test.partition("[")[2].rstrip("]").split("@")[0].split("-")
-    return next((name for name in registered_backends() if name in parameters), "")
+    def _backend_in(self, test: str) -> str:
+        parameters = test.partition("[")[2].rstrip("]").split("@")[0].split("-")
+        return next((name for name in self.backends if name in parameters), "")
 
 
 def _outcome(report: pytest.TestReport) -> str:

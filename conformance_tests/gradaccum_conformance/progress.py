@@ -19,9 +19,9 @@ def run_with_progress(
     Args:
         jobs: one for each backend.
         console: where the bars are drawn.
-        total: the field of a record that says how many items there will be.
-        each: the kind of record that stands for one item done.
-        at_once: how many processes at a time; 1 for what is timed.
+        total: the field of a record that holds the number of items to come.
+        each: the kind of record that means one more item done.
+        at_once: the number of processes at a time; 1 if they are timed.
     """
     with _bars(console) as bars:
         tasks = {job.backend: bars.add_task(job.backend, total=None, unit=total) for job in jobs}

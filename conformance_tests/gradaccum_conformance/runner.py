@@ -1,7 +1,7 @@
-"""Runs one subprocess per backend and follows what each writes, line by line, to its results file.
+"""Runs one process per backend and reads each one's results file, line by line, while it grows.
 
-A process of its own for each backend, because frameworks share one badly (thread pools, memory, signal handlers), and because one
-that crashes must not take the others' results with it.
+Frameworks disturb each other in one process (thread pools, memory, signal handlers). And a crash of one must leave the results of the
+others whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OnRecord = Callable[[str, Record], None]
 POLL_SECONDS = 0.1
 LOG_LINES = 15
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Unless the user says otherwise: the models are tiny, and threads that wait for each other cost several times what they bring."""
+"""The user's own setting goes first. The models are tiny: threads that wait for each other cost several times what they bring."""
 
 
 class Job(NamedTuple):
@@ -32,7 +32,7 @@ class Job(NamedTuple):
     backend: str
     command: tuple[str, ...]
     results: Path
-    """The JSON-lines file that the command writes; what it prints goes beside it, with the suffix ``.log``."""
+    """The JSON-lines file that the command writes. Its printed output goes to a file beside it, with the suffix ``.log``."""
 
     @property
     def log(self) -> Path:
@@ -40,19 +40,19 @@ class Job(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What became of a job."""
+    """The outcome of a job."""
 
     backend: str
     exit_code: int
     records: tuple[Record, ...]
     log_tail: str
-    """The last lines it printed, to show when it failed."""
+    """The last lines of its printed output, to show after a failure."""
 
 
 def run_jobs(jobs: Sequence[Job], on_record: OnRecord, *, at_once: int = 1) -> list[Ended]:
-    """Run every job, at most `at_once` at a time, and return what became of each, in the order of `jobs`.
+    """Run every job, at most `at_once` at a time, and return the outcomes in the order of `jobs`.
 
-    If this is interrupted, the processes still running are ended with it.
+    An interrupt ends the running processes too.
     """
     waiting, running, ended = list(jobs), list[_Running](), dict[str, Ended]()
     try:
@@ -70,7 +70,7 @@ def run_jobs(jobs: Sequence[Job], on_record: OnRecord, *, at_once: int = 1) -> l
 
 
 class _Running:
-    """A job's process, and how far its results file has been read."""
+    """A job's process, and the position up to which its results file has been read."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -84,7 +84,7 @@ class _Running:
             )
 
     def follow(self, on_record: OnRecord) -> bool:
-        """Hand on what was written since the last call; whether the process has ended and nothing more will come."""
+        """Pass on the records written since the last call. True once the process has ended and its last record is passed on."""
         over = self._process.poll() is not None
         for record in self._new_records():
             self.records.append(record)

@@ -1,4 +1,4 @@
-"""Which backends a command runs: those asked for, or all that are installed. None of them is imported to find out."""
+"""Chooses the backends that a command runs: the requested ones, or every installed one. It imports none of them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class Selection(NamedTuple):
     """Names of backends."""
 
     chosen: tuple[str, ...]
-    """To be run."""
+    """The backends to run."""
     missing: tuple[str, ...]
-    """Not installed, and so left out."""
+    """The backends left out, because they are not installed."""
     asked: bool
-    """Whether they were asked for by name: then a missing one is a failure."""
+    """Whether the user named the backends. Then a missing one is a failure."""
 
     @property
     def failed(self) -> bool:
-        """Whether something asked for is missing, or nothing is left to run."""
+        """Whether a requested backend is missing, or none is left to run."""
         return not self.chosen or (self.asked and bool(self.missing))
 
 
 def select_backends(asked: Sequence[str], *, leave_out: Collection[str] = ()) -> Selection:
-    """The backends asked for, in that order; without any, all that are known except `leave_out`.
+    """The requested backends, in that order. If none is requested: every known one except `leave_out`.
 
     Raises:
         BackendNotFoundError: a name that no backend has.
@@ -39,5 +39,5 @@ def select_backends(asked: Sequence[str], *, leave_out: Collection[str] = ()) ->
 
 
 def install_command(backend: str) -> str:
-    """What to type to get the framework of `backend`."""
+    """The command that installs the framework of `backend`."""
     return f"pip install 'gradaccum[{backend}]'"

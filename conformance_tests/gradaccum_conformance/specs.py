@@ -1,4 +1,4 @@
-"""Models, batches and optimizers as plain data, so that every backend builds the very same thing.
+"""Models, batches and optimizers as plain data, so that every backend builds the same ones.
 
 A model is a tuple of layers applied in turn to ``x``; its loss is the softmax cross-entropy of the last layer's output. Parameters
 are NumPy arrays by name: ``"{index of the layer}.{parameter}"``. Every array is row-major with the batch first.
@@ -109,7 +109,7 @@ class Batch(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """An inner optimizer. ``capture`` is plain SGD that also keeps what it was given: how often it ran, and the last gradient."""
+    """An inner optimizer. ``capture`` is plain SGD that also stores its number of calls and its last gradient."""
 
     kind: Literal["capture", "sgd", "momentum", "adam", "adamw"]
     learning_rate: float = 0.125

@@ -1,7 +1,7 @@
-"""Declared gaps: tests a backend is known to fail, each with a reason, held strictly.
+"""Declared gaps: tests that a backend is known to fail, each with a reason. They are strict.
 
-A file has one line per gap, ``PATTERN  # reason``, where PATTERN is a shell pattern over ``module::test[parameters]``. A test that
-passes although it is declared fails the run, and so does a line that matches no test.
+A file has one line per gap, ``PATTERN  # reason``, where PATTERN is a shell pattern over ``module::test[parameters]``. A declared
+test that passes fails the run, and so does a line that matches no test.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Xfails(NamedTuple):
         return cls(tuple(gap for path in files for gap in _parse(path)))
 
     def mark(self, items: Sequence[pytest.Item], *, whole: bool) -> None:
-        """Mark the tests that match. With `whole`, a line that matches none of a suite that did run is an error."""
+        """Mark the matching tests. With `whole`, a line that matches no test of a collected module is an error."""
         for gap in self.gaps:
             matching = [item for item in items if fnmatchcase(_name(item), _literal(gap.pattern))]
             for item in matching:
@@ -45,7 +45,7 @@ class Xfails(NamedTuple):
 
 
 def shipped(backend: str) -> Path | None:
-    """The file of declared gaps for one of our own backends: inside the installed package, or beside it in a checkout."""
+    """The file of declared gaps for one of this project's backends: inside the installed package, or beside it in a checkout."""
     here = Path(__file__).parent
     candidates = (here / "xfails" / f"{backend}.txt", here.parent / "xfails" / f"{backend}.txt")
     return next((path for path in candidates if path.is_file()), None)

@@ -1,4 +1,4 @@
-"""Running the suite, in a process of its own, on the example backend, as a third party would: by entry points."""
+"""Runs the suite on the example backend as a third party would: by entry points, in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ plain = plain_harness:harness
 
 
 def install(site: Path) -> None:
-    """What an installer would leave behind: a distribution's metadata with its entry points."""
+    """Write what an installer would: a distribution's metadata with its entry points."""
     metadata = site / "plain-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n", encoding="utf-8")
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with `folders` before what is on it already."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_suite(site: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """``python -m gradaccum_conformance --backend plain`` with the example on the path."""
-    path = os.pathsep.join([str(site), str(EXAMPLE), str(Path(__file__).parent)])
+    path = python_path(site, EXAMPLE, Path(__file__).parent)
     command = [sys.executable, "-m", "gradaccum_conformance", "--backend", "plain", "-q", "-p", "no:cacheprovider", *options]
     command += [] if "--xfails-file" in options else ["--xfails-file", str(EXAMPLE / "xfails.txt")]
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The bandwidth questions: the triad is one, bytes are those that must move, and every contestant adds what it says it adds."""
+"""The bandwidth questions: the triad is right, only bytes that must move are counted, and every contestant really adds."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ def require_whole(case: Case) -> None:
         run()
 
 
-def test_the_triad_is_one_whatever_the_blocks() -> None:
+def test_triad_is_right_in_blocks() -> None:
     a, b, c = np.empty(24, np.float32), np.arange(24, dtype=np.float32), np.full(24, 3, np.float32)
     triad.triad(a, b, c)
     np.testing.assert_array_equal(a, b + np.float32(triad.SCALE) * c)
 
 
-def test_bytes_are_elements_times_what_is_read_and_written() -> None:
+def test_bytes_count_reads_and_writes() -> None:
     assert triad.moved(4, 4, 4) == 24 * 12
     assert triad.moved(4, 2, 4) == 24 * 10
 
 
-def test_the_three_arrays_are_six_times_a_cache_of_32_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three arrays together are six times a cache of 32 MiB."""
     monkeypatch.undo()
     assert triad.FLOAT32 >= 6 * 32 * 2**20
     assert triad.TENSORS * int(np.prod(triad.SHAPE)) == triad.ELEMENTS
@@ -86,8 +87,8 @@ def test_jax_contestants_add() -> None:
         assert [float(total.max()) for total in state.accumulator] == [RUNS * triad.GRADIENT] * TENSORS
 
 
-def test_every_question_is_kept_on_one_core() -> None:
-    """Or NumPy's one thread would be compared with all of a framework's."""
+def test_questions_stay_on_one_core() -> None:
+    """Otherwise NumPy's one thread would run against all threads of a framework."""
     files = sorted((Path(triad.__file__).parent / "questions").glob("*_bandwidth.py"))
     assert len(files) == 3
     assert all("triad.one_core()" in file.read_text(encoding="utf-8") for file in files)

@@ -1,4 +1,4 @@
-"""The quality question: everybody learns, gradaccum is the large batch up to rounding, and who divides the tail by `steps` is not."""
+"""The quality question: every contestant learns, and only gradaccum equals the large batch up to rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LEARNED = 0.7
 DISTANCE = "largest distance to the large batch"
 
 
-def test_nothing_is_dropped_and_the_tail_is_short_and_uneven() -> None:
+def test_windows_hold_every_item() -> None:
+    """The last window is short, and its two micro-batches differ in size."""
     train = digits.load().train
     windows = list(digits.windows(train, 0, 0))
     assert sum(len(labels) for window in windows for _, labels in window) == len(train[1])
@@ -27,7 +28,7 @@ def test_nothing_is_dropped_and_the_tail_is_short_and_uneven() -> None:
     assert {len(window) for window in windows[:-1]} == {digits.STEPS}
 
 
-def test_loss_and_accuracy_of_a_known_network() -> None:
+def test_known_network_loss_and_accuracy() -> None:
     pixels, labels = np.zeros((4, 64), np.float32), np.array([0, 0, 0, 1])
     zeros = [np.zeros(shape, np.float32) for shape in ((64, 2), (2,), (2, 10), (10,))]
     accuracy, loss = digits.held_out(zeros, (pixels, labels))
@@ -36,7 +37,8 @@ def test_loss_and_accuracy_of_a_known_network() -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_everybody_learns_and_only_gradaccum_is_the_large_batch(framework: str) -> None:
+def test_only_gradaccum_matches_large_batch(framework: str) -> None:
+    """Every contestant learns."""
     pytest.importorskip(framework.lower())
     found = list(curves(framework, import_module(FRAMEWORKS[framework]).runs(), digits.load(), EPOCHS, seeds=1))
     accuracies = [curve for curve in found if "accuracy" in curve.name]

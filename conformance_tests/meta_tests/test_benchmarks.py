@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic and pages; nothing here is timed against a bar."""
+"""The benchmarks' own arithmetic and pages. No time is compared with a limit here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PNG = b"\x89PNG"
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, *ticks: float) -> None:
-    """Make `ticks` what the clock says, one reading after another."""
+    """Let the clock show `ticks`, one at each reading."""
     following = iter(ticks)
     monkeypatch.setattr("benchmarks.rounds.time.perf_counter", lambda: next(following))
 
@@ -54,8 +54,8 @@ def test_rounds_are_interleaved_and_rotate() -> None:
     assert timings[0].ratio == timings[0].ratio_low == timings[0].ratio_high == 1.0
 
 
-def test_a_ratio_is_the_median_of_the_rounds_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine slows down tenfold in the second round; the contestant takes twice the baseline's time in each."""
+def test_ratio_is_median_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second round the machine is ten times slower. In each round the contestant takes twice the baseline's time."""
     cost = [1.0, 2.0, 20.0, 10.0, 1.0, 2.0]
     clock(monkeypatch, 0.0, *(tick for seconds in cost for tick in (0.0, seconds)))
     timings = measure({"baseline": lambda: None, "contestant": lambda: None}, "baseline", Plan(rounds=3, least=3))
@@ -63,8 +63,8 @@ def test_a_ratio_is_the_median_of_the_rounds_own(monkeypatch: pytest.MonkeyPatch
     assert [timing.median_ms for timing in timings] == [1000.0, 2000.0]
 
 
-def test_short_work_is_repeated_within_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The baseline takes 0.25 s and a turn should last 1 s: four runs in each turn, whose time is a quarter of the turn's."""
+def test_short_work_repeats_within_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline takes 0.25 s and a turn should last 1 s. So each turn has four runs, and a run's time is a quarter of the turn's."""
     calls: list[str] = []
     clock(monkeypatch, 0.0, 0.25, 0.0, 0.0, 1.0, 1.0, 3.0)
     contestants = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
@@ -73,7 +73,8 @@ def test_short_work_is_repeated_within_a_turn(monkeypatch: pytest.MonkeyPatch) -
     assert [timing.median_ms for timing in timings] == [250.0, 500.0]
 
 
-def test_rounds_end_when_the_time_is_up_but_not_before_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_end_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least number of rounds is run in any case."""
     clock(monkeypatch, 0.0, *range(100))
     (timing,) = measure({"a": lambda: None}, "a", Plan(rounds=9, least=2, seconds=5.5))
     assert timing.rounds == 3
@@ -87,7 +88,7 @@ def test_records_hold_counts_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["rows"][0]["counts"] == {"buffers": 2, "GB/s": 6.0}
 
 
-def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
+def test_report_shows_every_measurement(tmp_path: Path) -> None:
     curve = {"kind": "case", "question": "jax_streaming"} | _drawn(Curve("digits", "ours", [1, 2], [0.5, 0.75], "updates", "accuracy"))
     records = [timed("jax_streaming", 0.5), curve, timed("jax_streaming", 0.5, x=2.0)]
     write_report(tmp_path, [Answers("jax_streaming", records)])
@@ -102,7 +103,7 @@ def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["cases"] == records
 
 
-def test_the_readme_gets_table_and_plot(tmp_path: Path) -> None:
+def test_readme_gets_table_and_plot(tmp_path: Path) -> None:
     readme = tmp_path / "benchmarks" / "README.md"
     readme.parent.mkdir()
     readme.write_text("before\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nafter\n", encoding="utf-8")
@@ -116,7 +117,7 @@ def test_the_readme_gets_table_and_plot(tmp_path: Path) -> None:
     assert (tmp_path / PLOT).read_bytes().startswith(PNG)
 
 
-def test_the_readme_stays_where_nothing_was_measured(tmp_path: Path) -> None:
+def test_readme_keeps_unmeasured_tables(tmp_path: Path) -> None:
     readme = tmp_path / "benchmarks" / "README.md"
     readme.parent.mkdir()
     readme.write_text("<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\n", encoding="utf-8")
@@ -126,7 +127,7 @@ def test_the_readme_stays_where_nothing_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("milliseconds", "text"), [(0.0034, "3.4 us"), (1.0, "1 ms"), (12.345, "12.3 ms"), (1500.0, "1.5 s")])
-def test_durations_have_a_unit_that_suits(milliseconds: float, text: str) -> None:
+def test_durations_have_fitting_units(milliseconds: float, text: str) -> None:
     assert duration(milliseconds) == text
 
 
@@ -134,7 +135,7 @@ def test_every_question_has_a_file() -> None:
     assert all((ROOT / "benchmarks" / "questions" / f"{name}.py").is_file() for name in QUESTIONS)
 
 
-def test_an_unknown_question_is_named() -> None:
+def test_unknown_question_is_named() -> None:
     command = [sys.executable, "-m", "benchmarks", "--only", "jax_streaming", "nonsense"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2

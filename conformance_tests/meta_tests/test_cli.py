@@ -1,4 +1,4 @@
-"""The command line: what runs, what is named as missing, and the exit code."""
+"""The command line: the backends it runs, those it names as missing, and its exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def run_as(monkeypatch: pytest.MonkeyPatch, module: Any, records: Sequence[dict[str, Any]], exit_code: int = 0) -> list[Job]:
-    """Let every job end at once with these records; the jobs that were run."""
+    """Let every job end at once with these records. Returns a list that fills with the jobs."""
     ran: list[Job] = []
 
     def run(jobs: Sequence[Job], console: Any, *, total: str, each: str) -> list[Ended]:
@@ -60,7 +60,7 @@ def test_help_names_both_commands() -> None:
 
 
 @pytest.mark.parametrize("name", ["demo", "conformance"])
-def test_an_unknown_backend_is_a_wrong_argument(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_backend_is_wrong_argument(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exit_code, output = invoke(name, "--backend", "tensorflow")
     assert exit_code == 2
@@ -69,7 +69,8 @@ def test_an_unknown_backend_is_a_wrong_argument(name: str, tmp_path: Path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_conformance_runs_every_installed_backend_and_names_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conformance_runs_every_installed_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the others, each with the command that installs it."""
     ran = run_as(monkeypatch, report_command, SUITE_RECORDS)
     exit_code, output = invoke("conformance", "--report", str(tmp_path))
     assert exit_code == 0
@@ -80,7 +81,7 @@ def test_conformance_runs_every_installed_backend_and_names_the_others(tmp_path:
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["passed"] is True
 
 
-def test_conformance_runs_the_suite_as_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conformance_runs_suite_as_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = run_as(monkeypatch, report_command, SUITE_RECORDS)
     invoke("conformance", "--backend", "torch", "--report", str(tmp_path))
     invoke("conformance", "--backend", "torch", "--report", str(tmp_path), "--deep")
@@ -88,7 +89,7 @@ def test_conformance_runs_the_suite_as_a_module(tmp_path: Path, monkeypatch: pyt
     assert [job.command for job in ran] == [expected, (*expected, "--deep")]
 
 
-def test_conformance_fails_if_a_backend_asked_for_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conformance_fails_without_requested_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = run_as(monkeypatch, report_command, SUITE_RECORDS)
     exit_code, output = invoke("conformance", "--backend", "jax", "--backend", "torch", "--report", str(tmp_path))
     assert exit_code == 1
@@ -104,16 +105,15 @@ def test_conformance_fails_if_a_backend_asked_for_is_missing(tmp_path: Path, mon
         ((SUITE_RECORDS[0], {**SUITE_RECORDS[1], "outcome": "failed"}, SUITE_RECORDS[2]), 1),
     ],
 )
-def test_conformance_fails_with_a_test_a_process_or_without_tests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: Any, exit_code: int
-) -> None:
+def test_conformance_fails_after_any_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: Any, exit_code: int) -> None:
+    """A process that died, a run without tests, a failed test."""
     run_as(monkeypatch, report_command, records, exit_code)
     exit_code, _ = invoke("conformance", "--report", str(tmp_path))
     assert exit_code == 1
     assert "conformance: failed" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_demo_leaves_the_reference_out_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_runs_reference_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = run_as(monkeypatch, demo_command, ({"kind": "finished"},))
     exit_code, output = invoke("demo", "--out", str(tmp_path))
     assert exit_code == 1, "no run came of it"
@@ -122,8 +122,8 @@ def test_demo_leaves_the_reference_out_unless_asked(tmp_path: Path, monkeypatch:
     assert [job.backend for job in ran] == ["torch", "numpy"]
 
 
-def test_the_command_ends_its_processes_when_it_is_terminated(tmp_path: Path) -> None:
-    """A stand-in for a backend's part says its process id and waits; the command is then sent SIGTERM."""
+def test_terminated_command_ends_its_processes(tmp_path: Path) -> None:
+    """A stand-in for a backend's process writes its process id and waits. The test then sends SIGTERM to the command."""
     results = tmp_path / "b.jsonl"
     child = f'import os, time; print(\'{{"kind": "pid", "pid": %d}}\' % os.getpid(), file=open({str(results)!r}, \'a\'), flush=True)'
     command = (sys.executable, "-c", f"{child}; time.sleep(600)")
@@ -143,13 +143,14 @@ cli.main()
         os.kill(pid, 0)
 
 
-def test_selection_keeps_the_order_asked_for_and_drops_repeats() -> None:
+def test_selection_keeps_the_requested_order() -> None:
+    """It drops repeats."""
     chosen = selection.select_backends(["torch", "numpy", "torch"])
     assert (chosen.chosen, chosen.missing, chosen.failed) == (("torch", "numpy"), (), False)
     with pytest.raises(BackendNotFoundError, match="expected one of jax, numpy, torch"):
         selection.select_backends(["torch", "mxnet"])
 
 
-def test_nothing_to_run_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_to_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "available_backends", lambda: ())
     assert selection.select_backends([]).failed

@@ -37,16 +37,16 @@ def test_explain_names_everything() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 4, [(0, 2), (5, 3)], lambda step: step + 1, None])
-def test_good_steps(steps) -> None:
+def test_good_steps_pass(steps) -> None:
     assert make_options(steps).reduction == "mean"
 
 
-def test_a_numpy_integer_is_an_int() -> None:
+def test_numpy_integer_is_an_int() -> None:
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     assert make_options(numpy.int64(4)).steps == 4
 
 
-def test_pairs_by_optimizer_step() -> None:
+def test_pairs_follow_the_optimizer_step() -> None:
     schedule = make_options([(0, 2), (5, 3), (6, 1)]).steps
     assert [steps_at(schedule, step, select) for step in (0, 4, 5, 6, 100)] == [2, 2, 3, 1, 1]
 
@@ -66,13 +66,14 @@ def test_pairs_by_optimizer_step() -> None:
         {"init_scale": True},
     ],
 )
-def test_bad_loss_scales(arguments) -> None:
+def test_bad_loss_scales_raise(arguments) -> None:
     with pytest.raises(gradaccum.GradAccumError, match="expected"):
         gradaccum.DynamicLossScale(**arguments)
 
 
 @given(weight=st.sampled_from([-1.0, math.nan, math.inf, -math.inf]))
-def test_a_weight_that_only_compiled_code_lets_through_spoils_its_window_alone(weight: float) -> None:
+def test_bad_weight_spoils_one_window(weight: float) -> None:
+    """Only compiled code lets such a weight through."""
     options = make_options(4)
     state = State(*accumulate(initial_state(), weight, True, select))
     assert state.overflow
@@ -83,7 +84,7 @@ def test_a_weight_that_only_compiled_code_lets_through_spoils_its_window_alone(w
     assert closed == State(0, 0, 1, 0.0, False, 1.0, 0)
 
 
-def test_discard_keeps_everything_but_the_window() -> None:
+def test_discard_clears_only_the_window() -> None:
     state = State(3, 7, 2, 5.0, True, 64.0, 9)
     assert State(*discard(state)) == State(0, 7, 2, 0.0, False, 64.0, 9)
 
@@ -94,15 +95,15 @@ def test_at_rest_rounds_to_float32() -> None:
     assert at_rest(state._replace(weight=0.1), float64_weight=True).weight == 0.1
 
 
-def test_the_clipped_norm_is_the_limit() -> None:
+def test_clipped_norm_is_the_limit() -> None:
     options = make_options(4, clip_norm=0.5)
     decision = Decision(*decide(State(2, 0, 0, 2.0, False, 8.0, 0), 64.0, True, options, select))
     assert decision.grad_norm == 4.0
     assert 64.0 / decision.divisor == 0.5
 
 
-def test_a_clipped_divisor_beyond_float32_is_an_overflow() -> None:
-    """Dividing by it would make the clipped gradient 0."""
+def test_clipping_divisor_beyond_float32_overflows() -> None:
+    """Division by it would turn the clipped gradient into 0."""
     options = make_options(1, clip_norm=1e-30)
     decision = Decision(*decide(State(1, 0, 0, 1.0, False, 1.0, 0), 1e30, True, options, select))
     assert (decision.apply, decision.overflow) == (False, True)
@@ -126,8 +127,8 @@ def test_terms_survive_their_codes(steps: Any, loss_scale: Any) -> None:
             decode_terms(codes)
 
 
-def test_a_full_window_is_open() -> None:
-    """An interrupt between the last micro-batch and its update leaves one; it can be saved and resumed."""
+def test_full_window_is_open() -> None:
+    """An interrupt between the last micro-batch and its update leaves a full window. It can be saved and resumed."""
     options = make_options(4)
     full = State(4, 0, 0, 4.0, False, 1.0, 0)
     assert resumed(full, terms_of(options, 0), options) == full
@@ -135,7 +136,7 @@ def test_a_full_window_is_open() -> None:
         resumed(full._replace(micro_step=5), terms_of(options, 0), options)
 
 
-def test_a_window_whose_norm_is_beyond_float32_is_no_overflow() -> None:
+def test_norm_beyond_float32_is_no_overflow() -> None:
     decision = Decision(*decide(State(1, 0, 0, 1.0, False, 1.0, 0), math.inf, True, make_options(1), select))
     assert decision.apply
     assert not decision.overflow

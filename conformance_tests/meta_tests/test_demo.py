@@ -1,4 +1,4 @@
-"""The demo: its batches are the same for every run, its exact runs are exact, and what is wrong is called wrong."""
+"""The demo: its batches are the same for every run, its exact runs are exact, and it names every fault."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def last_epoch(measured: list[Measured]) -> dict[str, Measured]:
     return {entry.run: entry for entry in measured}
 
 
-def test_the_split_is_fixed_and_standardised(digits: Digits) -> None:
+def test_split_is_fixed_and_standardised(digits: Digits) -> None:
     assert (digits.train.items, digits.test.items) == (1436, 361)
     assert digits.train.x.shape[1:] == LENET.input_shape
     assert np.array_equal(digits.train.x, load().train.x)
@@ -51,7 +51,8 @@ def test_the_split_is_fixed_and_standardised(digits: Digits) -> None:
     assert not any(image.tobytes() in train_images for image in digits.test.x)
 
 
-def test_an_epochs_batches_hold_each_item_once_and_end_with_a_short_one(digits: Digits) -> None:
+def test_epoch_holds_each_item_once(digits: Digits) -> None:
+    """Its last batch is short."""
     batches = list(large_batches(digits.train, 1))
     assert {batch.items for batch in batches[:-1]} == {LARGE_BATCH}
     assert [part.items for part in cut(batches[-1], MICRO_BATCH)] == [16, 12]
@@ -60,14 +61,15 @@ def test_an_epochs_batches_hold_each_item_once_and_end_with_a_short_one(digits: 
     assert sorted(image.tobytes() for image in together) == sorted(image.tobytes() for image in digits.train.x)
 
 
-def test_batches_are_the_same_for_every_run_and_others_in_every_epoch(digits: Digits) -> None:
+def test_batches_depend_on_epoch_only(digits: Digits) -> None:
+    """Every run gets the same batches; every epoch has its own order."""
     first, again, second = (next(large_batches(digits.train, epoch)) for epoch in (1, 1, 2))
     assert np.array_equal(first.x, again.x)
     assert np.array_equal(first.y, again.y)
     assert not np.array_equal(first.x, second.x)
 
 
-def test_split_refuses_what_it_cannot_split_evenly() -> None:
+def test_split_refuses_uneven_parts() -> None:
     with pytest.raises(ValueError, match="multiple of 4 items; got 6"):
         split(Batch(np.zeros((6, 1)), np.zeros(6, np.int64)), 4)
 
@@ -78,13 +80,15 @@ def test_cross_entropy_and_accuracy() -> None:
     assert accuracy(logits, labels) == 2 / 3
 
 
-def test_largest_difference_finds_the_one_element_and_hides_no_nan() -> None:
+def test_largest_difference_finds_one_element() -> None:
+    """A NaN makes it NaN."""
     a, b = {"x": np.zeros((2, 2)), "y": np.zeros(3)}, {"x": np.zeros((2, 2)), "y": np.array([0, -0.5, 0.25])}
     assert largest_difference(a, b) == 0.5
     assert np.isnan(largest_difference({"x": np.zeros(1), "y": np.array([0, np.nan])}, {"x": np.zeros(1), "y": np.zeros(2)}))
 
 
-def test_exact_runs_differ_by_rounding_and_the_naive_one_does_not(few: Digits) -> None:
+def test_exact_runs_differ_by_rounding(few: Digits) -> None:
+    """The naive run differs by more."""
     ends = last_epoch(list(train(load_harness("numpy"), few, epochs=2)))
     assert list(ends) == [recipe.name for recipe in RECIPES]
     assert ends[LARGE.name].difference == 0
@@ -95,7 +99,7 @@ def test_exact_runs_differ_by_rounding_and_the_naive_one_does_not(few: Digits) -
 
 
 class Tail:
-    """Stands for harness and session at once: every mean gradient is 1, and it keeps what the session is given."""
+    """A harness and a session in one. Every mean gradient is 1; `given` is the tree that the session got."""
 
     def parameters(self) -> dict[str, Any]:
         return {}
@@ -107,7 +111,7 @@ class Tail:
         self.given = tree
 
 
-def test_the_naive_loop_makes_half_of_a_tails_gradient(digits: Digits) -> None:
+def test_naive_loop_halves_the_tail(digits: Digits) -> None:
     tail = Tail()
     recipes.divided_by_steps(tail, tail, [digits.train.rows(0, 28)])  # type: ignore[arg-type]
     assert tail.given["x"].tolist() == [0.5, 0.5], "two micro-batches of mean gradient 1, divided by 4"
@@ -127,7 +131,7 @@ def without_weights(harness: Any, session: Any, batches: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [without_flush, without_weights])
-def test_a_wrong_accumulation_is_called_wrong(few: Digits, monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+def test_wrong_accumulation_is_called_wrong(few: Digits, monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     broken = UNEQUAL._replace(epoch=wrong)
     monkeypatch.setattr("gradaccum_conformance.demo.training.RECIPES", (LARGE, broken))
     end = last_epoch(list(train(load_harness("numpy"), few, epochs=2)))[UNEQUAL.name]
@@ -154,13 +158,13 @@ def records(backend: str = "torch", **changed: Any) -> tuple[dict[str, Any], ...
         (0.97, float("nan"), ["differs by more than 0.0001"]),
     ],
 )
-def test_faults_of_a_run(accuracy: float, difference: float, faults: list[str]) -> None:
+def test_curves_name_their_faults(accuracy: float, difference: float, faults: list[str]) -> None:
     curves = curves_of([Ended("torch", 0, records(accuracy=accuracy, difference=difference), "")])
     assert [curve.recipe for curve in curves] == list(RECIPES)
     assert [curve.faults for curve in curves] == [faults, faults, faults, []]
 
 
-def test_a_process_that_gave_no_full_result_is_a_problem() -> None:
+def test_incomplete_process_is_a_problem() -> None:
     assert problem_of(Ended("torch", 0, records(), "")) is None
     assert problem_of(Ended("torch", 1, records(), "")) == "its process ended with exit code 1"
     assert problem_of(Ended("torch", 0, records()[:-1], "")) == "its process ended after 8 of 8 epochs"
@@ -168,7 +172,7 @@ def test_a_process_that_gave_no_full_result_is_a_problem() -> None:
     assert problem_of(Ended("torch", 0, ({"kind": "finished"},), "")) == "its process ended after 0 of 0 epochs"
 
 
-def test_table_says_what_is_wrong() -> None:
+def test_table_shows_every_fault() -> None:
     console = Console(file=io.StringIO(), width=120)
     console.print(make_table(curves_of([Ended("torch", 0, records(difference=0.5), "")])))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -177,7 +181,8 @@ def test_table_says_what_is_wrong() -> None:
     assert any(NAIVE.name in line and "for contrast" in line for line in lines)
 
 
-def test_plot_draws_every_curve_under_labelled_axes(tmp_path: Path) -> None:
+def test_plot_draws_every_curve(tmp_path: Path) -> None:
+    """Its axes have labels, its legend names the runs."""
     curves = curves_of([Ended(name, 0, records(name), "") for name in ("torch", "jax")])
     figure = make_figure(curves)
     losses, differences = figure.axes
@@ -204,9 +209,8 @@ def fake_job(records: tuple[dict[str, Any], ...], exit_code: int = 0) -> Any:
         ((), 1, False),
     ],
 )
-def test_the_demo_passes_only_if_every_run_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Any, exit_code: int, passes: bool
-) -> None:
+def test_demo_passes_with_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Any, exit_code: int, passes: bool) -> None:
+    """And fails with any run that failed."""
     monkeypatch.setattr(command, "_job", fake_job(written, max(exit_code, 0) or (7 if exit_code else 0)))
     console = Console(file=io.StringIO(), width=100)
     assert command.run_demo(console, ["numpy"], tmp_path) is passes
@@ -218,7 +222,7 @@ def test_the_demo_passes_only_if_every_run_did(
         assert results["runs"][0]["run"] == LARGE.name
 
 
-def test_one_frameworks_part_writes_a_record_for_each_epoch(tmp_path: Path) -> None:
+def test_process_writes_every_epoch(tmp_path: Path) -> None:
     results = tmp_path / "numpy.jsonl"
     module = ("-m", "gradaccum_conformance.demo", "--backend", "numpy", "--epochs", "1", "--results", str(results))
     subprocess.run([sys.executable, *module], check=True, timeout=300)

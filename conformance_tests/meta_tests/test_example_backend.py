@@ -13,12 +13,12 @@ def site(tmp_path):
     return tmp_path
 
 
-def test_passes_the_suite(site) -> None:
+def test_example_passes_the_suite(site) -> None:
     done = run_suite(site)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
-def test_a_declared_gap_that_passes_fails_the_run(site) -> None:
+def test_passing_gap_fails_the_run(site) -> None:
     gaps = site / "gaps.txt"
     gaps.write_text("test_windows::test_steps_one*  # declared, but it works\n", encoding="utf-8")
     done = run_suite(site, "--xfails-file", str(gaps), "-k", "steps_one")
@@ -26,7 +26,7 @@ def test_a_declared_gap_that_passes_fails_the_run(site) -> None:
     assert "XPASS(strict)" in done.stdout
 
 
-def test_a_stale_line_fails_the_run(site) -> None:
+def test_stale_line_fails_the_run(site) -> None:
     gaps = site / "gaps.txt"
     gaps.write_text("test_windows::test_gone  # was removed long ago\n", encoding="utf-8")
     done = run_suite(site, "--xfails-file", str(gaps))
@@ -34,7 +34,7 @@ def test_a_stale_line_fails_the_run(site) -> None:
     assert "stale line" in done.stdout + done.stderr
 
 
-def test_a_gap_without_a_reason_fails_the_run(site) -> None:
+def test_gap_without_reason_fails_the_run(site) -> None:
     gaps = site / "gaps.txt"
     gaps.write_text("test_windows::*\n", encoding="utf-8")
     done = run_suite(site, "--xfails-file", str(gaps))

@@ -105,3 +105,14 @@ def imported_by(file: Path, modules: Collection[str]) -> Iterator[str]:
     for _, module, names in imports_of(file):
         inner = {f"{module}.{name}" for name in names} & set(modules)
         yield from inner or {module} & set(modules)
+
+
+@pytest.mark.parametrize("package", ["gradaccum", *(f"backends/{adapter}" for adapter in ADAPTERS)])
+def test_no_file_only_forwards(package: str) -> None:
+    """Only doors offer names of other files: a package's ``__init__`` and the kit."""
+    for file in (ROOT / package).rglob("*.py"):
+        if file.name in ("__init__.py", "kit.py"):
+            continue
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+        own = [node for node in body if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr))]
+        assert own, f"{file} has nothing of its own"

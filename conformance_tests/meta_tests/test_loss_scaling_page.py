@@ -1,4 +1,4 @@
-"""The page on loss scaling says what the code does: its table of constants, checked against the signatures that can be imported."""
+"""The page on loss scaling has the code's constants: its table is compared with the signatures of the installed packages."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def number(cell: str) -> float:
     return float(base) ** float(power) if power else float(cell)
 
 
-def test_our_defaults() -> None:
+def test_page_has_our_defaults() -> None:
     defaults = {field.name: field.default for field in fields(gradaccum.DynamicLossScale)}
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale")
     assert [number(cell) for cell in row("gradaccum.DynamicLossScale")[1:6]] == [defaults[name] for name in names]
 
 
-def test_grad_scaler_defaults() -> None:
+def test_page_has_grad_scaler_defaults() -> None:
     amp = pytest.importorskip("torch.amp", reason="torch is not installed")
     parameters = inspect.signature(amp.GradScaler.__init__).parameters
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
     assert [number(cell) for cell in row("torch.amp.GradScaler")[1:5]] == [parameters[name].default for name in names]
 
 
-def test_ours_start_as_grad_scaler() -> None:
+def test_our_defaults_equal_grad_scaler() -> None:
     assert row("gradaccum.DynamicLossScale")[1:5] == row("torch.amp.GradScaler")[1:5]

@@ -10,14 +10,15 @@ import pytest
 from benchmarks.machine import machine
 
 
-def test_it_names_versions_and_no_gpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machine_without_gpu_names_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It names the versions of the packages."""
     monkeypatch.setenv("PATH", str(tmp_path))
     found = machine()
     assert found["numpy"] == np.__version__
     assert "gpu" not in found
 
 
-def test_it_names_every_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machine_names_every_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\necho "One, 5.1"\necho "Two, 5.1"\n', encoding="utf-8")
     tool.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A framework that is not installed is normal: it is named, with the command that installs it, and nothing else breaks."""
+"""A missing framework is normal: the error shows the pip command, and everything else works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(hidden: str, code: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "package"), FRAMEWORKS.items())
-def test_is_not_available_but_registered(name: str, package: str) -> None:
+def test_missing_framework_stays_registered(name: str, package: str) -> None:
     code = "import gradaccum; print(gradaccum.available_backends(), gradaccum.registered_backends())"
     available, registered = run(package, code).split(") (")
     assert repr(name) not in available
@@ -27,7 +27,7 @@ def test_is_not_available_but_registered(name: str, package: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "package"), FRAMEWORKS.items())
-def test_loading_it_says_what_to_install(name: str, package: str) -> None:
+def test_loading_names_the_install_command(name: str, package: str) -> None:
     code = f"""
 import gradaccum
 try:
@@ -39,7 +39,7 @@ except gradaccum.BackendNotFoundError as error:
 
 
 @pytest.mark.parametrize(("name", "package"), FRAMEWORKS.items())
-def test_an_unknown_object_lists_what_there_is(name: str, package: str) -> None:
+def test_foreign_object_lists_the_backends(name: str, package: str) -> None:
     code = """
 import gradaccum
 try:

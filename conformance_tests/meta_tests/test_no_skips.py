@@ -1,4 +1,4 @@
-"""A skip fails the run where none is allowed, and only there."""
+"""With ``--no-skips`` a skipped test fails the run; without it, it does not."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def run(folder, code: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "distributed"])
 @pytest.mark.parametrize("code", SKIPS.values(), ids=SKIPS)
-def test_a_skip_fails_the_run(tmp_path, code: str, workers: tuple[str, ...]) -> None:
+def test_skip_fails_the_run(tmp_path, code: str, workers: tuple[str, ...]) -> None:
     assert run(tmp_path, code, *workers).returncode == 0
     forbidden = run(tmp_path, code, "--no-skips", *workers)
     assert forbidden.returncode == 1, forbidden.stdout
     assert "1 skipped" in forbidden.stdout
 
 
-def test_a_declared_gap_is_no_skip(tmp_path) -> None:
+def test_declared_gap_is_no_skip(tmp_path) -> None:
     assert run(tmp_path, PLAIN, "--no-skips").returncode == 0
 
 
-def test_a_missing_backend_fails_the_run(tmp_path) -> None:
+def test_missing_backend_fails_the_run(tmp_path) -> None:
     done = run(tmp_path, PLAIN, "--require-backend", "no-such-backend")
     assert done.returncode != 0
     assert "required, but not installed: no-such-backend" in done.stdout + done.stderr

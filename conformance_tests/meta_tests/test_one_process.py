@@ -1,4 +1,4 @@
-"""All frameworks in one process, whichever is imported first: each wraps its own and takes a dtype by its name."""
+"""All frameworks in one process, imported in any order: each wraps its own optimizer and takes a dtype by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("order", list(permutations(OPTIMIZERS)), ids="-".join)
-def test_any_order(order: tuple[str, ...]) -> None:
+def test_frameworks_import_in_any_order(order: tuple[str, ...]) -> None:
     for package in order:
         pytest.importorskip(package, reason=f"{package} is not installed")
     lines = ["import gradaccum", *(f"import {package}" for package in order)]

@@ -1,4 +1,4 @@
-"""The front page's code is run, what the pages quote is what the files say, and their links lead somewhere."""
+"""The front page's code runs, the pages quote files word for word, and their links lead to files that exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def quoted(page: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "mindspore"])
-def test_example_runs(name: str, tmp_path) -> None:
+def test_readme_example_runs(name: str, tmp_path) -> None:
     pytest.importorskip(name, reason=f"{name} is not installed")
     script = tmp_path / f"example_{name}.py"
     script.write_text(EXAMPLES[name], encoding="utf-8")
@@ -33,7 +33,7 @@ def test_example_runs(name: str, tmp_path) -> None:
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
 
 
-def test_quoted_files_are_as_quoted() -> None:
+def test_quotations_equal_their_files() -> None:
     found = [(page, file, text) for page in PAGES for file, text in quoted(page)]
     assert found
     for page, file, text in found:
@@ -42,16 +42,16 @@ def test_quoted_files_are_as_quoted() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """Those to files of this repository; no page is read from the network."""
+    """The links to files of this repository. No page is read from the network."""
     path = ROOT / page
     links = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
     missing = [link for link in links if not (path.parent / link).exists()]
     assert not missing
 
 
-def test_the_front_page_links_every_page() -> None:
+def test_front_page_links_every_page() -> None:
     assert {page for page in PAGES if page != "README.md"} <= set(re.findall(r"\]\(([^)#:]+)\)", README))
 
 
-def test_the_commands_are_there() -> None:
+def test_front_page_has_both_commands() -> None:
     assert len(re.findall(r"<!-- command: (demo|test) -->\n```bash\n.+\n```", README)) == 2

@@ -1,4 +1,4 @@
-"""Finding backends: by name, by type, one owner each, and only the one that is asked for imported."""
+"""Backends are found by name or by type. Each name has one owner, and only the requested backend is imported."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 import gradaccum
 
-from .example import EXAMPLE, install
+from .example import EXAMPLE, install, python_path
 
 
-def test_no_such_name() -> None:
+def test_unknown_name_raises() -> None:
     with pytest.raises(gradaccum.BackendNotFoundError, match="tensorflow"):
         gradaccum.load_backend("tensorflow")
 
 
-def test_two_owners_of_one_name_is_an_error(tmp_path) -> None:
+def test_two_owners_of_one_name_raise(tmp_path) -> None:
     install(tmp_path)
     other = tmp_path / "rival-1.0.dist-info"
     other.mkdir()
@@ -42,6 +42,5 @@ print(sorted({"torch", "jax", "mindspore", "gradaccum_torch", "gradaccum_jax", "
 
 
 def python(code: str, site) -> str:
-    path = os.pathsep.join([str(site), str(EXAMPLE)])
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": python_path(site, EXAMPLE)}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout

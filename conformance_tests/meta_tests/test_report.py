@@ -43,7 +43,7 @@ def shown(run: Run, width: int = 120) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_a_clean_run_passes() -> None:
+def test_clean_run_passes() -> None:
     results = results_of(ended(record_of("a"), record_of("b", "skipped"), record_of("c", "xfailed")))
     assert results.passed
     assert results.problems == ()
@@ -62,14 +62,14 @@ def test_a_clean_run_passes() -> None:
         (ended(record_of("a"), {"kind": "unreadable", "line": "?"}, collected=1), "1 unreadable"),
     ],
 )
-def test_a_run_that_is_not_whole_fails(process: Ended, problem: str) -> None:
+def test_incomplete_run_fails(process: Ended, problem: str) -> None:
     results = results_of(process)
     assert not results.passed
     assert any(problem in found for found in results.problems)
 
 
 @pytest.mark.parametrize("outcome", ["failed", "xpassed", "error"])
-def test_whatever_is_not_known_to_be_harmless_fails(outcome: str) -> None:
+def test_unknown_outcome_fails(outcome: str) -> None:
     results = results_of(ended(record_of("a"), record_of("b", outcome), exit_code=1))
     assert not results.passed
     assert [test.name for test in results.failures] == ["b"]
@@ -87,13 +87,13 @@ def test_whatever_is_not_known_to_be_harmless_fails(outcome: str) -> None:
         (["skipped"], "skipped", "1 skipped"),
     ],
 )
-def test_a_cell_counts_outcomes(outcomes: list[str], status: str, counts: str) -> None:
+def test_cell_counts_outcomes(outcomes: list[str], status: str, counts: str) -> None:
     tests = [record_of(str(index), outcome) for index, outcome in enumerate(outcomes)]
     cell = results_of(ended(*tests)).cell("weights")
     assert (cell.status, cell.counts) == (status, counts)
 
 
-def test_the_worst_error_is_the_one_nearest_its_bound() -> None:
+def test_worst_error_is_nearest_its_bound() -> None:
     near, far = ("near", 4e-9, 1e-8), ("far", 1e-3, 1.0)
     results = results_of(ended(record_of("a", errors=[far, near]), record_of("b", "xfailed", errors=[("gap", 9.0, 1.0)])))
     worst = results.cell("weights").worst
@@ -105,11 +105,12 @@ def test_the_worst_error_is_the_one_nearest_its_bound() -> None:
 @pytest.mark.parametrize(
     ("measured", "bound", "ratio"), [(0.0, 0.0, 0.0), (1e-30, 0.0, math.inf), (math.nan, 1.0, math.inf), (2.0, 1.0, 2.0)]
 )
-def test_ratio_of_an_error_to_its_bound(measured: float, bound: float, ratio: float) -> None:
+def test_ratio_is_error_over_bound(measured: float, bound: float, ratio: float) -> None:
     assert Measurement("x", measured, bound).ratio == ratio
 
 
-def test_table_has_a_row_for_each_property_and_a_column_for_each_backend() -> None:
+def test_table_has_properties_by_backends() -> None:
+    """A row for each property, a column for each backend."""
     torch = results_of(ended(record_of("a", errors=[("x", 1.2e-8, 4e-8)]), record_of("b", property_="missing_gradients")))
     jax = results_of(ended(record_of("c", "failed"), exit_code=1))._replace(backend="jax")
     lines = shown(run_of(torch, jax)).splitlines()
@@ -121,7 +122,8 @@ def test_table_has_a_row_for_each_property_and_a_column_for_each_backend() -> No
     assert any("passed" in line and "FAILED" in line for line in lines)
 
 
-def test_page_shows_failures_gaps_and_what_is_missing_and_escapes_them() -> None:
+def test_page_shows_and_escapes_failures() -> None:
+    """Declared gaps, reasons for skips and missing backends too."""
     failure = record_of("t[<b>]", "failed", errors=[("the label", 3.0, 1.0)], reason="assert '<script>' & more")
     gap = record_of("g", "xfailed", reason="a known gap")
     skip = record_of("s", "skipped", reason="not here")
@@ -132,19 +134,19 @@ def test_page_shows_failures_gaps_and_what_is_missing_and_escapes_them() -> None
     assert "assert &#39;&lt;script&gt;&#39; &amp; more" in page
 
 
-def test_page_of_a_clean_run_says_so_and_lists_nothing() -> None:
+def test_page_of_clean_run_lists_nothing() -> None:
     page = render_page(run_of(results_of(ended(record_of("a")))))
     assert "conformance: passed" in page
     assert "<h2>" not in page
 
 
-def test_page_shows_what_a_dead_process_printed() -> None:
+def test_page_shows_a_dead_process_log() -> None:
     page = render_page(run_of(results_of(ended(record_of("a"), exit_code=-9, finished=False, log="Killed & gone"))))
     assert "exit code -9" in page
     assert "Killed &amp; gone" in page
 
 
-def test_json_is_strict_and_holds_every_property(tmp_path: Path) -> None:
+def test_json_is_strict_and_complete(tmp_path: Path) -> None:
     results = results_of(ended(record_of("a", "failed", errors=[("x", math.inf, 1.0), ("y", math.nan, 1.0)]), exit_code=1))
     write_json(tmp_path / "new" / "report.json", run_of(results, missing=("jax",)).as_json())
     text = (tmp_path / "new" / "report.json").read_text(encoding="utf-8")
@@ -174,7 +176,8 @@ def job(directory: Path, backend: str, script: str) -> Job:
 SAY = "import sys; out = open(sys.argv[1], 'a'); say = lambda text: print(text, file=out, flush=True); "
 
 
-def test_runner_hands_on_records_in_order_and_keeps_the_end_of_the_log(tmp_path: Path) -> None:
+def test_runner_hands_on_records_in_order(tmp_path: Path) -> None:
+    """It keeps the last lines of each log."""
     script = SAY + "say('{\"kind\": \"a\"}'); say('not json'); say('[1]'); out.write('{\"kind\": \"half'); print('last words'); sys.exit(3)"
     seen: list[tuple[str, str]] = []
     jobs = [job(tmp_path, name, script) for name in ("one", "two")]
@@ -185,7 +188,8 @@ def test_runner_hands_on_records_in_order_and_keeps_the_end_of_the_log(tmp_path:
     assert [record["kind"] for record in ended_jobs[0].records] == expected
 
 
-def test_runner_lets_each_process_use_one_thread_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runner_gives_each_process_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the environment says otherwise."""
     script = "import os; print(os.environ['OMP_NUM_THREADS'])"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (alone,) = run_jobs([job(tmp_path, "one", script)], lambda backend, record: None)
@@ -194,21 +198,21 @@ def test_runner_lets_each_process_use_one_thread_unless_told_otherwise(tmp_path:
     assert (alone.log_tail, told.log_tail) == ("1", "3")
 
 
-def test_runner_forgets_the_results_of_an_earlier_run(tmp_path: Path) -> None:
+def test_runner_forgets_earlier_results(tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text('{"kind": "old"}\n', encoding="utf-8")
     (end,) = run_jobs([job(tmp_path, "one", SAY + 'say(\'{"kind": "new"}\')')], lambda backend, record: None)
     assert [record["kind"] for record in end.records] == ["new"]
 
 
-def test_runner_keeps_the_order_of_the_jobs_whichever_ends_first(tmp_path: Path) -> None:
-    """The third starts only when the second has ended, and the first waits for the third."""
+def test_runner_keeps_the_jobs_order(tmp_path: Path) -> None:
+    """The third job starts only when the second has ended. The first waits for the third."""
     wait = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).with_name('go').exists(): time.sleep(0.01)\n"
     go = "import pathlib, sys; pathlib.Path(sys.argv[1]).with_name('go').touch()"
     jobs = [job(tmp_path, "one", wait), job(tmp_path, "two", "pass"), job(tmp_path, "three", go)]
     assert [end.backend for end in run_jobs(jobs, lambda backend, record: None, at_once=2)] == ["one", "two", "three"]
 
 
-def test_runner_ends_its_processes_when_it_is_interrupted(tmp_path: Path) -> None:
+def test_interrupted_runner_ends_its_processes(tmp_path: Path) -> None:
     script = SAY + 'import os, time; say(\'{"kind": "pid", "pid": %d}\' % os.getpid()); time.sleep(600)'
     pids: list[int] = []
 

@@ -27,7 +27,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
-def test_every_file_of_every_package(wheel) -> None:
+def test_wheel_holds_every_package_file(wheel) -> None:
     names = set(wheel.namelist())
     for package, folder in PACKAGES.items():
         files = {
@@ -37,18 +37,18 @@ def test_every_file_of_every_package(wheel) -> None:
         assert f"{package}/py.typed" in names
 
 
-def test_nothing_else(wheel) -> None:
+def test_wheel_holds_nothing_else(wheel) -> None:
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
 
 
-def test_declared_gaps_are_in_the_suite(wheel) -> None:
+def test_wheel_holds_the_declared_gaps(wheel) -> None:
     gaps = {f"gradaccum_conformance/xfails/{file.name}" for file in (ROOT / "conformance_tests/xfails").glob("*.txt")}
     assert gaps
     assert gaps <= set(wheel.namelist())
 
 
-def test_entry_points(wheel) -> None:
+def test_wheel_has_the_entry_points(wheel) -> None:
     name = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     text = wheel.read(name).decode()
     for group in ("gradaccum.backends", "gradaccum.types", "gradaccum.harnesses", "console_scripts"):

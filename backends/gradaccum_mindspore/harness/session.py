@@ -60,7 +60,7 @@ class MindSporeSession(Session):
             return float(self.trainer.step(*inputs, self._weight(weight)).asnumpy())
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
-        scale = self.optimizer.result.loss_scale if self.trainer.wrapped else 1.0
+        scale = self.optimizer.loss_scale.item() if self.trainer.wrapped else 1.0
         with context_mode(self.trainer.mode):
             gradients = tuple(self._gradient(tree.get(p.name), p, scale) for p in self.trainer.parameters)
             if self.trainer.wrapped:

@@ -1,4 +1,4 @@
-"""Running one custom backward alone, to see whether it carries the gradient that it is handed.
+"""Runs one custom backward alone, to see whether it carries the gradient that it is handed.
 
 Custom backwards are `mindspore.nn.Cell.bprop` and the framework's autograd functions.
 """
@@ -6,7 +6,7 @@ Custom backwards are `mindspore.nn.Cell.bprop` and the framework's autograd func
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mindspore as ms
 import numpy as np
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from gradaccum.kit import relative_error
 
+Output: TypeAlias = "Tensor | tuple[Output, ...]"
+"""The result of a custom backward's forward pass: Tensors, in tuples."""
 FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
 
 
@@ -24,7 +26,7 @@ class Custom(NamedTuple):
     call: Callable[..., Any]
     """The cell, or the autograd function's ``apply``."""
     arguments: tuple[Any, ...]
-    output: Any
+    output: Output
 
 
 def is_linear(custom: Custom, tolerance: float) -> bool:
@@ -38,7 +40,7 @@ def is_linear(custom: Custom, tolerance: float) -> bool:
     return all(relative_error(b / 2, a, norm) <= tolerance for a, b in pairs)
 
 
-def is_float(value: Any) -> bool:
+def is_float(value: object) -> bool:
     """Whether it is a floating Tensor."""
     return isinstance(value, Tensor) and value.dtype in FLOATS
 
@@ -51,26 +53,27 @@ def norm(gradient: NDArray[np.float64]) -> float:
 def _of_tensors(custom: Custom) -> Callable[..., Any]:
     """The call as a function of its floating Tensors alone."""
 
-    def function(*tensors: Any) -> Any:
+    def function(*tensors: Tensor) -> Output:
         given = iter(tensors)
         return custom.call(*[next(given) if is_float(value) else value for value in custom.arguments])
 
     return function
 
 
-def _like(output: Any, rng: np.random.Generator) -> Any:
+def _like(output: Output, rng: np.random.Generator) -> Output:
     """Random gradients for an output, from numbers that every dtype holds."""
     if isinstance(output, (tuple, list)):
         return tuple(_like(part, rng) for part in output)
     return Tensor(rng.integers(1, 4, output.shape).astype(np.float32), output.dtype)
 
 
-def _times(upstream: Any, factor: float) -> Any:
+def _times(upstream: Output, factor: float) -> Output:
     if isinstance(upstream, tuple):
         return tuple(_times(part, factor) for part in upstream)
     return upstream * Tensor(factor, upstream.dtype)
 
 
-def _wide(gradient: Any) -> Any:
+def _wide(gradient: Tensor) -> NDArray[np.float64]:
     wide = gradient.astype(ms.float32) if gradient.dtype == ms.bfloat16 else gradient
-    return wide.asnumpy().astype(np.float64)
+    values: NDArray[np.float64] = wide.asnumpy().astype(np.float64)
+    return values

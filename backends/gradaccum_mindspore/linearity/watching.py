@@ -1,8 +1,8 @@
-"""Meeting custom backwards while a function runs.
+"""Meets custom backwards while a function runs.
 
-MindSpore keeps no list of what a function did, so for the time of a check the methods by which a custom backward comes in are replaced:
-`mindspore.nn.Cell._call_custom_bprop` and each autograd function's ``forward``. Everything runs as Python meanwhile, because inside
-a compiled function neither would be seen. What a forward pass may change is put back at the end.
+MindSpore keeps no list of the functions that ran. So `watched` replaces, for the time of a check, the methods by which a custom backward
+comes in: `mindspore.nn.Cell._call_custom_bprop` and each autograd function's ``forward``. Meanwhile everything runs as Python, because a
+compiled function calls neither. At the end `watched` restores everything that a forward pass may change.
 """
 
 from __future__ import annotations
@@ -13,37 +13,39 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.common import _Function
+from numpy.typing import NDArray
 
 from gradaccum_mindspore.linearity.custom_rules import Custom
 from gradaccum_mindspore.sums import write
+from gradaccum_mindspore.types import DType
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-"""Their random numbers cannot be repeated: the kernel keeps its own state."""
+"""Nobody can repeat their random numbers: the kernel keeps its own state."""
 
 
 class Met:
-    """What came by while a function ran, and what it may have changed."""
+    """The custom backwards and dtypes that came by while a function ran, and the values that it may have changed."""
 
     def __init__(self) -> None:
-        self.dtypes: set[Any] = set()
+        self.dtypes: set[DType] = set()
         self._customs: dict[tuple[str, int], Custom] = {}
-        self._buffers: dict[int, tuple[Any, Any]] = {}
+        self._buffers: dict[int, tuple[Parameter, NDArray[Any]]] = {}
         self._random_state = ms.get_rng_state()
-        self._dropouts: list[Any] = []
+        self._dropouts: list[nn.Cell] = []
 
     def customs(self) -> Iterator[tuple[str, Custom]]:
         """Each custom backward once, by the name of its class."""
         for (name, _), custom in list(self._customs.items()):
             yield name, custom
 
-    def note(self, name: str, owner: Any, custom: Custom) -> None:
-        """A custom backward was met."""
+    def note(self, name: str, owner: object, custom: Custom) -> None:
+        """Note a custom backward."""
         self._customs.setdefault((name, id(owner)), custom)
 
-    def keep(self, cell: Any) -> None:
-        """A cell is about to run: keep what it may change, such as the statistics of a normalization; a dropout is switched off."""
+    def keep(self, cell: nn.Cell) -> None:
+        """Before a cell runs: keep the values that it may change, such as the statistics of a normalization; switch a dropout off."""
         if isinstance(cell, DROPOUTS) and cell.training:
             self._dropouts.append(cell.set_train(False))
         if cell.mixed_precision_type is not None:
@@ -53,13 +55,13 @@ class Met:
                 self._buffers[id(parameter)] = parameter, parameter.asnumpy().copy()
 
     def restore(self) -> None:
-        """As it was."""
+        """Put everything back as it was at the start."""
         self.rewind()
         for cell in self._dropouts:
             cell.set_train(True)
 
     def rewind(self) -> None:
-        """Parameters and random state as they were at the start."""
+        """Put Parameters and random state back as they were at the start."""
         for parameter, value in self._buffers.values():
             write(parameter, Tensor(value, parameter.dtype))
         ms.set_rng_state(self._random_state)
@@ -67,7 +69,7 @@ class Met:
 
 @contextmanager
 def watched() -> Iterator[Met]:
-    """Run as Python, meeting custom backwards; everything is put back at the end."""
+    """Run as Python, meet custom backwards, and put everything back at the end."""
     met = Met()
     with ExitStack() as stack:
         stack.callback(ms.set_context, mode=ms.get_context("mode"))
@@ -94,8 +96,8 @@ def _compiled_as_python() -> Iterator[None]:
 
 
 @contextmanager
-def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner` with another attribute, its own or one that it inherits."""
+def _instead(owner: type, name: str, value: object) -> Iterator[None]:
+    """Give `owner` another attribute for a while, in place of its own or one that it inherits."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -106,12 +108,12 @@ def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, own)
 
 
-def _subclasses(kind: Any) -> set[Any]:
+def _subclasses(kind: type[_Function]) -> set[type[_Function]]:
     return {below for child in kind.__subclasses__() for below in (child, *_subclasses(child))}
 
 
 def _keeping(met: Met, call: Callable[..., Any]) -> Callable[..., Any]:
-    def kept(cell: Any, *args: Any, **kwargs: Any) -> Any:
+    def kept(cell: nn.Cell, *args: object, **kwargs: object) -> Any:
         met.keep(cell)
         return call(cell, *args, **kwargs)
 
@@ -119,7 +121,7 @@ def _keeping(met: Met, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noting(met: Met, call: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(cell: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(cell: nn.Cell, *args: object, **kwargs: object) -> Any:
         output = call(cell, *args, **kwargs)
         met.note(type(cell).__name__, cell, Custom(lambda *values: cell(*values, **kwargs), args, output))
         return output
@@ -127,10 +129,10 @@ def _noting(met: Met, call: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _forwarding(met: Met, kind: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _forwarding(met: Met, kind: type[_Function], forward: Callable[..., Any]) -> Callable[..., Any]:
     with_context = kind.setup_context is _Function.setup_context
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args: object, **kwargs: object) -> Any:
         output = forward(*args, **kwargs)
         given = args[1:] if with_context else args
         met.note(kind.__name__, kind, Custom(lambda *values: kind.apply(*values, **kwargs), given, output))

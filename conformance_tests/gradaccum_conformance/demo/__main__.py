@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from gradaccum_conformance.demo.data import load
 from gradaccum_conformance.demo.recipes import RECIPES
@@ -31,7 +31,7 @@ def _train(file: TextIO, backend: str, epochs: int) -> None:
     _write(file, kind="finished", backend=backend)
 
 
-def _write(file: TextIO, **record: Any) -> None:
+def _write(file: TextIO, **record: object) -> None:
     print(json.dumps(record), file=file, flush=True)
 
 

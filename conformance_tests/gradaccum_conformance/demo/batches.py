@@ -1,4 +1,4 @@
-"""What the demo trains on, and how it is cut into batches and micro-batches."""
+"""The demo's data, and its large batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Digits(NamedTuple):
 
 
 def large_batches(train: Batch, epoch: int) -> Iterator[Batch]:
-    """`train` in an order drawn anew for each epoch, the same for every run, in large batches; the last is what is left."""
+    """`train` in an order drawn anew for each epoch, the same for every run, in large batches; the last has the items left over."""
     order = np.random.default_rng(epoch).permutation(train.items)
     return cut(Batch(train.x[order], train.y[order]), LARGE_BATCH)
 
 
 def cut(batch: Batch, size: int) -> Iterator[Batch]:
-    """`batch` in pieces of `size` items; the last is what is left."""
+    """`batch` in pieces of `size` items; the last has the items left over."""
     return (batch.rows(start, start + size) for start in range(0, batch.items, size))
 
 

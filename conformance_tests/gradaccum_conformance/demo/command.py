@@ -1,4 +1,4 @@
-"""``gradaccum demo``: runs each framework in a process of its own, and shows what came of it."""
+"""``gradaccum demo``: runs each framework in a process of its own, and shows the results."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from gradaccum_conformance.runner import Ended, Job
 from gradaccum_conformance.selection import install_command, select_backends
 
 REFERENCE = "numpy"
-"""The executable specification is no framework: it takes part only when asked for."""
+"""The executable specification is no framework, so it runs only if the user names it."""
 
 
 def run_demo(console: Console, backends: Sequence[str], out: Path) -> bool:
     """Train in each of `backends` (none named: in every framework), print the table, write picture and results to `out`.
 
     Returns:
-        Whether all went as it must: every framework asked for ran, and every run that must agree with the large batch is accurate
-        and does agree.
+        Whether every requested framework ran, and every run that must agree with the large batch is accurate and agrees.
 
     Raises:
         BackendNotFoundError: a name that no backend has.

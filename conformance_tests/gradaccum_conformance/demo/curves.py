@@ -1,4 +1,4 @@
-"""What the runs of the demo amount to: their curves, and whether they are as they must be."""
+"""The curves of the demo's runs, and their faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Curve(NamedTuple):
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with it, in words; nothing is asked of the naive loop."""
+        """Its faults, in words. The naive loop has none: nothing is required of it."""
         found = []
         if self.recipe.exact and not self.accuracies[-1] > REQUIRED_ACCURACY:
             found.append(f"accuracy not above {REQUIRED_ACCURACY:.0%}")

@@ -1,6 +1,6 @@
-"""The demo's picture: every run of every framework, drawn over each other.
+"""The demo's picture: every run of every framework in one pair of axes.
 
-A run has a colour and a width, so that those drawn later leave the earlier ones visible below; a framework has a marker.
+Colour and width tell the run: later lines are thinner, so that the earlier ones stay visible below. The marker tells the framework.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _draw(axes: Axes, curves: Sequence[Curve], field: str, *, title: str, label:
 
 
 def _draw_curve(axes: Axes, values: Sequence[float], index: int, backends: int, style: dict[str, Any]) -> None:
-    """Markers stand at other epochs for each framework, so that none hides another's."""
+    """Each framework has its markers at other epochs, so that no marker hides another."""
     marker: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)], "markevery": (index, backends), "markeredgecolor": "white"}
     axes.plot(range(1, len(values) + 1), values, markersize=MARKER_POINTS, **marker, **style)
 

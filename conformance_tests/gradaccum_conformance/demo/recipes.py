@@ -1,6 +1,6 @@
 """The four ways to train: what each does with the large batches of one epoch.
 
-Every run makes one update for each large batch. All but the naive loop must make the very same one, up to rounding.
+Every run makes one update for each large batch. All runs but the naive loop must make the same updates, up to rounding.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def in_unequal_parts(harness: Harness, session: Session, batches: Iterable[Batch
 
 
 def divided_by_steps(harness: Harness, session: Session, batches: Iterable[Batch]) -> None:
-    """The same micro-batches in the naive loop: each counts 1/4, however many there are and whatever their size.
+    """The naive loop: each of the same micro-batches counts 1/4, whatever their number and size.
 
-    A quarter of each of four equal micro-batches is the large batch's gradient; so only a tail needs to be computed in parts.
+    Of four equal micro-batches that is the large batch's gradient, so only a tail is computed in parts.
     """
     for batch in batches:
         if batch.items == LARGE_BATCH:

@@ -13,11 +13,11 @@ from gradaccum_conformance.demo.recipes import STEPS
 
 
 def make_table(curves: Sequence[Curve]) -> Table:
-    """A row for each run: what it reached, and how far its parameters ended from the large-batch run's."""
+    """A row for each run: its accuracy, and the distance of its parameters from the large-batch run's."""
     table = Table(title="Handwritten digits: one large batch, and the same batch in micro-batches")
     for header, justify in (("backend", "left"), ("run", "left"), ("accuracy", "right"), ("difference", "right")):
         table.add_column(header, justify=justify)  # type: ignore[arg-type]
-    table.add_column("as it must be")
+    table.add_column("correct")
     ends = {a for a, b in pairwise(range(len(curves))) if curves[a].backend != curves[b].backend}
     for index, curve in enumerate(curves):
         table.add_row(*_row(curve), end_section=index in ends)
@@ -36,7 +36,7 @@ def _verdict(curve: Curve) -> Text:
 
 
 CAPTION = (
-    "Accuracy is on digits held back from training; the difference is the largest of any parameter to the large-batch run's. "
+    "Accuracy is on digits held back from training. The difference is the largest of any parameter from the large-batch run's. "
     f"Runs must end above {REQUIRED_ACCURACY:.0%} and differ by rounding only. The naive loop divides every window by {STEPS}: "
-    "the short one that ends each epoch makes its update with about half of its gradient, and nothing says so."
+    "the short window that ends each epoch updates with about half of its gradient, and no error says so."
 )

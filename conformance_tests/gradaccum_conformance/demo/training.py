@@ -1,4 +1,4 @@
-"""Trains one framework in all four ways, and measures after each epoch how far each is from the large batch."""
+"""Trains one framework in all four ways, and measures after each epoch the distance from the large-batch run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Labels = NDArray[np.int64]
 EPOCHS = 12
 OPTIMIZER = Optimizer("momentum", learning_rate=0.2)
 COMPILED = ("graph", "jit")
-"""Ways to run that are taken, in this order, before a harness's default: thousands of steps repay the compilation."""
+"""Modes that are preferred, in this order, to a harness's default: thousands of steps repay the compilation."""
 
 
 class Measured(NamedTuple):

@@ -18,13 +18,13 @@ from gradaccum_conformance.specs import Array, Arrays
 
 
 class MicroBatch(NamedTuple):
-    """What one micro-batch brought."""
+    """One micro-batch of the open window."""
 
     contribution: Arrays
     """w_i g_i for ``"mean"``, else g_i; times the loss scale."""
     weight: float
     dropped: bool
-    """Found not finite, and left out."""
+    """Its gradient is not finite, and the window leaves it out."""
 
 
 class ReferenceAccumulation:
@@ -91,7 +91,7 @@ class ReferenceAccumulation:
         self._note()
 
     def weight(self) -> float:
-        """Sum of the weights that count."""
+        """Sum of the weights of the micro-batches that were not dropped."""
         total = 0.0
         for micro_batch in self.window:
             if not micro_batch.dropped:
@@ -128,7 +128,7 @@ class ReferenceAccumulation:
         return value if self._limits().dtype == np.float64 else float32(value)
 
     def _limits(self) -> Any:
-        """The largest and the smallest normal number of the weights' dtype, which is that of the divisions."""
+        """The largest and the smallest normal number of the dtype that weights and divisions have."""
         double = any(self._dtype(p) == np.float64 for p in self.model.values())
         return np.finfo(np.float64 if double else np.float32)
 
@@ -149,7 +149,7 @@ class ReferenceAccumulation:
         return {name: array * array.dtype.type(factor) for name, array in gradient.items()}
 
     def _cast(self, gradient: Arrays) -> Arrays:
-        """In the dtype of what the inner optimizer works on, where a large sum may leave float16's range."""
+        """In the dtype of the inner optimizer's parameters. A large sum may leave float16's range."""
         with np.errstate(over="ignore"):
             return {name: array.astype(self.optimizer.parameters[name].dtype) for name, array in gradient.items()}
 

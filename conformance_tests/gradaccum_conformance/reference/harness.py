@@ -1,10 +1,9 @@
-"""The harness of the reference, and of any backend over NumPy: models by the oracle, the rest by looking at plain attributes."""
+"""The harness of the reference and of other NumPy backends. The oracle runs the models; plain attributes show the rest."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import gradaccum
 from gradaccum import GradientError, StepResult
 from gradaccum.kit import State, explain, require_weight, resumed, terms_of
 from gradaccum_conformance import oracle
-from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session
+from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session, Snapshot, WrapOptions
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer, make_optimizer
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
@@ -24,7 +23,7 @@ from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 class NumpySession(Session):
     """A model's weights, an inner optimizer over them and, if wrapped, the accumulation around it."""
 
-    def __init__(self, model: Model, inner: NumpyOptimizer, options: Mapping[str, Any] | None) -> None:
+    def __init__(self, model: Model, inner: NumpyOptimizer, options: WrapOptions | None) -> None:
         self.model, self.inner, self.weights = model, inner, inner.parameters
         self.wrapped: ReferenceAccumulation | None = None if options is None else gradaccum.wrap(inner, **options)
 
@@ -81,10 +80,10 @@ class NumpySession(Session):
     def predict(self, x: Array) -> Array:
         return oracle.predict(self.model, self.weights, x)
 
-    def snapshot(self) -> Any:
+    def snapshot(self) -> Snapshot:
         return copy.deepcopy((self.weights, self.inner, self.wrapped))
 
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         self.weights, self.inner, self.wrapped = copy.deepcopy(snapshot)
 
     def save(self, directory: Path) -> None:
@@ -111,7 +110,7 @@ class NumpyHarness(Harness):
         *,
         dtype: Dtype = "float32",
         mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: WrapOptions | None = None,
     ) -> NumpySession:
         parameters = {name: w.astype(_DTYPES[dtype]) for name, w in weights.items()}
         return NumpySession(model, self.make_inner(optimizer, parameters), options)
@@ -124,7 +123,7 @@ class NumpyHarness(Harness):
         typed = {name: w.astype(dtype) for name, w in weights.items()}
         return oracle.loss_and_gradient(model, typed, Batch(batch.x.astype(dtype), batch.y), loss=loss)[1]
 
-    def not_an_optimizer(self) -> Any:
+    def not_an_optimizer(self) -> object:
         return self
 
     def bad_gradients(self, session: Session, fault: Fault) -> None:

@@ -1,5 +1,6 @@
-"""Inner optimizers in NumPy. Each changes the parameters in place and keeps its state in a dict of arrays, made at the first update:
-whoever gives it other parameters before that (float32 masters) gets a state for those.
+"""Inner optimizers in NumPy. Each changes its parameters in place and keeps its state in a dict of arrays.
+
+The state is made at the first update. So it fits the float32 masters that a wrapper may put in the parameters' place before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from gradaccum_conformance.specs import Arrays, Optimizer
 
 
 class NumpyOptimizer(Protocol):
-    """What the reference wraps: parameters, a state, and one update."""
+    """An optimizer for the reference: parameters, a state, and one update."""
 
     parameters: Arrays
     state: Arrays
@@ -40,7 +41,7 @@ class Sgd:
 
 
 class Capture(Sgd):
-    """Plain SGD that also keeps how often it ran and the last gradient."""
+    """Plain SGD that also stores its number of calls and its last gradient."""
 
     def __init__(self, parameters: Arrays, learning_rate: float) -> None:
         super().__init__(parameters, learning_rate)

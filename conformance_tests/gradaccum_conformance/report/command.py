@@ -23,7 +23,7 @@ def run_conformance(console: Console, backends: Sequence[str], directory: Path, 
     """Run the suite on each of `backends` (none named: on all), print the table, write page and results to `directory`.
 
     Returns:
-        Whether every test of every backend passed, and every backend asked for did run.
+        Whether every test of every backend passed, and every requested backend ran.
 
     Raises:
         BackendNotFoundError: a name that no backend has.

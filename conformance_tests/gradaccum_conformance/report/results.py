@@ -1,7 +1,6 @@
-"""What one backend's recorded results amount to, property by property.
+"""One backend's recorded results, property by property.
 
-A property is a module of the suite. Results that are not there count against the backend: a process that died, a test that left no
-record, a run in which nothing was tested.
+A property is a module of the suite. A missing result is a failure: a process that died, a test that left no record, a run without tests.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from gradaccum_conformance.runner import Ended, Record
 
 PASSED, SKIPPED, GAP = "passed", "skipped", "xfailed"
 HARMLESS = (PASSED, SKIPPED, GAP)
-"""Every other outcome is a failure; a declared gap that is none (``xpassed``) too."""
+"""Every other outcome is a failure. ``xpassed`` is one: a declared gap that passes."""
 
 
 class Measurement(NamedTuple):
-    """An error that a test measured, and the bound it was held to."""
+    """An error that a test measured, and its bound."""
 
     label: str
     measured: float
@@ -27,7 +26,7 @@ class Measurement(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The share of the bound: 0 for an exact match, inf for what is not a number or is above a bound of 0."""
+        """The share of the bound: 0 for an exact match, inf for NaN and for any error above a bound of 0."""
         if self.measured == 0:
             return 0.0
         ratio = self.measured / self.bound if self.bound else math.inf
@@ -76,7 +75,7 @@ class Cell(NamedTuple):
 
     @property
     def worst(self) -> Measurement | None:
-        """The error nearest to its bound, or furthest above it; those of declared gaps are left out."""
+        """The error nearest to its bound, or furthest above it. Declared gaps are left out."""
         errors = [error for test in self.tests if test.outcome != GAP for error in test.errors]
         return max(errors, key=lambda error: error.ratio, default=None)
 
@@ -87,9 +86,9 @@ class BackendResults(NamedTuple):
     backend: str
     tests: tuple[Result, ...]
     problems: tuple[str, ...]
-    """What is wrong with the run itself, in words."""
+    """Faults of the run itself, in words."""
     log_tail: str
-    """The last lines its process printed."""
+    """The last lines that its process printed."""
 
     @property
     def passed(self) -> bool:

@@ -1,4 +1,4 @@
-"""A whole run: every backend's results, and where they were measured."""
+"""A whole run: every backend's results, the machine and the time."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Run(NamedTuple):
 
 
 def now() -> str:
-    """The time, as `Run.created` has it."""
+    """The time, in the form of `Run.created`."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def versions(backend: str) -> dict[str, str]:
-    """The installed versions of what gradaccum's extra of this name asks for; empty for a backend that is no such extra."""
+    """The installed versions of the packages in gradaccum's extra of this name; empty if there is no such extra."""
     asked = [line for line in requires("gradaccum") or () if re.search(rf"""extra == ['"]{re.escape(backend)}['"]""", line)]
     names = [match[0] for line in asked if (match := re.match(r"[\w.-]+", line))]
     return {name: found for name in names if (found := _version(name))}

@@ -12,7 +12,7 @@ STYLES = {"failed": "bold red", "gap": "yellow", "passed": "green", "skipped": "
 
 
 def make_table(run: Run) -> Table:
-    """What each backend did on each property, with the worst error found: measured (its share of the bound)."""
+    """Each backend's outcomes on each property, and its worst error: as measured (share of its bound)."""
     table = Table(title="Conformance", caption="Below the counts: the worst error found, as measured (share of its bound)", show_lines=True)
     table.add_column("property")
     for results in run.results:

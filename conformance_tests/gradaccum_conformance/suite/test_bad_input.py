@@ -1,16 +1,16 @@
-"""Bad input: a clear error at the call that is wrong, and what was accumulated before it still there."""
+"""Bad input raises a clear error at the wrong call. The open window stays as it was."""
 
 import math
-from typing import Any
 
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import Harness
+from gradaccum.kit import State
+from gradaccum_conformance.harness import Harness, Option, Session
 from gradaccum_conformance.scenarios import random_tree, same, start
-from gradaccum_conformance.specs import LINEAR
+from gradaccum_conformance.specs import LINEAR, Arrays
 
-BAD_OPTIONS: dict[str, list[Any]] = {
+BAD_OPTIONS: dict[str, list[Option]] = {
     "steps": [0, -1, True, 2.5, "4", [], [(1, 2)], [(0, 2), (0, 3)], [(0, 0)]],
     "reduction": ["average", None, 1],
     "clip_norm": [0, -1.0, math.nan, math.inf, "1", True],
@@ -23,7 +23,8 @@ CASES = [(name, value) for name, values in BAD_OPTIONS.items() for value in valu
 
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=[f"{name}={value!r}" for name, value in CASES])
-def test_options(backend: Harness, name: str, value) -> None:
+def test_bad_option_raises(backend: Harness, name: str, value: Option) -> None:
+    """`wrap` raises; the error names the option, what was expected and what was given."""
     with pytest.raises(gradaccum.GradAccumError, match=name) as caught:
         start(backend, **{"steps": 4, name: value})
     assert "expected" in str(caught.value)
@@ -46,7 +47,7 @@ class ForeignScaler:
         return 100
 
 
-SAME_ERRORS: dict[str, tuple[str, Any, type, str]] = {
+SAME_ERRORS: dict[str, tuple[str, Option, type, str]] = {
     "unknown option": ("no_such_option", 1, gradaccum.ArgumentTypeError, "expected an option of gradaccum.wrap for"),
     "dtype of a Python type": (
         "accumulate_dtype",
@@ -60,7 +61,7 @@ SAME_ERRORS: dict[str, tuple[str, Any, type, str]] = {
 
 
 @pytest.mark.parametrize(("name", "value", "kind", "words"), SAME_ERRORS.values(), ids=SAME_ERRORS)
-def test_one_mistake_one_error(backend: Harness, name: str, value, kind: type, words: str) -> None:
+def test_one_mistake_one_error(backend: Harness, name: str, value: Option, kind: type, words: str) -> None:
     """The same class and the same words in every backend."""
     with pytest.raises(gradaccum.GradAccumError) as caught:
         start(backend, **{"steps": 4, name: value})
@@ -70,7 +71,7 @@ def test_one_mistake_one_error(backend: Harness, name: str, value, kind: type, w
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, "1", True], ids=repr)
-def test_weight(backend: Harness, mode: str, weight) -> None:
+def test_bad_weight_changes_nothing(backend: Harness, mode: str, weight: Option) -> None:
     session = start(backend, steps=4, mode=mode)
     session.gradients(random_tree(LINEAR, 0))
     before = session.state(), session.accumulator(), session.parameters()
@@ -79,7 +80,7 @@ def test_weight(backend: Harness, mode: str, weight) -> None:
     unchanged(session, before)
 
 
-def test_gradients_of_another_tree(backend: Harness) -> None:
+def test_bad_gradients_change_nothing(backend: Harness) -> None:
     for fault in backend.gradient_faults:
         session = start(backend, steps=4)
         session.gradients(random_tree(LINEAR, 0))
@@ -89,17 +90,17 @@ def test_gradients_of_another_tree(backend: Harness) -> None:
         unchanged(session, before)
 
 
-def unchanged(session, before) -> None:
+def unchanged(session: Session, before: tuple[State, Arrays, Arrays]) -> None:
     assert session.state() == before[0]
     assert same(session.accumulator(), before[1])
     assert same(session.parameters(), before[2])
 
 
-def test_not_an_optimizer(backend: Harness) -> None:
+def test_model_is_no_optimizer(backend: Harness) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer"):
         gradaccum.wrap(backend.not_an_optimizer(), steps=4)
 
 
-def test_an_object_of_no_backend(backend: Harness) -> None:
+def test_foreign_object_lists_backends(backend: Harness) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match=backend.name):
         gradaccum.wrap(object(), steps=4)

@@ -1,16 +1,16 @@
-"""Saved and resumed anywhere in a window, a run goes on bit for bit as if it had not stopped."""
+"""A run that is saved and resumed anywhere in a window equals the uninterrupted run, bit for bit."""
 
 import math
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import Harness, Session
+from gradaccum_conformance.harness import Harness, Option, Session
 from gradaccum_conformance.scenarios import poisoned, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR, MLP, Optimizer
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Option]] = {
     "plain": {},
     "clipped and scaled": {"clip_norm": 0.5, "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=1)},
     "dropping": {"on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0)},
@@ -19,7 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
-def begin(backend: Harness, mode: str | None = None, **options) -> Session:
+def begin(backend: Harness, mode: str | None = None, **options: Option) -> Session:
     return start(backend, MLP, Optimizer("momentum"), **{"steps": 4, "mode": mode, **options})
 
 
@@ -38,15 +38,15 @@ def assert_equal(a: Session, b: Session) -> None:
 
 @by_options
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
-def test_resumed_run_is_the_uninterrupted_one(backend: Harness, tmp_path, options: dict, stop: int) -> None:
+def test_resumed_run_equals_uninterrupted_run(backend: Harness, tmp_path: Path, options: dict[str, Option], stop: int) -> None:
     resume_at(backend, tmp_path, options, stop, backend.modes[0])
 
 
-def test_resume_in_every_mode(backend: Harness, mode: str, tmp_path) -> None:
+def test_resume_in_every_mode(backend: Harness, mode: str, tmp_path: Path) -> None:
     resume_at(backend, tmp_path, {}, 6, mode)
 
 
-def resume_at(backend: Harness, tmp_path, options: dict, stop: int, mode: str) -> None:
+def resume_at(backend: Harness, tmp_path: Path, options: dict[str, Option], stop: int, mode: str) -> None:
     whole, first, resumed = (begin(backend, mode, **options) for _ in range(3))
     go_on(whole, 0, stop)
     go_on(first, 0, stop)
@@ -59,7 +59,7 @@ def resume_at(backend: Harness, tmp_path, options: dict, stop: int, mode: str) -
     assert whole.state().optimizer_step > 0
 
 
-def test_into_a_session_that_already_ran(backend: Harness, mode: str, tmp_path) -> None:
+def test_load_into_a_used_session(backend: Harness, mode: str, tmp_path: Path) -> None:
     whole, other = begin(backend, mode), begin(backend, mode)
     go_on(whole, 2, 8)
     whole.save(tmp_path)
@@ -70,8 +70,8 @@ def test_into_a_session_that_already_ran(backend: Harness, mode: str, tmp_path) 
     assert_equal(other, whole)
 
 
-def test_every_field_survives(backend: Harness, tmp_path) -> None:
-    options: dict[str, Any] = {
+def test_every_state_field_survives(backend: Harness, tmp_path: Path) -> None:
+    options: dict[str, Option] = {
         "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=3),
         "on_overflow": "drop_micro_batch",
     }
@@ -90,7 +90,7 @@ def test_every_field_survives(backend: Harness, tmp_path) -> None:
     assert resumed.state() == state
 
 
-def test_snapshots(backend: Harness) -> None:
+def test_snapshot_can_be_restored_twice(backend: Harness) -> None:
     session = begin(backend)
     go_on(session, 2, 5)
     snapshot = session.snapshot()
@@ -103,14 +103,14 @@ def test_snapshots(backend: Harness) -> None:
         assert same(session.parameters(), after[1])
 
 
-def test_other_parameters_are_refused(backend: Harness, tmp_path) -> None:
+def test_other_parameters_are_refused(backend: Harness, tmp_path: Path) -> None:
     saved = start(backend, LINEAR, Optimizer("momentum"), steps=4)
     saved.gradients(random_tree(LINEAR, 0))
     saved.save(tmp_path)
     refused(begin(backend), tmp_path)
 
 
-def refused(session: Session, directory) -> None:
+def refused(session: Session, directory: Path) -> None:
     go_on(session, 2, 3)
     before = session.state(), session.parameters(), session.accumulator()
     with pytest.raises(gradaccum.CheckpointError):

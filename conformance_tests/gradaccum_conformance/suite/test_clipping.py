@@ -3,7 +3,7 @@
 import pytest
 
 from gradaccum_conformance.bounds import bound_of_sum, gamma, worst
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Harness, Option
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import global_norm, mean_of, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR
@@ -14,23 +14,24 @@ TRUE = mean_of(TREES)
 NORM = global_norm(TRUE)
 ELEMENTS = sum(array.size for array in TRUE.values())
 BOUND = bound_of_sum(TREES, "float32") + gamma(2 * ELEMENTS, "float32")
-"""The sum's, and that of a sum of squares over all elements."""
+"""The bound of the sum, plus that of a sum of squares over all elements."""
 
 
-def run(backend: Harness, scale: float = 1.0, **options):
+def run(backend: Harness, scale: float = 1.0, **options: Option):
     session = start(backend, steps=len(SEEDS), **options)
     for seed in SEEDS:
         session.gradients(random_tree(LINEAR, seed, scale))
     return session
 
 
-def test_the_norm_is_reported(backend: Harness, mode: str, errors: Errors) -> None:
+def test_norm_is_reported(backend: Harness, mode: str, errors: Errors) -> None:
     session = run(backend, mode=mode)
     errors.check("norm", abs(session.result().grad_norm - NORM) / NORM, BOUND)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_clipped_once_to_the_norm_asked_for(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+def test_gradient_is_clipped_to_limit(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+    """The result reports the norm before clipping."""
     factor = 1.0 if reduction == "mean" else len(SEEDS)
     limit = NORM * factor / 4
     session = run(backend, clip_norm=limit, reduction=reduction, mode=mode)
@@ -39,8 +40,8 @@ def test_clipped_once_to_the_norm_asked_for(backend: Harness, mode: str, errors:
     errors.check("norm before clipping", abs(session.result().grad_norm - NORM * factor) / (NORM * factor), BOUND)
 
 
-def test_micro_batches_above_the_limit_do_not_matter(backend: Harness, errors: Errors) -> None:
-    """Two opposite gradients, each far above the limit, with a small sum: clipping either would change the window's."""
+def test_only_the_window_is_clipped(backend: Harness, errors: Errors) -> None:
+    """Two opposite gradients are each far above the limit, and their sum is small. Clipping either would change the sum."""
     session = start(backend, steps=2, clip_norm=1.0)
     big, small = random_tree(LINEAR, 0, 8.0), random_tree(LINEAR, 1, 2.0**-4)
     session.gradients(big)
@@ -50,11 +51,11 @@ def test_micro_batches_above_the_limit_do_not_matter(backend: Harness, errors: E
     errors.check("gradient", worst(session.captured().gradient or {}, expected), bound_of_sum([big, opposite], "float32"))
 
 
-def test_below_the_limit_nothing_changes(backend: Harness) -> None:
+def test_norm_below_limit_changes_nothing(backend: Harness) -> None:
     assert same(run(backend, clip_norm=10 * NORM).parameters(), run(backend).parameters())
 
 
-def test_above_skip_norm_no_update(backend: Harness, mode: str) -> None:
+def test_norm_above_skip_norm_skips(backend: Harness, mode: str) -> None:
     session = run(backend, skip_norm=NORM / 2, mode=mode)
     result, state = session.result(), session.state()
     assert (result.applied, result.skipped, result.overflow) == (False, True, False)
@@ -62,7 +63,7 @@ def test_above_skip_norm_no_update(backend: Harness, mode: str) -> None:
     assert all(not array.any() for array in session.accumulator().values()), "the skipped window was not cleared"
 
 
-def test_below_skip_norm_an_update(backend: Harness) -> None:
+def test_norm_below_skip_norm_updates(backend: Harness) -> None:
     assert run(backend, skip_norm=NORM * 2).captured().calls == 1
 
 
@@ -73,7 +74,7 @@ def test_skip_and_clip_are_independent(backend: Harness, errors: Errors) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=["plain", "clipped"])
-def test_large_finite_gradients_are_no_overflow(backend: Harness, mode: str, errors: Errors, options: dict) -> None:
+def test_large_finite_gradients_are_no_overflow(backend: Harness, mode: str, errors: Errors, options: dict[str, Option]) -> None:
     """Their squares leave float32's range; they themselves do not."""
     session = run(backend, scale=2.0**66, mode=mode, **options)
     result = session.result()

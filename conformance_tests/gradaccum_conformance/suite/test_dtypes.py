@@ -1,17 +1,17 @@
-"""What the sum is held in: the gradient's own dtype, or the one asked for."""
+"""The dtype of the sum: the gradient's own, or `accumulate_dtype`."""
 
 import numpy as np
 import pytest
 
 from gradaccum_conformance.bounds import FLOAT64_RELATIVE, worst
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Dtype, Harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import mean_of, random_tree, start
 from gradaccum_conformance.specs import LINEAR
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_gradients_own_dtype(backend: Harness, dtype) -> None:
+def test_sum_has_the_gradients_dtype(backend: Harness, dtype: Dtype) -> None:
     session = start(backend, steps=3, dtype=dtype)
     session.gradients(random_tree(LINEAR, 0))
     assert {array.dtype.name for array in session.accumulator().values()} == {dtype}

@@ -1,4 +1,4 @@
-"""float16 and bfloat16 parameters: the sum is float32, and what a half-precision sum would lose is still there at the end."""
+"""float16 and bfloat16 parameters: the sum is float32, and it keeps the terms that a half-precision sum would lose."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 
 import gradaccum
 from gradaccum_conformance.bounds import unit_roundoff, worst
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Dtype, Harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import mean_of, poisoned, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR, Arrays
@@ -24,7 +24,7 @@ def elements(tree: Arrays | None) -> set[float]:
 
 
 @by_half
-def test_the_sum_is_float32(backend: Harness, mode: str, dtype) -> None:
+def test_sum_is_float32(backend: Harness, mode: str, dtype: Dtype) -> None:
     session = start(backend, steps=4, dtype=dtype, mode=mode)
     session.gradients(constant(0.5))
     assert {array.dtype.name for array in session.accumulator().values()} == {"float32"}
@@ -32,8 +32,8 @@ def test_the_sum_is_float32(backend: Harness, mode: str, dtype) -> None:
 
 
 @by_half
-def test_1024_small_gradients(backend: Harness, dtype) -> None:
-    """1024 x 1/256 is 4; summed in bfloat16 it would stop at 1, where 1/256 is half the distance to the next number."""
+def test_1024_small_gradients_add_up(backend: Harness, dtype: Dtype) -> None:
+    """1024 x 1/256 is 4. A bfloat16 sum would stop at 1, where 1/256 is half the distance to the next number."""
     session = start(backend, steps=1024, reduction="sum", dtype=dtype)
     for _ in range(1024):
         session.gradients(constant(1 / 256))
@@ -41,7 +41,7 @@ def test_1024_small_gradients(backend: Harness, dtype) -> None:
 
 
 @by_half
-def test_the_mean_is_rounded_once(backend: Harness, mode: str, errors: Errors, dtype) -> None:
+def test_mean_is_rounded_once(backend: Harness, mode: str, errors: Errors, dtype: Dtype) -> None:
     session = start(backend, steps=3, dtype=dtype, mode=mode)
     trees = [{name: np.round(array * 64) / 64 for name, array in random_tree(LINEAR, seed).items()} for seed in range(3)]
     for tree in trees:
@@ -50,16 +50,17 @@ def test_the_mean_is_rounded_once(backend: Harness, mode: str, errors: Errors, d
 
 
 @by_half
-def test_accumulate_dtype_can_be_the_gradients_own(backend: Harness, dtype) -> None:
+def test_half_precision_sum_on_request(backend: Harness, dtype: Dtype) -> None:
     session = start(backend, steps=2, dtype=dtype, accumulate_dtype=dtype, reduction="sum")
     for value in (1.0, 2.0**-12):
         session.gradients(constant(value))
     assert elements(session.captured().gradient) == {1.0}, "a half-precision sum was asked for"
 
 
-def test_scaled_float16_gradients_overflow_and_the_scale_backs_off(backend: Harness, mode: str) -> None:
-    scaling = gradaccum.DynamicLossScale(init_scale=2.0**16)
-    session = start(backend, steps=2, dtype="float16", loss_scale=scaling, mode=mode)
+def test_scaled_float16_gradients_overflow(backend: Harness, mode: str) -> None:
+    """The scale backs off. Under a smaller scale the same gradients arrive whole."""
+    rule = gradaccum.DynamicLossScale(init_scale=2.0**16)
+    session = start(backend, steps=2, dtype="float16", loss_scale=rule, mode=mode)
     for _ in range(2):
         session.gradients(constant(4.0))
     assert session.result().overflow
@@ -70,16 +71,16 @@ def test_scaled_float16_gradients_overflow_and_the_scale_backs_off(backend: Harn
     assert elements(scaled_down.captured().gradient) == {4.0}
 
 
-def test_unscaled_after_the_sum(backend: Harness) -> None:
-    """The mean of (2^-24, 0, 0) is no float16 number, its scaled self is: unscaling in float16 would make it 0."""
+def test_sum_is_unscaled_in_float32(backend: Harness) -> None:
+    """The mean of (2^-24, 0, 0) times the scale is a float16 number. The mean itself is not: float16 would round it to 0."""
     session = start(backend, steps=3, dtype="float16", loss_scale=2.0**12, master_weights=True)
     for value in (2.0**-24, 0.0, 0.0):
         session.gradients(constant(value))
     assert elements(session.captured().gradient) == {float(np.float32(2.0**-12) / np.float32(3 * 2.0**12))}
 
 
-def test_a_sum_beyond_float16_is_an_overflow(backend: Harness, mode: str) -> None:
-    """The float32 sum is finite; the gradient that the float16 optimizer would be given is not."""
+def test_sum_beyond_float16_overflows(backend: Harness, mode: str) -> None:
+    """The float32 sum is finite. The float16 gradient for the optimizer is not."""
     session = start(backend, steps=4, dtype="float16", reduction="sum", mode=mode)
     for _ in range(4):
         session.gradients(constant(2.0**15))
@@ -88,7 +89,7 @@ def test_a_sum_beyond_float16_is_an_overflow(backend: Harness, mode: str) -> Non
 
 @by_half
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_an_overflow_leaves_no_trace(backend: Harness, dtype, on_overflow: str) -> None:
+def test_overflow_leaves_no_trace(backend: Harness, dtype: Dtype, on_overflow: str) -> None:
     hurt, clean = (start(backend, steps=2, dtype=dtype, on_overflow=on_overflow) for _ in range(2))
     for value in (math.inf, math.nan):
         hurt.gradients(poisoned(constant(1.0), value))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Dtype, Harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import REDUCTIONS, check_gradient, cut, feed, standard_batch, start
 from gradaccum_conformance.specs import MLP, MODELS, Model
@@ -14,7 +14,7 @@ by_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
 def run(
-    backend: Harness, errors: Errors, model: Model, sizes: tuple[int, ...], dtype, reduction: str = "mean", mode: str | None = None
+    backend: Harness, errors: Errors, model: Model, sizes: tuple[int, ...], dtype: Dtype, reduction: str = "mean", mode: str | None = None
 ) -> None:
     batch = standard_batch(model)
     session = start(backend, model, steps=len(sizes), reduction=reduction, dtype=dtype, mode=mode)
@@ -26,14 +26,14 @@ def run(
 @by_dtype
 @by_name
 @pytest.mark.parametrize("n", EVEN)
-def test_equal_micro_batches(backend: Harness, errors: Errors, model: Model, n: int, dtype) -> None:
+def test_equal_micro_batches(backend: Harness, errors: Errors, model: Model, n: int, dtype: Dtype) -> None:
     run(backend, errors, model, EVEN[n], dtype)
 
 
 @by_dtype
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED)
-def test_ragged_micro_batches(backend: Harness, errors: Errors, sizes: tuple[int, ...], reduction: str, dtype) -> None:
+def test_ragged_micro_batches(backend: Harness, errors: Errors, sizes: tuple[int, ...], reduction: str, dtype: Dtype) -> None:
     run(backend, errors, MLP, sizes, dtype, reduction)
 
 
@@ -42,10 +42,12 @@ def test_ragged_micro_batches(backend: Harness, errors: Errors, sizes: tuple[int
 @by_name
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("sizes", RAGGED.values(), ids=RAGGED)
-def test_ragged_every_model(backend: Harness, errors: Errors, model: Model, sizes: tuple[int, ...], reduction: str, dtype) -> None:
+def test_ragged_micro_batches_every_model(
+    backend: Harness, errors: Errors, model: Model, sizes: tuple[int, ...], reduction: str, dtype: Dtype
+) -> None:
     run(backend, errors, model, sizes, dtype, reduction)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_every_mode(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+def test_ragged_micro_batches_every_mode(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
     run(backend, errors, MLP, (5, 5, 2), "float32", reduction, mode)

@@ -1,11 +1,11 @@
-"""Every sequence of events up to a length, and long random ones: each backend beside the reference, every field equal throughout,
-and the sums exactly.
+"""Each backend runs beside the reference through every short sequence of events, and through long random ones.
+
+After each event every field is equal, and every sum is equal exactly.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 import gradaccum
 from gradaccum_conformance.bounds import gamma, unit_roundoff
-from gradaccum_conformance.harness import Harness, Session
+from gradaccum_conformance.harness import Harness, Option, Session
 from gradaccum_conformance.reference.harness import harness as reference
 from gradaccum_conformance.scenarios import CAPTURE, poisoned, random_tree, start
 from gradaccum_conformance.specs import LINEAR, Arrays
 
-SCALING = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
-VARIANTS: dict[str, dict[str, Any]] = {
-    "skip window": {"steps": 2, "loss_scale": SCALING, "clip_norm": 2.0},
-    "drop micro-batch": {"steps": 2, "loss_scale": SCALING, "on_overflow": "drop_micro_batch", "reduction": "item_mean"},
+DYNAMIC = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
+VARIANTS: dict[str, dict[str, Option]] = {
+    "skip window": {"steps": 2, "loss_scale": DYNAMIC, "clip_norm": 2.0},
+    "drop micro-batch": {"steps": 2, "loss_scale": DYNAMIC, "on_overflow": "drop_micro_batch", "reduction": "item_mean"},
     "schedule and skip norm": {"steps": [(0, 1), (1, 3)], "skip_norm": 4.0, "reduction": "sum"},
 }
 
@@ -47,16 +47,16 @@ LONGEST = 24
 ELEMENTS = sum(array.size for array in LARGE.values())
 LARGEST = max(float(np.abs(array).max()) for array in LARGE.values())
 NORM_ERROR = gamma(2 * ELEMENTS, "float32")
-"""A norm's: one square and one addition per element."""
+"""The bound of a norm: one square and one addition per element."""
 UPDATE_ERROR = CAPTURE.learning_rate * LARGEST * (NORM_ERROR + gamma(4, "float32"))
-"""An update's: the clipping factor's and those of dividing and of the learning rate; no gradient element is above `LARGEST`."""
+"""The bound of an update: the errors of the clipping factor, the division and the learning rate. No gradient element is above `LARGEST`."""
 by_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 
 
 class Pair:
     """A backend's session and the reference's, given the same events."""
 
-    def __init__(self, backend: Harness, options: dict[str, Any], mode: str | None = None) -> None:
+    def __init__(self, backend: Harness, options: dict[str, Option], mode: str | None = None) -> None:
         self.sessions = start(backend, mode=mode, **options), start(reference, **options)
 
     def do(self, event: str, history: tuple[str, ...]) -> None:
@@ -64,10 +64,10 @@ class Pair:
             EVENTS[event](session)
         compare(*self.sessions, " ".join((*history, event)))
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> list[Option]:
         return [session.snapshot() for session in self.sessions]
 
-    def restore(self, snapshots: list[Any]) -> None:
+    def restore(self, snapshots: list[Option]) -> None:
         for session, snapshot in zip(self.sessions, snapshots, strict=True):
             session.restore(snapshot)
 
@@ -88,7 +88,7 @@ def compare(session: Session, truth: Session, history: str) -> None:
 
 
 def walk(pair: Pair, history: tuple[str, ...], length: int) -> int:
-    """Depth first over all sequences: every prefix is run once."""
+    """Depth first over all sequences, so that each prefix runs once."""
     if len(history) == length:
         return 1
     here, count = pair.snapshot(), 0
@@ -100,13 +100,13 @@ def walk(pair: Pair, history: tuple[str, ...], length: int) -> int:
 
 
 @by_variant
-def test_every_short_sequence(backend: Harness, deep: bool, options: dict[str, Any]) -> None:
+def test_every_short_sequence(backend: Harness, deep: bool, options: dict[str, Option]) -> None:
     length = DEEP_LENGTH if deep else LENGTH
     assert walk(Pair(backend, options), (), length) == len(EVENTS) ** length
 
 
 @by_variant
-def test_long_random_sequences(backend: Harness, deep: bool, options: dict[str, Any]) -> None:
+def test_long_random_sequences(backend: Harness, deep: bool, options: dict[str, Option]) -> None:
     pair = Pair(backend, options)
     fresh = pair.snapshot()
 
@@ -128,7 +128,7 @@ def test_long_random_sequences(backend: Harness, deep: bool, options: dict[str, 
 
 
 @by_variant
-def test_one_sequence_in_every_mode(backend: Harness, mode: str, options: dict[str, Any]) -> None:
+def test_one_sequence_in_every_mode(backend: Harness, mode: str, options: dict[str, Option]) -> None:
     pair = Pair(backend, options, mode)
     events = ("good", "bad", "heavy", "good", "flush", "empty", "heavy", "discard", "good", "good", "empty", "flush", "bad", "flush")
     for index, event in enumerate(events):

@@ -1,16 +1,18 @@
 """float32 masters of half-precision parameters: small updates add up, the model holds the rounded copy, a resumed run has both."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Dtype, Harness, Option
 from gradaccum_conformance.scenarios import random_tree, same
 from gradaccum_conformance.specs import LINEAR, Arrays, Optimizer
 
 by_half = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 STEP = 2.0**-13
-"""What an update adds: less than half the distance from 1 to the next float16, and far less to the next bfloat16."""
+"""The size of an update: less than half the distance from 1 to the next float16 number, and far less for bfloat16."""
 RATE = 0.125
 
 
@@ -18,7 +20,7 @@ def ones(value: float = 1.0) -> Arrays:
     return {name: np.full(shape, value) for name, shape in LINEAR.parameter_shapes().items()}
 
 
-def begin(backend: Harness, dtype, **options):
+def begin(backend: Harness, dtype: Dtype, **options: Option):
     settings = {"steps": 2, "master_weights": True, **options}
     arguments = {"mode": settings.pop("mode")} if "mode" in settings else {}
     return backend.start(LINEAR, ones(), Optimizer("capture", RATE), dtype=dtype, options=settings, **arguments)
@@ -29,7 +31,7 @@ def elements(tree: Arrays) -> set[float]:
 
 
 @by_half
-def test_small_updates_add_up(backend: Harness, mode: str, dtype) -> None:
+def test_small_updates_add_up(backend: Harness, mode: str, dtype: Dtype) -> None:
     with_masters, without = begin(backend, dtype, mode=mode), begin(backend, dtype, mode=mode, master_weights=False)
     for session in (with_masters, without):
         for _ in range(2 * 64):
@@ -40,7 +42,7 @@ def test_small_updates_add_up(backend: Harness, mode: str, dtype) -> None:
 
 
 @by_half
-def test_the_model_holds_the_rounded_copy(backend: Harness, mode: str, dtype) -> None:
+def test_model_holds_the_rounded_masters(backend: Harness, mode: str, dtype: Dtype) -> None:
     session = begin(backend, dtype, mode=mode)
     for seed in range(6):
         session.gradients(random_tree(LINEAR, seed))
@@ -51,7 +53,7 @@ def test_the_model_holds_the_rounded_copy(backend: Harness, mode: str, dtype) ->
     assert session.captured().calls == 3
 
 
-def test_the_optimizer_is_given_float32(backend: Harness) -> None:
+def test_optimizer_gets_float32_gradients(backend: Harness) -> None:
     session = begin(backend, "bfloat16", steps=3)
     for value in (1.0, 0.5, 0.25):
         session.gradients(ones(value))
@@ -60,7 +62,7 @@ def test_the_optimizer_is_given_float32(backend: Harness) -> None:
     assert elements(gradient) == {float(np.float32(1.75) / np.float32(3))}
 
 
-def test_float32_parameters_are_their_own_masters(backend: Harness) -> None:
+def test_float32_parameters_need_no_masters(backend: Harness) -> None:
     with_masters, without = begin(backend, "float32"), begin(backend, "float32", master_weights=False)
     for session in (with_masters, without):
         for seed in range(4):
@@ -70,7 +72,7 @@ def test_float32_parameters_are_their_own_masters(backend: Harness) -> None:
 
 @by_half
 @pytest.mark.parametrize("stop", [1, 2, 5])
-def test_saved_and_resumed(backend: Harness, mode: str, tmp_path, dtype, stop: int) -> None:
+def test_masters_survive_a_checkpoint(backend: Harness, mode: str, tmp_path: Path, dtype: Dtype, stop: int) -> None:
     whole, first, resumed = (begin(backend, dtype, mode=mode) for _ in range(3))
     for step in range(stop):
         for session in (whole, first):
@@ -87,6 +89,6 @@ def test_saved_and_resumed(backend: Harness, mode: str, tmp_path, dtype, stop: i
 
 
 @pytest.mark.parametrize("value", [1, "yes", None], ids=repr)
-def test_bad_input(backend: Harness, value) -> None:
+def test_master_weights_must_be_bool(backend: Harness, value: Option) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match="master_weights"):
         begin(backend, "float16", master_weights=value)

@@ -1,4 +1,4 @@
-"""A parameter that took no part in a micro-batch counts as zero there, and keeps what it had."""
+"""A parameter without a gradient in a micro-batch counts as zero there, and keeps its sum."""
 
 import numpy as np
 import pytest
@@ -16,11 +16,11 @@ RATE = CAPTURE.learning_rate
 
 @pytest.mark.parametrize("absent", MISSING.values(), ids=MISSING)
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[-1]])
-def test_missing_is_zero(backend: Harness, errors: Errors, absent: tuple[int, ...], name: str) -> None:
+def test_missing_gradient_is_zero(backend: Harness, errors: Errors, absent: tuple[int, ...], name: str) -> None:
     check(backend, errors, absent, name, backend.modes[0])
 
 
-def test_missing_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None:
+def test_missing_gradient_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None:
     check(backend, errors, (2,), NAMES[0], mode)
 
 

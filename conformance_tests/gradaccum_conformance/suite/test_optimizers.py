@@ -3,7 +3,7 @@
 import pytest
 
 from gradaccum_conformance.bounds import additions_in_gradient, gamma, worst
-from gradaccum_conformance.harness import Harness, Session
+from gradaccum_conformance.harness import Dtype, Harness, Session
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import cut, feed
 from gradaccum_conformance.specs import MLP, Optimizer, make_batch, make_weights
@@ -13,7 +13,7 @@ OPTIMIZERS = (Optimizer("sgd"), Optimizer("momentum"), Optimizer("adam", 2.0**-6
 by_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)
 
 
-def train(backend: Harness, optimizer: Optimizer, mode: str, dtype, sizes: tuple[int, ...] | None) -> Session:
+def train(backend: Harness, optimizer: Optimizer, mode: str, dtype: Dtype, sizes: tuple[int, ...] | None) -> Session:
     options = None if sizes is None else {"steps": len(sizes)}
     session = backend.start(MLP, make_weights(MLP), optimizer, dtype=dtype, mode=mode, options=options)
     for window in range(WINDOWS):
@@ -43,7 +43,7 @@ def test_same_parameters_in_float64(backend: Harness, errors: Errors, optimizer:
     errors.check("parameters", worst(accumulated.parameters(), large.parameters()), bound)
 
 
-def _bound(dtype, *, adaptive: bool) -> float:
+def _bound(dtype: Dtype, *, adaptive: bool) -> float:
     """A gradient's bound, once per window. Adam divides by the gradient's size, so a small element's error counts in full: the
     relative error of an element is the bound times (norm / element), taken as at most 64 here.
     """

@@ -1,12 +1,13 @@
-"""A gradient that is not finite costs its window (or its micro-batch) and leaves no trace in the next one."""
+"""A gradient that is not finite costs its window, or only its micro-batch. It leaves no trace in the next window."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
 import gradaccum
 from gradaccum_conformance.bounds import bound_of_sum, gamma, worst
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Harness, Session
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import mean_of, poisoned, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR
@@ -16,7 +17,7 @@ POSITIONS = pytest.mark.parametrize("position", [0, 1, 2])
 STEPS = 3
 
 
-def window(session, seeds, bad: dict[int, float] | None = None) -> None:
+def window(session: Session, seeds: Sequence[int], bad: dict[int, float] | None = None) -> None:
     for index, seed in enumerate(seeds):
         tree = random_tree(LINEAR, seed)
         session.gradients(poisoned(tree, bad[index]) if bad and index in bad else tree)
@@ -24,7 +25,8 @@ def window(session, seeds, bad: dict[int, float] | None = None) -> None:
 
 @VALUES
 @POSITIONS
-def test_the_window_is_skipped_and_the_next_is_clean(backend: Harness, value: float, position: int) -> None:
+def test_overflow_skips_this_window_only(backend: Harness, value: float, position: int) -> None:
+    """The next window is, bit for bit, that of a session without the overflow."""
     hurt, clean = start(backend, steps=STEPS), start(backend, steps=STEPS)
     before = hurt.parameters()
     window(hurt, (0, 1, 2), {position: value})
@@ -38,7 +40,7 @@ def test_the_window_is_skipped_and_the_next_is_clean(backend: Harness, value: fl
 
 
 @VALUES
-def test_skipped_in_every_mode(backend: Harness, mode: str, value: float) -> None:
+def test_overflow_in_every_mode(backend: Harness, mode: str, value: float) -> None:
     hurt, clean = start(backend, steps=STEPS, mode=mode), start(backend, steps=STEPS, mode=mode)
     window(hurt, (0, 1, 2), {1: value})
     assert hurt.captured().calls == 0
@@ -48,8 +50,8 @@ def test_skipped_in_every_mode(backend: Harness, mode: str, value: float) -> Non
 
 
 @pytest.mark.parametrize(("scale", "weight"), [(2.0**112, 2.0**17), (2.0**-100, 2.0**-40)], ids=["beyond", "below"])
-def test_divisor_outside_float32(backend: Harness, mode: str, scale: float, weight: float) -> None:
-    """The gradient divided by it would be 0 or inf, and count as applied."""
+def test_divisor_outside_float32_overflows(backend: Harness, mode: str, scale: float, weight: float) -> None:
+    """Divided by it, the gradient would become 0 or inf and count as applied."""
     session = start(backend, steps=1, loss_scale=scale, reduction="item_mean", mode=mode)
     before = session.parameters()
     session.gradients(random_tree(LINEAR, 0), weight=weight)
@@ -58,7 +60,8 @@ def test_divisor_outside_float32(backend: Harness, mode: str, scale: float, weig
     assert same(session.parameters(), before)
 
 
-def test_scale_beyond_the_divisor_comes_back(backend: Harness) -> None:
+def test_scale_recovers_from_divisor_overflow(backend: Harness) -> None:
+    """Each lost window lowers the scale, until the divisor is a float32 number again."""
     rule = gradaccum.DynamicLossScale(init_scale=2.0**112, growth_interval=1)
     session = start(backend, steps=1, loss_scale=rule, reduction="item_mean")
     for seed in range(3):
@@ -68,7 +71,7 @@ def test_scale_beyond_the_divisor_comes_back(backend: Harness) -> None:
 
 
 @VALUES
-def test_a_flushed_window_too(backend: Harness, value: float) -> None:
+def test_flush_reports_the_overflow(backend: Harness, value: float) -> None:
     session = start(backend, steps=8)
     window(session, (0, 1), {0: value})
     session.flush()
@@ -93,7 +96,7 @@ def test_drop_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None
     errors.check("gradient", worst(session.captured().gradient or {}, random_tree(LINEAR, 1)), gamma(8, "float32"))
 
 
-def test_all_micro_batches_dropped_makes_no_update(backend: Harness, mode: str) -> None:
+def test_dropping_all_makes_no_update(backend: Harness, mode: str) -> None:
     session = start(backend, steps=2, on_overflow="drop_micro_batch", mode=mode)
     window(session, (0, 1), {0: math.inf, 1: math.nan})
     result, state = session.result(), session.state()
@@ -103,10 +106,10 @@ def test_all_micro_batches_dropped_makes_no_update(backend: Harness, mode: str) 
 
 @VALUES
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_every_window_overflows_and_then_none(backend: Harness, value: float, on_overflow: str) -> None:
-    """Twenty lost windows: nothing moves, the scale stops at its floor, and the next clean window is what it would have been there."""
-    scaling = gradaccum.DynamicLossScale(init_scale=2.0**8, min_scale=2.0)
-    hurt = start(backend, steps=2, loss_scale=scaling, on_overflow=on_overflow)
+def test_clean_window_after_twenty_overflows(backend: Harness, value: float, on_overflow: str) -> None:
+    """Nothing moves in the twenty lost windows, the scale stops at its floor. The clean window then equals a first one at that scale."""
+    rule = gradaccum.DynamicLossScale(init_scale=2.0**8, min_scale=2.0)
+    hurt = start(backend, steps=2, loss_scale=rule, on_overflow=on_overflow)
     clean = start(backend, steps=2, loss_scale=gradaccum.DynamicLossScale(init_scale=2.0), on_overflow=on_overflow)
     before = hurt.parameters()
     for _ in range(20):

@@ -1,17 +1,17 @@
-"""A state loaded under other options: an open window is refused, between two windows they take over."""
+"""A state loaded under other options: an open window is refused; between two windows the new options apply."""
 
 import math
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import Harness, Session
+from gradaccum_conformance.harness import Harness, Option, Session, WrapOptions
 from gradaccum_conformance.scenarios import poisoned, random_tree, same, start
 from gradaccum_conformance.specs import MLP, Optimizer
 
 DYNAMIC = gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=100)
-OTHER: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+OTHER: dict[str, tuple[dict[str, Option], dict[str, Option], str]] = {
     "fewer steps": ({}, {"steps": 2}, "steps"),
     "more steps": ({}, {"steps": 8}, "steps"),
     "no steps": ({}, {"steps": None}, "steps"),
@@ -22,7 +22,7 @@ OTHER: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another static scale": ({"loss_scale": 8.0}, {"loss_scale": 1024.0}, "loss_scale"),
     "static, then dynamic": ({"loss_scale": 64.0}, {"loss_scale": DYNAMIC}, "loss_scale"),
 }
-SCALES: dict[str, tuple[Any, Any, float]] = {
+SCALES: dict[str, tuple[Option, Option, float]] = {
     "a scale, then none": (DYNAMIC, None, 1.0),
     "no scale, then one": (None, DYNAMIC, 64.0),
     "another static scale": (8.0, 1024.0, 1024.0),
@@ -30,7 +30,7 @@ SCALES: dict[str, tuple[Any, Any, float]] = {
 }
 
 
-def begin(backend: Harness, **options) -> Session:
+def begin(backend: Harness, **options: Option) -> Session:
     return start(backend, MLP, Optimizer("momentum"), **{"steps": 4, **options})
 
 
@@ -41,7 +41,7 @@ def feed(session: Session, micro_batches: int, *, poison: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("saved", "own", "name"), OTHER.values(), ids=OTHER)
-def test_open_window_under_other_options(backend: Harness, tmp_path, saved: dict, own: dict, name: str) -> None:
+def test_open_window_refuses_other_options(backend: Harness, tmp_path: Path, saved: WrapOptions, own: WrapOptions, name: str) -> None:
     first, second = begin(backend, **saved), begin(backend, **own)
     feed(first, 3)
     first.save(tmp_path)
@@ -55,8 +55,8 @@ def test_open_window_under_other_options(backend: Harness, tmp_path, saved: dict
 
 
 @pytest.mark.parametrize(("saved", "own", "scale"), SCALES.values(), ids=SCALES)
-def test_loss_scale_between_windows(backend: Harness, tmp_path, saved, own, scale: float) -> None:
-    """The gradient is exact after it, and the counters go on."""
+def test_closed_window_takes_own_scale(backend: Harness, tmp_path: Path, saved: Option, own: Option, scale: float) -> None:
+    """The gradient after it is exact, and the counters go on."""
     first, second = begin(backend, loss_scale=saved), begin(backend, loss_scale=own)
     feed(first, 4, poison=True)
     first.save(tmp_path)
@@ -71,7 +71,7 @@ def test_loss_scale_between_windows(backend: Harness, tmp_path, saved, own, scal
 
 
 @pytest.mark.parametrize(("saved", "own", "name"), OTHER.values(), ids=OTHER)
-def test_closed_window_under_other_options(backend: Harness, tmp_path, saved: dict, own: dict, name: str) -> None:
+def test_closed_window_takes_other_options(backend: Harness, tmp_path: Path, saved: WrapOptions, own: WrapOptions, name: str) -> None:
     first, second = begin(backend, **saved), begin(backend, **own)
     feed(first, 4)
     first.save(tmp_path)

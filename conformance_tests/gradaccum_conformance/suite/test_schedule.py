@@ -3,18 +3,19 @@
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import Harness
+from gradaccum.kit import Scalar
+from gradaccum_conformance.harness import Harness, Option
 from gradaccum_conformance.scenarios import random_tree, same, start
 from gradaccum_conformance.specs import LINEAR
 
 PAIRS = [(0, 1), (2, 3), (3, 2)]
 
 
-def growing(optimizer_step):
+def growing(optimizer_step: Scalar) -> Scalar:
     return optimizer_step + 1
 
 
-def window_sizes(backend: Harness, steps, micro_batches: int, mode: str) -> list[int]:
+def window_sizes(backend: Harness, steps: Option, micro_batches: int, mode: str) -> list[int]:
     session = start(backend, steps=steps, mode=mode)
     ends = []
     for step in range(micro_batches):
@@ -24,29 +25,29 @@ def window_sizes(backend: Harness, steps, micro_batches: int, mode: str) -> list
     return [b - a for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def test_pairs(backend: Harness, mode: str) -> None:
+def test_pairs_set_window_sizes(backend: Harness, mode: str) -> None:
     assert window_sizes(backend, PAIRS, 9, mode) == [1, 1, 3, 2, 2]
 
 
-def test_callable(backend: Harness, mode: str) -> None:
+def test_callable_sets_window_sizes(backend: Harness, mode: str) -> None:
     assert window_sizes(backend, growing, 10, mode) == [1, 2, 3, 4]
 
 
-def vanishing(optimizer_step):
+def vanishing(optimizer_step: Scalar) -> Scalar:
     return 1 - optimizer_step
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, None, "4"], ids=repr)
-def test_callable_gives_no_size(backend: Harness, value) -> None:
-    """It raises when the optimizer is wrapped, or at its first micro-batch."""
+def test_callable_without_size_raises(backend: Harness, value: Option) -> None:
+    """At `wrap`, or at the first micro-batch."""
     with pytest.raises(gradaccum.GradAccumError, match="steps") as caught:
         start(backend, steps=lambda optimizer_step: value).gradients(random_tree(LINEAR, 0))
     wrong_value = isinstance(value, int) and not isinstance(value, bool)
     assert isinstance(caught.value, gradaccum.ArgumentValueError if wrong_value else gradaccum.ArgumentTypeError)
 
 
-def test_size_vanishes_later(backend: Harness, mode: str) -> None:
-    """It raises where the value is known; compiled code makes no update and says so."""
+def test_later_zero_size_makes_no_update(backend: Harness, mode: str) -> None:
+    """Eager code raises, because it knows the value. Compiled code makes no update and reports an overflow."""
     session = start(backend, steps=vanishing, mode=mode)
     session.gradients(random_tree(LINEAR, 0))
     before = session.parameters()
@@ -60,7 +61,7 @@ def test_size_vanishes_later(backend: Harness, mode: str) -> None:
     assert same(session.parameters(), before)
 
 
-def test_a_skipped_window_does_not_move_the_schedule(backend: Harness) -> None:
+def test_skipped_window_keeps_the_size(backend: Harness) -> None:
     session = start(backend, steps=growing, skip_norm=1.0)
     session.gradients(random_tree(LINEAR, 0, scale=100.0))
     assert session.state().skipped_windows == 1
@@ -69,7 +70,7 @@ def test_a_skipped_window_does_not_move_the_schedule(backend: Harness) -> None:
 
 
 @pytest.mark.parametrize("steps", [PAIRS, growing, 3], ids=["pairs", "callable", "int"])
-def test_flush_before_the_end(backend: Harness, steps) -> None:
+def test_flush_closes_a_scheduled_window(backend: Harness, steps: Option) -> None:
     session = start(backend, steps=steps)
     while session.state().optimizer_step < 2:
         session.gradients(random_tree(LINEAR, 0))

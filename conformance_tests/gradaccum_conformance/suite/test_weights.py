@@ -1,4 +1,4 @@
-"""Weights: unequal micro-batches count by their items; a weight of 0 adds nothing; no weight at all makes no update."""
+"""Weights: unequal micro-batches count by their items; a weight of 0 adds nothing; a total of 0 makes no update."""
 
 import math
 
@@ -15,7 +15,7 @@ WEIGHTS = (3.0, 1.0, 4.0)
 
 
 def terms(trees: list[Arrays], reduction: str) -> list[Arrays]:
-    """What is summed: w g for ``"mean"``, else g."""
+    """The terms of the sum: w g for ``"mean"``, else g."""
     factors = WEIGHTS if reduction == "mean" else (1.0,) * len(trees)
     return [{name: factor * array for name, array in tree.items()} for factor, tree in zip(factors, trees, strict=True)]
 
@@ -27,7 +27,7 @@ def expected(trees: list[Arrays], reduction: str) -> Arrays:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_definition(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+def test_gradient_follows_the_definition(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
     session = start(backend, steps=3, reduction=reduction, mode=mode)
     trees = [random_tree(LINEAR, seed) for seed in range(3)]
     for tree, weight in zip(trees, WEIGHTS, strict=True):
@@ -60,7 +60,7 @@ def test_weight_zero_adds_exactly_nothing(backend: Harness, mode: str, reduction
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_no_weight_at_all_makes_no_update(backend: Harness, mode: str, reduction: str) -> None:
+def test_zero_total_weight_makes_no_update(backend: Harness, mode: str, reduction: str) -> None:
     session = start(backend, steps=2, reduction=reduction, mode=mode)
     before = session.parameters()
     for seed in range(2):
@@ -71,7 +71,7 @@ def test_no_weight_at_all_makes_no_update(backend: Harness, mode: str, reduction
     assert same(session.parameters(), before)
 
 
-def test_the_sum_of_weights_is_kept(backend: Harness) -> None:
+def test_state_holds_the_total_weight(backend: Harness) -> None:
     session = start(backend, steps=4)
     for weight in WEIGHTS:
         session.gradients(random_tree(LINEAR, 0), weight=weight)

@@ -1,4 +1,4 @@
-"""When a window ends: after `steps`, by `flush`, not at all after `discard`; and that nothing moves in between."""
+"""A window ends after `steps` micro-batches or by `flush`, and `discard` forgets it. Nothing moves in between."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_nothing_moves_between_window_ends(backend: Harness, mode: str) -> None:
         assert not same(session.parameters(), before[0]), "the window's end made no update"
 
 
-def test_the_inner_optimizer_runs_once_per_window(backend: Harness, mode: str) -> None:
+def test_inner_optimizer_runs_once_per_window(backend: Harness, mode: str) -> None:
     session = start(backend, steps=4, mode=mode)
     calls = []
     for step in range(9):
@@ -29,7 +29,7 @@ def test_the_inner_optimizer_runs_once_per_window(backend: Harness, mode: str) -
     assert calls == [0, 0, 0, 1, 1, 1, 1, 2, 2]
 
 
-def test_results_in_mid_window_and_at_its_end(backend: Harness, mode: str) -> None:
+def test_result_inside_and_at_end(backend: Harness, mode: str) -> None:
     session = start(backend, steps=2, mode=mode)
     session.gradients(random_tree(LINEAR, 0))
     middle = session.result()
@@ -40,7 +40,7 @@ def test_results_in_mid_window_and_at_its_end(backend: Harness, mode: str) -> No
 
 
 @pytest.mark.parametrize("held", [1, 2, 3])
-def test_flush_divides_by_what_the_window_holds(backend: Harness, errors: Errors, held: int) -> None:
+def test_flush_divides_by_held_weight(backend: Harness, errors: Errors, held: int) -> None:
     batch = standard_batch(MLP).rows(0, 3 * held)
     session = start(backend, MLP, steps=4)
     feed(session, cut(batch, (3,) * held))
@@ -58,7 +58,7 @@ def test_flush_in_every_mode(backend: Harness, mode: str, errors: Errors) -> Non
     check_gradient(errors, backend, session, MLP, batch, micro_batches=2)
 
 
-def test_flush_of_an_empty_window_does_nothing(backend: Harness, mode: str) -> None:
+def test_flush_of_empty_window_does_nothing(backend: Harness, mode: str) -> None:
     session = start(backend, steps=2, mode=mode)
     for step in range(2):
         session.gradients(random_tree(LINEAR, step))
@@ -82,7 +82,7 @@ def test_discard_forgets_the_window(backend: Harness, mode: str, errors: Errors)
     check_gradient(errors, backend, session, MLP, batch, micro_batches=3)
 
 
-def test_the_caller_closes_every_window_when_steps_is_none(backend: Harness) -> None:
+def test_steps_none_waits_for_flush(backend: Harness) -> None:
     session = start(backend, steps=None)
     for step in range(5):
         session.gradients(random_tree(LINEAR, step))

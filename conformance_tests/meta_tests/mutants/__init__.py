@@ -1,6 +1,6 @@
 """Faults to plant in the example backend, one at a time. The suite must catch each.
 
-As a pytest plugin (``-p mutants``) it plants the one named by the environment variable ``MUTANT``.
+As a pytest plugin (``-p mutants``) it plants the fault that the environment variable ``MUTANT`` names.
 """
 
 from __future__ import annotations

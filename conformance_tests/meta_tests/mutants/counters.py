@@ -1,4 +1,4 @@
-"""When a window ends and what is counted of it."""
+"""Faults in the counters, and in the moment at which a window ends."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from typing import Any
 
 import numpy as np
 
-from .planting import change_state, mutant
+from .planting import Module, change_state, mutant
 
 
 @mutant
-def forget_the_counter_on_discard(m: Any) -> None:
+def forget_the_counter_on_discard(m: Module) -> None:
     change_state(m, "discard", micro_step=lambda before, after: before.micro_step)
 
 
 @mutant
-def forget_the_weight_on_discard(m: Any) -> None:
+def forget_the_weight_on_discard(m: Module) -> None:
     change_state(m, "discard", weight=lambda before, after: before.weight)
 
 
 @mutant
-def count_micro_batches_as_updates(m: Any) -> None:
+def count_micro_batches_as_updates(m: Module) -> None:
     change_state(m, "accumulate", optimizer_step=lambda before, after: before.optimizer_step + 1)
 
 
 @mutant
-def count_a_skipped_window_as_an_update(m: Any) -> None:
+def count_skipped_windows_as_updates(m: Module) -> None:
     change_state(m, "close", optimizer_step=lambda before, after: before.optimizer_step + 1)
 
 
 @mutant
-def do_not_count_skipped_windows(m: Any) -> None:
+def leave_skipped_windows_uncounted(m: Module) -> None:
     change_state(m, "close", skipped_windows=lambda before, after: before.skipped_windows)
 
 
 @mutant
-def run_the_optimizer_every_time(m: Any) -> None:
+def run_the_optimizer_every_time(m: Module) -> None:
     original = m.Accumulation.step
 
     def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
@@ -48,7 +48,7 @@ def run_the_optimizer_every_time(m: Any) -> None:
 
 
 @mutant
-def flush_counts_an_empty_window(m: Any) -> None:
+def count_an_empty_flush(m: Module) -> None:
     original = m.Accumulation.flush
 
     def flush(self: Any) -> None:
@@ -60,6 +60,6 @@ def flush_counts_an_empty_window(m: Any) -> None:
 
 
 @mutant
-def schedule_by_closed_windows(m: Any) -> None:
+def schedule_by_closed_windows(m: Module) -> None:
     original = m.ends
     m.ends = lambda state, steps, where: original(state._replace(optimizer_step=state.optimizer_step + 1), steps, where)

@@ -1,4 +1,4 @@
-"""What the end of a window divides by, measures, clips and lets through."""
+"""Faults in a window's end: the divisor, the norm, clipping, skipping."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from gradaccum.kit import State
 
-from .planting import change_decision, change_options, mutant
+from .planting import Module, change_decision, change_options, mutant
 
 
 @mutant
-def divide_the_tail_by_steps(m: Any) -> None:
+def divide_the_tail_by_steps(m: Module) -> None:
     def change(decision: Any, state: State, norm: Any, finite: Any, options: Any) -> dict[str, Any]:
         short = isinstance(options.steps, int) and options.reduction == "mean"
         return {"divisor": decision.divisor * options.steps / state.micro_step if short else decision.divisor}
@@ -22,23 +22,23 @@ def divide_the_tail_by_steps(m: Any) -> None:
 
 
 @mutant
-def divide_a_sum(m: Any) -> None:
+def divide_a_sum(m: Module) -> None:
     change_decision(m, lambda d, state, *_: {"divisor": state.loss_scale * (state.weight or 1.0)})
 
 
 @mutant
-def step_on_overflow(m: Any) -> None:
+def step_on_overflow(m: Module) -> None:
     change_decision(m, lambda *_: {"apply": True})
 
 
 @mutant
-def divide_by_anything(m: Any) -> None:
+def divide_by_anything(m: Module) -> None:
     original = m.decide
     m.decide = lambda state, norm, finite, options, where, largest: original(state, norm, finite, options, where, math.inf)
 
 
 @mutant
-def take_large_squares_for_an_overflow(m: Any) -> None:
+def call_large_squares_an_overflow(m: Module) -> None:
     def measure(sums: Any) -> tuple[float, bool]:
         with np.errstate(over="ignore"):
             norm = float(np.sqrt(sum(np.square(total).sum() for total in sums.values())))
@@ -48,7 +48,7 @@ def take_large_squares_for_an_overflow(m: Any) -> None:
 
 
 @mutant
-def clip_every_micro_batch(m: Any) -> None:
+def clip_every_micro_batch(m: Module) -> None:
     original = m.Accumulation.step
 
     def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
@@ -62,7 +62,7 @@ def clip_every_micro_batch(m: Any) -> None:
 
 
 @mutant
-def clip_the_scaled_gradient(m: Any) -> None:
+def clip_the_scaled_gradient(m: Module) -> None:
     def change(decision: Any, state: State, norm: Any, finite: Any, options: Any) -> dict[str, Any]:
         limit = options.clip_norm
         return {"divisor": decision.divisor * max(norm / limit, 1.0)} if limit and finite else {}
@@ -71,20 +71,20 @@ def clip_the_scaled_gradient(m: Any) -> None:
 
 
 @mutant
-def ignore_clip_norm(m: Any) -> None:
+def ignore_clip_norm(m: Module) -> None:
     change_options(m, "decide", 3, clip_norm=None)
 
 
 @mutant
-def ignore_skip_norm(m: Any) -> None:
+def ignore_skip_norm(m: Module) -> None:
     change_options(m, "decide", 3, skip_norm=None)
 
 
 @mutant
-def report_the_norm_of_the_sum(m: Any) -> None:
+def report_the_norm_of_the_sum(m: Module) -> None:
     change_decision(m, lambda decision, state, norm, *_: {"grad_norm": norm})
 
 
 @mutant
-def unscale_twice(m: Any) -> None:
+def unscale_twice(m: Module) -> None:
     change_decision(m, lambda decision, state, *_: {"divisor": decision.divisor * state.loss_scale})

@@ -1,4 +1,4 @@
-"""What is saved, loaded and let in."""
+"""Faults in saving, in loading and in checks of the input."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from gradaccum.kit import State
 from gradaccum_conformance.reference.harness import NumpySession
 
-from .planting import mutant
+from .planting import Module, mutant
 
 
 @mutant
-def save_without_the_sums(m: Any) -> None:
+def save_without_the_sums(m: Module) -> None:
     def getstate(self: Any) -> dict[str, Any]:
         return {**self.__dict__, "sums": {name: np.zeros_like(total) for name, total in self.sums.items()}}
 
@@ -21,14 +21,14 @@ def save_without_the_sums(m: Any) -> None:
 
 
 @mutant
-def load_without_checks(m: Any) -> None:
+def load_without_checks(m: Module) -> None:
     from gradaccum_conformance.reference import harness
 
     harness._require_same_shapes = lambda loaded, own: None
 
 
 @mutant
-def resume_under_any_terms(m: Any) -> None:
+def resume_under_any_terms(m: Module) -> None:
     from gradaccum_conformance.reference import harness
 
     original = harness.resumed
@@ -36,7 +36,7 @@ def resume_under_any_terms(m: Any) -> None:
 
 
 @mutant
-def resume_with_the_saved_scale(m: Any) -> None:
+def resume_with_the_saved_scale(m: Module) -> None:
     from gradaccum_conformance.reference import harness
 
     original = harness.resumed
@@ -44,26 +44,26 @@ def resume_with_the_saved_scale(m: Any) -> None:
 
 
 @mutant
-def take_any_size(m: Any) -> None:
+def take_any_size(m: Module) -> None:
     m.require_steps = lambda steps, optimizer_step: steps
 
 
 @mutant
-def take_any_weight(m: Any) -> None:
+def take_any_weight(m: Module) -> None:
     from gradaccum_conformance.reference import harness
 
     harness.require_weight = float
 
 
 @mutant
-def take_any_gradient(m: Any) -> None:
+def take_any_gradient(m: Module) -> None:
     from gradaccum_conformance.reference import harness
 
     harness._checked = lambda name, g, parameters: np.resize(g, parameters[name].shape) if name in parameters else g
 
 
 def save_without(field: str) -> None:
-    def plant(m: Any) -> None:
+    def plant(m: Module) -> None:
         original = NumpySession.load
 
         def load(self: Any, directory: Any) -> None:

@@ -1,4 +1,4 @@
-"""The list of faults, and the ways to plant one that several share."""
+"""The list of faults, and the ways of planting that several faults share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Any
 
 from gradaccum.kit import State
 
-MUTANTS: dict[str, Callable[[Any], None]] = {}
+Module = Any
+"""The example backend's module, `plain_backend`. A mutant replaces names in it."""
+MUTANTS: dict[str, Callable[[Module], None]] = {}
 
 
-def mutant(plant: Callable[[Any], None]) -> Callable[[Any], None]:
+def mutant(plant: Callable[[Module], None]) -> Callable[[Module], None]:
     MUTANTS[plant.__name__] = plant
     return plant
 
 
-def change_state(m: Any, transition: str, **changes: Callable[[State, State], Any]) -> None:
+def change_state(m: Module, transition: str, **changes: Callable[[State, State], Any]) -> None:
     """After `transition`, replace fields by functions of the state before and the state after."""
     original = getattr(m, transition)
 
@@ -26,7 +28,7 @@ def change_state(m: Any, transition: str, **changes: Callable[[State, State], An
     setattr(m, transition, changed)
 
 
-def change_decision(m: Any, change: Callable[..., dict[str, Any]]) -> None:
+def change_decision(m: Module, change: Callable[..., dict[str, Any]]) -> None:
     """Replace fields of every decision; `change(decision, state, norm, finite, options)` names them."""
     original = m.decide
 
@@ -37,7 +39,7 @@ def change_decision(m: Any, change: Callable[..., dict[str, Any]]) -> None:
     m.decide = changed
 
 
-def change_options(m: Any, function: str, position: int, **changes: Any) -> None:
+def change_options(m: Module, function: str, position: int, **changes: Any) -> None:
     """Let `function` see other options."""
     original = getattr(m, function)
 

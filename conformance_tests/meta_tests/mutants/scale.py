@@ -1,4 +1,4 @@
-"""How overflows are remembered and the loss scale moves."""
+"""Faults in the memory of overflows and in the moves of the loss scale."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any
 
 from gradaccum.kit import State
 
-from .planting import change_decision, change_state, mutant
+from .planting import Module, change_decision, change_state, mutant
 
 
 @mutant
-def back_off_when_skipping_by_norm(m: Any) -> None:
+def back_off_when_skipping_by_norm(m: Module) -> None:
     change_decision(m, lambda decision, *_: {"overflow": not decision.apply})
 
 
 @mutant
-def move_the_scale_per_micro_batch(m: Any) -> None:
+def move_the_scale_per_micro_batch(m: Module) -> None:
     change_state(m, "accumulate", loss_scale=lambda before, after: before.loss_scale * (0.5 if after.overflow else 1.0))
 
 
 @mutant
-def no_floor_under_the_scale(m: Any) -> None:
+def lower_scale_below_its_floor(m: Module) -> None:
     def halved(before: State, after: State) -> float:
         return before.loss_scale / 2 if after.growth_tracker == 0 and after.loss_scale == before.loss_scale == 1.0 else after.loss_scale
 
@@ -28,7 +28,7 @@ def no_floor_under_the_scale(m: Any) -> None:
 
 
 @mutant
-def no_ceiling_over_the_scale(m: Any) -> None:
+def raise_scale_above_its_ceiling(m: Module) -> None:
     original = m.close
 
     def close(state: Any, apply: Any, overflow: Any, options: Any, where: Any) -> Any:
@@ -38,7 +38,7 @@ def no_ceiling_over_the_scale(m: Any) -> None:
 
 
 @mutant
-def forget_the_overflow_after_a_good_micro_batch(m: Any) -> None:
+def forget_overflow_at_next_micro_batch(m: Module) -> None:
     original = m.accumulate
 
     def accumulate(state: Any, weight: Any, finite: Any, where: Any) -> Any:
@@ -48,5 +48,5 @@ def forget_the_overflow_after_a_good_micro_batch(m: Any) -> None:
 
 
 @mutant
-def grow_on_an_overflowed_window(m: Any) -> None:
+def grow_after_an_overflow(m: Module) -> None:
     change_state(m, "close", growth_tracker=lambda before, after: (before.growth_tracker + 1) % 2)

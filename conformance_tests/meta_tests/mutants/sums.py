@@ -1,4 +1,4 @@
-"""What is added and what is cleared."""
+"""Faults in adding and clearing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 from gradaccum.kit import State
 
-from .planting import change_options, mutant
+from .planting import Module, change_options, mutant
 
 
 @mutant
-def clear_by_multiplying(m: Any) -> None:
+def clear_by_multiplying(m: Module) -> None:
     def clear(sums: Any) -> None:
         for total in sums.values():
             with np.errstate(invalid="ignore"):
@@ -22,17 +22,17 @@ def clear_by_multiplying(m: Any) -> None:
 
 
 @mutant
-def never_clear(m: Any) -> None:
+def never_clear(m: Module) -> None:
     m.clear = lambda sums: None
 
 
 @mutant
-def ignore_the_weights(m: Any) -> None:
+def ignore_the_weights(m: Module) -> None:
     m.contribution = lambda weight, options: 1.0
 
 
 @mutant
-def weigh_dropped_micro_batches(m: Any) -> None:
+def weigh_dropped_micro_batches(m: Module) -> None:
     original = m.accumulate
 
     def accumulate(state: Any, weight: Any, finite: Any, where: Any) -> Any:
@@ -42,12 +42,12 @@ def weigh_dropped_micro_batches(m: Any) -> None:
 
 
 @mutant
-def drop_nothing(m: Any) -> None:
+def drop_nothing(m: Module) -> None:
     change_options(m, "with_numpy_dtype", 0, on_overflow="skip_window")
 
 
 @mutant
-def a_missing_gradient_discards_the_sum(m: Any) -> None:
+def discard_sum_of_missing_gradient(m: Module) -> None:
     original = m.Accumulation.step
 
     def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
@@ -60,7 +60,7 @@ def a_missing_gradient_discards_the_sum(m: Any) -> None:
 
 
 @mutant
-def weight_zero_multiplies(m: Any) -> None:
+def multiply_by_weight_zero(m: Module) -> None:
     original = m.Accumulation.step
 
     def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
@@ -74,5 +74,5 @@ def weight_zero_multiplies(m: Any) -> None:
 
 
 @mutant
-def float32_sums_of_float64(m: Any) -> None:
+def float32_sums_of_float64(m: Module) -> None:
     m.Accumulation._dtype = lambda self, p: np.dtype(np.float32)

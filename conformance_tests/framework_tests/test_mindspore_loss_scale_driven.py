@@ -1,4 +1,4 @@
-"""A `mindspore.amp.DynamicLossScaler` given as ``loss_scale=``: one optimizer drives it, and nothing else moves it or divides by it."""
+"""A `mindspore.amp.DynamicLossScaler` given as ``loss_scale=``: one optimizer unscales by it and adjusts it, and nothing else may."""
 
 import os
 
@@ -30,7 +30,7 @@ def wrapped(scaler, name="p"):
 
 
 class Loop(nn.Cell):
-    """MindSpore's own loop, with what it does to the gradients left in or not."""
+    """MindSpore's own loop, without its calls of `unscale` and `adjust`, or with the one that `left_in` names."""
 
     def __init__(self, scaler, left_in=""):
         super().__init__(auto_prefix=False)
@@ -58,7 +58,8 @@ def stepping(mode, cell):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_loop_without_them_is_exact(mode):
+def test_scaled_loop_equals_the_large_batch(mode):
+    """The loop neither unscales the gradients nor adjusts the scaler; the optimizer does both."""
     cell = Loop(amp.DynamicLossScaler(8.0, 2, 1))
     step = stepping(mode, cell)
     losses = [step(Tensor(X[first : first + 2])).asnumpy().item() for first in (0, 2)]
@@ -69,7 +70,8 @@ def test_the_loop_without_them_is_exact(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("left_in", ["unscale", "adjust"])
-def test_what_is_left_in_raises(mode, left_in):
+def test_unscale_or_adjust_raises(mode, left_in):
+    """The optimizer unscales and adjusts; a loop that does so too would do it twice."""
     cell = Loop(amp.DynamicLossScaler(8.0, 2, 1), left_in)
     with pytest.raises(gradaccum.UsageError, match=rf"scaler\.{left_in}.*left out"):
         stepping(mode, cell)(Tensor(X[:2]))
@@ -86,7 +88,7 @@ class Square(nn.Cell):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_that_the_scaler_never_saw(mode):
+def test_unscaled_loss_is_refused(mode):
     optimizer, parameter = wrapped(amp.DynamicLossScaler(8.0, 2, 1))
     backward = ms.value_and_grad(Square(parameter), None, optimizer.parameters)
 
@@ -98,7 +100,7 @@ def test_a_loss_that_the_scaler_never_saw(mode):
         (ms.jit(step) if mode == "jit" else step)(Tensor(X[:2]))
 
 
-def test_the_training_cell_drives_it_too():
+def test_training_cell_drives_the_scaler():
     scaler = amp.DynamicLossScaler(8.0, 2, 1)
     optimizer, parameter = wrapped(scaler)
     cell = TrainOneStepCell(Square(parameter), optimizer)
@@ -108,8 +110,8 @@ def test_the_training_cell_drives_it_too():
     np.testing.assert_allclose(parameter.asnumpy(), 1 - 0.125 * 2 * np.square(X[:4]).mean(0) / 3, rtol=1e-5)
 
 
-def test_one_for_two_optimizers_is_refused():
-    """Each would move it inside the other's windows, and its Parameters have one name."""
+def test_scaler_for_two_optimizers_is_refused():
+    """Each optimizer would move the scaler inside the other's windows, and two Parameters would have one name."""
     scaler = amp.DynamicLossScaler(8.0, 2, 1)
     first, _ = wrapped(scaler)
     names = scaler.scale_value.name, scaler.counter.name

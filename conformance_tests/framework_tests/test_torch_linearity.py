@@ -1,4 +1,4 @@
-"""`gradaccum_torch.verify_loss_scaling`: a custom function that ignores what it is handed is found and named; nothing else is."""
+"""`gradaccum_torch.verify_loss_scaling` names a custom function that ignores its upstream gradient, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradaccum_torch import verify_loss_scaling
 
 
 class IgnoresUpstream(torch.autograd.Function):
-    """x^2, as it is written when the loss is always the last call."""
+    """x^2, written as if the function were always the last one, with an upstream gradient of 1."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Carries(IgnoresUpstream):
 
 
 class Clamps(IgnoresUpstream):
-    """Linear up to a point, which a scaled gradient passes."""
+    """Linear up to the clamp, which a scaled gradient exceeds."""
 
     @staticmethod
     def backward(ctx, upstream: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_a_loss_that_scales(dtype: torch.dtype) -> None:
+def test_linear_loss_passes(dtype: torch.dtype) -> None:
     net = Net(Carries, dtype)
     report = verify_loss_scaling(net.loss, net.named_parameters())
     assert report.linear
@@ -69,7 +69,7 @@ def test_a_loss_that_scales(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("function", [IgnoresUpstream, Clamps])
-def test_the_culprit_is_named(function: type[torch.autograd.Function], dtype: torch.dtype) -> None:
+def test_culprit_is_named(function: type[torch.autograd.Function], dtype: torch.dtype) -> None:
     net = Net(function, dtype)
     report = verify_loss_scaling(lambda: 4 * net.loss(), net.named_parameters())
     assert not report.linear
@@ -78,7 +78,7 @@ def test_the_culprit_is_named(function: type[torch.autograd.Function], dtype: to
     assert report.errors["first.weight"] > 0.4
 
 
-def test_those_before_a_culprit_are_not_blamed() -> None:
+def test_functions_before_culprit_are_not_blamed() -> None:
     net = Net(Carries)
     report = verify_loss_scaling(lambda: IgnoresUpstream.apply(Carries.apply(net.loss())), net.parameters())
     assert report.culprits == ("IgnoresUpstream",)
@@ -86,13 +86,15 @@ def test_those_before_a_culprit_are_not_blamed() -> None:
     assert all(error > 0.9 for error in report.errors.values())
 
 
-def test_two_culprits_of_which_one_hides_behind_a_zero() -> None:
+def test_two_culprits_are_both_named() -> None:
+    """The culprits lie on two branches of the loss's graph."""
     net = Net(IgnoresUpstream)
     report = verify_loss_scaling(lambda: net.loss() + Clamps.apply(4 * net.last.weight).sum(), net.named_parameters())
     assert report.culprits == ("Clamps", "IgnoresUpstream")
 
 
-def test_a_hook_that_clips_is_seen_though_no_function_is_to_blame() -> None:
+def test_clipping_hook_is_seen() -> None:
+    """The loss is not linear, and no function is to blame."""
     weight = torch.full((3,), 2.0, requires_grad=True)
 
     def loss() -> Tensor:
@@ -104,7 +106,7 @@ def test_a_hook_that_clips_is_seen_though_no_function_is_to_blame() -> None:
     assert (report.linear, report.culprits) == (False, ())
 
 
-def test_the_usual_parts_of_a_network_scale() -> None:
+def test_usual_layers_are_linear() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 3))
     embedding = nn.Embedding(5, 3, sparse=True)
@@ -120,18 +122,20 @@ def test_the_usual_parts_of_a_network_scale() -> None:
 
 
 @pytest.mark.parametrize("loss", [lambda w: (w * math.nan).sum(), lambda w: (w * math.inf).sum()])
-def test_a_gradient_that_is_not_finite_cannot_be_vouched_for(loss: Callable[[Tensor], Tensor]) -> None:
+def test_nonfinite_gradient_is_not_linear(loss: Callable[[Tensor], Tensor]) -> None:
     weight = torch.ones(2, requires_grad=True)
     assert not verify_loss_scaling(lambda: loss(weight), [weight]).linear
 
 
-def test_float16_gradients_that_overflow_at_large_scales_are_no_fault() -> None:
+def test_float16_overflow_is_no_fault() -> None:
+    """These gradients overflow at the large scales of the check."""
     weight = torch.ones(2, dtype=torch.float16, requires_grad=True)
     assert verify_loss_scaling(lambda: (weight.float() * 1000).sum(), [weight]).linear
 
 
 @pytest.mark.parametrize("size", [1e-9, 3e-8, 1e-4])
-def test_float16_gradients_that_underflow_without_a_scale_are_no_fault(size: float) -> None:
+def test_float16_underflow_is_no_fault(size: float) -> None:
+    """These gradients underflow without a scale."""
     weight = torch.ones(2, dtype=torch.float16, requires_grad=True)
     assert verify_loss_scaling(lambda: (weight.float() * size * torch.tensor([1.0, 1.7])).sum(), [weight]).linear
     under_autocast = torch.ones(2, 2, requires_grad=True)
@@ -143,7 +147,7 @@ def test_float16_gradients_that_underflow_without_a_scale_are_no_fault(size: flo
     assert verify_loss_scaling(loss, [under_autocast]).linear
 
 
-def test_nothing_is_left_changed() -> None:
+def test_check_changes_nothing() -> None:
     net = Net(IgnoresUpstream)
     net.loss().backward()
     before = [(p.detach().clone(), p.grad, p.grad.clone()) for p in net.parameters()]
@@ -156,7 +160,7 @@ def test_nothing_is_left_changed() -> None:
         assert torch.equal(gradient, copy)
 
 
-def test_a_wrapped_optimizer_does_not_notice() -> None:
+def test_check_leaves_open_window_alone() -> None:
     net = Net(Carries, torch.float16)
     opt = gradaccum.wrap(torch.optim.SGD(net.parameters(), lr=0.1), steps=2)
     net.loss().backward()
@@ -168,7 +172,7 @@ def test_a_wrapped_optimizer_does_not_notice() -> None:
     assert opt.result.applied
 
 
-def test_parameters_that_take_no_part() -> None:
+def test_unused_parameters_are_left_out() -> None:
     net, frozen = Net(Carries), torch.ones(2)
     report = verify_loss_scaling(net.loss, [*net.parameters(), frozen, torch.ones(1, requires_grad=True)])
     assert report.linear
@@ -176,6 +180,6 @@ def test_parameters_that_take_no_part() -> None:
 
 
 @pytest.mark.parametrize(("loss", "parameters"), [(lambda: 1.0, [torch.ones(1, requires_grad=True)]), (lambda: torch.ones(()), ["weight"])])
-def test_bad_input(loss: Callable, parameters: list) -> None:
+def test_wrong_arguments_are_refused(loss: Callable, parameters: list) -> None:
     with pytest.raises((gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError), match=r"loss|parameters"):
         verify_loss_scaling(loss, parameters)

@@ -1,4 +1,4 @@
-"""float32 masters in torch and everybody else: who writes into the model, reads the groups, or calls the inner optimizer's own methods."""
+"""float32 masters in torch, beside code that writes into the model, reads the groups or calls methods of the inner optimizer."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def through_numpy_like_view(parameters: list[nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("write", [through_vector, through_data, through_numpy_like_view])
 @pytest.mark.parametrize("reach", ["model", "groups"])
-def test_a_write_through_data_is_taken_over(write: Callable[[list[nn.Parameter]], None], reach: str) -> None:
-    """No version counts it in torch; the groups show the model's parameters."""
+def test_write_through_data_reaches_the_masters(write: Callable[[list[nn.Parameter]], None], reach: str) -> None:
+    """The tensor's version does not count such a write. The groups show the model's parameters."""
     model, opt = make(lr=0.0)
     train(model, opt)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -58,7 +58,7 @@ def test_a_write_through_data_is_taken_over(write: Callable[[list[nn.Parameter]]
         assert torch.equal(parameter, old * 0.5)
 
 
-def test_a_write_to_one_element_keeps_the_other_masters() -> None:
+def test_one_written_element_keeps_other_masters() -> None:
     parameter = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
     opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=STEP), steps=1, master_weights=True)
     for index in range(3):
@@ -80,7 +80,8 @@ def test_clipping_over_the_groups_is_noticed(options: dict[str, Any]) -> None:
         opt.step()
 
 
-def test_groups_and_state_are_the_models_at_rest_and_the_masters_in_a_step() -> None:
+def test_masters_show_only_in_a_step() -> None:
+    """Outside a step, groups and state show the model's parameters."""
     model, opt = make(lr=STEP)
     opt.optimizer.defaults["momentum"] = opt.param_groups[0]["momentum"] = 0.9
     seen: list[Any] = []
@@ -112,7 +113,7 @@ class Averaging(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("through_data", [False, True])
-def test_a_switch_of_weights_reaches_the_model(through_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_weights_reach_the_model(through_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Averaging, "through_data", through_data)
     model = make()[0]
     opt: Any = gradaccum.wrap(Averaging(model.parameters(), lr=STEP), steps=2, master_weights=True)
@@ -126,8 +127,8 @@ def test_a_switch_of_weights_reaches_the_model(through_data: bool, monkeypatch: 
     assert opt.result.micro_step == 1
 
 
-def test_a_method_that_switches_nothing_writes_nothing() -> None:
-    """Autograd refuses a graph whose parameters were written anew."""
+def test_idle_method_writes_nothing() -> None:
+    """Autograd would refuse the backward pass of a graph whose parameters were overwritten."""
     model, opt = make()
     loss = model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum()
     opt.optimizer.prefetch = lambda: None
@@ -137,8 +138,8 @@ def test_a_method_that_switches_nothing_writes_nothing() -> None:
     assert opt.result.micro_step == 1
 
 
-def test_a_replaced_parameter_has_a_master_of_its_own() -> None:
-    """As code that grows a model does: it puts a new parameter into the group."""
+def test_replaced_parameter_has_a_new_master() -> None:
+    """Code that grows a model puts a new parameter into the group like this."""
     model, opt = make()
     train(model, opt)
     group = opt.param_groups[0]
@@ -152,8 +153,8 @@ def test_a_replaced_parameter_has_a_master_of_its_own() -> None:
     assert not torch.equal(model[1].weight, before)
 
 
-def test_a_method_called_by_the_inner_optimizers_hook_undoes_nothing() -> None:
-    """There the masters are ahead of the model, which gets them after it."""
+def test_method_in_inner_hook_undoes_nothing() -> None:
+    """During the inner post-hook the masters are ahead of the model. The model gets them after it."""
     (model, opt), (other, reference) = make(), make()
     opt.optimizer.nothing = lambda: None
     opt.optimizer.register_step_post_hook(lambda *_: opt.nothing())
@@ -163,8 +164,8 @@ def test_a_method_called_by_the_inner_optimizers_hook_undoes_nothing() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_a_model_cast_to_float32_goes_on() -> None:
-    """Its masters are then of the same dtype, and comparing them must not write them."""
+def test_model_cast_to_float32_trains_on() -> None:
+    """Model and masters then have the same dtype, and the comparison of the two must write neither."""
     model, opt = make(accumulate_dtype="float32")
     train(model, opt)
     masters = [master.clone() for master in opt.master_weights.values()]
@@ -178,8 +179,8 @@ def test_a_model_cast_to_float32_goes_on() -> None:
 
 @pytest.mark.parametrize("compare", [lambda *pair: comparison.bits_apart(*pair), lambda *pair: comparison.differences([pair])[0]])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_the_smallest_change_of_one_element_is_seen(compare: Any, dtype: torch.dtype) -> None:
-    """By a CPU's way and by an accelerator's, which a CPU can go too; at every power of two, and down to the smallest numbers."""
+def test_smallest_change_is_seen(compare: Any, dtype: torch.dtype) -> None:
+    """Both ways of comparing, the CPU's and the accelerator's, see it at any size of the element, down to the smallest number."""
     limits = torch.finfo(dtype)
     wide = torch.cat(
         [torch.logspace(math.log2(limits.tiny), math.log2(limits.max) - 1, 300, base=2.0), torch.tensor([0.0, limits.smallest_normal])]

@@ -1,4 +1,4 @@
-"""A state loaded under other options: the loss scale that divides is the one that multiplies, and a scaler of the user's own goes on."""
+"""A state loaded under other options: the same loss scale multiplies and divides, and a scaler of the user keeps its own scale."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def train(parameter: torch.nn.Parameter, opt: Any, micro_batches: int, weight: f
 
 
 @pytest.mark.parametrize("scale", NO_SCALE)
-def test_a_plain_backward_after_a_run_with_a_scale(scale: str) -> None:
-    """As fp16 goes on in bf16: nothing is multiplied, so nothing is divided."""
+def test_plain_backward_after_scaled_run(scale: str) -> None:
+    """A float16 run goes on in bfloat16 without a scale: nothing multiplies the loss, so nothing divides the sum."""
     first, saved = make(loss_scale=DYNAMIC)
     train(first, saved, 2)
     parameter, opt = make(loss_scale=NO_SCALE[scale]())
@@ -49,8 +49,8 @@ def test_a_plain_backward_after_a_run_with_a_scale(scale: str) -> None:
 
 
 @pytest.mark.parametrize("saved", [None, 8.0, 1024.0], ids=str)
-def test_a_scaler_that_is_given_goes_on_with_its_own_scale(saved: float | None) -> None:
-    """It may have been loaded from a file of its own after the wrapper was made."""
+def test_given_scaler_keeps_its_scale(saved: float | None) -> None:
+    """The user may have loaded the scaler from a file of its own after wrapping."""
     first, old = make(loss_scale=saved)
     train(first, old, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -63,7 +63,7 @@ def test_a_scaler_that_is_given_goes_on_with_its_own_scale(saved: float | None) 
     assert scaler.state_dict()["_growth_tracker"] == 8
 
 
-def test_a_scaler_takes_a_saved_dynamic_scale() -> None:
+def test_scaler_takes_saved_dynamic_scale() -> None:
     first, old = make(loss_scale=DYNAMIC)
     train(first, old, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -72,8 +72,8 @@ def test_a_scaler_takes_a_saved_dynamic_scale() -> None:
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (1024.0, 1)
 
 
-def test_a_full_window_whose_update_raised_resumes() -> None:
-    """What a handler of KeyboardInterrupt saves."""
+def test_interrupted_full_window_resumes() -> None:
+    """A handler of KeyboardInterrupt saves such a window: it is full, and its update raised."""
     first, old = make()
     handle = old.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     train(first, old, 1)
@@ -86,14 +86,15 @@ def test_a_full_window_whose_update_raised_resumes() -> None:
     assert parameter.tolist() == [0.0, 0.0]
 
 
-def test_a_schedule_at_its_end_does_not_hinder_saving() -> None:
-    """The list has a size for one window; the next one is never begun."""
+def test_exhausted_schedule_can_be_saved() -> None:
+    """The list has a size for one window, and no second window begins."""
     parameter, opt = make(steps=lambda step: [2][step])
     train(parameter, opt, 2)
     assert opt.state_dict()["gradaccum"]["terms"]["steps"] is None
 
 
-def test_a_window_keeps_the_size_it_was_opened_with() -> None:
+def test_open_window_keeps_its_size() -> None:
+    """A state says which size its open window has. It loads only where the schedule gives the same size."""
     sizes = [3]
     parameter, opt = make(steps=lambda step: sizes[0])
     train(parameter, opt, 1)

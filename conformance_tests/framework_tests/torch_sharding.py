@@ -1,4 +1,4 @@
-"""Run by two processes: sharded parameters against the same model whole, in windows of two micro-batches; and DDP with ``steps=1``."""
+"""Two processes run this: a sharded model against the same model whole, in windows of two micro-batches; and DDP with ``steps=1``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def build() -> nn.Module:
-    """Five rows of bias and ten of weight, which two processes share unevenly."""
+    """The last layer has five rows, which two processes share unevenly."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 5))
 
@@ -73,7 +73,7 @@ def refuse(kind: str, rank: int, mesh: DeviceMesh) -> None:
 
 
 def train_together(dtype: torch.dtype, options: dict[str, Any], rank: int) -> None:
-    """DDP reduces what is in .grad at the end of a backward pass, which with ``steps=1`` is all there."""
+    """DDP reduces ``.grad`` at the end of a backward pass. With ``steps=1`` it holds the whole window's gradient."""
     model = build().to(dtype)
     parallel = nn.parallel.DistributedDataParallel(model)
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=1, **options)

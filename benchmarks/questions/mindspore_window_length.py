@@ -1,4 +1,4 @@
-"""MindSpore: time and memory as the window grows, at the same number of micro-batches, in GRAPH_MODE.
+"""MindSpore: time and memory by window length, at the same number of micro-batches, in GRAPH_MODE.
 
 Longer windows mean fewer updates, so the time falls and then stays: what is left is the micro-batch. Memory is counted in Parameters,
 because a zero-filled one takes no room before it is written. The first call compiles, and takes the seconds that are counted.
@@ -26,7 +26,8 @@ BASELINE = "the tutorials' accumulator"
 WINDOWS = (1, 16, 256)
 """Each graph is compiled anew."""
 QUICK_WINDOWS = (16,)
-SCALE = Tensor(0.0, ms.float32)
+ZERO = Tensor(0.0, ms.float32)
+"""An input for the network, which needs none: its loss depends on its parameters alone."""
 
 
 class Model(nn.Cell):  # type: ignore[misc]
@@ -39,8 +40,8 @@ class Model(nn.Cell):  # type: ignore[misc]
         self.leaves = ParameterTuple([Parameter(Tensor(value), name=f"leaf{index}") for index, value in enumerate(values)])
         self.map = ops.HyperMap()
 
-    def construct(self, scale: Any) -> Any:
-        return scale + 0.5 * ops.addn(self.map(_sum_of_squares, self.leaves))
+    def construct(self, offset: Any) -> Any:
+        return offset + 0.5 * ops.addn(self.map(_sum_of_squares, self.leaves))
 
 
 class Step(nn.Cell):  # type: ignore[misc]
@@ -53,8 +54,8 @@ class Step(nn.Cell):  # type: ignore[misc]
         self.weights = ParameterTuple(net.trainable_params())
         self.gradient = ms.value_and_grad(net, None, self.weights)
 
-    def construct(self, scale: Any) -> Any:
-        loss, gradients = self.gradient(scale)
+    def construct(self, offset: Any) -> Any:
+        loss, gradients = self.gradient(offset)
         return ops.depend(loss, self.take(gradients))
 
 
@@ -97,14 +98,14 @@ def _adam(net: Any) -> Any:
 def _seconds(step: Any) -> float:
     """What the first call takes."""
     begin = time.perf_counter()
-    step(SCALE).asnumpy()
+    step(ZERO).asnumpy()
     return time.perf_counter() - begin
 
 
 def _loop(step: Any, count: int) -> Callable[[], object]:
     def loop() -> object:
         for _ in range(count):
-            loss = step(SCALE)
+            loss = step(ZERO)
         return loss.asnumpy()
 
     return loop

@@ -1,4 +1,4 @@
-"""The names of the state's Parameters: no layer has them, and no checkpoint holds one name twice."""
+"""Names in a checkpoint: the state's Parameters share none with a layer, and no name stands twice."""
 
 import os
 
@@ -15,7 +15,7 @@ from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
 
 
 class Model(nn.Cell):
-    """A model whose layer is called as the optimizer is."""
+    """A model with a layer of the optimizer's name."""
 
     def __init__(self, weight):
         super().__init__()
@@ -35,8 +35,8 @@ def trained(weight, steps):
     return net, optimizer
 
 
-def test_a_layer_of_the_optimizers_name(tmp_path):
-    """The saved file holds the model's matrix, and the loaded run has it."""
+def test_layer_may_have_the_optimizers_name(tmp_path):
+    """The saved file holds the layer's matrix, and the loaded run gets it back."""
     net, optimizer = trained(1.0, 3)
     ms.save_checkpoint(optimizer, str(tmp_path / "run.ckpt"))
     saved = ms.load_checkpoint(str(tmp_path / "run.ckpt"))
@@ -49,7 +49,7 @@ def test_a_layer_of_the_optimizers_name(tmp_path):
 
 
 @pytest.mark.parametrize(("parameter", "name"), [("gradaccum.weight", "gradaccum"), ("g.gradaccum.bias", "g")])
-def test_a_model_that_has_the_name_is_refused(parameter, name):
+def test_taken_parameter_name_is_refused(parameter, name):
     inner = nn.SGD([Parameter(Tensor(np.ones(3, np.float32)), name=parameter)], 0.1)
     with pytest.raises(gradaccum.ArgumentValueError, match=rf"name: .*{parameter}"):
         gradaccum.wrap(inner, steps=2, name=name)
@@ -62,7 +62,7 @@ class Holder(nn.Cell):
         self.optimizer, self.parameter = optimizer, parameter
 
 
-def test_two_parameters_of_one_name_are_not_loaded():
+def test_duplicate_parameter_names_are_refused():
     _, optimizer = trained(1.0, 1)
     twin = Parameter(Tensor(np.zeros((2, 4), np.float32)), name="generator.weight")
     cell = Holder(optimizer, twin)

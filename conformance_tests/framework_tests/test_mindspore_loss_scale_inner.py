@@ -1,4 +1,4 @@
-"""The optimizer's own static loss scale, MindSpore's documented pair with `FixedLossScaleManager`: norms are the true gradient's."""
+"""MindSpore's static loss scale, set in the inner optimizer and in `FixedLossScaleManager`: norms are those of the true gradient."""
 
 import os
 
@@ -30,7 +30,7 @@ def pynative_after(tmp_path, monkeypatch):
 
 
 def trained(mode, scale, **options):
-    """A network and its wrapped optimizer after two windows of `Model.train`."""
+    """The weight and the wrapped optimizer after two windows of `Model.train`."""
     ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
     net = nn.Dense(4, 2, has_bias=False)
     ops.assign(net.weight, Tensor(WEIGHT))
@@ -43,8 +43,9 @@ def trained(mode, scale, **options):
 
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"skip_norm": 100.0}, {"skip_norm": 1e-3}], ids=repr)
-def test_the_documented_pair(mode, options):
-    expected, plain = trained(mode, 1.0, **options)
+def test_fixed_manager_changes_no_result(mode, options):
+    """`FixedLossScaleManager` and the optimizer's ``loss_scale`` train, clip and skip as no scale does."""
+    expected, plain = trained("pynative", 1.0, **options)  # the truth for both modes
     got, scaled = trained(mode, SCALE, **options)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
     assert scaled.result.optimizer_step == plain.result.optimizer_step == (0 if options.get("skip_norm") == 1e-3 else 2)
@@ -70,7 +71,7 @@ def driver(mode, dtype, **options):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["float16", "masters"])
-def test_half_precision_in_every_mode(mode, options):
+def test_half_precision_has_the_true_norm(mode, options):
     optimizer, call, parameter = driver(mode, ms.float16, clip_norm=1.0, **options)
     call(SCALE * 2.0)
     call(SCALE * 6.0)
@@ -79,8 +80,8 @@ def test_half_precision_in_every_mode(mode, options):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_beyond_what_the_optimizer_takes(mode):
-    """It divides in float16, so what it is handed must be finite there, times the scale."""
+def test_scaled_sum_beyond_float16_overflows(mode):
+    """The inner optimizer divides in float16, so the gradient times the scale must be finite in float16."""
     optimizer, call, parameter = driver(mode, ms.float16, reduction="sum")
     call(60000.0)
     call(60000.0)

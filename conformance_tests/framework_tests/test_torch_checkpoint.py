@@ -49,7 +49,8 @@ def assert_same(model: nn.Module, opt: AccumulatingOptimizer, other: nn.Module, 
 @pytest.mark.parametrize("options", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("at", [3, 4, 5])
-def test_a_file_resumes_bitwise_in_a_fresh_process_alike(options: dict, dtype: torch.dtype, at: int) -> None:
+def test_file_resumes_bitwise(options: dict, dtype: torch.dtype, at: int) -> None:
+    """A state in a file, of an open window too, loads into another wrapper, which trains on bit for bit alike."""
     model, opt = make(dtype, **options)
     train(model, opt, 0, at)
     file = io.BytesIO()
@@ -68,7 +69,7 @@ def test_a_file_resumes_bitwise_in_a_fresh_process_alike(options: dict, dtype: t
 @pytest.mark.parametrize("options", KINDS)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("pending", [False, True])
-def test_a_copy_with_its_model_goes_on_alike(options: dict, how: str, pending: bool) -> None:
+def test_copy_with_its_model_trains_alike(options: dict, how: str, pending: bool) -> None:
     model, opt = make(**options)
     train(model, opt, 0, 4)
     if pending:
@@ -83,7 +84,7 @@ def test_a_copy_with_its_model_goes_on_alike(options: dict, how: str, pending: b
     assert opt.result.optimizer_step >= 3
 
 
-def test_a_copy_does_not_share_its_sum() -> None:
+def test_copy_has_its_own_sum() -> None:
     model, opt = make()
     train(model, opt, 0, 1)
     other, twin = copy.deepcopy((model, opt))
@@ -95,7 +96,8 @@ def test_a_copy_does_not_share_its_sum() -> None:
     assert_same(model, opt, reference, third)
 
 
-def test_a_copy_still_watches() -> None:
+def test_copy_notices_changed_gradients() -> None:
+    """The change comes after the copy, or before it to the original."""
     model, opt = make()
     train(model, opt, 0, 1)
     other, twin = copy.deepcopy((model, opt))
@@ -108,7 +110,8 @@ def test_a_copy_still_watches() -> None:
             changed.step()
 
 
-def test_a_bare_optimizers_state_is_an_empty_window_and_the_reverse_loads_too() -> None:
+def test_bare_state_loads_as_empty_window() -> None:
+    """A bare optimizer loads the wrapper's state, too."""
     model, opt = make()
     reference, _ = make()
     bare = torch.optim.AdamW(reference.parameters(), lr=0.1)
@@ -125,7 +128,8 @@ def test_a_bare_optimizers_state_is_an_empty_window_and_the_reverse_loads_too() 
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_a_state_stays_usable_after_it_was_loaded(options: dict) -> None:
+def test_training_leaves_loaded_state_alone(options: dict) -> None:
+    """The sums in the loaded dictionary keep their values."""
     model, opt = make(**options)
     train(model, opt, 0, 4)
     saved = copy.deepcopy(opt.state_dict()["gradaccum"])
@@ -136,7 +140,7 @@ def test_a_state_stays_usable_after_it_was_loaded(options: dict) -> None:
     assert all(torch.equal(total, saved["sums"][index]) for index, total in state["gradaccum"]["sums"].items())
 
 
-def test_loading_forgets_the_micro_batch_under_way() -> None:
+def test_loading_drops_pending_micro_batch() -> None:
     model, opt = make()
     train(model, opt, 0, 4)
     saved = copy.deepcopy(opt.state_dict())
@@ -184,7 +188,7 @@ def no_entry(state: dict) -> None:
 
 
 @pytest.mark.parametrize("damage", [drop_field, other_shape, other_dtype, other_count, overfull_window, other_sum, other_groups, no_entry])
-def test_a_wrong_state_is_refused_and_changes_nothing(damage: object) -> None:
+def test_refused_state_changes_nothing(damage: object) -> None:
     model, opt = make()
     train(model, opt, 0, 4)
     other, twin = copy.deepcopy((model, opt))
@@ -200,7 +204,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing(damage: object) -> None:
     assert_same(model, opt, reference, third)
 
 
-def test_other_names_are_refused() -> None:
+def test_other_parameter_names_are_refused() -> None:
     def named(prefix: str) -> AccumulatingOptimizer:
         model = nn.Linear(2, 2)
         return gradaccum.wrap(torch.optim.SGD([(prefix + name, p) for name, p in model.named_parameters()], lr=0.1), steps=2)
@@ -210,7 +214,7 @@ def test_other_names_are_refused() -> None:
         named("b.").load_state_dict(named("a.").state_dict())
 
 
-def test_hooks_of_state_dict_and_load_state_dict() -> None:
+def test_state_dict_hooks_run_in_order() -> None:
     _, opt = make()
     seen: list[str] = []
     opt.register_state_dict_pre_hook(lambda o: seen.append("pre"))
@@ -222,7 +226,8 @@ def test_hooks_of_state_dict_and_load_state_dict() -> None:
     assert seen == ["pre", "inner", "load 1", "post"]
 
 
-def test_a_micro_batch_of_an_empty_window_does_not_hinder_saving() -> None:
+def test_uncounted_micro_batch_is_not_saved() -> None:
+    """The window is empty until the first step(), so a backward pass before it does not forbid saving."""
     model, opt = make()
     model(X).sum().backward()
     assert opt.state_dict()["gradaccum"]["sums"] == {}

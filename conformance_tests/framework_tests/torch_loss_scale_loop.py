@@ -33,7 +33,7 @@ def state_of(scaler: torch.amp.GradScaler) -> tuple[float, int]:
 
 
 class Loop:
-    """A wrapped optimizer with a scaler, one parameter, whose gradient is what the micro-batch is told."""
+    """A wrapped optimizer with a scaler and one parameter. `micro_batch` takes the gradient that the parameter gets."""
 
     def __init__(self, kind: str, *, steps: Any = 3, fused: bool = False, **rule: Any) -> None:
         self.kind = kind

@@ -1,4 +1,4 @@
-"""A function given as ``steps``: what it returns is checked when it is wrapped, called in PyNative, and compiled."""
+"""A function given as ``steps``: its result is checked at the wrap, at each PyNative call, and at compilation."""
 
 import os
 
@@ -66,14 +66,16 @@ def driver(mode, steps, **options):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_function_of_tensors_alone(mode):
+def test_schedule_of_tensor_operators(mode):
+    """Its operators take no Python number."""
     _, call = driver(mode, of_tensors_alone)
     assert [call() for _ in range(5)] == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
 @pytest.mark.parametrize("steps", [half_a_tensor, half_a_constant])
-def test_compiled_code_takes_integers_alone(mode, steps):
+def test_compiled_schedule_returns_an_integer(mode, steps):
+    """Any other result raises at compilation."""
     optimizer, call = driver(mode, steps)
     with pytest.raises(gradaccum.ArgumentTypeError, match=r"steps.*an int >= 1"):
         call()
@@ -82,7 +84,7 @@ def test_compiled_code_takes_integers_alone(mode, steps):
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
 @pytest.mark.parametrize("options", [{}, {"on_overflow": "drop_micro_batch"}], ids=["skip", "drop"])
-def test_no_size_is_an_overflow_where_compiled(mode, options):
+def test_compiled_size_zero_is_overflow(mode, options):
     optimizer, call = driver(mode, vanishing, **options)
     call()
     assert call()
@@ -93,7 +95,8 @@ def test_no_size_is_an_overflow_where_compiled(mode, options):
     assert optimizer.parameters[0].asnumpy()[0] == 0.0
 
 
-def test_pynative_raises_before_it_adds():
+def test_pynative_size_zero_raises_first():
+    """Before the micro-batch is added."""
     optimizer, call = driver("pynative", vanishing)
     call()
     call()
@@ -105,8 +108,8 @@ def test_pynative_raises_before_it_adds():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("steps", [[(0, 2), (1, 3)], of_tensors_alone], ids=["pairs", "function"])
-def test_an_open_window_of_a_schedule_is_resumed(mode, steps):
-    """Its size is in the checkpoint, and another schedule is refused."""
+def test_open_scheduled_window_is_resumed(mode, steps):
+    """The checkpoint holds the window's length; a wrapper with another length refuses it."""
     saved, call = driver(mode, steps)
     for _ in range(4):
         call()
@@ -120,8 +123,8 @@ def test_an_open_window_of_a_schedule_is_resumed(mode, steps):
         load_checkpoint_into(driver(mode, 2)[0], entries)
 
 
-def test_a_schedule_that_ends_with_the_run():
-    """It is not asked beyond: neither by the last update nor by a load after it."""
+def test_schedule_may_end_with_run():
+    """Neither the last update nor a load after it asks the function for a further window."""
     optimizer, call = driver("pynative", from_a_table)
     assert [call() for _ in range(5)] == [False, True, False, False, True]
     entries = {p.name: Tensor(p.asnumpy()) for p in optimizer.get_parameters()}

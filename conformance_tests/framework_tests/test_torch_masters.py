@@ -1,4 +1,4 @@
-"""float32 masters in torch: what the inner optimizer holds, how much memory that takes, and who wins when something else writes."""
+"""float32 masters in torch: the inner optimizer updates them, they cost one copy, and a write into the model overrides them."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def train(model: nn.Module, opt: Any, micro_batches: int, seed: int = 0) -> None
 
 
 def masters_of(opt: Any) -> list[Tensor]:
-    """What the inner optimizer works on."""
+    """The tensors that the inner optimizer updates: a master, or the parameter itself if it has none."""
     return [opt.master_weights.get(index, own) for index, own in enumerate(opt._window.parameters.positions())]
 
 
 @by_dtype
 @by_inner
-def test_the_update_is_the_one_of_a_float32_optimizer(dtype: torch.dtype, inner: str) -> None:
-    """The same gradients into a float32 optimizer give the very masters."""
+def test_update_equals_float32_optimizer(dtype: torch.dtype, inner: str) -> None:
+    """A float32 optimizer with the same gradients makes the same masters, bit for bit."""
     model, opt = make(dtype, inner)
     twins = [p.detach().float().requires_grad_() for p in model.parameters()]
     bare = INNER[inner](twins)
@@ -68,7 +68,7 @@ def test_the_update_is_the_one_of_a_float32_optimizer(dtype: torch.dtype, inner:
     assert {value.dtype for state in opt.state.values() for value in state.values() if isinstance(value, Tensor)} <= {torch.float32}
 
 
-def test_a_post_hook_sees_the_rounded_model() -> None:
+def test_post_hook_sees_the_rounded_model() -> None:
     model, opt = make(torch.bfloat16, "adamw_fused")
     checked = []
 
@@ -80,7 +80,8 @@ def test_a_post_hook_sees_the_rounded_model() -> None:
     assert checked == [True, True]
 
 
-def test_one_master_per_half_parameter_and_the_sum_itself_as_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sum_is_the_masters_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-precision parameter has one master, whose gradient is the sum itself and no copy."""
     model, opt = make(torch.float16)
     strategy = opt._window.strategy
     given: list[tuple[set[int], set[int], bool]] = []
@@ -104,7 +105,7 @@ def test_one_master_per_half_parameter_and_the_sum_itself_as_its_gradient(monkey
 @pytest.mark.parametrize(
     "options", [{"accumulate_dtype": "parameter"}, {"on_overflow": "drop_micro_batch"}, {"accumulate_dtype": "float64"}]
 )
-def test_every_place_of_the_sum(dtype: torch.dtype, options: dict) -> None:
+def test_place_of_the_sum_changes_nothing(dtype: torch.dtype, options: dict) -> None:
     options = {name: str(dtype).removeprefix("torch.") if value == "parameter" else value for name, value in options.items()}
     model, opt = make(dtype, loss_scale=8.0, **options)
     plain, reference = make(dtype)
@@ -116,7 +117,7 @@ def test_every_place_of_the_sum(dtype: torch.dtype, options: dict) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=STEP * 2.0**-6)
 
 
-def test_mixed_parameters() -> None:
+def test_float32_parameter_has_no_master() -> None:
     half, full = torch.ones(2, dtype=torch.float16, requires_grad=True), torch.ones(2, requires_grad=True)
     opt: Any = gradaccum.wrap(torch.optim.SGD([half, full], lr=STEP), steps=2, master_weights=True)
     for _ in range(2):
@@ -127,7 +128,8 @@ def test_mixed_parameters() -> None:
     assert list(opt.state_dict()["gradaccum"]["masters"]) == [0]
 
 
-def test_what_something_else_wrote_wins_and_the_other_elements_keep_their_masters() -> None:
+def test_written_element_overrides_its_master() -> None:
+    """The other elements keep their masters."""
     parameter = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
     opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=STEP), steps=1, master_weights=True)
     for index in range(3):
@@ -140,7 +142,7 @@ def test_what_something_else_wrote_wins_and_the_other_elements_keep_their_master
     assert master.tolist() == [3 - 2 * STEP, 1 - 3 * STEP, 1 - 3 * STEP]
 
 
-def test_loading_the_model_after_wrapping_counts() -> None:
+def test_loaded_model_overrides_the_masters() -> None:
     model, opt = make(torch.bfloat16)
     train(model, opt, 4)
     other, _ = make(torch.bfloat16)
@@ -156,7 +158,7 @@ def test_loading_the_model_after_wrapping_counts() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 @pytest.mark.parametrize("stop", [1, 2, 3])
 @pytest.mark.parametrize("inner", ["sgd", "adamw_fused"])
-def test_copied_and_pickled(copied: Any, stop: int, inner: str) -> None:
+def test_copies_train_alike(copied: Any, stop: int, inner: str) -> None:
     model, opt = make(torch.float16, inner)
     train(model, opt, stop)
     twin, twin_opt = copied((model, opt))
@@ -167,7 +169,8 @@ def test_copied_and_pickled(copied: Any, stop: int, inner: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_checkpoint_with_masters_and_a_wrapper_without_and_the_reverse() -> None:
+def test_checkpoint_must_match_master_weights() -> None:
+    """A wrapper without masters refuses a checkpoint with masters, and the reverse. Nothing changes."""
     (with_masters, a), (without, b) = make(torch.float16), make(torch.float16, master_weights=False)
     train(with_masters, a, 3)
     train(without, b, 3)
@@ -180,7 +183,7 @@ def test_a_checkpoint_with_masters_and_a_wrapper_without_and_the_reverse() -> No
         assert all(torch.equal(after["gradaccum"]["masters"][i], m) for i, m in before["gradaccum"]["masters"].items())
 
 
-def test_a_bare_optimizers_half_state_becomes_float32() -> None:
+def test_bare_half_state_becomes_float32() -> None:
     model = nn.Linear(4, 2).to(torch.bfloat16)
     bare = torch.optim.SGD(model.parameters(), lr=STEP, momentum=0.9)
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
@@ -193,7 +196,7 @@ def test_a_bare_optimizers_half_state_becomes_float32() -> None:
         assert torch.equal(opt.state[parameter]["momentum_buffer"], momentum.float())
 
 
-def test_a_group_added_later_has_masters_too() -> None:
+def test_added_group_has_masters_too() -> None:
     model, opt = make(torch.float16)
     train(model, opt, 1)
     late = torch.ones(2, dtype=torch.float16, requires_grad=True)
@@ -207,13 +210,13 @@ def test_a_group_added_later_has_masters_too() -> None:
     assert masters_of(opt)[-1].tolist() == [1 - STEP / 2] * 2
 
 
-def test_a_closure_is_refused() -> None:
+def test_closure_is_refused() -> None:
     _, opt = make(torch.float16, steps=1, accumulate_dtype="float16")
     with pytest.raises(gradaccum.UsageError, match="closure"):
         opt.step(lambda: None)
 
 
-def test_the_inner_optimizer_wrapped_again_goes_on_with_its_masters() -> None:
+def test_rewrapped_optimizer_keeps_its_masters() -> None:
     (model, opt), (other, reference) = make(torch.float16, "adamw_fused"), make(torch.float16, "adamw_fused")
     train(model, opt, 2)
     train(other, reference, 2)
@@ -227,7 +230,7 @@ def test_the_inner_optimizer_wrapped_again_goes_on_with_its_masters() -> None:
 
 
 @by_dtype
-def test_zero_grad_clears_the_models_gradients(dtype: torch.dtype) -> None:
+def test_zero_grad_clears_model_gradients(dtype: torch.dtype) -> None:
     model, opt = make(dtype, on_overflow="drop_micro_batch")
     for set_to_none in (True, False):
         (1000 * model(torch.ones(1, 8, dtype=dtype)).sum()).backward()
@@ -235,7 +238,7 @@ def test_zero_grad_clears_the_models_gradients(dtype: torch.dtype) -> None:
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def test_without_masters_the_same_updates_are_lost() -> None:
+def test_updates_are_lost_without_masters() -> None:
     parameter = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
     opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=STEP), steps=1)
     for _ in range(64):
@@ -245,7 +248,7 @@ def test_without_masters_the_same_updates_are_lost() -> None:
 
 
 @pytest.mark.parametrize("inner", ["adamw_fused", "adamw_foreach"])
-def test_bfloat16_autocast_with_a_scale_and_a_fused_optimizer(inner: str) -> None:
+def test_autocast_with_scale_is_exact(inner: str) -> None:
     """float32 parameters under autocast: nothing is cast back, and powers of two scale exactly."""
     results = []
     for options in ({"loss_scale": 1024.0}, {"loss_scale": torch.amp.GradScaler("cpu", init_scale=512.0)}, {}):

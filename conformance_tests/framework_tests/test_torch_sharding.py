@@ -14,7 +14,7 @@ pytest.importorskip("torch.distributed.fsdp", reason="needs a torch with distrib
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch was built without gloo")
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("torch_sharded.py")
+    script = Path(__file__).with_name("torch_sharding.py")
     commands = [[sys.executable, str(script), str(rank), str(tmp_path / "store")] for rank in range(2)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
     try:

@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint.state_dict`'s get and set functions, which keep only ``"state"`` and ``"param_groups"``."""
+"""The get and set functions of `torch.distributed.checkpoint.state_dict`. They keep only ``"state"`` and ``"param_groups"``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ by_kind = pytest.mark.parametrize(("dtype", "options"), OPTIONS.values(), ids=OP
 
 
 class Mixed(nn.Module):
-    """Its last layer stays float32, so that only some parameters have masters."""
+    """The last layer stays float32, so that only some parameters have masters."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def through_memory(model: nn.Module, opt: Any, other: nn.Module, twin: Any, path
 
 
 def through_files(model: nn.Module, opt: Any, other: nn.Module, twin: Any, path: Path) -> None:
-    """It fills the tensors of a state that the new optimizer gives."""
+    """`dcp.load` fills the tensors of a state that the new optimizer provides."""
     state = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
     dcp.save(state, checkpoint_id=path, no_dist=True)
     state = dict(zip(("model", "optimizer"), get_state_dict(other, twin), strict=True))
@@ -74,7 +74,7 @@ def through_files(model: nn.Module, opt: Any, other: nn.Module, twin: Any, path:
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("way", [through_memory, through_files])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_run_resumes_bitwise(way: Any, inner: str, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path) -> None:
+def test_run_resumes_bitwise(way: Any, inner: str, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path) -> None:
     model, opt = make(inner, dtype, options)
     train(model, opt, 0, 6)
     other, twin = make(inner, dtype, options)
@@ -91,7 +91,7 @@ def test_a_run_resumes_bitwise(way: Any, inner: str, dtype: torch.dtype, options
 
 
 @by_kind
-def test_an_open_window_is_refused(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_open_window_is_refused(dtype: torch.dtype, options: dict[str, Any]) -> None:
     model, opt = make("adamw", dtype, options)
     train(model, opt, 0, 3)
     with pytest.raises(gradaccum.UsageError, match=r"opt\.flush\(\)"):
@@ -101,15 +101,15 @@ def test_an_open_window_is_refused(dtype: torch.dtype, options: dict[str, Any]) 
     assert opt.result.applied
 
 
-def test_a_flattened_state_is_refused() -> None:
+def test_flattened_state_is_refused() -> None:
     model, opt = make("adamw", *OPTIONS["float32"])
     with pytest.raises(gradaccum.UsageError, match="flatten_optimizer_state_dict"):
         get_state_dict(model, opt, options=StateDictOptions(flatten_optimizer_state_dict=True))
 
 
 @by_kind
-def test_asking_for_a_state_changes_no_weight(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Torch makes a step with a learning rate of 0 for it, which must not be a micro-batch."""
+def test_get_state_dict_changes_no_weight(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """To fill the state, torch makes a step with a learning rate of 0. That step must not count as a micro-batch."""
     model, opt = make("adamw", dtype, options)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     get_state_dict(model, opt)
@@ -119,7 +119,7 @@ def test_asking_for_a_state_changes_no_weight(dtype: torch.dtype, options: dict[
     assert opt.param_groups[0]["lr"] == 0.01
 
 
-def test_two_optimizers_of_one_model() -> None:
+def test_two_optimizers_share_one_model() -> None:
     (model, _), (other, _) = make("adamw", *OPTIONS["float32"]), make("adamw", *OPTIONS["float32"])
     pairs = []
     for m in (model, other):

@@ -1,4 +1,4 @@
-"""JAX: time and memory as the window grows, at the same number of micro-batches; jitted and donated, one program for every micro-batch.
+"""JAX: time and memory by window length, at the same number of micro-batches; jitted and donated, one program for every micro-batch.
 
 Longer windows mean fewer updates, so the time falls and then stays: what is left is the micro-batch. Memory is what the optimizer's state
 holds beside the inner optimizer's, and what the program wants for itself while it runs.

@@ -1,7 +1,7 @@
-"""`torch.amp.GradScaler` around and inside a wrapped optimizer: per window, scale and growth tracker are what it would have alone.
+"""`torch.amp.GradScaler` around and inside a wrapped optimizer: a window moves scale and growth tracker as a bare step does.
 
-Differences by design, each with a test: a window of weight 0 is neither clean nor an overflow; a scale that the scaler would let
-underflow to 0, from which it never returns, stays at the smallest float32; and our own `DynamicLossScale` has a floor of 1.
+Differences by design, each with a test: a window of weight 0 is neither clean nor an overflow; the scale stays above 0, where a bare
+scaler underflows to 0 and never returns; and our own `DynamicLossScale` has a floor of 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_grad_scaler_loop import Alone, Loop, by_kind, state_of
+from conformance_tests.framework_tests.torch_loss_scale_loop import Alone, Loop, by_kind, state_of
 from gradaccum_torch import backend
 
 SMALLEST = 2.0**-125
@@ -27,7 +27,7 @@ PATTERNS = 1500
 
 
 def patterns(seed: int, events: int) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-    """Random factors and intervals, and for each a random sequence of overflows."""
+    """Random factors and intervals, each with a random sequence of overflows."""
     rng = np.random.default_rng(seed)
     for _ in range(PATTERNS):
         rule = {
@@ -39,7 +39,7 @@ def patterns(seed: int, events: int) -> Iterator[tuple[dict[str, Any], np.ndarra
         yield rule, rng.random(events) < rng.uniform(0.05, 0.6)
 
 
-def test_the_transitions_are_the_scalers() -> None:
+def test_transitions_equal_the_scalers() -> None:
     for rule, overflows in patterns(0, events=24):
         alone = Alone(rule)
         options = gradaccum.kit.make_options(1, loss_scale=torch.amp.GradScaler("cpu", **rule), driver=backend)
@@ -53,7 +53,7 @@ def test_the_transitions_are_the_scalers() -> None:
 
 
 @by_kind
-def test_one_window_of_the_wrapper_is_one_step_of_the_scaler(kind: str) -> None:
+def test_window_is_one_scaler_step(kind: str) -> None:
     for rule, overflows in list(patterns(1, events=6))[:60]:
         alone, loop = Alone(rule), Loop(kind, **rule)
         for window, overflow in enumerate(overflows.tolist()):
@@ -68,7 +68,7 @@ def test_one_window_of_the_wrapper_is_one_step_of_the_scaler(kind: str) -> None:
 
 @by_kind
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_update_is_the_large_batchs(kind: str, fused: bool) -> None:
+def test_update_equals_large_batch(kind: str, fused: bool) -> None:
     loop, plain = Loop(kind, fused=fused, init_scale=2.0**10), Loop(kind, fused=fused, init_scale=1.0)
     for gradient in (1.0, 2.0, 4.5, -1.0, 0.5, 7.0):
         loop.micro_batch(gradient)
@@ -79,7 +79,8 @@ def test_the_update_is_the_large_batchs(kind: str, fused: bool) -> None:
     assert loop.opt.result.applied
 
 
-def test_the_scale_before_and_after_update_tells_of_an_overflow() -> None:
+def test_scale_drop_tells_of_overflow() -> None:
+    """Loops compare `get_scale()` before and after `update()` to see that a step was skipped."""
     loop = Loop("by hand", steps=2, init_scale=4.0)
     for index, expected in enumerate([4.0, 2.0]):
         loop.scaler.scale((loop.parameter * (math.nan if index else 1.0)).sum()).backward()
@@ -90,7 +91,7 @@ def test_the_scale_before_and_after_update_tells_of_an_overflow() -> None:
 
 
 @by_kind
-def test_the_scale_can_be_set_between_windows_and_not_inside(kind: str) -> None:
+def test_scale_changes_only_between_windows(kind: str) -> None:
     loop = Loop(kind, steps=2, init_scale=4.0)
     for _ in range(2):
         loop.micro_batch(1.0)
@@ -106,13 +107,14 @@ def test_the_scale_can_be_set_between_windows_and_not_inside(kind: str) -> None:
         loop.micro_batch(1.0)
     assert loop.parameter.tolist() == [-4.0, -4.0]
     loop.opt.discard()
-    if kind != "scaler.step":  # There the scaler still waits for its update().
+    if kind != "scaler.step":  # With scaler.step the scaler still waits for its update().
         for _ in range(2):
             loop.micro_batch(1.0)
         assert loop.parameter.tolist() == [-5.0, -5.0]
 
 
-def test_another_optimizers_overflow_inside_the_window_is_an_error() -> None:
+def test_another_optimizers_overflow_is_an_error() -> None:
+    """The scaler is shared, and would back off inside the window."""
     loop, other = Loop("scaler.step", steps=3, init_scale=4.0), torch.zeros(1, requires_grad=True)
     bare = torch.optim.SGD([other], lr=1.0)
     for gradient in (math.inf, 1.0):
@@ -126,7 +128,8 @@ def test_another_optimizers_overflow_inside_the_window_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_two_wrapped_optimizers_that_close_together_may_share_a_scaler(steps: int) -> None:
+def test_two_wrappers_share_a_scaler(steps: int) -> None:
+    """Their windows close together."""
     a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     first, second = (gradaccum.wrap(torch.optim.SGD([p], lr=1.0), steps=steps, loss_scale=scaler) for p in (a, b))
@@ -142,7 +145,8 @@ def test_two_wrapped_optimizers_that_close_together_may_share_a_scaler(steps: in
     assert second.result.overflow is False
 
 
-def test_one_of_two_with_an_empty_window_does_not_hold_the_other_back() -> None:
+def test_shared_scaler_ignores_empty_window() -> None:
+    """One wrapper's window has weight 0. The other one's clean window still counts."""
     a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     first, second = (gradaccum.wrap(torch.optim.SGD([p], lr=1.0), steps=1, loss_scale=scaler) for p in (a, b))
@@ -155,7 +159,7 @@ def test_one_of_two_with_an_empty_window_does_not_hold_the_other_back() -> None:
         assert state_of(scaler) == (8.0, expected)
 
 
-def test_unscale_is_refused_and_so_is_a_scaler_that_was_not_given() -> None:
+def test_unscale_and_foreign_scaler_are_refused() -> None:
     loop = Loop("by hand", steps=2, init_scale=4.0)
     loop.scaler.scale(loop.parameter.sum()).backward()
     before = loop.parameter.grad.clone()
@@ -169,7 +173,7 @@ def test_unscale_is_refused_and_so_is_a_scaler_that_was_not_given() -> None:
     assert loop.opt.result.micro_step == 0
 
 
-def test_an_error_inside_the_scalers_step_leaves_a_usable_optimizer() -> None:
+def test_error_in_scaler_step_is_recoverable() -> None:
     loop = Loop("by hand", steps=2, init_scale=4.0)
     loop.scaler.scale(loop.parameter.sum()).backward()
     nn.utils.clip_grad_norm_([loop.parameter], 0.1)
@@ -183,7 +187,8 @@ def test_an_error_inside_the_scalers_step_leaves_a_usable_optimizer() -> None:
     assert state_of(loop.scaler) == (4.0, 1)
 
 
-def test_flush_moves_the_scale_itself() -> None:
+def test_flush_moves_the_scale() -> None:
+    """`flush` needs no `update()` of the scaler."""
     loop = Loop("scaler.step", steps=4, init_scale=4.0, growth_interval=1)
     loop.micro_batch(2.0)
     loop.opt.flush()
@@ -194,7 +199,8 @@ def test_flush_moves_the_scale_itself() -> None:
     assert state_of(loop.scaler) == (16.0, 0)
 
 
-def test_a_window_of_weight_zero_is_neither_clean_nor_an_overflow() -> None:
+def test_weight_zero_leaves_the_scale() -> None:
+    """Such a window is neither clean nor an overflow."""
     loop = Loop("opt.backward", steps=2, init_scale=4.0, growth_interval=3)
     for _ in range(2):
         loop.micro_batch(1.0)
@@ -207,7 +213,7 @@ def test_a_window_of_weight_zero_is_neither_clean_nor_an_overflow() -> None:
 
 
 @by_kind
-def test_the_scale_stays_above_zero(kind: str) -> None:
+def test_scale_stays_above_zero(kind: str) -> None:
     loop = Loop(kind, steps=1, init_scale=4 * SMALLEST, growth_interval=2)
     scales = []
     for gradient in (0.0, math.inf, math.inf, math.inf, 0.0, math.inf):
@@ -217,7 +223,7 @@ def test_the_scale_stays_above_zero(kind: str) -> None:
 
 
 @by_kind
-def test_the_scale_stays_finite(kind: str) -> None:
+def test_scale_stays_finite(kind: str) -> None:
     loop = Loop(kind, steps=1, init_scale=2.0**126, growth_interval=1)
     for _ in range(4):
         loop.micro_batch(0.0)
@@ -225,7 +231,7 @@ def test_the_scale_stays_finite(kind: str) -> None:
 
 
 @by_kind
-def test_a_skip_by_norm_is_clean(kind: str) -> None:
+def test_skip_by_norm_is_clean(kind: str) -> None:
     loop = Loop(kind, init_scale=4.0)
     loop.opt = gradaccum.wrap(loop.opt.optimizer, steps=2, loss_scale=loop.scaler, skip_norm=1.0)
     for _ in range(2):
@@ -234,7 +240,7 @@ def test_a_skip_by_norm_is_clean(kind: str) -> None:
     assert state_of(loop.scaler) == (4.0, 1)
 
 
-def test_changed_factors_count_from_the_next_close() -> None:
+def test_changed_factors_count_at_next_close() -> None:
     loop = Loop("opt.backward", steps=1, init_scale=4.0, growth_interval=1)
     loop.scaler.set_growth_factor(8.0)
     loop.micro_batch(1.0)
@@ -245,7 +251,7 @@ def test_changed_factors_count_from_the_next_close() -> None:
 
 
 @pytest.mark.parametrize("kind", ["scaler.step", "opt.backward", "plain"])
-def test_a_disabled_scaler_is_a_scale_of_one(kind: str) -> None:
+def test_disabled_scaler_has_scale_one(kind: str) -> None:
     parameter = torch.zeros(2, requires_grad=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2, loss_scale=scaler)
@@ -261,7 +267,7 @@ def test_a_disabled_scaler_is_a_scale_of_one(kind: str) -> None:
     assert opt.result.loss_scale == 1.0
 
 
-def test_only_torchs_scaler_can_be_driven() -> None:
+def test_foreign_scaler_class_is_refused() -> None:
     class Other:
         def get_scale(self) -> float:
             return 2.0

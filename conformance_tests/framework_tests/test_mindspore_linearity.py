@@ -1,4 +1,4 @@
-"""`gradaccum_mindspore.verify_loss_scaling`: who ignores the gradient handed to them is named, and nothing else is."""
+"""`gradaccum_mindspore.verify_loss_scaling` names each custom backward that ignores its incoming gradient, and no other."""
 
 import os
 
@@ -40,7 +40,7 @@ class IgnoringCell(nn.Cell):
 
 
 class PartlyIgnoringCell(nn.Cell):
-    """Two outputs and a number for an argument; the second input's gradient is made up."""
+    """Two outputs and a plain number as argument. The second input's gradient ignores the incoming one."""
 
     def construct(self, x, y, factor):
         return x * factor, x + y
@@ -108,21 +108,21 @@ def everything(net):
 
 
 @pytest.mark.parametrize("kind", BLAMED)
-def test_the_guilty_are_named(kind):
+def test_culprits_are_named(kind):
     net = make_net(kind)
     before = everything(net)
     report = verify_loss_scaling(net, net.trainable_params(), X)
     assert report.culprits == BLAMED[kind][1], str(report)
     assert report.linear == (not report.culprits)
     assert set(report.errors) == {p.name for p in net.trainable_params()}
-    assert everything(net) == before, "parameters, statistics, random state and training mode stay"
+    assert everything(net) == before, "parameters, statistics, random state or training mode changed"
     assert type(net.part).__call__ is nn.Cell.__call__ or not isinstance(net.part, nn.Cell)
     assert "MS_JIT" not in os.environ
 
 
 @pytest.mark.parametrize("kind", ["a good cell", "a bad cell"])
 @pytest.mark.parametrize("how", ["jit", "graph"])
-def test_compiled_functions_are_looked_into(kind, how):
+def test_culprits_in_compiled_functions_are_named(kind, how):
     net = make_net(kind)
     ms.set_context(mode=ms.GRAPH_MODE if how == "graph" else ms.PYNATIVE_MODE)
     report = verify_loss_scaling(ms.jit(net.construct) if how == "jit" else net, ms.ParameterTuple(net.trainable_params()), X)
@@ -130,7 +130,8 @@ def test_compiled_functions_are_looked_into(kind, how):
     assert ms.get_context("mode") == (ms.GRAPH_MODE if how == "graph" else ms.PYNATIVE_MODE)
 
 
-def test_without_a_custom_backward_the_errors_alone_tell():
+def test_errors_alone_show_a_hook():
+    """A hook is no custom backward: the report has an error and no culprit."""
     weight = Parameter(Tensor(np.ones(3), ms.float32), name="weight")
     linear = verify_loss_scaling(lambda x: (weight * x).sum(), weight, X)
     assert (linear.linear, linear.errors) == (True, {"weight": 0.0}), "powers of two are exact"
@@ -148,29 +149,30 @@ def test_without_a_custom_backward_the_errors_alone_tell():
 
 @pytest.mark.parametrize("dtype", [ms.float16, ms.float64], ids=["float16", "float64"])
 @pytest.mark.parametrize(("part", "linear"), [(Doubling, True), (IgnoringCell, False)])
-def test_in_other_dtypes(dtype, part, linear):
-    """float16 gradients vanish at small scales and overflow at large ones; neither is held against the loss."""
+def test_culprits_in_other_dtypes_are_named(dtype, part, linear):
+    """float16 gradients vanish at small scales and overflow at large ones; the check holds neither against the loss."""
     weight, cell, small = Parameter(Tensor(np.linspace(0.5, 1.0, 3), dtype), name="weight"), part(), Tensor(2.0**-12, dtype)
     report = verify_loss_scaling(lambda x: ops.square(cell(weight * x * small)).sum(), weight, X.astype(dtype))
     assert (report.linear, report.culprits) == (linear, () if linear else ("IgnoringCell",)), str(report)
 
 
 @pytest.mark.parametrize(("part", "linear"), [(Doubling, True), (IgnoringCell, False)])
-def test_in_bfloat16(part, linear):
+def test_culprits_in_bfloat16_are_named(part, linear):
     weight, cell = Parameter(Tensor(np.linspace(0.5, 1.0, 3), ms.bfloat16), name="weight"), part()
     report = verify_loss_scaling(lambda x: cell((weight * x).astype(ms.float32)).mean(), weight, Tensor(np.ones(3), ms.bfloat16))
     assert (report.linear, report.culprits) == (linear, () if linear else ("IgnoringCell",)), str(report)
 
 
 @pytest.mark.parametrize(("part", "linear"), [(Doubling, True), (IgnoringCell, False)])
-def test_mixed_precision_cells(part, linear):
+def test_culprits_in_mixed_precision_are_named(part, linear):
     net = nn.SequentialCell(nn.Dense(3, 4).to_float(ms.float16), part().to_float(ms.float16))
     report = verify_loss_scaling(lambda x: ops.square(net(x).astype(ms.float32)).mean(), net.trainable_params(), X)
     assert report.linear == linear
     assert report.culprits == (() if linear else ("IgnoringCell",))
 
 
-def test_what_is_no_loss_is_refused_and_nothing_stays_replaced():
+def test_wrong_losses_are_refused():
+    """A loss is one floating scalar, the same each time. After a refusal MindSpore's own methods are back in place."""
     weight = Parameter(Tensor(np.ones(3), ms.float32), name="weight")
     call = nn.Cell.__call__
     for wrong in (lambda x: weight * x, lambda x: ((weight * x).sum(), x), lambda x: x.astype(ms.int32).sum()):

@@ -1,4 +1,4 @@
-"""The scaling questions: bytes held are one gradient, however long the window, and peers end with the same parameters."""
+"""The window-length questions: the sum takes one gradient's bytes at every length, and peers end with the same parameters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from benchmarks.axes import RUN, STEPS, TENSORS, WINDOWS, in_words, sizes
 TENSORS_HERE, ELEMENTS = 3, 300
 
 
-def test_pieces_are_equal_and_lose_nothing() -> None:
+def test_tensor_sizes_are_equal() -> None:
+    """Together they have every element."""
     assert sizes(3, 300) == [100, 100, 100]
     assert in_words(1000, 1_000_000) == "1,000 tensors of 1,000"
     with pytest.raises(ValueError, match="multiple of 7"):
         sizes(7, 100)
 
 
-def test_every_run_ends_at_the_end_of_a_window() -> None:
+def test_runs_end_with_a_window() -> None:
     assert all(RUN % steps == 0 for steps in WINDOWS)
     assert all(sum(sizes(tensors, 1_000_000)) == 1_000_000 for tensors in TENSORS)
 
@@ -25,37 +26,38 @@ def test_every_run_ends_at_the_end_of_a_window() -> None:
 @pytest.mark.parametrize("steps", [2, 8])
 def test_torch_holds_one_gradient(steps: int) -> None:
     pytest.importorskip("torch")
-    from benchmarks.questions import torch_scaling as scaling
+    from benchmarks.questions import torch_window_length as question
 
-    for make in scaling.LOOPS.values():
-        assert scaling.held_bytes(make(scaling.model(TENSORS_HERE, ELEMENTS), steps), steps) == 4 * ELEMENTS
+    for make in question.LOOPS.values():
+        assert question.held_bytes(make(question.model(TENSORS_HERE, ELEMENTS), steps), steps) == 4 * ELEMENTS
 
 
 def test_torch_peers_agree() -> None:
     pytest.importorskip("torch")
-    from benchmarks.questions import torch_scaling as scaling
+    from benchmarks.questions import torch_window_length as question
 
-    trained = [scaling.model(TENSORS_HERE, ELEMENTS) for _ in scaling.LOOPS]
+    trained = [question.model(TENSORS_HERE, ELEMENTS) for _ in question.LOOPS]
     first = [parameter.detach().clone() for parameter in trained[0]]
-    for parameters, make in zip(trained, scaling.LOOPS.values(), strict=True):
+    for parameters, make in zip(trained, question.LOOPS.values(), strict=True):
         make(parameters, STEPS)(3 * STEPS)
     for one, other, before in zip(*trained, first, strict=True):
         np.testing.assert_allclose(one.detach(), other.detach(), rtol=1e-6, atol=1e-7)
         assert float((one.detach() - before).abs().max()) > 1e-4
 
 
-def test_jax_peers_agree_and_hold_one_gradient() -> None:
+def test_jax_peers_hold_one_gradient() -> None:
+    """They also end with the same parameters."""
     optax = pytest.importorskip("optax")
     import gradaccum
-    from benchmarks.questions import jax_scaling as scaling
+    from benchmarks.questions import jax_window_length as question
 
     def model() -> list[object]:
-        return scaling.model(TENSORS_HERE, ELEMENTS)
+        return question.model(TENSORS_HERE, ELEMENTS)
 
     made = [
-        scaling.by_hand(model(), STEPS),
-        scaling.one_program(optax.MultiSteps(optax.adamw(1e-4), STEPS), model()),
-        scaling.one_program(gradaccum.wrap(optax.adamw(1e-4), steps=STEPS), model()),
+        question.by_hand(model(), STEPS),
+        question.one_program(optax.MultiSteps(optax.adamw(1e-4), STEPS), model()),
+        question.one_program(gradaccum.wrap(optax.adamw(1e-4), steps=STEPS), model()),
     ]
     trained = [loop(3 * STEPS)[0] for loop, _ in made]
     for other in trained[1:]:

@@ -1,4 +1,4 @@
-"""A call that raises in PyNative leaves the state before it or the state after it, never a mix of the two."""
+"""A call that raises in PyNative leaves the state from before or after the call, never a mix."""
 
 import os
 
@@ -36,7 +36,7 @@ def counted(optimizer):
 
 
 class StopsAt:
-    """Calls a function, and raises before or after one of its calls, once."""
+    """Calls `function`; at call number `call` it raises `Stop`, before or after the work."""
 
     def __init__(self, function, call, *, after=False):
         self.function, self.call, self.after, self.calls = function, call, after, 0
@@ -60,7 +60,7 @@ INNER = {"SGD": lambda ps: nn.SGD(ps, 1.0), "experimental SGD": lambda ps: optim
 
 
 @pytest.mark.parametrize("kind", INNER)
-def test_an_update_that_was_made_is_not_made_again(kind, monkeypatch):
+def test_finished_update_is_not_repeated(kind, monkeypatch):
     """A hook raises, or the user presses Ctrl-C, after the inner optimizer's call."""
     optimizer = gradaccum.wrap(INNER[kind](two_parameters()), steps=2)
     optimizer(gradients(2.0))
@@ -73,8 +73,8 @@ def test_an_update_that_was_made_is_not_made_again(kind, monkeypatch):
     assert values(optimizer) == [-2.0, -2.0]
 
 
-def test_an_update_that_was_not_made_is_made_by_flush(monkeypatch):
-    """A micro-batch more is refused meanwhile: it would count twice, if it is the one that raised."""
+def test_missed_update_is_made_by_flush(monkeypatch):
+    """Until then a further micro-batch is refused: it may be the one that raised, and would count twice."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     optimizer(gradients(2.0))
     monkeypatch.setattr(nn.SGD, "__call__", StopsAt(optimizer.inner.construct, 1))
@@ -86,7 +86,8 @@ def test_an_update_that_was_not_made_is_made_by_flush(monkeypatch):
     assert (values(optimizer), counted(optimizer)) == ([-2.0, -2.0], (0, 1))
 
 
-def test_a_half_rounded_model_is_rounded(monkeypatch):
+def test_interrupted_rounding_is_finished(monkeypatch):
+    """The interrupt comes after the first of two masters was rounded into the model."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(ms.float16), 1.0), steps=1, master_weights=True)
     monkeypatch.setattr(masters, "write", StopsAt(masters.write, 2))
     raises(lambda: optimizer(gradients(3.0, ms.float16)))
@@ -95,7 +96,7 @@ def test_a_half_rounded_model_is_rounded(monkeypatch):
 
 @pytest.mark.parametrize("part", ["clear", "push"])
 @pytest.mark.parametrize("value", [2.0, np.inf])
-def test_a_close_that_is_interrupted_is_finished(part, value, monkeypatch):
+def test_interrupted_close_is_finished(part, value, monkeypatch):
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=1)
     if part == "clear":
         monkeypatch.setattr(pynative_sums, "write", StopsAt(pynative_sums.write, 2))
@@ -107,7 +108,7 @@ def test_a_close_that_is_interrupted_is_finished(part, value, monkeypatch):
     assert values(optimizer) == [-2.0, -2.0] if value == 2.0 else [0.0, 0.0]
 
 
-def test_a_discard_that_is_interrupted_is_finished(monkeypatch):
+def test_interrupted_discard_is_finished(monkeypatch):
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     optimizer(gradients(7.0))
     monkeypatch.setattr(pynative_sums, "write", StopsAt(pynative_sums.write, 2))
@@ -118,7 +119,8 @@ def test_a_discard_that_is_interrupted_is_finished(monkeypatch):
     assert values(optimizer) == [0.0, 0.0]
 
 
-def test_a_first_micro_batch_that_raised_can_be_tried_again(monkeypatch):
+def test_first_micro_batch_can_be_retried(monkeypatch):
+    """An empty window's sums are cleared again after the failure."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     monkeypatch.setattr(pynative_window, "add_into", StopsAt(pynative_window.add_into, 2))
     raises(lambda: optimizer(gradients(2.0)))
@@ -129,8 +131,8 @@ def test_a_first_micro_batch_that_raised_can_be_tried_again(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["skip_window", "drop_micro_batch"])
-def test_a_window_with_half_a_micro_batch_is_skipped(policy, monkeypatch, tmp_path):
-    """What is in the sums can neither be used nor taken back, so the window says overflow, also after a resume."""
+def test_half_added_micro_batch_skips_the_window(policy, monkeypatch, tmp_path):
+    """The sums can be neither used nor restored, so the window counts as an overflow, also after a resume."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2, on_overflow=policy)
     optimizer(gradients(2.0))
     monkeypatch.setattr(pynative_window, "add_into", StopsAt(pynative_window.add_into, 2))
@@ -146,7 +148,8 @@ def test_a_window_with_half_a_micro_batch_is_skipped(policy, monkeypatch, tmp_pa
     assert values(optimizer) == [0.0, 0.0]
 
 
-def test_memory_that_runs_out_before_adding_changes_nothing(monkeypatch):
+def test_failure_before_adding_changes_nothing(monkeypatch):
+    """Scaling by the weight raises, for example because memory runs out."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     optimizer(gradients(2.0), 2)
     monkeypatch.setattr(pynative_sums, "scaled", StopsAt(pynative_sums.scaled, 1))
@@ -155,7 +158,7 @@ def test_memory_that_runs_out_before_adding_changes_nothing(monkeypatch):
     assert values(optimizer) == [-2.0, -2.0]
 
 
-def test_the_state_an_interrupt_leaves_can_be_saved_and_loaded(monkeypatch, tmp_path):
+def test_interrupted_state_is_saved_and_loaded(monkeypatch, tmp_path):
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=1)
     monkeypatch.setattr(nn.SGD, "__call__", StopsAt(optimizer.inner.construct, 1))
     raises(lambda: optimizer(gradients(4.0)))

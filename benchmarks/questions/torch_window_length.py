@@ -1,4 +1,4 @@
-"""torch: time and memory as the window grows, at the same number of micro-batches.
+"""torch: time and memory by window length, at the same number of micro-batches.
 
 Longer windows mean fewer updates, so the time falls and then stays: what is left is the micro-batch. Memory is what torch's allocator has
 handed out since the window began and has not got back after its last but one micro-batch: the sum, one gradient of the model, however

@@ -11,13 +11,13 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
 
-from conformance_tests.framework_tests.torch_grad_scaler_loop import Loop, by_kind, state_of
+from conformance_tests.framework_tests.torch_loss_scale_loop import Loop, by_kind, state_of
 
 
 @by_kind
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("with_scaler", [False, True])
-def test_saved_and_resumed_with_its_scaler(kind: str, stop: int, with_scaler: bool) -> None:
+def test_scaler_resumes_with_the_wrapper(kind: str, stop: int, with_scaler: bool) -> None:
     gradients = [1.0, 2.0, math.inf, 3.0, 0.5, 1.5, 2.5, 4.0]
     loops = [Loop(kind, steps=2, init_scale=64.0, growth_interval=2, fused=True) for _ in range(3)]
     whole, first, resumed = loops
@@ -36,7 +36,8 @@ def test_saved_and_resumed_with_its_scaler(kind: str, stop: int, with_scaler: bo
     assert state_of(resumed.scaler) == state_of(whole.scaler)
 
 
-def test_saved_between_the_scalers_step_and_its_update() -> None:
+def test_save_between_step_and_update() -> None:
+    """The saved scale is already the one that `update()` will set."""
     loop, saved = Loop("by hand", steps=2, init_scale=64.0, growth_interval=2), []
     for gradient in (1.0, 2.0, 3.0, 4.0, math.inf, 1.0):
         loop.scaler.scale((loop.parameter * gradient).sum()).backward()
@@ -48,7 +49,8 @@ def test_saved_between_the_scalers_step_and_its_update() -> None:
     assert saved == [(64, 0), (64, 1), (64, 1), (128, 0), (128, 0), (64, 0)]
 
 
-def test_a_loaded_scaler_is_what_the_next_window_uses_and_what_is_saved() -> None:
+def test_loaded_scaler_rules_next_window() -> None:
+    """The wrapper's state saves the loaded scale, too."""
     loop = Loop("opt.backward", steps=2, init_scale=4.0)
     loop.scaler.load_state_dict({**loop.scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7})
     assert loop.opt.state_dict()["gradaccum"]["loss_scale"] == 128.0
@@ -59,14 +61,14 @@ def test_a_loaded_scaler_is_what_the_next_window_uses_and_what_is_saved() -> Non
 
 
 @pytest.mark.parametrize("kind", ["scaler.step", "opt.scale"])
-def test_a_bare_optimizers_state_keeps_the_scale(kind: str) -> None:
+def test_bare_state_keeps_the_scale(kind: str) -> None:
     loop = Loop(kind, steps=2, init_scale=4.0)
     loop.scaler.update(16.0)
     loop.opt.load_state_dict(torch.optim.SGD([torch.zeros(2)], lr=1.0).state_dict())
     assert state_of(loop.scaler) == (16.0, 0)
 
 
-def test_copied_with_its_scaler() -> None:
+def test_copy_has_its_own_scaler() -> None:
     loop = Loop("scaler.step", steps=2, init_scale=4.0)
     loop.micro_batch(1.0)
     twin = copy.deepcopy(loop)

@@ -1,0 +1,133 @@
+"""Saving and loading in the middle of a window: a resumed run equals the uninterrupted one, and a wrong checkpoint changes nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Tensor, nn, ops  # noqa: E402
+
+import gradaccum  # noqa: E402
+from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
+
+RNG = np.random.RandomState(0)
+X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
+WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
+MODES = ("pynative", "graph")
+
+
+@pytest.fixture(autouse=True)
+def pynative_after():
+    yield
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+def make_net():
+    net = nn.Dense(4, 2)
+    ops.assign(net.weight, Tensor(WEIGHT))
+    ops.assign(net.bias, Tensor(BIAS))
+    return net
+
+
+def set_mode(mode):
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+
+
+def cell(mode, steps=4, **options):
+    set_mode(mode)
+    net = make_net()
+    optimizer = gradaccum.wrap(nn.Adam(net.trainable_params(), 0.1), steps=steps, **options)
+    return nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
+
+
+def go_on(step, first, last):
+    for index in range(first, last):
+        step(Tensor(X[3 * index : 3 * index + 3]), Tensor(Y[3 * index : 3 * index + 3]))
+
+
+def everything(step):
+    return {name: p.asnumpy().tobytes() for name, p in step.parameters_dict().items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resume_in_mid_window_is_bitwise(mode, tmp_path):
+    """The state is loaded into a cell that has run, so in graph mode into compiled code."""
+    whole, resumed = cell(mode), cell(mode)
+    go_on(whole, 0, 6)
+    ms.save_checkpoint(whole, str(tmp_path / "step.ckpt"))
+    go_on(resumed, 3, 8)
+    load_checkpoint_into(resumed, ms.load_checkpoint(str(tmp_path / "step.ckpt")))
+    assert everything(resumed) == everything(whole)
+    go_on(whole, 6, 8)
+    go_on(resumed, 6, 8)
+    assert everything(resumed) == everything(whole)
+    assert whole.optimizer.result.optimizer_step == 2
+
+
+def test_instances_have_the_same_names():
+    names = [sorted(cell("pynative").parameters_dict()) for _ in range(2)]
+    assert names[0] == names[1]
+    assert {"weight.gradaccum.grad_sum", "gradaccum.micro_step", "gradaccum.loss_scale"} <= set(names[0])
+
+
+def spoil(entries, fault):
+    if fault == "missing field":
+        del entries["gradaccum.growth_tracker"]
+    elif fault == "missing sum":
+        del entries["weight.gradaccum.grad_sum"]
+    elif fault == "shape":
+        entries["bias"] = Tensor(np.zeros(3, np.float32))
+    elif fault == "dtype":
+        entries["weight.gradaccum.grad_sum"] = Tensor(np.zeros((2, 4), np.float16))
+    elif fault == "another parameter":
+        entries["more.weight.gradaccum.grad_sum"] = Tensor(np.zeros((2, 4), np.float32))
+    elif fault == "terms":
+        entries["gradaccum.terms"] = Tensor([9, 0, 0, 4], ms.int32)
+    else:
+        entries["gradaccum.micro_step"] = Tensor(5, ms.int32)
+
+
+@pytest.mark.parametrize("fault", ["missing field", "missing sum", "shape", "dtype", "another parameter", "terms", "window"])
+def test_unfit_checkpoint_is_refused_whole(fault):
+    source, target = cell("pynative"), cell("pynative")
+    go_on(source, 0, 3)
+    go_on(target, 3, 5)
+    entries = {name: Tensor(p.asnumpy()) for name, p in source.parameters_dict().items()}
+    spoil(entries, fault)
+    before = everything(target)
+    with pytest.raises(gradaccum.CheckpointError, match="expected"):
+        load_checkpoint_into(target, entries)
+    assert everything(target) == before
+
+
+def test_other_entries_are_ignored():
+    """Entries of a checkpoint that are no parameters, such as ``epoch_num``."""
+    source, target = cell("pynative"), cell("pynative")
+    go_on(source, 0, 3)
+    load_checkpoint_into(target, {**source.parameters_dict(), "epoch_num": 3})
+    assert everything(target) == everything(source)
+
+
+def test_another_process_resumes_by_name(tmp_path):
+    """The second process builds its objects in another order."""
+    script = tmp_path / "resume.py"
+    script.write_text(
+        "import sys, numpy as np, mindspore as ms, gradaccum\n"
+        "from mindspore import nn, Tensor\n"
+        "from gradaccum_mindspore import load_checkpoint_into\n"
+        "unrelated = gradaccum.wrap(nn.SGD(nn.Dense(2, 2).trainable_params(), 0.1), steps=2)\n"
+        "net = nn.Dense(4, 2)\n"
+        "optimizer = gradaccum.wrap(nn.Adam(net.trainable_params(), 0.1), steps=4)\n"
+        "load_checkpoint_into(optimizer, ms.load_checkpoint(sys.argv[1]))\n"
+        "print(*optimizer.result[5:])\n"
+    )
+    step = cell("pynative")
+    go_on(step, 0, 6)
+    ms.save_checkpoint(step, str(tmp_path / "step.ckpt"))
+    ran = subprocess.run([sys.executable, str(script), str(tmp_path / "step.ckpt")], capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == ["2", "1"], ran.stderr[-2000:]
