@@ -8,10 +8,10 @@ params = optax.apply_updates(params, updates)
 
 from gradaccum_jax.backend import backend
 from gradaccum_jax.checkpoint import check_state
-from gradaccum_jax.closing import discard, flush
 from gradaccum_jax.linearity import verify_loss_scaling
 from gradaccum_jax.masters import apply_updates
 from gradaccum_jax.multisteps import MultiSteps
+from gradaccum_jax.optimizer import discard, flush
 from gradaccum_jax.state import AccumulationState, result, scale_loss
 
 __all__ = [

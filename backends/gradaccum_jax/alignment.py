@@ -1,13 +1,13 @@
-"""The user's gradients in the order of the sums, and what is refused of them.
+"""The user's gradients in the order of the sums, and the gradients that are refused.
 
-Trees of one structure are aligned leaf by leaf; others by path, since containers may differ in type. A pytree node may report one key
-for several children, and then a path says too little.
+Trees of one structure are aligned leaf by leaf; other trees by path, since containers may differ in type. A pytree node may report one key
+for several children; then a path names several leaves, and only the same structure is taken.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,25 @@ import numpy as np
 from gradaccum import GradientError
 from gradaccum.kit import explain
 from gradaccum_jax.dtypes import takes_part, wider
+from gradaccum_jax.trees import is_none
+from gradaccum_jax.types import Array, DType, Gradients, Leaves, Tree
 
 FIX = "Differentiate with respect to the parameters that were given to tx.init."
-Named = list[tuple[str, Any]]
+Named = list[tuple[str, Array]]
 
 
-def align(gradients: Any, accumulator: Any, *, any_float: bool) -> list[Any]:
-    """The gradients in the order of the accumulator's leaves; None where there is none.
+def align(gradients: Tree, accumulator: Tree, *, any_float: bool) -> Gradients:
+    """The gradients in the order of the accumulator's leaves; None for a parameter without one.
 
     A None may also stand for a whole subtree. Containers may differ in type as long as the paths agree.
 
     Args:
         gradients: the tree the user gave.
         accumulator: the tree of sums.
-        any_float: let through dtypes that are wider than the accumulator's, because its dtype was chosen by the user.
+        any_float: let through dtypes wider than the accumulator's, because the user chose its dtype.
 
     Raises:
-        GradientError: another structure, shape or dtype, naming the path of the leaf.
+        GradientError: the structure, a shape or a dtype differs; names the path of the leaf.
     """
     held, structure = _named(accumulator)
     given, other = _named(gradients)
@@ -42,13 +44,13 @@ def align(gradients: Any, accumulator: Any, *, any_float: bool) -> list[Any]:
     return [gradient for (_, leaf), gradient in zip(held, found, strict=True) if leaf is not None]
 
 
-def _named(tree: Any) -> tuple[Named, Any]:
+def _named(tree: Tree) -> tuple[Named, Tree]:
     """The leaves by path, None and float0 as None, and the structure."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
     return [(jax.tree_util.keystr(path), _array(leaf)) for path, leaf in flat], structure
 
 
-def _by_path(held: Named, given: Named) -> list[Any]:
+def _by_path(held: Named, given: Named) -> Leaves:
     found = dict(given)
     absent = tuple(path for path, leaf in found.items() if leaf is None)
     names = [name for name, _ in held]
@@ -71,7 +73,7 @@ def _is_under(name: str, path: str) -> bool:
     return name.startswith(path) and name[len(path)] in "[."
 
 
-def _check_leaf(name: str, gradient: Any, held: Any, any_float: bool) -> None:
+def _check_leaf(name: str, gradient: Array, held: Array, any_float: bool) -> None:
     if gradient is None:
         return
     if held is None:
@@ -85,7 +87,7 @@ def _check_leaf(name: str, gradient: Any, held: Any, any_float: bool) -> None:
     _check_dtype(name, dtype, held, any_float)
 
 
-def _check_dtype(name: str, dtype: Any, held: Any, any_float: bool) -> None:
+def _check_dtype(name: str, dtype: DType, held: Array, any_float: bool) -> None:
     if not takes_part(held):
         fix = "Give None or float0, as jax.grad does; train it as a float."
         _refuse(name, f"no gradient, as a parameter of dtype {held.dtype} takes no part", f"one of dtype {dtype}", fix)
@@ -96,8 +98,8 @@ def _check_dtype(name: str, dtype: Any, held: Any, any_float: bool) -> None:
         _refuse(name, f"a gradient of a dtype that {held.dtype} holds", f"one of dtype {dtype}")
 
 
-def _array(gradient: Any) -> Any:
-    """None for a float0 too: JAX's gradient of an integer parameter."""
+def _array(gradient: Array) -> Array:
+    """`gradient`; None for a float0, which is JAX's gradient of an integer parameter."""
     return None if getattr(gradient, "dtype", None) == jax.dtypes.float0 else gradient
 
 

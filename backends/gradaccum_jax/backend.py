@@ -1,13 +1,10 @@
-"""The backend object: what the core finds by name, and `wrap` by the optimizer's type."""
+"""The backend object: the core finds it by name, `gradaccum.wrap` by the optimizer's type."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import optax
 
-from gradaccum import ArgumentTypeError
-from gradaccum.kit import Options, explain, optimizer_error, wrapped_twice_error
+from gradaccum.kit import Options, optimizer_error, wrapped_twice_error
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.masters import on_masters, without_masters
@@ -20,60 +17,42 @@ class JaxBackend:
 
     name = "jax"
 
-    def wrap(self, optimizer: Any, options: Options, *, control_flow: str = "while_loop") -> optax.GradientTransformationExtraArgs:
+    def wrap(self, optimizer: object, options: Options, *, control_flow: str = "while_loop") -> optax.GradientTransformationExtraArgs:
         """See `gradaccum.wrap`.
 
         Args:
             optimizer: an `optax.GradientTransformation`.
             options: the validated options.
-            control_flow: how the inner optimizer is run once per window: ``"while_loop"``, also once under `jax.vmap`; or ``"cond"``, for
-                those who differentiate through the optimizer, since the loop's derivative runs it in every micro-batch, and for an
-                optimizer that reduces over a named axis of `jax.vmap`: with the loop, that raises `UsageError` where it is vmapped.
+            control_flow: how the inner optimizer is run once per window. ``"while_loop"`` runs it once under `jax.vmap` too. ``"cond"``
+                serves users who differentiate through the optimizer, since the loop's derivative runs it in every micro-batch; and an
+                optimizer that reduces over a named axis of `jax.vmap`, which raises `UsageError` with the loop.
 
         Raises:
             ArgumentTypeError: `optimizer` is no such transformation or is wrapped already.
-            ArgumentValueError: `control_flow` is neither, or a callable ``steps`` gives no int >= 1 for step 0.
+            ArgumentValueError: `control_flow` is neither of the two, or a callable ``steps`` gives no int >= 1 for step 0.
         """
-        require_transformation(optimizer)
+        transformation = require_transformation(optimizer)
         probe(options.steps)
         checked = options._replace(accumulate_dtype=require_dtype(options.accumulate_dtype))
-        inner = optax.with_extra_args_support(optimizer)
+        inner = optax.with_extra_args_support(transformation)
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
         wrapped = Accumulation(held, checked, require_control_flow(control_flow))
         return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 
-def accumulation_of(tx: Any) -> Accumulation | None:
-    """The accumulation behind a wrapped transformation, None if it is not wrapped."""
-    owner = getattr(getattr(tx, "update", None), "__self__", None)
-    return owner if isinstance(owner, Accumulation) else None
-
-
-def require_accumulation(tx: Any) -> Accumulation:
-    """The accumulation behind `tx`.
+def require_transformation(optimizer: object) -> optax.GradientTransformation:
+    """`optimizer` if it is an optax transformation and not wrapped already.
 
     Raises:
-        ArgumentTypeError: it is not wrapped.
-    """
-    found = accumulation_of(tx)
-    if found is None:
-        fix = "Pass what gradaccum.wrap returned; of an optax.chain that holds it, pass it and its own part of the chain's state."
-        raise explain(ArgumentTypeError, "tx", expected="a wrapped optimizer", found=f"a {type(tx).__name__} that is not wrapped", fix=fix)
-    return found
-
-
-def require_transformation(optimizer: Any) -> None:
-    """Refuse what is not an optax transformation, and what is wrapped already.
-
-    Raises:
-        ArgumentTypeError: it is one of those.
+        ArgumentTypeError: it is not one, or it is wrapped.
     """
     if not isinstance(optimizer, optax.GradientTransformation):
         fix = "Pass for example optax.adamw(1e-3); instead of an optax.MultiSteps, pass the optimizer inside it."
         raise optimizer_error("an optax.GradientTransformation", optimizer, fix)
     owner = getattr(optimizer.update, "__self__", None)
-    if isinstance(owner, Accumulation) or hasattr(owner, "has_updated"):  # that of MultiSteps.gradient_transformation(), optax's too
+    if isinstance(owner, Accumulation) or hasattr(owner, "has_updated"):  # MultiSteps.gradient_transformation(), optax's too
         raise wrapped_twice_error(owner)
+    return optimizer
 
 
 backend = JaxBackend()

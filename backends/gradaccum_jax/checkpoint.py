@@ -1,7 +1,7 @@
-"""A restored state is checked against the optimizer it is to continue, before it is used.
+"""Saving and loading: a restored state is checked against the optimizer that goes on with it.
 
-Checkpoint libraries that restore without a target give back plain dicts and lists. Their paths say the same as those of the
-state, so both are checked, and rebuilt, by path.
+Checkpoint libraries that restore without a target give back plain dicts and lists. Their paths are those of the state, so both are
+checked, and rebuilt, by path.
 """
 
 from __future__ import annotations
@@ -11,42 +11,56 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from gradaccum import CheckpointError
-from gradaccum.kit import explain
-from gradaccum_jax.backend import require_accumulation
-from gradaccum_jax.paths import unique
-from gradaccum_jax.state import AccumulationState
-from gradaccum_jax.terms import resume
-from gradaccum_jax.variables import plain
+from gradaccum.kit import Options, State, decode_terms, encode_terms, explain, resumed, terms_of
+from gradaccum_jax.optimizer import require_accumulation
+from gradaccum_jax.state import AccumulationState, fields_of, with_fields
+from gradaccum_jax.trees import plain, unique
+from gradaccum_jax.types import Array, Params, Tree
 
 _RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
 
 
-def check_state(tx: Any, state: Any, params: Any) -> AccumulationState:
+def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -> AccumulationState:
     """The state to go on with: a restored `state` as JAX arrays in the structure that `tx` uses, if `tx` can go on with it.
 
-    Checked are the paths, every shape and dtype. An open window goes on under the options that it was made under: `reduction`,
+    This checks the paths, every shape and every dtype. An open window goes on under the options that it was made under: `reduction`,
     `on_overflow`, `steps` and the kind of loss scale, or the scale itself if it is constant. Between two windows all of these may change:
-    the loss scale goes on if it is dynamic in both runs, else it is the option's own. So go on with what this returns. Not for use under
-    `jit`: it looks at values.
+    the loss scale goes on if it is dynamic in both runs, else it is the option's own. So go on with the state that this returns. Not for
+    use under `jit`: it looks at values.
 
     Args:
         tx: what `gradaccum.wrap` returned.
-        state: what a checkpoint gave back, arrays of NumPy or JAX: an `AccumulationState`, or the nested dicts of `flax.serialization`
+        state: as the checkpoint gave it back, arrays of NumPy or JAX: an `AccumulationState`, or the nested dicts of `flax.serialization`
             and orbax restored without a target; or flax nnx's ``optimizer.opt_state``, as in the recipes.
         params: the parameters, or their `jax.ShapeDtypeStruct`.
 
     Raises:
-        CheckpointError: naming what differs; nothing was changed.
+        CheckpointError: something differs; names it. Nothing was changed.
         ArgumentTypeError: `tx` is not wrapped.
     """
     wrapped = require_accumulation(tx)
     like = jax.eval_shape(wrapped.init, plain(params))
-    return resume(rebuild(plain(state), like), wrapped.options)
+    return _resume(rebuild(plain(state), like), wrapped.options)
 
 
-def rebuild(tree: Any, like: Any) -> Any:
+def _resume(state: AccumulationState, options: Options) -> AccumulationState:
+    """The state to go on with under `options`, made of a restored one; looks at values.
+
+    Raises:
+        CheckpointError: a window is open, and `options` differ in one of its terms.
+    """
+    steps = options.steps
+    concrete = options._replace(steps=lambda step: steps(jnp.asarray(step, jnp.int32))) if callable(steps) else options
+    saved = State(*(np.asarray(field).item() for field in fields_of(state)))
+    fields = resumed(saved, decode_terms(np.asarray(state.terms).tolist()), concrete)
+    own = jnp.asarray(encode_terms(terms_of(concrete, fields.optimizer_step)), jnp.int32)
+    return (state if fields == saved else with_fields(state, fields))._replace(terms=own)
+
+
+def rebuild(tree: Tree, like: Tree) -> Any:
     """The leaves of `tree` as JAX arrays in the structure of `like`.
 
     Raises:
@@ -57,22 +71,22 @@ def rebuild(tree: Any, like: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(found[path]) for path in expected])
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
-    """Leaves by names joined with dots: the same for a tuple or named tuple and for the dict that was made of it."""
+def _by_path(tree: Tree) -> dict[str, Array]:
+    """Leaves by names joined with dots: the same for a tuple and for the dict that a library made of it."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     names = unique(".".join(_name(key) for key in path) for path, _ in flat)
     return dict(zip(names, (leaf for _, leaf in flat), strict=True))
 
 
-def _name(key: Any) -> str:
-    """The one attribute that a key of a path has: a dict's or a custom node's, a sequence's or a named tuple's."""
+def _name(key: object) -> str:
+    """The name in one key of a path: a dict or a custom node has ``key``, a sequence ``idx``, a named tuple ``name``."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
 
 
-def _check_leaves(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def _check_leaves(found: dict[str, Array], expected: dict[str, Array]) -> None:
     for path, leaf in expected.items():
         if path not in found:
             _refuse(path, _kind(leaf), "nothing at all")
@@ -82,7 +96,7 @@ def _check_leaves(found: dict[str, Any], expected: dict[str, Any]) -> None:
         _refuse(path, "nothing, as this optimizer and these parameters have no such leaf", f"an array of shape {np.shape(found[path])}")
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: Array) -> str:
     return f"an array of shape {np.shape(leaf)} and dtype {getattr(leaf, 'dtype', type(leaf).__name__)}"
 
 

@@ -1,9 +1,8 @@
-"""What is refused, at the call that is wrong and before anything changed: while JAX traces, at no cost when the program runs."""
+"""Checks of arguments, at the call that is wrong and before anything changed. They run while JAX traces and cost the program nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +10,17 @@ import numpy as np
 import optax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import accumulate_dtype_error, explain, require_weight, wrapped_twice_error
+from gradaccum.kit import Scalar, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
 from gradaccum_jax.masters import is_half
-from gradaccum_jax.paths import unique
 from gradaccum_jax.state import AccumulationState
+from gradaccum_jax.trees import unique
+from gradaccum_jax.types import Array, DType, InnerState, Params, Tree
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 """The states of optimizers that accumulate."""
 
 
-def require_dtype(accumulate_dtype: Any) -> Any:
+def require_dtype(accumulate_dtype: DType) -> DType:
     """`accumulate_dtype` as a dtype, None as it is.
 
     Raises:
@@ -28,7 +28,7 @@ def require_dtype(accumulate_dtype: Any) -> Any:
     """
     if accumulate_dtype is None:
         return None
-    # JAX's own bfloat16, whatever another package in this process has registered with NumPy under that name.
+    # By attribute of jnp, to get JAX's own bfloat16: another package may have registered one with NumPy under that name.
     named = getattr(jnp, accumulate_dtype, accumulate_dtype) if isinstance(accumulate_dtype, str) else accumulate_dtype
     try:
         dtype = jnp.dtype(named)
@@ -39,7 +39,7 @@ def require_dtype(accumulate_dtype: Any) -> Any:
     return dtype
 
 
-def require_state(state: Any) -> AccumulationState:
+def require_state(state: object) -> AccumulationState:
     """`state` if it is a wrapped optimizer's.
 
     Raises:
@@ -51,11 +51,11 @@ def require_state(state: Any) -> AccumulationState:
     raise explain(ArgumentTypeError, "state", expected="the state of a wrapped optimizer", found=f"a {type(state).__name__}", fix=fix)
 
 
-def require_plain(inner_state: Any) -> None:
+def require_plain(inner_state: InnerState) -> None:
     """Refuse the state of an inner optimizer that accumulates too.
 
     Raises:
-        ArgumentTypeError: it holds such a state.
+        ArgumentTypeError: it holds a state of `ACCUMULATING`.
     """
     nodes = jax.tree.leaves(inner_state, is_leaf=lambda node: isinstance(node, ACCUMULATING))
     for node in nodes:
@@ -63,11 +63,11 @@ def require_plain(inner_state: Any) -> None:
             raise wrapped_twice_error(node)
 
 
-def require_params(params: Any, masters: Any) -> None:
-    """Refuse parameters that `masters` are not the masters of.
+def require_params(params: Params, masters: Tree) -> None:
+    """Refuse parameters that do not belong to `masters`.
 
     Raises:
-        ArgumentTypeError: there are none.
+        ArgumentTypeError: there are no parameters.
         ArgumentValueError: their float16 and bfloat16 leaves have other paths or shapes.
     """
     fix = "Pass the parameters that tx.init was given: tx.update(grads, state, params)."
@@ -79,16 +79,16 @@ def require_params(params: Any, masters: Any) -> None:
         raise explain(ArgumentValueError, "params", expected=expected, found=f"these: {given}", fix=fix)
 
 
-def _shapes(tree: Any, chosen: Callable[[Any], bool] = lambda leaf: True) -> dict[str, Any]:
+def _shapes(tree: Tree, chosen: Callable[[Array], bool] = lambda leaf: True) -> dict[str, tuple[int, ...]]:
     """The shapes of the leaves that are `chosen`, by path."""
     leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if chosen(leaf)]
     return dict(zip(unique(jax.tree_util.keystr(path) for path, _ in leaves), (np.shape(leaf) for _, leaf in leaves), strict=True))
 
 
-def as_weight(weight: Any, dtype: Any) -> Any:
+def as_weight(weight: Scalar, dtype: DType) -> Scalar:
     """A micro-batch's weight as a scalar array of `dtype`; None as it is.
 
-    A traced weight cannot be looked at: one that is negative or not finite is treated as a gradient that is not finite.
+    Nobody can look at a traced weight: if it is negative or not finite, the micro-batch counts as one whose gradient is not finite.
 
     Raises:
         ArgumentTypeError: it is not a real scalar.
@@ -96,7 +96,7 @@ def as_weight(weight: Any, dtype: Any) -> Any:
     """
     if weight is None:
         return None
-    weight = jnp.asarray(weight) if hasattr(weight, "__jax_array__") else weight  # as a symbolic size of `jax.export` has
+    weight = jnp.asarray(weight) if hasattr(weight, "__jax_array__") else weight  # a symbolic size of `jax.export` has one
     if np.shape(weight) != ():
         fix = "Sum the weights of the items: weight=mask.sum()."
         raise explain(ArgumentTypeError, "weight", expected="a scalar", found=f"shape {np.shape(weight)}", fix=fix)

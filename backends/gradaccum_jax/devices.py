@@ -1,7 +1,7 @@
-"""Whether a program is partitioned over several devices, which JAX knows only when it lowers.
+"""Whether a program is partitioned over several devices. JAX knows this only when it lowers the program.
 
-`jax.jit` hands arrays that are sharded over a mesh to functions that were traced without a word of it, and XLA partitions the program
-afterwards. Inside `jax.shard_map` and `jax.pmap` each device has a program of its own, and nothing is partitioned.
+`jax.jit` traces a function without knowing how its arguments are sharded, and XLA partitions the program afterwards. Inside `jax.shard_map`
+and `jax.pmap` each device has a program of its own, and nothing is partitioned.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import mlir
 
+from gradaccum.kit import Scalar
+from gradaccum_jax.types import Array
+
 _partitioned: Any = core.Primitive("partitioned")
 
 
-def partitioned() -> Any:
-    """A bool scalar that is a constant of the lowered program: what hangs on it costs nothing when it runs."""
+def partitioned() -> Scalar:
+    """A bool scalar that is a constant of the lowered program: a conditional on it costs nothing when the program runs."""
     return _partitioned.bind()
 
 
-def explicitly_sharded(leaf: Any) -> bool:
-    """Whether its type says how it is sharded (``AxisType.Explicit``): JAX then refuses reshapes that would gather it."""
+def explicitly_sharded(leaf: Array) -> bool:
+    """Whether the type of `leaf` says how it is sharded (``AxisType.Explicit``): JAX then refuses reshapes that would gather it."""
     typeof: Any = jax.typeof
     return any(axis is not None for axis in typeof(leaf).sharding.spec)
 
@@ -34,7 +37,7 @@ def _lowered(context: mlir.LoweringRuleContext) -> Any:
     return lower(lambda: jnp.asarray(value), multiple_results=False)(context)
 
 
-def _is_partitioned(axes: Any) -> bool:
+def _is_partitioned(axes: object) -> bool:
     if isinstance(axes, mlir.ShardingContext):
         return bool(axes.num_devices > 1)
     if isinstance(axes, mlir.SPMDAxisContext):

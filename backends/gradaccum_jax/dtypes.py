@@ -1,6 +1,6 @@
-"""Which dtypes meet at the end of a window: those of parameters, gradients, sums, and of what the inner optimizer is handed.
+"""The dtypes that meet at the end of a window: those of parameters, gradients, sums, and of the inner optimizer's gradients.
 
-JAX promotes no float8 by itself: here it is narrower than every other float.
+JAX promotes no float8 by itself: here float8 is narrower than every other float.
 """
 
 from __future__ import annotations
@@ -9,27 +9,31 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from gradaccum_jax.trees import is_none
+from gradaccum_jax.types import Array, DType, Gradients, Leaves, Params, Tree
 
 
 class Handed(NamedTuple):
     """The dtypes of the inner optimizer's gradients, one per leaf of the accumulator."""
 
-    given: list[Any]
-    """The gradient's, as the optimizer gets it."""
-    like: list[Any]
-    """Its updates come in the dtypes they have for such gradients. The two differ only where nobody knows the micro-batches' dtype."""
+    given: list[DType]
+    """The dtype in which the optimizer gets the gradient."""
+    like: list[DType]
+    """The updates come in the dtypes that they have for these gradients. Other than `given` where nobody knows the micro-batches' dtype."""
 
 
-def handed(accumulator: Any, params: Any, gradients: list[Any] | None) -> Handed:
-    """The wider of parameter and gradient: the caller who widened a gradient wants what plain optax makes of it.
+def handed(accumulator: Tree, params: Params, gradients: Gradients | None) -> Handed:
+    """The wider of parameter and gradient: a caller who widened a gradient gets the update that plain optax makes of it.
 
-    A gradient that is unknown (a flush; a parameter that took no part in the last micro-batch) may have been either. The sum is then
-    handed on unrounded, and the updates have the parameter's dtype, as for gradients that nobody widened.
+    An unknown gradient (a flush; a parameter that took no part in the last micro-batch) may have had either dtype. Then the optimizer gets
+    the sum unrounded, and the updates have the parameter's dtype, as for gradients that nobody widened.
 
     Args:
         accumulator: the tree of sums.
-        params: the tree of parameters, or of their masters; None, or one of another structure, is unknown.
-        gradients: of the last micro-batch, aligned with the accumulator's leaves, None where there is none; or None.
+        params: the tree of parameters, or of their masters; None, or a tree of another structure, is unknown.
+        gradients: the last micro-batch's, aligned with the accumulator's leaves, None for a parameter without one; or None.
     """
     sums = jax.tree.leaves(accumulator)
     pairs = list(zip(_leaves_like(params, accumulator), gradients or [None] * len(sums), strict=True))
@@ -38,44 +42,60 @@ def handed(accumulator: Any, params: Any, gradients: list[Any] | None) -> Handed
     return Handed(given, like)
 
 
-def takes_part(leaf: Any) -> bool:
-    """Whether it is of a real or complex floating dtype. Others have no gradient and stay as they are."""
+def takes_part(leaf: Array) -> bool:
+    """Whether `leaf` has a real or complex floating dtype. Parameters of other dtypes have no gradient and stay as they are."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
-def is_key(leaf: Any) -> bool:
-    """Whether it is of random keys, which cannot be added to anything."""
+def is_key(leaf: Array) -> bool:
+    """Whether `leaf` holds random keys, which cannot be added to anything."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended))
 
 
-def wider(a: Any, b: Any) -> Any:
+def wider(a: DType, b: DType) -> DType:
     """The dtype that holds both."""
     a, b = jnp.dtype(a), jnp.dtype(b)
     with jax.numpy_dtype_promotion("standard"):
         return a if a == b else jnp.promote_types(_promotable(a), _promotable(b))
 
 
-def standard(leaf: Any) -> Any:
-    """`leaf`, float8 as float32: in a dtype that JAX computes with others of."""
+def standard(leaf: Array) -> Array:
+    """`leaf` in a dtype that JAX computes with others of: float8 as float32."""
     own = jnp.result_type(leaf)
     return leaf if own == _promotable(own) else jnp.asarray(leaf).astype(jnp.float32)
 
 
-def _promotable(dtype: Any) -> Any:
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """`tree` in the dtypes of `like`, never weakly typed; a None in it becomes the leaf of `like`."""
+
+    def cast(leaf: Array, model: Array) -> Array:
+        return model if leaf is None else _strong(leaf, jnp.result_type(model))
+
+    return jax.tree.map(cast, tree, like, is_leaf=is_none)
+
+
+def strong(tree: Tree) -> Tree:
+    """`tree` as arrays of the same dtypes, none of them weakly typed: a scan's carry must not change type."""
+    return jax.tree.map(lambda leaf: _strong(leaf, jnp.result_type(leaf)), tree)
+
+
+def _strong(leaf: Array, dtype: DType) -> Array:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys
+        return leaf
+    return lax.convert_element_type(leaf, dtype)
+
+
+def _promotable(dtype: DType) -> DType:
     return jnp.dtype("float32") if dtype.itemsize < 2 and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def _wider_of(parameter: Any, other: Any) -> Any:
+def _wider_of(parameter: Array, other: Array) -> DType:
     return jnp.result_type(other) if parameter is None else wider(jnp.result_type(parameter), jnp.result_type(other))
 
 
-def _leaves_like(params: Any, accumulator: Any) -> list[Any]:
-    """Those of `params` in the accumulator's places; None each if it is another tree."""
-    held = jax.tree.leaves(accumulator, is_leaf=_is_none)
-    structures: list[Any] = [jax.tree.structure(tree, is_leaf=_is_none) for tree in (params, accumulator)]
-    known = jax.tree.leaves(params, is_leaf=_is_none) if structures[0] == structures[1] else [None] * len(held)
+def _leaves_like(params: Params, accumulator: Tree) -> Leaves:
+    """The leaves of `params` in the accumulator's places; None each if the structures differ."""
+    held = jax.tree.leaves(accumulator, is_leaf=is_none)
+    structures: list[Any] = [jax.tree.structure(tree, is_leaf=is_none) for tree in (params, accumulator)]
+    known = jax.tree.leaves(params, is_leaf=is_none) if structures[0] == structures[1] else [None] * len(held)
     return [p for p, leaf in zip(known, held, strict=True) if leaf is not None]
-
-
-def _is_none(node: Any) -> bool:
-    return node is None

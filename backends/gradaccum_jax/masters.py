@@ -1,8 +1,8 @@
 """float32 masters of half-precision parameters (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1).
 
-The inner optimizer never sees a half-precision parameter: it is initialised on, and updated with, the masters. What comes out
-for a parameter is the distance from what the model holds to the rounded master, in float32, so that `optax.apply_updates` puts
-the model there. A parameter of another dtype is its own master and has none here.
+The inner optimizer never sees a half-precision parameter: it is initialised on the masters and updates them. The update of such a
+parameter is the float32 distance from the model's value to the rounded master, so that `optax.apply_updates` puts the model there. A
+parameter of another dtype is its own master and has none here.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ import optax
 from jax import lax
 
 from gradaccum_jax.state import the_state
-from gradaccum_jax.variables import plain
+from gradaccum_jax.trees import is_none, plain
+from gradaccum_jax.types import Array, DType, InnerState, Leaves, Params, Tree, Updates
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24
 """How many float16 subnormals lie in an interval of length 1."""
 
 
-def is_half(leaf: Any) -> bool:
-    """Whether it is float16 or bfloat16."""
+def is_half(leaf: Array) -> bool:
+    """Whether `leaf` is float16 or bfloat16."""
     return jnp.result_type(leaf) in (jnp.float16, jnp.bfloat16)
 
 
-def masters_of(params: Any) -> Any:
-    """The tree of `params` with a float32 copy of each half-precision leaf, and None for each other."""
+def masters_of(params: Params) -> Tree:
+    """The tree of `params` with a float32 copy of each half-precision leaf, and None for every other leaf."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32) if is_half(leaf) else None, params)
 
 
-def in_place_of(params: Any, masters: Any) -> Any:
-    """`params` with the masters where there are such: what the inner optimizer works on."""
+def in_place_of(params: Params, masters: Tree) -> Params:
+    """`params` with each half-precision leaf replaced by its master: the inner optimizer works on these."""
     held = iter(jax.tree.leaves(masters))
     leaves, structure = jax.tree.flatten(params)
     return jax.tree.unflatten(structure, leaves if masters is None else [next(held) if is_half(leaf) else leaf for leaf in leaves])
 
 
 def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """`inner` on the masters of what it is given: its state is the pair (inner's own, masters)."""
+    """`inner` on masters in place of half-precision parameters: its state is the pair (inner's own, masters)."""
 
-    def init(params: Any) -> tuple[Any, Any]:
+    def init(params: Params) -> InnerState:
         masters = masters_of(params)
         return inner.init(in_place_of(params, masters)), masters
 
-    def update(gradients: Any, state: tuple[Any, Any], params: Any = None, **extra: Any) -> tuple[Any, tuple[Any, Any]]:
+    def update(gradients: Tree, state: InnerState, params: Params = None, **extra: Any) -> tuple[Updates, InnerState]:
         held = in_place_of(params, state[1])
         updates, inner_state = inner.update(gradients, state[0], held, **extra)
         moved, out = [], []
@@ -55,7 +56,7 @@ def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
                 moved.append(jnp.asarray(master + u).astype(jnp.float32))
                 u = distance(p, moved[-1])
             out.append(u)
-        structure = jax.tree.structure(updates, is_leaf=_is_none)
+        structure = jax.tree.structure(updates, is_leaf=is_none)
         return jax.tree.unflatten(structure, out), (inner_state, _like(state[1], moved))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -64,15 +65,15 @@ def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
 def without_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     """`inner` with the state of `on_masters`: the pair (inner's own, None)."""
 
-    def update(gradients: Any, state: tuple[Any, Any], params: Any = None, **extra: Any) -> tuple[Any, tuple[Any, Any]]:
+    def update(gradients: Tree, state: InnerState, params: Params = None, **extra: Any) -> tuple[Updates, InnerState]:
         updates, inner_state = inner.update(gradients, state[0], params, **extra)
         return updates, (inner_state, None)
 
     return optax.GradientTransformationExtraArgs(lambda params: (inner.init(params), None), update)
 
 
-def distance(p: Any, master: Any) -> Any:
-    """The float32 u for which ``(p + u).astype(p.dtype)``, all that `optax.apply_updates` does, is the rounded `master`.
+def distance(p: Array, master: Array) -> Array:
+    """The float32 u for which ``(p + u).astype(p.dtype)``, as `optax.apply_updates` computes it, is the rounded `master`.
 
     Let q be the rounded master, t the bits of the half-precision significand (11 or 8), u = fl(q - p). Where p/2 <= q <= 2p, u is
     exact (Sterbenz, "Floating-Point Computation", 1974) and p + u is q. Elsewhere the two float32 roundings leave p + u off by at most
@@ -82,9 +83,9 @@ def distance(p: Any, master: Any) -> Any:
 
     All this holds where q - p is neither beyond float32 nor, in bfloat16, so small that XLA flushes it to 0 (below 2^-126).
 
-    What remains is a parameter that shrinks by more than that in one update to something other than 0. No float32 u brings it to q: near -p
-    they lie too far apart. The result is then off by at most 2^-23 |p|, and right again after the next update, since the distance
-    is taken from what the model holds. The sign of a zero is kept where some u gives it. `gradaccum_jax.apply_updates` has no such limits.
+    One case remains: a parameter that shrinks by more than that in one update, but not to 0. No float32 u brings it to q: near -p float32
+    numbers lie too far apart. The result is then off by at most 2^-23 |p|, and right again after the next update, since the distance
+    is taken from the model's value. The sign of a zero is kept where some u gives it. `gradaccum_jax.apply_updates` has no such limits.
 
     Args:
         p: float16 or bfloat16, any shape.
@@ -96,10 +97,10 @@ def distance(p: Any, master: Any) -> Any:
     return jnp.where(u == 0, 0 * target, u)  # -0.0 - -0.0 is 0.0, and -0.0 + 0.0 too
 
 
-def rounded(master: Any, dtype: Any) -> Any:
+def rounded(master: Array, dtype: DType) -> Array:
     """`master`, float32, rounded to the nearest number of the half-precision `dtype`, as float32.
 
-    Not a conversion there and back: XLA is free to leave out such a pair (its ``xla_allow_excess_precision``).
+    It is no conversion there and back: XLA may leave out such a pair (its ``xla_allow_excess_precision``).
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
@@ -108,16 +109,16 @@ def rounded(master: Any, dtype: Any) -> Any:
     return jnp.where(jnp.abs(master) < SMALLEST_NORMAL_FLOAT16, subnormal, normal)
 
 
-def apply_updates(params: Any, updates: Any, state: Any) -> Any:
-    """`optax.apply_updates`, but half-precision parameters become their rounded masters whatever they held before.
+def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
+    """`optax.apply_updates`, but half-precision parameters become their rounded masters, whatever their values were.
 
     The two differ only where `optax.apply_updates` cannot do it: for a parameter that shrinks by more than three orders of magnitude in one
     update, or one that is inf or NaN.
 
     Args:
         params: the parameters, also in flax nnx's variables.
-        updates: what `update` or `flush` returned.
-        state: what it returned too, or a tree that holds exactly one wrapped optimizer's state for these parameters.
+        updates: from `update` or `flush`.
+        state: from the same call, or a tree that holds exactly one wrapped optimizer's state for these parameters.
 
     Returns:
         The new parameters, in the dtypes of `params`.
@@ -130,14 +131,10 @@ def apply_updates(params: Any, updates: Any, state: Any) -> Any:
     return jax.tree.map(lambda p, master: jnp.asarray(master).astype(jnp.result_type(p)), moved, held)
 
 
-def _like(masters: Any, leaves: list[Any]) -> Any:
+def _like(masters: Tree, leaves: Leaves) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(masters), leaves)
 
 
-def _leaves(tree: Any) -> list[Any]:
-    """None too: the update of random keys."""
-    return jax.tree.leaves(tree, is_leaf=_is_none)
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
+def _leaves(tree: Tree) -> Leaves:
+    """The leaves, None among them: the update of random keys is None."""
+    return jax.tree.leaves(tree, is_leaf=is_none)

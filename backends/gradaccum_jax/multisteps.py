@@ -1,6 +1,6 @@
-"""optax's `MultiSteps` by signature, state and behaviour, over this library's state machine.
+"""Drop-in replacement for `optax.MultiSteps`: its signature, its state and its methods, without the faults that `MultiSteps` here lists.
 
-For code written for `optax.MultiSteps`: change the one name. New code gets more from `gradaccum.wrap`.
+In code written for `optax.MultiSteps`, change the one name. New code gets more from `gradaccum.wrap`.
 """
 
 from __future__ import annotations
@@ -14,49 +14,48 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import Fields, accumulate, close, ends, explain, make_options
+from gradaccum.kit import Fields, Scalar, accumulate, close, ends, explain, make_options, usable
 from gradaccum_jax import sums
 from gradaccum_jax.agreement import every
 from gradaccum_jax.alignment import align
 from gradaccum_jax.backend import require_transformation
 from gradaccum_jax.checks import require_dtype, require_plain
-from gradaccum_jax.compiled import call
 from gradaccum_jax.control_flow import require_control_flow
-from gradaccum_jax.dtypes import handed, standard, takes_part
+from gradaccum_jax.dtypes import cast_like, handed, standard, strong, takes_part
+from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.sizes import check_known, probe, size_at
-from gradaccum_jax.update import Inner, end_window
+from gradaccum_jax.types import Array, DType, Extra, Gradients, Params, Tree, Updates
+from gradaccum_jax.update import Update
 
-SkipFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
+SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
+"""``f(updates, gradient_step, params) -> (skip, skip_state)``."""
 
 
 class MultiSteps:
-    """Accumulate gradients over `every_k_schedule` mini-steps; like `optax.MultiSteps`, whose state type it shares.
+    """Drop-in replacement for `optax.MultiSteps`, with its state type, that fixes:
 
-    What is different, each of them a fault there:
+    - work thrown away: the inner optimizer runs once per window, not in every mini-step;
+    - NaN for ever: selects clear the sum and silence the updates, not products with 0, so that one inf or NaN neither stays in the sum nor
+      reaches the parameters through an update of ``0 * NaN`` in mid-window;
+    - lost precision: `accumulator_dtype` is by default float32 for half precision and the parameter's own otherwise, not float32 for all;
+    - None: a gradient that is None counts as zero;
+    - lost arguments: `gradient_transformation` keeps extra arguments, which optax's drops inside an `optax.chain`;
+    - schedules: NumPy's ints and pairs ``(first gradient_step, steps)`` are taken, and a size below 1 is refused;
+    - compilation: a loop outside `jax.jit` compiles once.
 
-    - the inner optimizer runs once per window, not in every mini-step with its result thrown away;
-    - clearing and silencing are selects, not products with 0: one inf or NaN does not stay for ever, and does not reach the
-      parameters through an update of ``0 * NaN`` in mid-window;
-    - `accumulator_dtype` is by default float32 for half precision and the parameter's own otherwise, not float32 for all, so
-      that float64 stays float64;
-    - a gradient that is None counts as zero;
-    - `gradient_transformation` keeps the extra arguments: optax's drops them inside an `optax.chain`;
-    - an int-like `every_k_schedule` (NumPy's) and pairs ``(first gradient_step, steps)`` are taken, and one below 1 is refused;
-    - a loop outside `jax.jit` compiles once.
-
-    What is the same: `acc_grads` holds the running mean (the sum without `use_grad_mean`); a rejected mini-step is as if it had
+    The rest is the same: `acc_grads` holds the running mean (the sum without `use_grad_mean`); a rejected mini-step is as if it had
     never happened, except for `skip_state`; without a `should_skip_update_fn` a gradient that is not finite reaches the inner
     optimizer.
 
     Args:
         opt: the wrapped optimizer.
-        every_k_schedule: mini-steps per update: an int >= 1, or a function of `gradient_step` that returns such a one. Under `jax.jit`,
-            where its value is not known, a window of less than one mini-step never ends, as in optax.
+        every_k_schedule: mini-steps per update: an int >= 1, or a function of `gradient_step` that returns one. Its value is not known
+            under `jax.jit`: there a window of less than one mini-step never ends, as in optax.
         use_grad_mean: mean over the mini-steps; False: sum.
         should_skip_update_fn: ``f(updates, gradient_step, params) -> (skip, skip_state)``, such as `optax.skip_not_finite`; `skip` is
             a bool scalar.
         accumulator_dtype: dtype of `acc_grads`.
-        control_flow: not optax's: ``"cond"`` for those who take gradients through `update`; see `gradaccum_jax.control_flow`.
+        control_flow: not in optax: ``"cond"`` for users who differentiate through `update`; see `gradaccum_jax.control_flow`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is not as above.
@@ -65,10 +64,10 @@ class MultiSteps:
     def __init__(
         self,
         opt: optax.GradientTransformation,
-        every_k_schedule: Any,
+        every_k_schedule: object,
         use_grad_mean: bool = True,
         should_skip_update_fn: SkipFunction | None = None,
-        accumulator_dtype: Any = None,
+        accumulator_dtype: DType = None,
         *,
         control_flow: str = "while_loop",
     ) -> None:
@@ -89,36 +88,38 @@ class MultiSteps:
         """The wrapped optimizer."""
         return self._opt
 
-    def init(self, params: Any) -> optax.MultiStepsState:
+    def init(self, params: Params) -> optax.MultiStepsState:
         """The state before the first mini-step."""
         gradient_step = jnp.zeros((), jnp.int32)
         _, skip_state = self._should_skip(sums.clear(params), gradient_step, params)
-        inner_state = sums.strong(self._opt.init(params))
+        inner_state = strong(self._opt.init(params))
         require_plain(inner_state)
         return optax.MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
             inner_opt_state=inner_state,
             acc_grads=sums.zeros(params, self._accumulator_dtype),
-            skip_state=sums.strong(skip_state),
+            skip_state=strong(skip_state),
         )
 
     def update(
-        self, updates: Any, state: optax.MultiStepsState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, optax.MultiStepsState]:
-        """Take one mini-step; the inner optimizer's updates at the end of a window, zeros before it.
+        self, updates: Tree, state: optax.MultiStepsState, params: Params = None, **extra_args: Any
+    ) -> tuple[Updates, optax.MultiStepsState]:
+        """Take one mini-step; returns the inner optimizer's updates at the end of a window, zeros before it.
 
         Raises:
             GradientError: `updates` has another structure, shape or dtype than `acc_grads`.
             ArgumentTypeError: `should_skip_update_fn` returned something else than a bool scalar.
-            ArgumentTypeError, ArgumentValueError: a function `every_k_schedule` returned no int >= 1; known outside `jax.jit` alone.
+            ArgumentTypeError, ArgumentValueError: a function `every_k_schedule` returned no int >= 1, outside `jax.jit`.
         """
         check_known(self._options.steps, state.gradient_step)
         aligned = align(updates, state.acc_grads, any_float=self._accumulator_dtype is not None)
-        stepped: tuple[Any, optax.MultiStepsState] = call(self._compiled_update, self._update, aligned, updates, state, params, extra_args)
+        stepped: tuple[Updates, optax.MultiStepsState] = call_jitted(
+            self._jitted_update, self._update, aligned, updates, state, params, extra_args
+        )
         return stepped
 
-    def has_updated(self, state: Any) -> Any:
+    def has_updated(self, state: optax.MultiStepsState) -> Scalar:
         """Whether the last accepted mini-step made an update: a bool scalar."""
         return (state.mini_step == 0) & (state.gradient_step > 0)
 
@@ -127,37 +128,34 @@ class MultiSteps:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     @cached_property
-    def _compiled_update(self) -> Callable[..., Any]:
+    def _jitted_update(self) -> Callable[..., Any]:
         return jax.jit(self._update)
 
     def _update(
-        self, gradients: list[Any], updates: Any, state: optax.MultiStepsState, params: Any, extra: dict[str, Any]
-    ) -> tuple[Any, optax.MultiStepsState]:
-        inner = self._inner(state, gradients, params, extra)
-        kinds = inner.kinds(state.acc_grads, state.inner_opt_state)
+        self, gradients: Gradients, updates: Tree, state: optax.MultiStepsState, params: Params, extra: Extra
+    ) -> tuple[Updates, optax.MultiStepsState]:
+        dtypes = handed(state.acc_grads, None, gradients)
+        update = Update(self._opt.update, dtypes, params, extra, self._control_flow)
+        traced = update.traced(state.acc_grads, state.inner_opt_state, 1)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         accepted = ~_require_bool(skip)
-        if kinds.axes and self._should_skip is not _never:
-            accepted = every(accepted, kinds.axes)
+        if traced.axes and self._should_skip is not _never:
+            accepted = every(accepted, traced.axes)
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
         steps = size_at(self._options.steps, state.gradient_step)
         full = ends(fields, steps, jnp.where) & (steps >= 1) if callable(self._options.steps) else ends(fields, steps, jnp.where)
         total = self._add(state, gradients, accepted)
         last = full & accepted
-        made, total, inner_state = end_window(inner, total, state.inner_opt_state, kinds.updates, apply=last, last=last)
+        made, total, inner_state = update.run(total, state.inner_opt_state, 1, traced.updates, apply=last, at_end=last)
         after = _counters(accepted, last, fields, close(fields, True, False, self._options, jnp.where), state)
-        return made, optax.MultiStepsState(*after, inner_state, total, sums.cast_like(skip_state, state.skip_state))
+        return made, optax.MultiStepsState(*after, inner_state, total, cast_like(skip_state, state.skip_state))
 
-    def _inner(self, state: optax.MultiStepsState, gradients: list[Any], params: Any, extra: dict[str, Any]) -> Inner:
-        dtypes = handed(state.acc_grads, None, gradients)
-        return Inner(self._opt.update, lambda held: sums.divide(held, 1, dtypes.given), dtypes.like, params, extra, self._control_flow)
-
-    def _add(self, state: optax.MultiStepsState, gradients: list[Any], accepted: Any) -> Any:
+    def _add(self, state: optax.MultiStepsState, gradients: Gradients, accepted: Scalar) -> Tree:
         """The sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""
-        if not self._use_grad_mean:
-            return sums.add(state.acc_grads, gradients, None, accepted)
+        if not self._use_grad_mean:  # never True while XLA compiles: see `window.add`
+            return sums.add(state.acc_grads, gradients, None, usable(_fields(state), jnp.ones(()), accepted))
 
-        def share(mean: Any, gradient: Any) -> Any:
+        def share(mean: Array, gradient: Array) -> Array:
             if not takes_part(mean):
                 return None
             offset = (0 if gradient is None else standard(gradient)) - mean
@@ -167,11 +165,11 @@ class MultiSteps:
         return sums.add(state.acc_grads, shares, None, accepted)
 
 
-def _never(*_: Any) -> tuple[Any, Any]:
+def _never(*_: Tree) -> tuple[Scalar, Tree]:
     return jnp.asarray(False), ()
 
 
-def _require_bool(skip: Any) -> Any:
+def _require_bool(skip: Scalar) -> Scalar:
     skip = jnp.asarray(skip)
     if skip.shape != () or skip.dtype != jnp.bool_:
         found, fix = f"one of dtype {skip.dtype} and shape {skip.shape}", "Reduce it with jnp.any."
@@ -186,7 +184,7 @@ def _fields(state: optax.MultiStepsState) -> Fields:
     return count, jnp.asarray(state.gradient_step), zero, count.astype(jnp.float32), zero > 0, jnp.ones(()), zero
 
 
-def _counters(accepted: Any, last: Any, counted: Fields, closed: Fields, state: optax.MultiStepsState) -> tuple[Any, Any]:
+def _counters(accepted: Scalar, last: Scalar, counted: Fields, closed: Fields, state: optax.MultiStepsState) -> tuple[Scalar, Scalar]:
     """`mini_step` and `gradient_step`: as before a rejected mini-step, else counted on, or closed at the window's end."""
     mini_step = jnp.where(last, closed[0], jnp.where(accepted, counted[0], state.mini_step))
     return mini_step, jnp.where(last, closed[1], state.gradient_step)

@@ -1,22 +1,22 @@
-"""How many micro-batches a window holds, where a callable says so: what it gives is checked as far as it is known.
+"""How many micro-batches a window holds, where a callable ``steps`` says it: its value is checked as far as it is known.
 
-A concrete value is checked as in every backend. Of a traced one only the dtype is known; if it then is below 1, `Accumulation` takes each
-micro-batch for one that is not finite, so that no update is made and the result says so.
+A concrete value is checked as in every backend. Of a traced one only the dtype is known. If it turns out below 1, each micro-batch counts
+as not finite, so that no update is made and the result says so.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import explain, require_steps, steps_at
+from gradaccum.kit import Scalar, Schedule, explain, require_steps, steps_at
 
 
-def size_at(schedule: Any, optimizer_step: Any) -> Any:
+def size_at(schedule: Schedule, optimizer_step: Scalar) -> Scalar:
     """The size of the window that follows update number `optimizer_step`, an int32 scalar, traced or not.
 
     Raises:
@@ -33,8 +33,8 @@ def size_at(schedule: Any, optimizer_step: Any) -> Any:
     return steps
 
 
-def probe(schedule: Any) -> None:
-    """Check the first window's size, before anything is traced. With NumPy's 0: `wrap` alone starts no device.
+def probe(schedule: Schedule) -> None:
+    """Check the first window's size, before anything is traced. It asks with NumPy's 0, because `wrap` alone starts no device.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: see `size_at`.
@@ -44,8 +44,8 @@ def probe(schedule: Any) -> None:
             size_at(schedule, np.zeros((), np.int32))
 
 
-def check_known(schedule: Any, optimizer_step: Any) -> None:
-    """Check the open window's size where a loop outside `jax.jit` knows it; waits for the last update, and only for a callable.
+def check_known(schedule: Schedule, optimizer_step: Scalar) -> None:
+    """Check the open window's size where a loop outside `jax.jit` knows it. Only for a callable it waits for the last update.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: see `size_at`.
@@ -54,6 +54,6 @@ def check_known(schedule: Any, optimizer_step: Any) -> None:
         size_at(schedule, jnp.asarray(optimizer_step))
 
 
-def _number(optimizer_step: Any) -> int:
-    """Its name if it is traced: it is for the message."""
+def _number(optimizer_step: Scalar) -> int:
+    """The step for an error's text; a name in its place if it is traced."""
     return cast(int, "optimizer_step") if isinstance(optimizer_step, jax.core.Tracer) else int(np.asarray(optimizer_step))

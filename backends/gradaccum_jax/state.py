@@ -1,66 +1,91 @@
-"""The state of an accumulation as a pytree, and what is read from it.
+"""The state of an accumulation as a pytree, and the results that users read from it.
 
-Flat, under the names that the fields have in every backend, so that a checkpoint of any format shows them by name and
+It is flat, and its fields have the names that they have in every backend. So a checkpoint of any format shows them by name, and
 `optax.tree_utils.tree_get` finds them. It holds arrays only: nothing is static, so no field can be lost in a flatten.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradaccum import ArgumentTypeError, StepResult
-from gradaccum.kit import Fields, State, explain
+from gradaccum.kit import Fields, Options, Scalar, State, encode_terms, explain, select, steps_at, terms_of
+from gradaccum_jax.types import Array, DType, InnerState, Tree
 from gradaccum_jax.varying import axes_of, vary
+
+STEPS = 3
+"""The place of ``steps`` among the codes of `AccumulationState.terms`."""
 
 
 class AccumulationState(NamedTuple):
-    """All that an accumulation remembers between two micro-batches. Scalars have shape ``()``."""
+    """Everything that an accumulation remembers between two micro-batches. Scalars have shape ``()``."""
 
-    micro_step: Any
+    micro_step: Scalar
     """int32: micro-batches in the open window."""
-    optimizer_step: Any
+    optimizer_step: Scalar
     """int32: updates applied."""
-    skipped_windows: Any
+    skipped_windows: Scalar
     """int32: windows closed without an update."""
-    weight: Any
+    weight: Scalar
     """float32, float64 with float64 accumulators: sum of the weights in the open window."""
-    overflow: Any
+    overflow: Scalar
     """bool: some micro-batch of the open window is known to have had a non-finite gradient."""
-    loss_scale: Any
-    """float32: what the loss is multiplied by before differentiation."""
-    growth_tracker: Any
+    loss_scale: Scalar
+    """float32: the factor of the loss before differentiation."""
+    growth_tracker: Scalar
     """int32: clean windows since the loss scale last changed."""
-    accumulator: Any
-    """The sum as it is held, scaled and undivided: the tree of the parameters."""
-    inner_state: Any
+    accumulator: Tree
+    """The sum, scaled and undivided: the tree of the parameters."""
+    inner_state: InnerState
     """The wrapped optimizer's own state; with master weights that of the masters."""
-    last_applied: Any
+    last_applied: Scalar
     """bool: the last event closed a window with an update."""
-    last_skipped: Any
+    last_skipped: Scalar
     """bool: the last event closed a window without one."""
-    last_overflow: Any
+    last_overflow: Scalar
     """bool: the last event closed a window that had overflowed, or dropped its micro-batch."""
-    last_grad_norm: Any
+    last_grad_norm: Scalar
     """dtype of `weight`: global 2-norm of the last closed window's gradient before clipping; inf if it overflowed; 0 before any."""
-    masters: Any = None
+    masters: Tree = None
     """With ``master_weights=True`` the tree of the parameters: float32 masters of the float16 and bfloat16 ones, None for the others."""
-    terms: Any = None
+    terms: Array = None
     """int32, shape (4,): reduction, on_overflow, kind of loss scale and steps of the open window: `gradaccum.kit.encode_terms`."""
 
 
-def fresh(start: State, weight_dtype: Any, **trees: Any) -> AccumulationState:
-    """The state before the first micro-batch. Every scalar in an array of its own: a donated buffer must not be donated twice."""
+def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState:
+    """The state before the first micro-batch. Every scalar has an array of its own: no buffer may be donated twice."""
     dtypes = (jnp.int32, jnp.int32, jnp.int32, weight_dtype, jnp.bool_, jnp.float32, jnp.int32)
     fields = {name: jnp.asarray(value, dtype) for (name, value), dtype in zip(start._asdict().items(), dtypes, strict=True)}
     event = {name: jnp.asarray(False) for name in ("last_applied", "last_skipped", "last_overflow")}
     return AccumulationState(**fields, **event, last_grad_norm=jnp.zeros((), weight_dtype), **trees)
 
 
-def with_event(state: AccumulationState, applied: Any, skipped: Any, overflow: Any) -> AccumulationState:
-    """`state` with what the last call did, three bool scalars."""
+def first_terms(options: Options) -> Array:
+    """The terms before the first micro-batch, when a callable ``steps`` has not been asked: int32, shape (4,)."""
+    steps = options.steps
+    return current_terms(options, None if callable(steps) else steps_at(steps, 0, select))
+
+
+def current_terms(options: Options, steps: Scalar) -> Array:
+    """The codes of the open window's terms: int32, shape (4,).
+
+    Each micro-batch writes them, so that a checkpoint of any format tells under which terms the sum was last added to.
+
+    Args:
+        options: the optimizer's.
+        steps: the size of the window, traced or not; None: the caller closes it.
+    """
+    codes = encode_terms(terms_of(options._replace(steps=None), 0))
+    known = jnp.asarray(codes, jnp.int32)
+    return known if steps is None else jnp.where(np.arange(len(codes)) == STEPS, jnp.asarray(steps, jnp.int32), known)
+
+
+def with_event(state: AccumulationState, applied: Scalar, skipped: Scalar, overflow: Scalar) -> AccumulationState:
+    """`state` with the last call's result, three bool scalars."""
     held = (state.last_applied, state.last_skipped, state.last_overflow)
     flags = [vary(jnp.asarray(new), axes_of(old)) for new, old in zip((applied, skipped, overflow), held, strict=True)]
     return state._replace(last_applied=flags[0], last_skipped=flags[1], last_overflow=flags[2])
@@ -77,13 +102,13 @@ def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
     return AccumulationState._make((*kept, *state[7:]))
 
 
-def find_states(tree: Any) -> list[AccumulationState]:
+def find_states(tree: Tree) -> list[AccumulationState]:
     """Every accumulation's state in `tree`, which may be the state of a chain, or of a wrapper around the wrapper."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, AccumulationState))
     return [leaf for leaf in leaves if isinstance(leaf, AccumulationState)]
 
 
-def the_state(tree: Any) -> AccumulationState:
+def the_state(tree: Tree) -> AccumulationState:
     """The one accumulation's state in `tree`.
 
     Raises:
@@ -101,8 +126,8 @@ def the_state(tree: Any) -> AccumulationState:
     return states[0]
 
 
-def result(state: Any) -> StepResult:
-    """What the last update, flush or discard did.
+def result(state: Tree) -> StepResult:
+    """The result of the last update, flush or discard.
 
     Args:
         state: the state of a wrapped optimizer, or a tree that holds exactly one, such as the state of an `optax.chain`.
@@ -126,7 +151,7 @@ def result(state: Any) -> StepResult:
     )
 
 
-def scale_loss(loss: Any, state: Any) -> Any:
+def scale_loss(loss: Scalar, state: Tree) -> Scalar:
     """`loss` times the loss scale, for use inside the function that is differentiated.
 
     Args:

@@ -1,31 +1,28 @@
-"""Primitives over gradient trees: zeros, add, divide, clear.
+"""The sum of a window and its arithmetic: zeros, add, divide, clear, and whether a quotient fits the parameter's dtype.
 
-The accumulator has the structure of the parameters. Gradients come as a list aligned with its leaves (`checks.align`), None
-where a parameter took no part. Additions are plain elementwise expressions, so that XLA fuses them into one pass in place.
+The accumulator has the structure of the parameters. Gradients come as a list aligned with its leaves (`alignment.align`), None for a
+parameter that took no part. Additions are plain elementwise expressions, so that XLA fuses them into one pass in place.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gradaccum import ArgumentValueError
-from gradaccum.kit import explain
-from gradaccum_jax.dtypes import is_key, standard, takes_part
+from gradaccum.kit import Scalar, explain
+from gradaccum_jax.dtypes import is_key, standard, takes_part, wider
 from gradaccum_jax.folds import all_of
-from gradaccum_jax.weighted import add_weighted
-
-Dtypes = list[Any]
+from gradaccum_jax.types import Array, DType, Gradients, Params, Tree
 
 
-def accumulate_dtype_of(leaf: Any, accumulate_dtype: Any) -> Any:
+def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
     """The dtype in which gradients of `leaf` are summed.
 
-    float32 for half precision and below, the leaf's own otherwise; `accumulate_dtype` instead if it is given and the leaf is not
-    of integers. Complex leaves stay complex.
+    It is float32 for half precision and below, the leaf's own otherwise. If `accumulate_dtype` is given, it replaces both for every leaf
+    that takes part. Complex leaves stay complex.
 
     Raises:
         ArgumentValueError: float64 was asked for and JAX has it switched off.
@@ -42,75 +39,120 @@ def accumulate_dtype_of(leaf: Any, accumulate_dtype: Any) -> Any:
     return jnp.promote_types(wanted, jnp.complex64) if jnp.issubdtype(own, jnp.complexfloating) else wanted
 
 
-def zeros(params: Any, accumulate_dtype: Any) -> Any:
-    """An empty accumulator for `params`: exact zeros, one array per leaf; None for random keys, and where there is None."""
+def zeros(params: Params, accumulate_dtype: DType) -> Tree:
+    """An empty accumulator for `params`: exact zeros, one array per leaf; None for random keys, and where `params` has None."""
 
-    def empty(leaf: Any) -> Any:
-        return None if is_key(leaf) else jnp.zeros_like(leaf, dtype=accumulate_dtype_of(leaf, accumulate_dtype))
+    def empty(leaf: Array) -> Array:
+        return None if is_key(leaf) else jnp.zeros_like(leaf, dtype=sum_dtype(leaf, accumulate_dtype))
 
     return jax.tree.map(empty, params)
 
 
-def weight_dtype(accumulator: Any) -> Any:
+def weight_dtype(accumulator: Tree) -> DType:
     """float64 if any leaf is float64 or complex128, else float32."""
     wide = any(leaf.dtype in ("float64", "complex128") for leaf in jax.tree.leaves(accumulator))
     return jnp.dtype("float64" if wide else "float32")
 
 
-def add(accumulator: Any, gradients: list[Any], factor: Any, kept: Any, counted: Any = None) -> Any:
-    """``accumulator + factor * gradients`` where `kept` holds, else `accumulator`; by select, because 0 x NaN is NaN.
+def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, harmless: Scalar = None) -> Tree:
+    """``accumulator + factor * gradients`` where `adds` holds, else `accumulator`; by select, because 0 x NaN is NaN.
 
     Args:
         accumulator: the tree of sums.
         gradients: aligned with its leaves; None adds nothing.
         factor: a scalar; None: 1, without a multiplication.
-        kept: a bool scalar.
-        counted: a bool scalar, with a factor only; see `add_weighted`.
+        adds: bool scalar.
+        harmless: bool scalar, with a factor only; see `add_weighted`.
     """
 
-    def add_leaf(held: Any, gradient: Any) -> Any:
+    def add_leaf(held: Array, gradient: Array) -> Array:
         if gradient is None:
             return held
         gradient = standard(gradient)
         if factor is not None:
-            return add_weighted(held, gradient, factor, kept, counted)
-        return jnp.where(kept, (held + gradient).astype(held.dtype), held)
+            return add_weighted(held, gradient, factor, adds, harmless)
+        return jnp.where(adds, (held + gradient).astype(held.dtype), held)
 
     leaves, structure = jax.tree.flatten(accumulator)
     return jax.tree.unflatten(structure, [add_leaf(held, gradient) for held, gradient in zip(leaves, gradients, strict=True)])
 
 
-def all_finite(gradients: list[Any]) -> Any:
-    """Whether every element of every gradient that is there is finite: a bool scalar."""
+@jax.custom_jvp
+def add_weighted(held: Array, gradient: Array, weight: Scalar, adds: Scalar, harmless: Scalar) -> Array:
+    """``held + weight * gradient`` in the dtype of `held` where `adds` holds, else `held`.
+
+    It has a derivative by the weight at weight 0 too. A weight of 0 must add exactly nothing, even of a NaN, so a select leaves the product
+    out, and JAX's derivative of that select is 0. But the derivative of w g by w is g at every w, and learning to reweight starts from
+    weights of 0 (Ren et al., "Learning to Reweight Examples for Robust Deep Learning", 2018, section 3.2).
+
+    Args:
+        held: the sum, any shape.
+        gradient: of the same shape.
+        weight: a scalar.
+        adds: bool scalar: the product is added.
+        harmless: bool scalar: the product is added, or the weight is 0. Where it is False, the derivative by the weight is 0.
+    """
+    total = (held + weight * gradient).astype(held.dtype)
+    return jnp.where(adds, total, held)
+
+
+@add_weighted.defjvp
+def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    held, gradient, weight, adds, harmless = primals
+    moved, turned, heavier, *_ = tangents
+    by_gradient = jnp.where(adds, weight * turned, 0)
+    by_weight = heavier * jnp.where(harmless, gradient, 0)
+    return add_weighted(*primals), (moved + by_gradient + by_weight).astype(held.dtype)
+
+
+def all_finite(gradients: Gradients) -> Scalar:
+    """Whether every element of every gradient is finite: a bool scalar."""
     return all_of([jnp.all(jnp.isfinite(gradient)) for gradient in gradients if gradient is not None])
 
 
-def divide(accumulator: Any, divisor: Any, dtypes: Dtypes) -> Any:
+def divide(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Tree:
     """``accumulator / divisor`` in `dtypes`, one per leaf: the gradient for the inner optimizer."""
     leaves, structure = jax.tree.flatten(accumulator)
     return jax.tree.unflatten(structure, [(leaf / divisor).astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)])
 
 
-def clear(tree: Any) -> Any:
+def clear(tree: Tree) -> Tree:
     """Exact zeros of the same shapes and dtypes."""
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def cast_like(tree: Any, like: Any) -> Any:
-    """`tree` in the dtypes of `like`, never weakly typed; what is None there is taken from `like`."""
+def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
+    """Whether every finite element of the accumulator stays finite in ``(accumulator / divisor).astype(dtype)``: a bool scalar.
 
-    def cast(leaf: Any, model: Any) -> Any:
-        return model if leaf is None else _strong(leaf, jnp.result_type(model))
+    A finite float32 sum may be more than float16 can hold. Only leaves whose dtype has a smaller range than their sum's are looked at, and
+    only the largest magnitude of each: dividing and rounding are monotonic. So this costs nothing for float32, bfloat16 and float64
+    parameters, and with float32 masters.
 
-    return jax.tree.map(cast, tree, like, is_leaf=lambda node: node is None)
+    Args:
+        accumulator: the tree of sums.
+        divisor: a scalar, before clipping, which is decided on later.
+        dtypes: the inner optimizer's gradients', one per leaf.
+    """
+    held = zip(jax.tree.leaves(accumulator), dtypes, strict=True)
+    return all_of([_largest(leaf) / divisor < _limit(dtype) for leaf, dtype in held if leaf.size and _is_narrower(dtype, leaf.dtype)])
 
 
-def strong(tree: Any) -> Any:
-    """`tree` as arrays of the same dtypes, none of them weakly typed: a scan's carry must not change type."""
-    return jax.tree.map(lambda leaf: _strong(leaf, jnp.result_type(leaf)), tree)
+def _is_narrower(dtype: DType, held: DType) -> bool:
+    """A division by a float32 makes float32 even of a half-precision sum."""
+    if not jnp.issubdtype(held, jnp.inexact):
+        return False
+    quotient = wider(held, jnp.float32)
+    return bool(jnp.finfo(dtype).maxexp < jnp.finfo(quotient).maxexp)
 
 
-def _strong(leaf: Any, dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys
-        return leaf
-    return lax.convert_element_type(leaf, dtype)
+def _limit(dtype: DType) -> float:
+    """The smallest magnitude that rounds to infinity: half a step beyond the largest number. 65520 for float16."""
+    largest = float(jnp.finfo(dtype).max)
+    return largest + 2.0 ** (math.frexp(largest)[1] - int(jnp.finfo(dtype).nmant) - 2)
+
+
+def _largest(leaf: Array) -> Scalar:
+    """Row by row: XLA:CPU takes minutes to compile several reductions of whole matrices to scalars side by side."""
+    parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
+    rows = [jnp.atleast_1d(part.astype(jnp.promote_types(part.dtype, jnp.float32))) for part in parts]
+    return jnp.stack([jnp.max(jnp.maximum(jnp.max(part, axis=-1), -jnp.min(part, axis=-1))) for part in rows]).max()

@@ -1,8 +1,8 @@
-"""The end of a window: the inner optimizer, run once or not at all, with no second buffer of the parameters' size.
+"""The inner optimizer's call at the end of a window: made once or not at all, with no second buffer of the parameters' size.
 
-The accumulator doubles as the buffer of the update: where the inner optimizer runs, its update takes the accumulator's place;
-where it does not, the accumulator passes through. Two selects then tell them apart. The parameters are closed over, not
-carried. So XLA works in place, and an idle micro-batch costs the addition and those selects.
+The accumulator doubles as the buffer of the updates. Where the inner optimizer runs, its updates take the accumulator's place. Where it
+does not, the accumulator passes through. Two selects then tell them apart. The parameters are closed over, not carried. So XLA works in
+place, and a micro-batch in mid-window costs the addition and the two selects.
 """
 
 from __future__ import annotations
@@ -13,105 +13,112 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradaccum_jax.control_flow import ControlFlow, once
-from gradaccum_jax.dtypes import takes_part, wider
-from gradaccum_jax.sums import cast_like
-from gradaccum_jax.trip import named_axes
+from gradaccum.kit import Scalar
+from gradaccum_jax.control_flow import ControlFlow, named_axes, once
+from gradaccum_jax.dtypes import Handed, cast_like, takes_part, wider
+from gradaccum_jax.sums import divide
+from gradaccum_jax.types import Array, Axes, Extra, InnerState, Params, Tree, Updates
 
 
-class Kinds(NamedTuple):
-    """What a trace of the inner optimizer says."""
+class Traced(NamedTuple):
+    """What JAX knows of the inner optimizer's call while it traces, before the call is made."""
 
-    updates: Any
+    updates: Updates
     """The tree of the updates' shapes and dtypes."""
-    axes: frozenset[str]
-    """The named axes that it reduces over."""
+    axes: Axes
+    """The named axes that the optimizer reduces over."""
 
 
-class Inner(NamedTuple):
-    """A call of the inner optimizer that may be made."""
+class Update(NamedTuple):
+    """A call of the inner optimizer that the end of a window may make."""
 
-    update: Callable[..., tuple[Any, Any]]
-    """``update(gradients, state, params, **extra)``: the optimizer's."""
-    gradients: Callable[[Any], Any]
-    """The gradient tree for it, from the accumulator."""
-    like: list[Any]
-    """The dtypes of gradients for which the updates would have the dtypes they are to have; see `dtypes.Handed`."""
-    params: Any
-    extra: dict[str, Any]
+    optimizer: Callable[..., tuple[Any, Any]]
+    """``optimizer(gradients, state, params, **extra)``: the inner transformation's ``update``."""
+    dtypes: Handed
+    params: Params
+    extra: Extra
     control_flow: ControlFlow
 
-    def run(self, accumulator: Any, state: Any) -> tuple[Any, Any]:
-        return self.update(self.gradients(accumulator), state, self.params, **self.extra)
+    def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
+        """Trace the call; nothing of it enters the program.
 
-    def kinds(self, accumulator: Any, state: Any) -> Kinds:
-        """What is known of the call while JAX traces. A parameter that takes no part keeps its dtype: its update is 0."""
+        Args:
+            accumulator: the tree of sums.
+            held: the inner optimizer's state.
+            divisor: a scalar of the type that `run` gets.
+        """
 
-        def made(accumulator: Any, state: Any) -> Any:
-            leaves, structure = jax.tree.flatten(self.gradients(accumulator))
-            gradients = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.like, strict=True)]
-            return self.update(jax.tree.unflatten(structure, gradients), state, self.params, **self.extra)[0]
+        def made(accumulator: Tree, held: InnerState) -> Updates:
+            leaves, structure = jax.tree.flatten(self._gradients(accumulator, divisor))
+            gradients = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.dtypes.like, strict=True)]
+            return self.optimizer(jax.tree.unflatten(structure, gradients), held, self.params, **self.extra)[0]
 
-        traced, updates = jax.make_jaxpr(made, return_shape=True)(accumulator, state)
-        return Kinds(_still(updates, accumulator), named_axes(traced))
+        program, updates = jax.make_jaxpr(made, return_shape=True)(accumulator, held)
+        return Traced(_still(updates, accumulator), named_axes(program))
+
+    def run(
+        self, accumulator: Tree, held: InnerState, divisor: Scalar, updates: Updates, *, apply: Scalar, at_end: Scalar
+    ) -> tuple[Updates, Tree, InnerState]:
+        """Run the inner optimizer where `apply` holds, and clear the accumulator where `at_end` does.
+
+        Args:
+            accumulator: the tree of sums.
+            held: the inner optimizer's state.
+            divisor: a scalar: ``accumulator / divisor`` is the gradient.
+            updates: `Traced.updates`.
+            apply: bool scalar; implies `at_end`.
+            at_end: bool scalar: the window ends here.
+
+        Returns:
+            The updates (zeros unless `apply`), the accumulator (zeros if `at_end`) and the inner optimizer's state.
+        """
+        buffer = jax.tree.map(_wide_enough, accumulator, updates)
+
+        def call(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
+            gradients = self._gradients(cast_like(operand[0], accumulator), divisor)
+            made, after = self.optimizer(gradients, operand[1], self.params, **self.extra)
+            return cast_like(_still(made, accumulator), buffer), cast_like(after, held)
+
+        buffer, after = once(apply, call, (buffer, held), self.control_flow)
+        cleared = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), _cleared(buffer, at_end), accumulator)
+        return _updates_where(apply, buffer, updates), cleared, after
+
+    def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
+        """The updates, all zeros, and the accumulator of a micro-batch that can end no window.
+
+        Constant zeros would cost a copy of the parameters and a pass over it: nothing tells XLA that the gradient, which reads the old
+        parameters, comes first. After a loop over all sums, even one that never runs, the gradient has come, and the select is free.
+
+        Args:
+            accumulator: the tree of sums.
+            updates: `Traced.updates`.
+            never: a bool scalar that is False, which only the running program knows.
+        """
+        accumulator = once(never, lambda held: _cleared(held, never), accumulator, self.control_flow)
+        return _updates_where(never, accumulator, updates), accumulator
+
+    def _gradients(self, accumulator: Tree, divisor: Scalar) -> Tree:
+        return divide(accumulator, divisor, self.dtypes.given)
 
 
-def end_window(inner: Inner, accumulator: Any, state: Any, updates: Any, *, apply: Any, last: Any) -> tuple[Any, Any, Any]:
-    """Run the inner optimizer where `apply` holds, and clear the accumulator where `last` does.
-
-    Args:
-        inner: the call.
-        accumulator: the tree of sums.
-        state: the inner optimizer's state.
-        updates: the tree of the updates' shapes and dtypes; see `Inner.kinds`.
-        apply: bool scalar; implies `last`.
-        last: bool scalar.
-
-    Returns:
-        The updates (zeros unless `apply`), the accumulator (zeros if `last`) and the inner optimizer's state.
-    """
-    buffer = jax.tree.map(_wide_enough, accumulator, updates)
-
-    def run(operand: tuple[Any, Any]) -> tuple[Any, Any]:
-        made, new_state = inner.run(cast_like(operand[0], accumulator), operand[1])
-        return cast_like(_still(made, accumulator), buffer), cast_like(new_state, state)
-
-    buffer, new_state = once(apply, run, (buffer, state), inner.control_flow)
-    made = jax.tree.map(lambda held, update: jnp.where(apply, held, _nothing(held)).astype(update.dtype), buffer, updates)
-    cleared = jax.tree.map(lambda held, old: held.astype(old.dtype), _cleared(buffer, last), accumulator)
-    return made, cleared, new_state
+def _updates_where(apply: Scalar, buffer: Tree, updates: Updates) -> Updates:
+    """The updates that `buffer` holds where `apply` holds, in the dtypes of `updates`; else zeros."""
+    return jax.tree.map(lambda leaf, update: jnp.where(apply, leaf, _nothing(leaf)).astype(update.dtype), buffer, updates)
 
 
-def keep_window(accumulator: Any, updates: Any, never: Any, control_flow: ControlFlow) -> tuple[Any, Any]:
-    """The updates, zeros, and the accumulator of a micro-batch that can close nothing.
-
-    Constant zeros would be added to copies of the parameters, in a pass of their own: nothing says that the gradient, which wants the
-    parameters as they were, comes first. After a loop over all sums, even of no trips, it has, and a select of nothing costs nothing.
-
-    Args:
-        accumulator: the tree of sums.
-        updates: the tree of the updates' shapes and dtypes.
-        never: a bool scalar that is False, but only the running program knows.
-        control_flow: how the loop is written.
-    """
-    accumulator = once(never, lambda held: _cleared(held, never), accumulator, control_flow)
-    zeros = jax.tree.map(lambda held, update: jnp.where(never, held, _nothing(held)).astype(update.dtype), accumulator, updates)
-    return zeros, accumulator
-
-
-def _wide_enough(held: Any, update: Any) -> Any:
+def _wide_enough(held: Array, update: Array) -> Array:
     return held.astype(wider(held.dtype, update.dtype))
 
 
-def _still(updates: Any, accumulator: Any) -> Any:
+def _still(updates: Updates, accumulator: Tree) -> Updates:
     """`updates` with the sum, an exact 0 in the parameter's dtype, for each parameter that takes no part."""
     return jax.tree.map(lambda held, update: update if takes_part(held) else held, accumulator, updates)
 
 
-def _cleared(tree: Any, where: Any) -> Any:
+def _cleared(tree: Tree, where: Scalar) -> Tree:
     return jax.tree.map(lambda leaf: jnp.where(where, jnp.zeros((), leaf.dtype), leaf), tree)
 
 
-def _nothing(leaf: Any) -> Any:
+def _nothing(leaf: Array) -> float:
     """-0.0, the one zero that leaves every parameter bit for bit as it is: -0.0 + 0.0 is 0.0, but x + -0.0 is x."""
     return -0.0 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0

@@ -1,7 +1,7 @@
-"""The axes of a mesh along which values differ, which `jax.shard_map` keeps in their types and holds loops to.
+"""The mesh axes along which a value differs from device to device. `jax.shard_map` keeps them in the value's type.
 
-A loop or a conditional returns what it was given: same shapes, dtypes and, under ``check_vma=True``, the same axes. A flag that starts
-as True on all devices and is then measured on each has other axes at the end than at the start, so they are added before.
+A loop or a conditional must return the types that it was given: shapes, dtypes and, under ``check_vma=True``, these axes. A flag that
+starts as True on all devices and is then measured on each has more axes at the end than at the start. So the axes are added before.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any, TypeVar, cast
 import jax
 from jax import lax
 
-Leaves = list[Any]
+from gradaccum.kit import Scalar
+from gradaccum_jax.types import Array, Axes, Leaves, Params
+
 T = TypeVar("T")
 
 
-def axes_of(value: Any) -> frozenset[str]:
+def axes_of(value: Array) -> Axes:
     """The manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`."""
     typeof: Any = jax.typeof
     kind = value if isinstance(value, jax.core.AbstractValue) else typeof(value)
@@ -25,7 +27,7 @@ def axes_of(value: Any) -> frozenset[str]:
     return frozenset(getattr(getattr(kind, "mat", None), "varying", ()))
 
 
-def vary(value: Any, axes: frozenset[str]) -> Any:
+def vary(value: Array, axes: Axes) -> Array:
     """`value`, varying along `axes` too: the same numbers with another type."""
     missing = tuple(sorted(axes - axes_of(value)))
     if not missing:
@@ -34,17 +36,17 @@ def vary(value: Any, axes: frozenset[str]) -> Any:
     return library.pcast(value, missing, to="varying") if hasattr(library, "pcast") else library.pvary(value, missing)
 
 
-def vary_like(params: Any, state: T) -> T:
+def vary_like(params: Params, state: T) -> T:
     """`state`, each of its arrays varying along every axis that some parameter varies along.
 
-    So each device decides on its own window, and all that hangs on the decision differs from device to device from the start.
+    Each device decides on its own window, so from the start the state may differ from device to device.
     """
     axes = frozenset[str]().union(*(axes_of(leaf) for leaf in jax.tree.leaves(params)))
     return cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state)) if axes else state
 
 
-def settled(predicate: Any, function: Callable[..., Leaves], leaves: Leaves) -> tuple[Any, Leaves]:
-    """`function` traced, and `leaves` with all axes that its results, run where `predicate` holds, may have.
+def settled(predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves) -> tuple[Any, Leaves]:
+    """`function` traced, and `leaves` with all axes that its results may have where `predicate` decides whether it runs.
 
     Args:
         predicate: bool scalar.

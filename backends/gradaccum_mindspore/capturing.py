@@ -35,7 +35,7 @@ def refuse_trace() -> None:
         raise explain(
             UsageError,
             "capture_mode",
-            expected="'ast' or 'bytecode' around a wrapped optimizer, because a trace repeats what the first micro-batch did",
+            expected="'ast' or 'bytecode' around a wrapped optimizer, because a trace repeats the operators of the first micro-batch",
             found="trace",
             fix="Write @mindspore.jit.",
         )

@@ -1,4 +1,4 @@
-"""Checks of what users hand in: gradients, weights, parameters. Each raises before anything is changed.
+"""Checks of arguments: gradients, weights, parameters. Each raises before anything is changed.
 
 The gradient checks look at structure, shape and dtype alone, which are constants of a compiled program. So they run at compile time
 inside `mindspore.jit` and graph mode, and at every call in PyNative.

@@ -1,12 +1,12 @@
 """The events of a window where the state is a Tensor: inside `mindspore.jit` and in graph mode.
 
-The compiler drops operations that it believes to have no effect. So this code computes every new value from what it read before its first
-write; it reads nothing again after it was written, except at the end of a window, which begins with reading; no branch returns a value that
-was computed in it. Each function returns something: the Python interpreter would compute a None.
+The compiler drops operations that it believes to have no effect. So this code computes every new value from values that it read before its
+first write; it reads nothing again after it was written, except at the end of a window, which begins with reading; no branch returns a
+value that was computed in it. Each function returns something: the Python interpreter would compute a None.
 
 The end of a window has two branches: one for the update, one for a norm whose squares overflow. Each costs about as much as ten scalar
-operators. Each is a method of its own, because the compiler copies what follows an ``if`` in the same function into both branches.
-`Notes` carries what one part computes and another needs.
+operators. Each is a method of its own, because the compiler copies the rest of a function after an ``if`` into both branches.
+`Notes` carries values from one part to another.
 
 The compiler takes a global function for the method of its name, if that method calls it. So `close` and `discard` of the core have other
 names here.
@@ -99,7 +99,7 @@ class CompiledWindow(CompiledState):
         return self.finish()
 
     def note_decision(self) -> bool:
-        """Measure the window and note what is to be done with it."""
+        """Measure the window, decide about it, and note the decision."""
         notes = self.notes
         notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
         if self.calls_steps:
@@ -135,7 +135,7 @@ class CompiledWindow(CompiledState):
         return True
 
     def finish(self) -> bool:
-        """Clear the sums, assign the state after the window and what became of it."""
+        """Clear the sums, assign the state after the window and its last event."""
         notes = self.notes
         apply, overflow = notes.applied & self.true, notes.overflow & self.true
         after = state_closed(self.read(), apply, overflow, self.options, where)

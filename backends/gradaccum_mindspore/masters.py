@@ -29,7 +29,7 @@ class Masters(nn.Cell):  # type: ignore[misc]
     """The masters of some parameters, and the way back into the model.
 
     Args:
-        parameters: the model's parameters; those in float16 and bfloat16 get a float32 master, ``"{name of the parameter}{suffix}"``.
+        parameters: the model's parameters; each float16 or bfloat16 one gets a float32 master, ``"{name of the parameter}{suffix}"``.
         suffix: the end of each master's name.
     """
 

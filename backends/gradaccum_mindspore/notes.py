@@ -61,7 +61,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
         object.__setattr__(self, field, Parameter(value, name=f"gradaccum.note{number}.{field}", requires_grad=False))
 
     def write_state(self, weight: Parameter, overflow: Parameter, loss_scale: Parameter) -> bool:
-        """Note what the decision reads of the state. The state itself is written after the decision."""
+        """Note the fields that the decision reads. The state itself is written after the decision."""
         ops.assign(self.weight, weight)
         ops.assign(self.before, overflow)
         ops.assign(self.loss_scale, loss_scale)

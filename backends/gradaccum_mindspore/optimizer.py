@@ -171,7 +171,7 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
 
     def add_param_group(self, param_group: object) -> None:
         """Raise `UsageError`: only the parameters at the time of wrapping have sums."""
-        expected, found = "all groups before the optimizer is wrapped, as each parameter gets its sum then", "a group more"
+        expected, found = "all groups before the optimizer is wrapped, because each parameter gets its sum then", "a group more"
         raise explain(UsageError, "param_group", expected=expected, found=found, fix="Write gradaccum.wrap(optimizer, steps=4) after it.")
 
 

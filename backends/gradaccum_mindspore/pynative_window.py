@@ -145,7 +145,7 @@ def require_room(state: State, size: int | None) -> None:
         raise explain(
             UsageError,
             "gradients",
-            expected="flush() or discard() first, as the window's update raised",
+            expected="flush() or discard() first, because the window's update raised",
             found=f"a micro-batch more for a window of {size} that holds {state.micro_step}",
             fix="Write optimizer.flush() to make the update that is due.",
         )

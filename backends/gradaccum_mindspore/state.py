@@ -17,8 +17,19 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from gradaccum import ArgumentValueError, StepResult
-from gradaccum.kit import FIELD_DTYPES, Fields, Options, Terms, at_rest, encode_terms, explain, initial_state, largest_number, terms_of
-from gradaccum.kit import State as NeutralState
+from gradaccum.kit import (
+    FIELD_DTYPES,
+    Fields,
+    Options,
+    State,
+    Terms,
+    at_rest,
+    encode_terms,
+    explain,
+    initial_state,
+    largest_number,
+    terms_of,
+)
 from gradaccum_mindspore.driven_scaler import drive
 from gradaccum_mindspore.masters import Masters
 from gradaccum_mindspore.scaled import NEVER, key_of, note_read
@@ -103,10 +114,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """The dtype of a field of the state at rest."""
         return self.float_dtype if field == "weight" else DTYPES[FIELD_DTYPES[field]]
 
-    def entries(self) -> list[Parameter]:
-        """Every Parameter that a checkpoint must hold."""
-        return [*(getattr(self, field) for field in FIELD_DTYPES), self.terms, self.last_event, *self.sums]
-
     def terms_after(self, optimizer_step: int) -> Terms:
         """The options that the window after this update depends on."""
         return terms_of(with_known_size(self.options, optimizer_step), optimizer_step)
@@ -117,13 +124,13 @@ class Storage(nn.Cell):  # type: ignore[misc]
         if size != before:
             self._assign(self.terms, [*others, size])
 
-    def pull(self) -> NeutralState:
+    def pull(self) -> State:
         """The state in Python numbers."""
-        return NeutralState(*(getattr(self, field).item() for field in FIELD_DTYPES))
+        return State(*(getattr(self, field).item() for field in FIELD_DTYPES))
 
-    def push(self, state: Fields, before: NeutralState) -> NeutralState:
+    def push(self, state: Fields, before: State) -> State:
         """Write what differs between a state of Python numbers and `before`, the one that was pulled or pushed last."""
-        rounded = at_rest(NeutralState(*state), float64_weight=self.float_dtype == ms.float64)
+        rounded = at_rest(State(*state), float64_weight=self.float_dtype == ms.float64)
         for field, old, new in zip(FIELD_DTYPES, before, rounded, strict=True):
             if new != old:
                 self._assign(getattr(self, field), new)

@@ -28,7 +28,7 @@ HALF = (ms.float16, ms.bfloat16)
 FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32, "float64": ms.float64}
 
 each: Callable[..., tuple[Any, ...]] = ops.HyperMap()
-"""``each(function, trees...)``: a tuple of what `function` returns for the leaves side by side. No loop: the compiler starts another graph
+"""``each(function, trees...)``: a tuple of `function`'s results for the leaves side by side. No loop: the compiler starts another graph
 at each ``if`` in a loop, inside the graph of the ``if`` before, and took minutes for 200 parameters."""
 
 

@@ -21,7 +21,7 @@ Weight = Number | None
 Sums = Sequence[Parameter]
 """One sum per parameter of the model, in their order."""
 Gradients = Sequence[Tensor | None]
-"""One gradient per parameter, in their order; None for a parameter that took no part. Sums are read as gradients too."""
+"""One gradient per parameter, in their order; None for a parameter that took no part."""
 NamedGradients = Mapping[str, Tensor | None]
 """Gradients by the parameter's name."""
 Optimizer = nn.Optimizer | optim.Optimizer

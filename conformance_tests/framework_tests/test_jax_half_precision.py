@@ -14,7 +14,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from gradaccum_jax.representable import representable
+from gradaccum_jax.sums import fits
 
 INF, NAN = float("inf"), float("nan")
 
@@ -90,7 +90,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     np.testing.assert_array_equal(updates, np.asarray([-(1 + 1 / 256) / 2] * 2, jnp.bfloat16))
 
 
-fits_float16 = jax.jit(lambda total: representable({"a": total}, jnp.asarray(4.0), [jnp.dtype("float16")]))
+fits_float16 = jax.jit(lambda total: fits({"a": total}, jnp.asarray(4.0), [jnp.dtype("float16")]))
 
 
 @pytest.mark.parametrize(("largest", "fits"), [(65519.996, True), (65520.0, False), (-65520.0, False), (INF, False), (NAN, False)])

@@ -1,4 +1,4 @@
-"""What the conformance suite drives: models from neutral specs, sessions over them, and the second door through which it looks."""
+"""The adapter as the conformance suite drives it: models of neutral specs, sessions over them, and the second door to their results."""
 
 from gradaccum_jax.harness.session import harness
 

@@ -1,4 +1,4 @@
-"""A session's trees in a file: flax's msgpack, the format of its users; NumPy's archive where flax is not installed."""
+"""A session's trees in a file: flax's msgpack, which its users write; NumPy's archive if flax is not installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def to_bytes(tree: dict[str, Any]) -> bytes:
 
 
 def from_bytes(data: bytes, like: dict[str, Any]) -> dict[str, Any]:
-    """What was saved, of whatever structure it was; NumPy's archive keeps none and takes that of `like`."""
+    """The saved tree in its own structure; NumPy's archive keeps no structure, so there it has that of `like`."""
     if find_spec("flax"):
         from flax import serialization
 
@@ -36,5 +36,5 @@ def from_bytes(data: bytes, like: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(array: Any) -> Any:
-    """NumPy's archive forgets which two-byte type a bfloat16 is."""
+    """`array` with its dtype: NumPy's archive forgets that two bytes were a bfloat16."""
     return array.view(jnp.bfloat16) if array.dtype.kind == "V" else array

@@ -1,6 +1,6 @@
 """The conformance suite's models as JAX functions of a flat dict of parameters.
 
-Layers are told apart by the name of their spec: only `harness` imports the suite.
+A layer is known by the name of its spec's type, because only `harness.session` imports the suite.
 """
 
 from __future__ import annotations

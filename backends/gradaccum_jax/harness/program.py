@@ -1,6 +1,6 @@
-"""What a session of the conformance suite runs, compiled once per (model, optimizer, options, dtype, mode) and kept.
+"""The functions that a session of the conformance suite runs, compiled once per (model, optimizer, options, dtype, mode) and kept.
 
-The suite opens hundreds of sessions over a handful of those; each would compile anew if the functions were the session's own.
+The suite opens hundreds of sessions over a handful of these. If each session had functions of its own, each would compile anew.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import optax
 
 import gradaccum
-from gradaccum_jax.closing import discard, flush
 from gradaccum_jax.harness.models import forward, total_loss
+from gradaccum_jax.optimizer import discard, flush
 from gradaccum_jax.state import scale_loss
 
 
 class CaptureState(NamedTuple):
-    """What the ``capture`` optimizer saw."""
+    """How often the ``capture`` optimizer ran, and its last gradient."""
 
     calls: Any
     gradient: Any
 
 
 def capture(learning_rate: float) -> optax.GradientTransformation:
-    """Plain SGD that keeps how often it ran and the last gradient."""
+    """Plain SGD that counts its runs and keeps the last gradient."""
 
     def init(params: Any) -> CaptureState:
         return CaptureState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
@@ -151,7 +151,7 @@ _PROGRAMS: dict[Any, Program] = {}
 
 
 def program(model: Any, optimizer: Any, options: Mapping[str, Any] | None, dtype: str, mode: str) -> Program:
-    """The one for these, built at the first call."""
+    """The program for these arguments, built at the first call."""
     frozen = None if options is None else tuple((name, _frozen(value)) for name, value in sorted(options.items()))
     key = (model, optimizer, frozen, dtype, mode)
     if not _hashable(key):

@@ -25,7 +25,7 @@ FILE = "checkpoint.msgpack"
 
 
 class Checkpoint(NamedTuple):
-    """What a session is: immutable arrays, so that a snapshot needs no copy."""
+    """A session's two trees. Their arrays are immutable, so a snapshot needs no copy."""
 
     params: Any
     opt_state: Any
@@ -166,7 +166,7 @@ def _to_numpy(tree: Mapping[str, Any]) -> Arrays:
 
 
 def _valid(weight: Any) -> bool:
-    """Whether compiled code takes it as an argument. It cannot look at one, so one to be refused goes to the API as it is."""
+    """Whether compiled code takes this weight. It cannot check a value, so a weight that the API must refuse goes to the API as it is."""
     return weight is None or (type(weight) in (int, float) and 0 <= weight < float("inf"))
 
 

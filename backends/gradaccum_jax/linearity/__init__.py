@@ -1,4 +1,4 @@
-"""Whether a loss is linear in its scale: grad(s x loss) = s x grad(loss), which loss scaling takes for granted. No part of accumulation."""
+"""Whether a loss is linear in its scale: grad(s x loss) = s x grad(loss), as loss scaling assumes. Accumulation needs nothing of it."""
 
 from gradaccum_jax.linearity.check import verify_loss_scaling
 

@@ -1,6 +1,6 @@
-"""Whether a loss carries the gradient it is handed through every part, as loss scaling takes for granted.
+"""Whether a loss passes its incoming gradient on through every part, as loss scaling assumes.
 
-Two looks at it: the gradients of the whole at several scales say whether something is wrong, the traced program says what.
+The check looks twice: the gradients of the whole loss at several scales tell whether something is wrong, the traced program tells where.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from gradaccum import ArgumentValueError, LinearityReport
 from gradaccum.kit import explain
 from gradaccum_jax.linearity.custom_rules import equations, non_linear_rules
 from gradaccum_jax.linearity.errors import is_float, report, unscaled_gradients
+from gradaccum_jax.types import Array, Leaves, Params, Tree
 
 
-def verify_loss_scaling(loss_fn: Callable[..., Any], params: Any, *args: Any) -> LinearityReport:
+def verify_loss_scaling(loss_fn: Callable[..., Any], params: Params, *args: Tree) -> LinearityReport:
     """Check that grad(s x loss) = s x grad(loss) for s in 2^0 ... 2^16.
 
-    Powers of two multiply a float exactly, so the two are equal but for numbers that leave a dtype's range. To keep those out, float16
-    and bfloat16 leaves of `params` and `args` are taken as float32 where `loss_fn` can be traced so. What `loss_fn` itself computes in
-    float16 stays so: then only the four largest scales with finite gradients are compared, because at smaller ones gradients may have
-    vanished, which is what loss scaling is for. The tolerance is sixteen units in the last place of the coarsest floating dtype in the
-    program.
+    Powers of two multiply a float exactly, so the two sides differ only in numbers that leave a dtype's range. To keep such numbers out,
+    float16 and bfloat16 leaves of `params` and `args` are taken as float32 where `loss_fn` can be traced so. If `loss_fn` itself computes
+    in float16, only the four largest scales with finite gradients are compared: at smaller scales gradients may have vanished, the reason
+    for loss scaling. The tolerance is sixteen units in the last place of the coarsest floating dtype in the program.
 
     Not for use under `jax.jit`: it looks at values. Nothing is changed, and no random state is used.
 
@@ -49,10 +49,10 @@ def verify_loss_scaling(loss_fn: Callable[..., Any], params: Any, *args: Any) ->
     return report(gradients, non_linear_rules(program.jaxpr), dtypes)
 
 
-def _in_float32(loss_fn: Callable[..., Any], params: Any, args: Any) -> tuple[Any, Any]:
+def _in_float32(loss_fn: Callable[..., Any], params: Params, args: tuple[Tree, ...]) -> tuple[Params, tuple[Tree, ...]]:
     """The arguments with half-precision leaves as float32, unless the function then mixes dtypes that do not go together."""
 
-    def widen(leaf: Any) -> Any:
+    def widen(leaf: Array) -> Array:
         return jnp.asarray(leaf, jnp.float32) if is_float(leaf) and jnp.result_type(leaf).itemsize < 4 else leaf
 
     wide = jax.tree.map(widen, (params, args))
@@ -63,7 +63,7 @@ def _in_float32(loss_fn: Callable[..., Any], params: Any, args: Any) -> tuple[An
     return wide[0], wide[1]
 
 
-def _require_scalar(results: Any) -> None:
+def _require_scalar(results: Leaves) -> None:
     if len(results) != 1 or results[0].shape != () or not is_float(results[0]):
         fix = "Return the loss alone, reduced to one number."
         raise explain(ArgumentValueError, "loss_fn", expected="one floating scalar as its result", found=f"results of {results}", fix=fix)

@@ -135,7 +135,7 @@ class Network(nn.Cell):  # type: ignore[misc]
 
 
 class Capture(nn.Optimizer):  # type: ignore[misc]
-    """Plain SGD that keeps how often it ran and what it was given."""
+    """Plain SGD that counts its calls and keeps the last gradients."""
 
     def __init__(self, parameters: Sequence[Any], learning_rate: float) -> None:
         super().__init__(learning_rate, parameters)

@@ -46,7 +46,7 @@ class Step(nn.Cell):  # type: ignore[misc]
 
 
 class Trainer:
-    """A model, its optimizer and the step over both; what a session borrows."""
+    """A model, its optimizer and the step over both; a session borrows it."""
 
     def __init__(self, model: Model, optimizer: Optimizer, dtype: Dtype, mode: str, options: Mapping[str, Any] | None) -> None:
         self.dtype, self.mode, self.wrapped = ms_dtype(dtype), mode, options is not None

@@ -1,0 +1,39 @@
+"""Names for the arguments of this package.
+
+A type checker takes most of them for `Any`: JAX hands the same function arrays and tracers, and users hand it NumPy's arrays and Python's
+numbers beside them. `Scalar` is `gradaccum.kit`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Array = Any
+"""A `jax.Array`, concrete or traced, or what JAX takes for one: a NumPy array, a Python number."""
+
+DType = Any
+"""A dtype, or what `jnp.dtype` makes into one."""
+
+Tree = Any
+"""A pytree of arrays: dicts, lists, tuples, registered classes."""
+
+Params = Any
+"""The tree of the model's parameters; None where the caller gave none."""
+
+Updates = Any
+"""The tree of updates that `optax.apply_updates` adds to the parameters, or of their shapes and dtypes."""
+
+InnerState = Any
+"""The tree that the inner optimizer keeps. Under `masters.on_masters` and `masters.without_masters`: the pair (its own state, masters)."""
+
+Leaves = list[Array]
+"""The leaves of a tree, in JAX's order."""
+
+Gradients = list[Array]
+"""A micro-batch's gradients in the order of the accumulator's leaves, None for a parameter that took no part: see `alignment.align`."""
+
+Axes = frozenset[str]
+"""Names of mesh axes."""
+
+Extra = dict[str, Any]
+"""Keyword arguments that are passed on to the inner optimizer."""

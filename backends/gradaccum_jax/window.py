@@ -1,0 +1,126 @@
+"""The open window: take in a micro-batch, close the window where it ends, forget it.
+
+These are pure functions of the state. Only the device knows whether a window ends, so every micro-batch runs one program: `add`, then
+`close`, which changes the state only where `at_end` holds.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from gradaccum.kit import Decision, Fields, Options, Scalar, accumulate, contribution, decide, divisor, usable
+from gradaccum.kit import close as close_fields
+from gradaccum.kit import discard as discard_fields
+from gradaccum_jax import sums
+from gradaccum_jax.agreement import agree, require_equal_parts
+from gradaccum_jax.control_flow import once
+from gradaccum_jax.norm import measure
+from gradaccum_jax.state import AccumulationState, current_terms, fields_of, with_event, with_fields
+from gradaccum_jax.types import Gradients, Updates
+from gradaccum_jax.update import Traced, Update
+from gradaccum_jax.varying import axes_of, vary
+
+
+def add(
+    state: AccumulationState, gradients: Gradients, weight: Scalar, steps: Scalar, options: Options
+) -> tuple[AccumulationState, Scalar]:
+    """Take in a micro-batch: add its gradient to the sum, and count it.
+
+    Args:
+        state: the state before the micro-batch.
+        gradients: aligned with the accumulator's leaves; None adds nothing.
+        weight: the micro-batch's weight, a scalar array; None: 1.
+        steps: the size of the window; None: the caller closes it.
+        options: the optimizer's.
+
+    Returns:
+        The state with the micro-batch in it, and a bool scalar: it was dropped.
+    """
+    given, one, fields = weight is not None, jnp.ones_like(state.weight), fields_of(state)
+    factor = contribution(weight, options) if given and options.reduction == "mean" else None
+    weight = weight if given else one
+    dropping = options.on_overflow == "drop_micro_batch"
+    finite = sums.all_finite(gradients) if dropping else jnp.asarray(True)
+    finite = finite & (steps >= 1) if callable(options.steps) else finite
+    # Only the running program knows this, as it looks at the total. XLA:CPU vectorises select(add), but compiles a bare in-place add to a
+    # scalar loop.
+    adds = usable(fields, weight, finite)
+    harmless = adds | (weight == 0)
+    total = sums.add(state.accumulator, gradients, factor, adds, harmless)
+    counted = with_fields(state, accumulate(fields, weight, finite, jnp.where))
+    terms = vary(current_terms(options, steps), axes_of(state.terms))
+    return counted._replace(accumulator=total, terms=terms), ~harmless if dropping else False
+
+
+def close(
+    state: AccumulationState, update: Update, options: Options, *, at_end: Scalar, dropped: Scalar = False, weight: Scalar = None
+) -> tuple[Updates, AccumulationState]:
+    """Close the window where it ends: make its update or skip it, count that, clear the sum.
+
+    Args:
+        state: the state with the last micro-batch in it.
+        update: the inner optimizer's call.
+        options: the optimizer's.
+        at_end: bool scalar: the window ends here.
+        dropped: bool scalar: the last micro-batch was dropped.
+        weight: the last micro-batch's; None if the caller gave none.
+
+    Returns:
+        The updates (zeros if none was made) and the state.
+    """
+    decision = _decide(state, update, options, at_end)
+    traced, held = _traced(state, update, options, decision.divisor, weight), (state.inner_state, state.masters)
+    apply, overflow = agree(at_end & decision.apply, decision.overflow, at_end, traced.axes, update.control_flow)
+    updates, total, held = update.run(state.accumulator, held, decision.divisor, traced.updates, apply=apply, at_end=at_end)
+    fields = _where(at_end, close_fields(fields_of(state), apply, overflow, options, jnp.where), fields_of(state))
+    norm = jnp.asarray(jnp.where(at_end, decision.grad_norm, state.last_grad_norm), jnp.result_type(state.last_grad_norm))
+    ended = with_fields(state, fields)._replace(accumulator=total, inner_state=held[0], masters=held[1], last_grad_norm=norm)
+    return updates, with_event(ended, apply, at_end & ~apply, jnp.where(at_end, overflow, dropped))
+
+
+def keep(
+    state: AccumulationState, update: Update, options: Options, *, never: Scalar, dropped: Scalar, weight: Scalar
+) -> tuple[Updates, AccumulationState]:
+    """In place of `close` in a window that only the caller closes: zeros, and the sum as it is.
+
+    Args:
+        state: as for `close`.
+        update: the inner optimizer's call.
+        options: the optimizer's.
+        never: bool scalar: `gradaccum.kit.ends` of such a window.
+        dropped: as for `close`.
+        weight: as for `close`.
+    """
+    traced = _traced(state, update, options, jnp.ones_like(state.weight), weight)
+    updates, total = update.keep(state.accumulator, traced.updates, never)
+    return updates, with_event(state._replace(accumulator=total), False, False, dropped)
+
+
+def discard(state: AccumulationState) -> AccumulationState:
+    """Forget the window: no update, nothing counted, the loss scale untouched."""
+    emptied = with_fields(state, discard_fields(fields_of(state)))
+    return with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False)
+
+
+def _decide(state: AccumulationState, update: Update, options: Options, at_end: Scalar) -> Decision:
+    """What to do with the window. The sum is measured only where the window ends."""
+    start = (jnp.zeros_like(state.weight), jnp.asarray(True))
+    largest = float(jnp.finfo(start[0].dtype).max)
+    divides = divisor(fields_of(state), options, jnp.where)
+
+    def look(_: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+        norm, finite = measure(state.accumulator, start[0].dtype, update.control_flow)
+        return norm, finite & sums.fits(state.accumulator, divides, update.dtypes.like)
+
+    norm, finite = once(at_end, look, start, update.control_flow)
+    return Decision(*decide(fields_of(state), norm, finite, options, jnp.where, largest))
+
+
+def _traced(state: AccumulationState, update: Update, options: Options, divisor: Scalar, weight: Scalar) -> Traced:
+    traced = update.traced(state.accumulator, (state.inner_state, state.masters), divisor)
+    require_equal_parts(options, traced.axes, weight)
+    return traced
+
+
+def _where(condition: Scalar, a: Fields, b: Fields) -> Fields:
+    return tuple(jnp.where(condition, new, old) for new, old in zip(a, b, strict=True))
