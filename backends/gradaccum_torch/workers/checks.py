@@ -108,6 +108,18 @@ def require_sizes(shard_sizes: Any, own: int, rank: int, workers: int) -> tuple[
     return tuple(shard_sizes)
 
 
+def require_classes(classes: int) -> int:
+    """The number of all `classes`, on all workers together.
+
+    Raises:
+        ArgumentValueError: there is none.
+    """
+    if classes:
+        return classes
+    fix = "Only some of the workers may be without classes."
+    raise explain(ArgumentValueError, "logits_shard", expected="one class at least on some worker", found="no class on any", fix=fix)
+
+
 def require_first_derivative() -> None:
     """Refuse a backward pass that is to be differentiated: `torch` would take its gradient for a constant, and say nothing.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradaccum_torch.workers.checks import (
     label_error,
+    require_classes,
     require_first_derivative,
     require_group,
     require_options,
@@ -98,7 +99,7 @@ def _place(shard: Tensor, group: Group, shard_sizes: Sequence[int] | None) -> tu
     rank, workers = require_group(group)
     own = shard.shape[-1]
     sizes = _asked(shard, group, rank, workers) if shard_sizes is None else require_sizes(shard_sizes, own, rank, workers)
-    return sum(sizes[:rank]), sum(sizes)
+    return sum(sizes[:rank]), require_classes(sum(sizes))
 
 
 def _asked(shard: Tensor, group: Group, rank: int, workers: int) -> Sequence[int]:
