@@ -77,7 +77,7 @@ def sharded_cross_entropy(
     ignored = labels == ignore_index
     index = jnp.where(ignored, -1, labels - first)
     shard = lax.stop_gradient(logits_shard)
-    maximum = lax.pmax(_masked(shard, width, -jnp.inf).max(-1).astype(_wide(shard)), axis_name)
+    maximum = lax.pmax(_masked(shard, width, -jnp.inf).max(-1).astype(_wide(shard)), axis_name)  # type: ignore[no-untyped-call]
     sums, votes = _sums(shard, index, ignored, maximum, width, axis_name, smoothed=label_smoothing > 0)
     losses = class_sharded_losses(logits_shard, index, maximum, sums, width, label_smoothing, label_smoothing / classes)
     return _reduced(losses, votes, 2 * devices, reduction)
@@ -103,7 +103,7 @@ def _sums(
     rows = [jnp.exp(shifted).sum(-1), jnp.where(here, target, 0), jnp.where(ignored, 2, here.astype(maximum.dtype))]
     if smoothed:
         rows.append(_masked(shifted, width, 0.0).sum(-1))
-    total = lax.psum(jnp.stack(rows), axis_name)
+    total = lax.psum(jnp.stack(rows), axis_name)  # type: ignore[no-untyped-call]
     return jnp.delete(total, 2, axis=0), total[2]
 
 
