@@ -228,7 +228,8 @@ if __name__ == "__main__":
     check_equal("float32", 1e4)
     check_inside_and_around()
     check_program()
-    check_linearity()
+    if jax.__version_info__ < (0, 8):
+        check_linearity()  # Newer versions type the axes of a custom rule's arguments, and run it nowhere but inside of the mesh.
     check_accumulation()
     check_extremes()
     check_refusals()
