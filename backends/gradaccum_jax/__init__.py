@@ -13,6 +13,7 @@ from gradaccum_jax.masters import apply_updates
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, flush
 from gradaccum_jax.state import AccumulationState, result, scale_loss
+from gradaccum_jax.workers import sharded_cross_entropy
 
 __all__ = [
     "AccumulationState",
@@ -24,5 +25,6 @@ __all__ = [
     "flush",
     "result",
     "scale_loss",
+    "sharded_cross_entropy",
     "verify_loss_scaling",
 ]

@@ -7,6 +7,7 @@ from gradaccum_mindspore.checkpoint import load_checkpoint_into
 from gradaccum_mindspore.linearity import verify_loss_scaling
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
 from gradaccum_mindspore.training import TrainOneStepCell
+from gradaccum_mindspore.workers import sharded_cross_entropy
 
 __all__ = [
     "AccumulatingExperimentalOptimizer",
@@ -16,5 +17,6 @@ __all__ = [
     "TrainOneStepCell",
     "backend",
     "load_checkpoint_into",
+    "sharded_cross_entropy",
     "verify_loss_scaling",
 ]

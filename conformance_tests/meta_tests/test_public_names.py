@@ -18,13 +18,14 @@ NAMES = {
         explain initial_state largest_number linearity_report make_options optimizer_error relative_error require_steps require_weight
         resumed select steps_at terms_of usable wrapped_twice_error
     """,
-    "gradaccum_torch": "AccumulatingOptimizer GatedScheduler TorchBackend backend verify_loss_scaling",
+    "gradaccum_torch": "AccumulatingOptimizer GatedScheduler TorchBackend backend sharded_cross_entropy verify_loss_scaling",
     "gradaccum_jax": """
-        AccumulationState MultiSteps apply_updates backend check_state discard flush result scale_loss verify_loss_scaling
+        AccumulationState MultiSteps apply_updates backend check_state discard flush result scale_loss sharded_cross_entropy
+        verify_loss_scaling
     """,
     "gradaccum_mindspore": """
         AccumulatingExperimentalOptimizer AccumulatingOptimizer Accumulator FlushAtEpochEnd TrainOneStepCell backend load_checkpoint_into
-        verify_loss_scaling
+        sharded_cross_entropy verify_loss_scaling
     """,
 }
 

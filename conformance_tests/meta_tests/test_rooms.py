@@ -24,6 +24,8 @@ ROOMS = {
     "harness/session": ("a model under an optimizer, as the suite drives it", ALL),
     "linearity/check": ("whether a loss is linear in its scale", ALL),
     "linearity/custom_rules": ("which custom derivative is to blame", {JAX, MINDSPORE}),
+    "workers/checks": ("what is refused of a call that workers make together", ALL),
+    "workers/cross_entropy": ("softmax cross-entropy of logits sharded by class", ALL),
 }
 
 

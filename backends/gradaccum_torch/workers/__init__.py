@@ -1,6 +1,10 @@
-"""Several workers with one window: each adds up its own micro-batches, and the end of the window adds up the workers, once."""
+"""Several workers: one window over all of them, and a loss whose classes they share.
 
+Each worker adds up its own micro-batches, and the end of a window adds up the workers, once.
+"""
+
+from gradaccum_torch.workers.cross_entropy import sharded_cross_entropy
 from gradaccum_torch.workers.module import workers_of
 from gradaccum_torch.workers.workers import Alone, Workers
 
-__all__ = ["Alone", "Workers", "workers_of"]
+__all__ = ["Alone", "Workers", "sharded_cross_entropy", "workers_of"]

@@ -1,0 +1,153 @@
+"""Softmax cross-entropy of logits that are sharded by class, inside `jax.shard_map`: each device holds a contiguous slice of the classes.
+
+The method is that of Megatron-LM (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism", section 3): the devices exchange a few numbers per item and never the logits. Three things differ.
+
+- Two all-reduces forward instead of three. The sum of exponentials, the target's logit and the sum of logits share one buffer.
+- The backward computes the softmax anew from the logits, and Megatron saves it. So XLA may choose: on the CPU it stores one float32 array
+  of the shard's size for each sum over the classes, and writes the gradient over it where the dtype is the same.
+- `jax.shard_map` makes all shards equally large. The last classes may be padding, of which ``num_classes`` says where it begins.
+
+The communication stands before the function with a derivative of its own: that function is then one of arrays alone, which
+`verify_loss_scaling` can run outside of the mesh.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gradaccum_jax.varying import axes_of, vary
+from gradaccum_jax.workers.checks import require_arrays, require_axis, require_classes, require_options
+
+Saved = tuple[Array, Array, Array, Array, Array | None]
+"""The logits' shard, the index of each target in it, the maxima, the sums, and the width without padding."""
+
+
+def sharded_cross_entropy(
+    logits_shard: Array,
+    labels: Array,
+    *,
+    axis_name: str,
+    num_classes: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Array:
+    """The loss of `optax.softmax_cross_entropy_with_integer_labels` over all classes, from this device's slice of them.
+
+    For use inside `jax.shard_map` with its default ``check_vma=True``. The first device along the axis holds the first classes, the next
+    one those that follow, and so on. All devices get the same loss, which is replicated along the axis, and each gets the gradient of its
+    own logits, whether `jax.grad` is taken inside the `jax.shard_map` or around it. JAX itself adds up the gradient of replicated features.
+
+    Half-precision logits are computed with in float32. The backward multiplies by the gradient that it is handed, so loss scaling and
+    accumulation work through it. It cannot be differentiated itself.
+
+    Args:
+        logits_shard: shape ``(*batch, classes of one device)``, any floating dtype.
+        labels: shape ``(*batch)``, an integer dtype, numbered over all classes, the same on every device of the axis.
+        axis_name: the mesh axis along which the classes are sharded.
+        num_classes: where it is less than the classes of all devices, the last ones are padding: their logits may be anything, and have no
+            gradient. A device may hold nothing else.
+        ignore_index: items with this label have no loss and no gradient.
+        label_smoothing: in [0, 1]: this share of the target is spread evenly over all classes.
+        reduction: "mean" (over the items that are not ignored), "sum" or "none".
+
+    Returns:
+        Shape ``()``, or ``(*batch)`` for "none". float64 for float64 logits, otherwise float32. The mean over no item is NaN; its gradient
+        is zero. Traced labels cannot raise: the loss and the gradient of a label that is no class are NaN.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument has the wrong type, dtype, shape or range.
+        UsageError: there is no axis of that name here, or `jax.shard_map` does not check what is replicated.
+    """
+    require_options(ignore_index, label_smoothing, reduction)
+    require_arrays(logits_shard, labels)
+    devices = require_axis(axis_name, logits_shard)
+    own = logits_shard.shape[-1]
+    classes = require_classes(num_classes, own * devices)
+    logits_shard = vary(logits_shard, axes_of(labels))
+    labels = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+    first = lax.axis_index(axis_name).astype(labels.dtype) * own
+    width = None if classes == own * devices else jnp.clip(classes - first, 0, own)
+    ignored = labels == ignore_index
+    index = jnp.where(ignored, -1, labels - first)
+    shard = lax.stop_gradient(logits_shard)
+    maximum = lax.pmax(_masked(shard, width, -jnp.inf).max(-1).astype(_wide(shard)), axis_name)  # type: ignore[no-untyped-call]
+    sums, votes = _sums(shard, index, ignored, maximum, width, axis_name, smoothed=label_smoothing > 0)
+    losses = class_sharded_losses(logits_shard, index, maximum, sums, width, label_smoothing, label_smoothing / classes)
+    return _reduced(losses, votes, 2 * devices, reduction)
+
+
+def _masked(values: Array, width: Array | None, padding: float) -> Array:
+    """The values with `padding` in the columns from `width` on; without a width there are none."""
+    return values if width is None else jnp.where(_columns(values, width) < width, values, padding)
+
+
+def _sums(
+    shard: Array, index: Array, ignored: Array, maximum: Array, width: Array | None, axis_name: str, smoothed: bool
+) -> tuple[Array, Array]:
+    """The sum of exponentials, the target's logit and, if `smoothed`, the sum of logits, all less the maximum; and votes: one all-reduce.
+
+    A device has one vote for a target that it holds, and two for an item that is ignored. A sum of one is a target, one of two for each
+    device is an ignored item, and any other sum is a label that is no class, or that differs between devices.
+    """
+    shifted = _masked(shard.astype(maximum.dtype) - maximum[..., None], width, -jnp.inf)
+    here = (index >= 0) & (index < (shard.shape[-1] if width is None else width))
+    # From the logits as they came: gathered from `shifted`, they would make XLA store all of it.
+    target = jnp.take_along_axis(shard, jnp.where(here, index, 0)[..., None], axis=-1)[..., 0].astype(maximum.dtype) - maximum
+    rows = [jnp.exp(shifted).sum(-1), jnp.where(here, target, 0), jnp.where(ignored, 2, here.astype(maximum.dtype))]
+    if smoothed:
+        rows.append(_masked(shifted, width, 0.0).sum(-1))
+    total = lax.psum(jnp.stack(rows), axis_name)  # type: ignore[no-untyped-call]
+    return jnp.delete(total, 2, axis=0), total[2]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def class_sharded_losses(
+    shard: Array, index: Array, maximum: Array, sums: Array, width: Array | None, smoothing: float, uniform: float
+) -> Array:
+    """The losses of all items from what the devices know together; no communication, forward or backward."""
+    losses = jnp.log(sums[0]) - (1 - smoothing) * sums[1]
+    return losses - uniform * sums[2] if smoothing else losses
+
+
+def _forward(
+    shard: Array, index: Array, maximum: Array, sums: Array, width: Array | None, smoothing: float, uniform: float
+) -> tuple[Array, Saved]:
+    losses = class_sharded_losses(shard, index, maximum, sums, width, smoothing, uniform)
+    return losses, (shard, index, maximum, sums, width)
+
+
+def _backward(smoothing: float, uniform: float, saved: Saved, upstream: Array) -> tuple[Array | None, ...]:
+    """One loop over the shard. The comparison that finds the target is fused into it, so that no one-hot array is made."""
+    shard, index, maximum, sums, width = saved
+    scale = upstream / sums[0]
+    target = jnp.exp(sums[1]) * scale - upstream * (1 - smoothing + uniform)
+    others = jnp.exp(shard.astype(upstream.dtype) - maximum[..., None]) * scale[..., None] - (upstream * uniform)[..., None]
+    gradient = jnp.where(_columns(shard, index) == index[..., None], target[..., None], others)
+    return _masked(gradient, width, 0.0).astype(shard.dtype), None, None, None, None
+
+
+class_sharded_losses.defvjp(_forward, _backward)
+
+
+def _reduced(losses: Array, votes: Array, ignoring: int, reduction: str) -> Array:
+    """The reduced losses: zero for items with the votes of an ignored one, NaN for those with neither its votes nor a target's."""
+    ignored = votes == ignoring
+    losses = jnp.where(ignored, 0, losses * jnp.where(ignored | (votes == 1), 1, jnp.nan).astype(losses.dtype))
+    if reduction == "none":
+        return losses
+    return losses.sum() / (~ignored).sum().astype(losses.dtype) if reduction == "mean" else losses.sum()
+
+
+def _columns(shard: Array, like: Array) -> Array:
+    return lax.iota(like.dtype, shard.shape[-1])
+
+
+def _wide(shard: Array) -> Any:
+    return jnp.promote_types(shard.dtype, jnp.float32)

@@ -1,0 +1,198 @@
+"""Softmax cross-entropy of logits that are sharded by class: each worker holds a contiguous slice of the classes.
+
+The method is that of Megatron-LM (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism", section 3): the workers exchange a few numbers per item and never the logits. Three things differ.
+
+- One all-gather forward instead of three all-reduces. Each worker sums exponentials less its own maximum, and all of them merge the sums.
+  The kernels of MindSpore for the CPU reduce float32 sums only, and gather anything. The buffer grows with the number of workers.
+- The backward computes the softmax anew from the logits, and Megatron saves it.
+- Shards may be uneven, or empty.
+
+The communication stands before the cell with a derivative of its own, which is a function of this worker's Tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from gradaccum_mindspore.workers.checks import placement
+
+LOWEST = -1e38
+"""Stands for the maximum of no logit, and for -inf; what is subtracted from it stays finite in float32."""
+
+
+def sharded_cross_entropy(
+    logits_shard: Tensor,
+    labels: Tensor,
+    *,
+    group: str | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """The loss of `mindspore.ops.cross_entropy` over all classes, from this worker's slice. Every worker of the group calls it.
+
+    The first worker holds the first classes, the next one those that follow, and so on; slices may differ in size. All workers get the same
+    loss, and each gets the gradient of its own logits. The gradient of the features is a sum over the workers: the layer that multiplies
+    them by the class weights has to all-reduce it. For PyNative, `mindspore.jit` and graph mode.
+
+    Half-precision logits are computed with in float32. The backward multiplies by the gradient that it is handed, so loss scaling and
+    accumulation work through it. It cannot be differentiated itself.
+
+    Args:
+        logits_shard: shape ``(*batch, own classes)``, any floating dtype. It may have no class at all, but has to take part.
+        labels: shape ``(*batch)``, an integer dtype, numbered over all classes, the same on every worker.
+        group: the name of the communication group of the workers that hold the classes; None: all workers, or this process alone where
+            communication is not initialised.
+        shard_sizes: the number of classes of each worker, by its rank in the group. None: as many on each as on this one.
+        ignore_index: items with this label have no loss and no gradient.
+        label_smoothing: in [0, 1]: this share of the target is spread evenly over all classes.
+        reduction: "mean" (over the items that are not ignored), "sum" or "none".
+
+    Returns:
+        Shape ``()``, or ``(*batch)`` for "none". float64 for float64 logits, otherwise float32. The mean over no item is NaN; its gradient
+        is zero. Compiled code cannot raise for a value: the loss and the gradient of a label that is no class are NaN.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument has the wrong type, dtype, shape or range.
+        UsageError: communication is not initialised where there are several workers, or there is no such group.
+    """
+    first, sizes, share, uniform = placement(
+        group,
+        shard_sizes,
+        (ignore_index, label_smoothing, reduction),
+        (logits_shard.shape, logits_shard.dtype),
+        (labels.shape, labels.dtype),
+    )
+    ignored = labels == ignore_index
+    index = ops.select(ignored, ops.full_like(labels, -1), labels - first).astype(ms.int32)
+    own = _own_statistics(ops.stop_gradient(logits_shard), index, ignored)
+    maximum, total, target, even, votes = _merged(_gathered(own, group, len(sizes)), sizes)
+    losses = CLASS_SHARDED_LOSSES(logits_shard, index, maximum, total, target, even, share, uniform)
+    return _reduced(losses, votes, 2 * len(sizes), reduction)
+
+
+def _own_statistics(shard: Tensor, index: Tensor, ignored: Tensor) -> Tensor:
+    """Rows of this worker: its maximum, and less that the sums of exponentials and of logits; the target's logit; its votes.
+
+    A worker has one vote for a target that it holds, and two for an item that is ignored. A sum of one is a target, one of two for each
+    worker is an ignored item, and any other sum is a label that is no class, or that differs between workers.
+    """
+    wide = ms.float64 if shard.dtype == ms.float64 else ms.float32
+    votes = ops.select(ignored, ops.full_like(index, 2), ops.full_like(index, 0)).astype(wide)
+    if shard.shape[-1] == 0:
+        nothing = ops.zeros_like(votes)
+        return ops.stack((nothing + LOWEST, nothing, nothing, nothing, votes))
+    logits = shard.astype(wide)
+    maximum = ops.clamp(logits.max(axis=-1), min=LOWEST)
+    shifted = logits - maximum.expand_dims(-1)
+    here, place = _here(shard, index)
+    target = ops.gather_elements(logits, logits.ndim - 1, place).squeeze(-1)
+    target = ops.select(here, target, ops.zeros_like(target))
+    return ops.stack((maximum, ops.exp(shifted).sum(-1), shifted.sum(-1), target, votes + here.astype(wide)))
+
+
+def _gathered(own: Tensor, group: str | None, workers: int) -> Tensor:
+    """The rows of each worker, shape ``(workers, 5, *batch)``.
+
+    On the CPU MindSpore gathers float64 rounded to float32, so each float64 number travels as a sum of three of float32, which is exact.
+    """
+    if workers == 1:
+        return own.expand_dims(0)
+    gather = ops.AllGather() if group is None else ops.AllGather(group)
+    if own.dtype != ms.float64:
+        return ops.stop_gradient(gather(own)).reshape((workers, *own.shape))
+    high = own.astype(ms.float32)
+    rest = own - high.astype(ms.float64)
+    middle = rest.astype(ms.float32)
+    low = (rest - middle.astype(ms.float64)).astype(ms.float32)
+    parts = ops.stop_gradient(gather(ops.stack((high, middle, low)))).reshape((workers, 3, *own.shape))
+    return parts.astype(ms.float64).sum(axis=1)
+
+
+def _merged(rows: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The maximum of all workers, and less that their sums of exponentials, the target's logit and the sum of logits; the votes."""
+    maximum = rows[:, 0].max(axis=0)
+    total = ops.zeros_like(maximum)
+    even = ops.zeros_like(maximum)
+    for worker in range(len(sizes)):
+        less = rows[worker, 0] - maximum
+        total = total + rows[worker, 1] * ops.exp(less)
+        even = even + rows[worker, 2] + less * sizes[worker]
+    return maximum, total, rows[:, 3].sum(0) - maximum, even, rows[:, 4].sum(0)
+
+
+class ClassShardedLosses(nn.Cell):  # type: ignore[misc]
+    """The losses of all items from what the workers know together; no communication, forward or backward."""
+
+    def construct(
+        self,
+        shard: Tensor,
+        index: Tensor,
+        maximum: Tensor,
+        total: Tensor,
+        target: Tensor,
+        even: Tensor,
+        share: Tensor,
+        uniform: Tensor,
+    ) -> Tensor:
+        """The losses, of the batch's shape."""
+        return ops.log(total) - share * target - uniform * even
+
+    def bprop(
+        self,
+        shard: Tensor,
+        index: Tensor,
+        maximum: Tensor,
+        total: Tensor,
+        target: Tensor,
+        even: Tensor,
+        share: Tensor,
+        uniform: Tensor,
+        out: Tensor,
+        dout: Tensor,
+    ) -> Any:
+        """The gradient of the shard; the rest has none."""
+        gradient = _gradient(shard, index, maximum, total, target, share, uniform, dout)
+        none = ops.zeros_like(maximum)
+        return gradient, ops.zeros_like(index), none, none, none, none, ops.zeros_like(share), ops.zeros_like(uniform)
+
+
+CLASS_SHARDED_LOSSES = ClassShardedLosses()
+"""A cell cannot be made in compiled code; this one holds nothing."""
+
+
+def _gradient(
+    shard: Tensor, index: Tensor, maximum: Tensor, total: Tensor, target: Tensor, share: Tensor, uniform: Tensor, upstream: Tensor
+) -> Tensor:
+    if shard.shape[-1] == 0:
+        return ops.zeros_like(shard)
+    scale = upstream / total
+    others = ops.exp(shard.astype(maximum.dtype) - maximum.expand_dims(-1)) * scale.expand_dims(-1) - (upstream * uniform).expand_dims(-1)
+    here, place = _here(shard, index)
+    axis = others.ndim - 1
+    kept = ops.gather_elements(others, axis, place)
+    mine = (ops.exp(target) * scale - upstream * (share + uniform)).expand_dims(-1)
+    return ops.tensor_scatter_elements(others, place, ops.select(here.expand_dims(-1), mine, kept), axis).astype(shard.dtype)
+
+
+def _here(shard: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Which items have their target in this shard, and an index for each, shape ``(*batch, 1)``, that is always inside it."""
+    here = ops.logical_and(index >= 0, index < shard.shape[-1])
+    return here, ops.select(here, index, ops.zeros_like(index)).expand_dims(-1)
+
+
+def _reduced(losses: Tensor, votes: Tensor, ignoring: int, reduction: str) -> Tensor:
+    """The reduced losses: zero for items with the votes of an ignored one, NaN for those with neither its votes nor a target's."""
+    ignored = votes == ignoring
+    sound = ops.logical_or(ignored, votes == 1)
+    factor = ops.select(sound, ops.ones_like(losses), ops.full_like(losses, float("nan")))
+    kept = ops.select(ignored, ops.zeros_like(losses), losses * factor)
+    if reduction == "none":
+        return kept
+    return kept.sum() / ops.logical_not(ignored).astype(losses.dtype).sum() if reduction == "mean" else kept.sum()

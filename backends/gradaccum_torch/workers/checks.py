@@ -1,0 +1,140 @@
+"""Checks of the arguments of a call that several workers make together.
+
+A check of one worker's own arguments raises on that worker; the others wait for it until the engine's timeout. Labels may differ between
+workers, so the check of labels is part of the communication and raises on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum.kit import explain
+
+REDUCTIONS = ("mean", "sum", "none")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def require_tensors(logits_shard: Any, labels: Any) -> None:
+    """Refuse anything but floating logits ``(*batch, own classes)`` and integer labels ``(*batch)`` on the same device.
+
+    Raises:
+        ArgumentTypeError: one is no tensor, a sharded one, or of another kind of dtype.
+        ArgumentValueError: their shapes or devices do not belong together.
+    """
+    for name, value in (("logits_shard", logits_shard), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise explain(ArgumentTypeError, name, expected="a torch.Tensor", got=value, fix=f"Pass {name} as a tensor.")
+        if hasattr(value, "to_local"):
+            found, fix = f"a {type(value).__name__}", f"Pass this worker's part: {name}.to_local()."
+            raise explain(ArgumentTypeError, name, expected="a plain tensor", found=found, fix=fix)
+    if not logits_shard.is_floating_point():
+        fix = "Pass what the last layer gives, before any softmax."
+        raise explain(ArgumentTypeError, "logits_shard", expected="a floating dtype", found=f"{logits_shard.dtype}", fix=fix)
+    if labels.dtype not in _INTEGERS:
+        fix = "Pass the number of each item's class. Probabilities of all classes are not supported."
+        raise explain(ArgumentTypeError, "labels", expected="an integer dtype", found=f"{labels.dtype}", fix=fix)
+    _require_shapes(logits_shard, labels)
+
+
+def _require_shapes(logits_shard: Tensor, labels: Tensor) -> None:
+    if logits_shard.ndim == 0 or labels.shape != logits_shard.shape[:-1]:
+        expected = "shape (*batch) for logits of shape (*batch, own classes)"
+        found = f"shape {tuple(labels.shape)} for logits of shape {tuple(logits_shard.shape)}"
+        fix = "Put the classes last: logits_shard.movedim(1, -1). Every worker passes the labels of all items."
+        raise explain(ArgumentValueError, "labels", expected=expected, found=found, fix=fix)
+    if labels.device != logits_shard.device:
+        fix = "Write labels.to(logits_shard.device)."
+        raise explain(ArgumentValueError, "labels", expected=f"the device {logits_shard.device}", found=f"{labels.device}", fix=fix)
+
+
+def require_options(ignore_index: Any, label_smoothing: Any, reduction: Any) -> None:
+    """Refuse an `ignore_index` that is no int, smoothing outside of [0, 1], and another reduction.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: as named.
+    """
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise explain(ArgumentTypeError, "ignore_index", expected="an int", got=ignore_index, fix="Write ignore_index=-100.")
+    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, (int, float)):
+        fix = "Write label_smoothing=0.1."
+        raise explain(ArgumentTypeError, "label_smoothing", expected="a number in [0, 1]", got=label_smoothing, fix=fix)
+    if not 0 <= label_smoothing <= 1:
+        fix = "Write label_smoothing=0.1."
+        raise explain(ArgumentValueError, "label_smoothing", expected="a number in [0, 1]", got=label_smoothing, fix=fix)
+    if reduction not in REDUCTIONS:
+        kind = ArgumentValueError if isinstance(reduction, str) else ArgumentTypeError
+        expected = "one of " + ", ".join(map(repr, REDUCTIONS))
+        raise explain(kind, "reduction", expected=expected, got=reduction, fix="Write reduction='mean'.")
+
+
+def require_group(group: Any) -> tuple[int, int]:
+    """The rank of this process in `group`, and the number of processes in it.
+
+    Raises:
+        ArgumentTypeError: `group` is no process group.
+        UsageError: `torch.distributed` is not initialised, or this process is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        fix = "Call torch.distributed.init_process_group() first; one process alone has torch.nn.functional.cross_entropy."
+        raise explain(UsageError, "group", expected="an initialised torch.distributed", found="none in this process", fix=fix)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        fix = "Call it only on the processes that hold classes."
+        raise explain(UsageError, "group", expected="a group that this process is in", found="a group of other processes", fix=fix)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        fix = "Pass what torch.distributed.new_group or mesh.get_group() returned."
+        raise explain(ArgumentTypeError, "group", expected="a torch.distributed.ProcessGroup or None", got=group, fix=fix)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def require_sizes(shard_sizes: Any, own: int, rank: int, workers: int) -> tuple[int, ...]:
+    """`shard_sizes` as a tuple with one entry for each worker, of which this worker's is `own`.
+
+    Raises:
+        ArgumentTypeError: it is no sequence of ints.
+        ArgumentValueError: it has another length, a negative entry, or another entry for this worker.
+    """
+    fix = f"Pass how many classes each of the {workers} workers holds, by rank, or None."
+    if not isinstance(shard_sizes, Sequence) or any(isinstance(size, bool) or not isinstance(size, int) for size in shard_sizes):
+        raise explain(ArgumentTypeError, "shard_sizes", expected="a sequence of ints", got=shard_sizes, fix=fix)
+    if len(shard_sizes) != workers or min(shard_sizes) < 0 or shard_sizes[rank] != own:
+        expected = f"{workers} numbers of classes, of which that of rank {rank} is {own}, the last dimension of logits_shard"
+        raise explain(ArgumentValueError, "shard_sizes", expected=expected, got=shard_sizes, fix=fix)
+    return tuple(shard_sizes)
+
+
+def require_classes(classes: int) -> int:
+    """The number of all `classes`, on all workers together.
+
+    Raises:
+        ArgumentValueError: there is none.
+    """
+    if classes:
+        return classes
+    fix = "Only some of the workers may be without classes."
+    raise explain(ArgumentValueError, "logits_shard", expected="one class at least on some worker", found="no class on any", fix=fix)
+
+
+def require_first_derivative() -> None:
+    """Refuse a backward pass that is to be differentiated: `torch` would take its gradient for a constant, and say nothing.
+
+    Raises:
+        UsageError: autograd records the backward pass.
+    """
+    if torch.is_grad_enabled():
+        fix = "Use torch.nn.functional.cross_entropy of the whole logits for a second derivative."
+        raise explain(UsageError, "create_graph", expected="False under sharded_cross_entropy", found="True", fix=fix)
+
+
+def label_error(differ: bool, classes: int) -> ArgumentValueError:
+    """The error for labels that are not the same on every worker, or for one that is no class."""
+    if differ:
+        fix = "Gather the items of all workers first, features and labels alike."
+        return explain(ArgumentValueError, "labels", expected="the same labels on every worker", found="labels that differ", fix=fix)
+    expected, fix = f"classes in [0, {classes}) or ignore_index", "Number the classes over all workers, not within a shard."
+    return explain(ArgumentValueError, "labels", expected=expected, found="another label", fix=fix)

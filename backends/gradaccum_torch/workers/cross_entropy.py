@@ -1,0 +1,214 @@
+"""Softmax cross-entropy of logits that are sharded by class: each worker holds a contiguous slice of the classes.
+
+The method is that of Megatron-LM (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism", section 3): the workers exchange a few numbers per item and never the logits. Four things differ.
+
+- Two all-reduces forward instead of three. The sum of exponentials, the target's logit and the sum of logits share one buffer. A single
+  all-gather of each worker's own statistics would do too, but its buffer grows with the number of workers.
+- The backward computes the softmax anew from the logits, block by block, and Megatron saves it. The logits live until then in any case, so
+  the gradient is the only tensor as large as the shard that the loss makes.
+- Shards may be uneven, or empty.
+- Labels that differ between workers raise. They come from data-parallel loading, and the loss would be silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradaccum_torch.workers.checks import (
+    label_error,
+    require_classes,
+    require_first_derivative,
+    require_group,
+    require_options,
+    require_sizes,
+    require_tensors,
+)
+
+Group = dist.ProcessGroup | None
+"""The workers that hold the classes; None: all processes."""
+
+BLOCKS, SMALL = 16, 2**20
+"""A temporary holds a sixteenth of the shard, or 2^20 elements, which a processor's cache holds."""
+EXACT = 2**24
+"""float32 holds every int up to here."""
+
+
+def sharded_cross_entropy(
+    logits_shard: Tensor,
+    labels: Tensor,
+    *,
+    group: Group = None,
+    shard_sizes: Sequence[int] | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    check_labels: bool = True,
+) -> Tensor:
+    """The loss of `torch.nn.functional.cross_entropy` over all classes, from this worker's slice. Every worker of the group calls it.
+
+    The first worker holds the first classes, the next one those that follow, and so on; slices may differ in size. All workers get the same
+    loss, and each gets the gradient of its own logits. The gradient of the features is a sum over the workers: the layer that multiplies
+    them by the class weights has to all-reduce it.
+
+    Half-precision logits are computed with in float32. The backward multiplies by the gradient that it is handed, so loss scaling and
+    accumulation work through it. It cannot be differentiated itself.
+
+    Args:
+        logits_shard: shape ``(*batch, own classes)``, any floating dtype. It may have no class at all, but has to take part.
+        labels: shape ``(*batch)``, an integer dtype, numbered over all classes, the same on every worker.
+        group: the process group of the workers that hold the classes; None: all processes.
+        shard_sizes: the number of classes of each worker, by its rank in the group. None: they are asked for in every call, by one more
+            all-reduce of one int a worker. They are not remembered, because a worker that remembers would not answer one that asks.
+        ignore_index: items with this label have no loss and no gradient.
+        label_smoothing: in [0, 1]: this share of the target is spread evenly over all classes.
+        reduction: "mean" (over the items that are not ignored), "sum" or "none".
+        check_labels: False spares the wait for the device that the check of the labels takes. A label that is no class then has the loss
+            of a target logit equal to the largest, and a gradient without a target.
+
+    Returns:
+        Shape ``()``, or ``(*batch)`` for "none". float64 for float64 logits, otherwise float32, where `torch` rounds the loss of
+        half-precision logits. The mean over no item is NaN, as in `torch`; its gradient is zero.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument has the wrong type, dtype, shape or range. A label that is no class, and labels
+            that differ between workers, raise on every worker.
+        UsageError: `torch.distributed` is not initialised, or this process is not in the group.
+    """
+    require_options(ignore_index, label_smoothing, reduction)
+    require_tensors(logits_shard, labels)
+    first, classes = _place(logits_shard, group, shard_sizes)
+    ignored = labels == ignore_index
+    index = (labels.long() - first).masked_fill(ignored, -1)
+    with torch.no_grad():
+        shard = logits_shard.detach()
+        seen = _seen(labels, ignored, classes, shard) if check_labels else []
+        maximum = _maximum(shard, seen, group, classes)
+        sums = _sums(shard, index, maximum, group, smoothed=label_smoothing > 0)
+    losses: Tensor = _CrossEntropy.apply(logits_shard, index, maximum, sums, label_smoothing, classes)  # type: ignore[no-untyped-call]
+    return _reduced(losses.masked_fill(ignored, 0), ignored, reduction)
+
+
+def _place(shard: Tensor, group: Group, shard_sizes: Sequence[int] | None) -> tuple[int, int]:
+    """The number of this worker's first class, and the number of all classes."""
+    rank, workers = require_group(group)
+    own = shard.shape[-1]
+    sizes = _asked(shard, group, rank, workers) if shard_sizes is None else require_sizes(shard_sizes, own, rank, workers)
+    return sum(sizes[:rank]), require_classes(sum(sizes))
+
+
+def _asked(shard: Tensor, group: Group, rank: int, workers: int) -> Sequence[int]:
+    """The number of classes of each worker."""
+    sizes = torch.zeros(workers, dtype=torch.int64, device=shard.device)
+    sizes[rank] = shard.shape[-1]
+    dist.all_reduce(sizes, group=group)
+    return list(map(int, sizes.tolist()))
+
+
+def _seen(labels: Tensor, ignored: Tensor, classes: int, shard: Tensor) -> list[Tensor]:
+    """Two rows by whose maxima over the workers all of them see whether labels differ or are no class: the labels and their negatives.
+
+    Modulo 2^24, which float32 holds exactly; inf for what is no class.
+    """
+    wrong = ~ignored & ((labels < 0) | (labels >= classes))
+    numbers = (labels.long() % EXACT).to(_wide(shard)).masked_fill(wrong, torch.inf)
+    return [numbers, -numbers]
+
+
+def _maximum(shard: Tensor, seen: list[Tensor], group: Group, classes: int) -> Tensor:
+    """The largest logit of each item over all workers, by the first all-reduce."""
+    own = shard.amax(-1).to(_wide(shard)) if shard.shape[-1] else _wide_full(shard, -torch.inf)
+    rows = torch.stack([own, *seen])
+    dist.all_reduce(rows, dist.ReduceOp.MAX, group=group)
+    if seen:
+        _require_labels(rows[1], -rows[2], classes)
+    return rows[0]
+
+
+def _require_labels(highest: Tensor, lowest: Tensor, classes: int) -> None:
+    """Refuse labels by what all workers see alike, so that none goes on alone."""
+    if bool((highest == lowest).logical_and(highest < torch.inf).all()):
+        return
+    raise label_error(differ=not bool(highest.isinf().any()), classes=classes)
+
+
+def _sums(shard: Tensor, index: Tensor, maximum: Tensor, group: Group, smoothed: bool) -> Tensor:
+    """The sum of exponentials, the target's logit and, if `smoothed`, the sum of logits, all less the maximum: the second all-reduce."""
+    sums = _wide_full(shard, 0.0).repeat(2 + smoothed, *[1] * maximum.ndim)
+    for block in _blocks(shard):
+        part = shard[..., block] - maximum.unsqueeze(-1)
+        if smoothed:
+            sums[2] += part.sum(-1)
+        sums[0] += part.exp_().sum(-1)
+    if shard.shape[-1]:
+        here, safe = _here(shard, index)
+        sums[1] = torch.where(here, shard.gather(-1, safe.unsqueeze(-1)).squeeze(-1) - maximum, 0)
+    dist.all_reduce(sums, group=group)
+    return sums
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The losses of all items from what the workers know together; no communication, forward or backward."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, index: Tensor, maximum: Tensor, sums: Tensor, smoothing: float, classes: int) -> Tensor:
+        ctx.save_for_backward(shard, index, maximum, sums)
+        ctx.smoothing, ctx.uniform = smoothing, smoothing / classes
+        losses = sums[0].log() - (1 - smoothing) * sums[1]
+        return losses - ctx.uniform * sums[2] if smoothing else losses
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_derivative()
+        shard, index, maximum, sums = ctx.saved_tensors
+        scale = upstream / sums[0]
+        gradient = torch.empty_like(shard)
+        for block in _blocks(shard):
+            part = (shard[..., block] - maximum.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1))
+            gradient[..., block] = part.sub_((upstream * ctx.uniform).unsqueeze(-1)) if ctx.smoothing else part
+        if shard.shape[-1]:
+            # In the wide dtype to the end: half precision would first round a probability of almost 1.
+            target = sums[1].exp() * scale - upstream * (1 - ctx.smoothing + ctx.uniform)
+            _put(gradient, index, target)
+        return gradient, None, None, None, None, None
+
+
+def _put(gradient: Tensor, index: Tensor, target: Tensor) -> None:
+    """Write the gradient of each item's target where this worker holds it, in place."""
+    here, safe = _here(gradient, index)
+    place = safe.unsqueeze(-1)
+    kept = gradient.gather(-1, place)
+    gradient.scatter_(-1, place, torch.where(here.unsqueeze(-1), target.unsqueeze(-1).to(gradient.dtype), kept))
+
+
+def _here(shard: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Which items have their target in this shard, and an index for each that is always inside it."""
+    here = (index >= 0) & (index < shard.shape[-1])
+    return here, index.masked_fill(~here, 0)
+
+
+def _blocks(shard: Tensor) -> Iterator[slice]:
+    """Slices of the classes, so that what is computed of a block stays small beside the shard."""
+    classes, items = shard.shape[-1], max(shard[..., :1].numel(), 1)
+    width = max(-(-classes // BLOCKS), SMALL // items, 1)
+    return (slice(start, min(start + width, classes)) for start in range(0, classes, width))
+
+
+def _wide(shard: Tensor) -> torch.dtype:
+    """The dtype that is computed in."""
+    return torch.promote_types(shard.dtype, torch.float32)
+
+
+def _wide_full(shard: Tensor, value: float) -> Tensor:
+    return torch.full(shard.shape[:-1], value, dtype=_wide(shard), device=shard.device)
+
+
+def _reduced(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() / (~ignored).sum() if reduction == "mean" else losses.sum()

@@ -1,0 +1,104 @@
+"""`gradaccum_mindspore.sharded_cross_entropy`: one worker against `mindspore.ops.cross_entropy`, two under msrun, and what is refused."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Tensor, ops  # noqa: E402
+
+import gradaccum  # noqa: E402
+from gradaccum_mindspore import sharded_cross_entropy, verify_loss_scaling  # noqa: E402
+from gradaccum_mindspore.workers.cross_entropy import ClassShardedLosses  # noqa: E402
+
+SCRIPT = Path(__file__).with_name("mindspore_sharded_cross_entropy.py")
+SECONDS = 180
+LOGITS, LABELS = Tensor(np.random.RandomState(0).randn(3, 4), ms.float32), Tensor([1, -100, 3], ms.int32)
+
+
+def test_two_workers(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mindspore.parallel.cluster.run", "--worker_num=2", "--local_worker_num=2", "--join=True"]
+    command += [f"--master_port={port}", f"--log_dir={tmp_path}", str(SCRIPT)]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    running = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said = running.communicate(timeout=SECONDS)[0]
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+    logs = [log.read_text() for log in sorted(tmp_path.glob("worker_*.log"))]
+    assert running.returncode == 0, "\n".join([said, *logs])[-4000:]
+    assert [log.count("all is equal") for log in logs] == [1, 1]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_one_worker(reduction, smoothing):
+    """Without any group: 16 roundings of logits of less than four, a loss of less than eight."""
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    mine, dense = (
+        ms.value_and_grad(lambda x, f=function: f(x, LABELS, **options).sum())(LOGITS)
+        for function in (sharded_cross_entropy, ops.cross_entropy)
+    )
+    for one, other in zip(mine, dense, strict=True):
+        np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=0, atol=16 * 8 * 2.0**-24)
+
+
+class IgnoresUpstream(ClassShardedLosses):
+    """The mistake that is often made: right for a loss that is the last call, and wrong for a scaled one."""
+
+    def bprop(self, shard, index, maximum, total, target, even, share, uniform, out, dout):
+        return super().bprop(shard, index, maximum, total, target, even, share, uniform, out, ops.ones_like(dout))
+
+
+@pytest.mark.parametrize(("cell", "culprits"), [(ClassShardedLosses, ()), (IgnoresUpstream, ("IgnoresUpstream",))])
+def test_loss_scaling(cell, culprits, monkeypatch):
+    monkeypatch.setattr("gradaccum_mindspore.workers.cross_entropy.CLASS_SHARDED_LOSSES", cell())
+    weight = ms.Parameter(LOGITS, name="weight")
+    report = verify_loss_scaling(lambda y: sharded_cross_entropy(weight * 2, y), weight, LABELS)
+    assert (report.linear, report.culprits) == (not culprits, culprits), str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "options"),
+    [
+        ("logits_shard", (LOGITS.astype(ms.int32), LABELS), {}),
+        ("logits_shard", (LOGITS[:, :0], LABELS), {}),
+        ("labels", (LOGITS, LABELS.astype(ms.float32)), {}),
+        ("labels", (LOGITS, LABELS[:1]), {}),
+        ("ignore_index", (LOGITS, LABELS), {"ignore_index": 1.5}),
+        ("label_smoothing", (LOGITS, LABELS), {"label_smoothing": 1.5}),
+        ("label_smoothing", (LOGITS, LABELS), {"label_smoothing": "much"}),
+        ("reduction", (LOGITS, LABELS), {"reduction": "median"}),
+        ("group", (LOGITS, LABELS), {"group": 3}),
+        ("shard_sizes", (LOGITS, LABELS), {"shard_sizes": (3,)}),
+        ("shard_sizes", (LOGITS, LABELS), {"shard_sizes": "four"}),
+    ],
+)
+def test_bad_input(name, arguments, options):
+    with pytest.raises((gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError), match=rf"^{name}: expected"):
+        sharded_cross_entropy(*arguments, **options)
+
+
+def test_a_group_without_communication():
+    with pytest.raises(gradaccum.UsageError, match=r"^group: .*mindspore\.communication\.init"):
+        sharded_cross_entropy(LOGITS, LABELS, group="workers")
