@@ -43,3 +43,20 @@ def test_no_shared_name_without_a_concept() -> None:
     """A name that two adapters have by accident would mean two things."""
     shared = {name for a in ALL for b in ALL - {a} for name in rooms_of(a) & rooms_of(b)}
     assert shared == set(ROOMS)
+
+
+TOPICS = {
+    **dict.fromkeys(("checkpoint", "counts", "half_precision", "linearity", "loop", "loss_scale", "masters", "misuse", "recipes"), ALL),
+    "interrupted": {TORCH, MINDSPORE},
+    "schedule": {JAX, MINDSPORE},
+    "sharded_cross_entropy": ALL,
+    "sharding": {TORCH, JAX},
+}
+"""The topics that two or three frameworks are tested for by themselves, each in files of one stem."""
+
+
+def test_each_topic_has_its_file_of_tests() -> None:
+    folder = Path(__file__).parents[1] / "framework_tests"
+    stems = {adapter: {path.stem.removeprefix(f"test_{adapter}_") for path in folder.glob(f"test_{adapter}_*.py")} for adapter in ALL}
+    shared = {topic for a in ALL for b in ALL - {a} for topic in stems[a] & stems[b]}
+    assert {topic: {adapter for adapter in ALL if topic in stems[adapter]} for topic in shared} == TOPICS
