@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradaccum
+from gradaccum_torch.workers.reduction import all_reduce
 
 WORLD = 2
 COUNTS = (6, 3)
@@ -358,6 +359,25 @@ def copies_and_closures_are_refused(rank: int) -> None:
         pickle.dumps(opt)
     with refused(gradaccum.UsageError, "module="):
         opt.step(lambda: torch.zeros(()))
+
+
+@check
+def large_and_strided_sums_are_reduced(rank: int) -> None:
+    """Above a mebibyte a tensor travels alone; a layout that is not contiguous, as of a convolution in channels_last, is packed."""
+    tensors = [torch.full((600, 600), 1.0 + rank), torch.full((700, 600), 2.0 + rank).t(), torch.full((3, 2), 3.0 + rank).t()]
+    all_reduce([tensors[0], tensors[1] if rank else tensors[1].contiguous(), tensors[2]], dist.group.WORLD)
+    assert [float(tensor.min()) for tensor in (tensors[0], tensors[2])] == [3.0, 7.0]
+    if rank:
+        assert tensors[1].unique().tolist() == [5.0]
+
+
+@check
+def sparse_gradients_are_refused(rank: int) -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, module=DistributedDataParallel(model))
+    opt.backward(model(torch.tensor([rank])).sum())
+    with refused(gradaccum.UsageError, "dense"):
+        opt.step()
 
 
 @check

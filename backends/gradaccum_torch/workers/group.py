@@ -42,6 +42,7 @@ class WorkerGroup(Workers):
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[State, Sums]:
         if self._sum == "of all":
             return fields, sums
+        require_dense(sums)
         try:
             weight, overflows, micro_batches, flushes, *present = self._added_up(fields, sums)
             whole = [zeros(index) if total is None and present[index] else total for index, total in enumerate(sums)]
@@ -100,6 +101,17 @@ class WorkerGroup(Workers):
         dist.all_reduce(vector, group=self._group)
         added: list[float] = vector.tolist()
         return added
+
+
+def require_dense(sums: Sums) -> None:
+    """No sum is sparse: workers hold different rows, which a reduction of dense memory cannot add up.
+
+    Raises:
+        UsageError: one is.
+    """
+    if any(total is not None and total.is_sparse for total in sums):
+        fix = "Build the layer with dense gradients: torch.nn.Embedding(..., sparse=False)."
+        raise explain(UsageError, ".grad", expected="dense gradients beside module=", found="a sparse one", fix=fix)
 
 
 def _alone_error(fields: State, rank: int) -> UsageError:

@@ -1,6 +1,7 @@
-"""One sum over all workers for many tensors: in buckets, so that no second copy of the model is made.
+"""One sum over all workers for many tensors, without a second copy of the model.
 
-The buckets have the size of `torch.nn.parallel.DistributedDataParallel`'s (``bucket_cap_mb``). While one is on its way the next is packed.
+Large tensors are reduced one by one, in place. Small ones travel together in buckets, which have the size of those of
+`torch.nn.parallel.DistributedDataParallel` (``bucket_cap_mb``); while one is on its way the next is packed.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 25 * 2**20
+LARGE_BYTES = 2**20
+"""From here on a collective of its own costs less than packing and unpacking."""
 IN_FLIGHT = 2
-"""Buckets packed at a time: what is reduced takes at most this much memory beside the tensors."""
+"""Buckets packed at a time: they take at most this much memory beside the tensors."""
 
 
 @torch.no_grad()
 def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Replace each tensor by its sum over the workers of `group`, in place; every worker has the same shapes and dtypes in one order."""
-    flying: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
-    for bucket in buckets(tensors):
+    # By the size alone, which is the same on every worker, as a layout may not be.
+    large = [_Reduction([tensor], group) for tensor in tensors if tensor.nbytes >= LARGE_BYTES]
+    flying: deque[_Reduction] = deque()
+    for bucket in buckets([tensor for tensor in tensors if tensor.nbytes < LARGE_BYTES]):
         if len(flying) == IN_FLIGHT:
-            _land(*flying.popleft())
-        packed = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        work = dist.all_reduce(packed, group=group, async_op=True)
-        assert work is not None
-        flying.append((work, packed, bucket))
-    while flying:
-        _land(*flying.popleft())
+            flying.popleft().finish()
+        flying.append(_Reduction(bucket, group))
+    for reduction in (*flying, *large):
+        reduction.finish()
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -47,8 +49,19 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _land(work: dist.Work, packed: Tensor, bucket: list[Tensor]) -> None:
-    work.wait()
-    parts = torch.split(packed, [tensor.numel() for tensor in bucket])
-    for tensor, part in zip(bucket, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+class _Reduction:
+    """Tensors on their way: one in place if it is contiguous, else packed into one."""
+
+    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+        self._tensors = tensors
+        alone = len(tensors) == 1 and tensors[0].is_contiguous()
+        self._packed = None if alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._work = dist.all_reduce(tensors[0] if self._packed is None else self._packed, group=group, async_op=True)
+
+    def finish(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+        if self._packed is not None:
+            parts = torch.split(self._packed, [tensor.numel() for tensor in self._tensors])
+            for tensor, part in zip(self._tensors, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
