@@ -8,6 +8,7 @@
 """
 
 from gradaccum._validation import require_weight
+from gradaccum.class_shards import require_classes, require_loss_options, require_shard_sizes
 from gradaccum.errors import explain
 from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report, relative_error
 from gradaccum.loss_scale import ScalerDriver, ScaleRule
@@ -68,6 +69,9 @@ __all__ = [
     "make_options",
     "optimizer_error",
     "relative_error",
+    "require_classes",
+    "require_loss_options",
+    "require_shard_sizes",
     "require_steps",
     "require_weight",
     "resumed",

@@ -11,8 +11,6 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.varying import axes_of
 
-REDUCTIONS = ("mean", "sum", "none")
-
 
 def require_arrays(logits_shard: Any, labels: Any) -> None:
     """Refuse anything but floating logits ``(*batch, classes of one device)`` and integer labels ``(*batch)``.
@@ -38,26 +36,6 @@ def require_arrays(logits_shard: Any, labels: Any) -> None:
     if logits_shard.shape[-1] == 0:
         fix = "Pad the class weights to a multiple of the devices, and say num_classes=."
         raise explain(ArgumentValueError, "logits_shard", expected="one class at least", found=f"shape {logits_shard.shape}", fix=fix)
-
-
-def require_options(ignore_index: Any, label_smoothing: Any, reduction: Any) -> None:
-    """Refuse an `ignore_index` that is no int, smoothing outside of [0, 1], and another reduction.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: as named.
-    """
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise explain(ArgumentTypeError, "ignore_index", expected="an int", got=ignore_index, fix="Write ignore_index=-100.")
-    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, (int, float)):
-        fix = "Write label_smoothing=0.1."
-        raise explain(ArgumentTypeError, "label_smoothing", expected="a number in [0, 1]", got=label_smoothing, fix=fix)
-    if not 0 <= label_smoothing <= 1:
-        fix = "Write label_smoothing=0.1."
-        raise explain(ArgumentValueError, "label_smoothing", expected="a number in [0, 1]", got=label_smoothing, fix=fix)
-    if reduction not in REDUCTIONS:
-        kind = ArgumentValueError if isinstance(reduction, str) else ArgumentTypeError
-        expected = "one of " + ", ".join(map(repr, REDUCTIONS))
-        raise explain(kind, "reduction", expected=expected, got=reduction, fix="Write reduction='mean'.")
 
 
 def require_axis(axis_name: Any, logits_shard: Any) -> int:

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from gradaccum.kit import require_loss_options
 from gradaccum_jax.varying import axes_of, vary
-from gradaccum_jax.workers.checks import require_arrays, require_axis, require_classes, require_options
+from gradaccum_jax.workers.checks import require_arrays, require_axis, require_classes
 
 Saved = tuple[Array, Array, Array, Array, Array | None]
 """The logits' shard, the index of each target in it, the maxima, the sums, and the width without padding."""
@@ -65,7 +66,7 @@ def sharded_cross_entropy(
         ArgumentTypeError, ArgumentValueError: an argument has the wrong type, dtype, shape or range.
         UsageError: there is no axis of that name here, or `jax.shard_map` does not check what is replicated.
     """
-    require_options(ignore_index, label_smoothing, reduction)
+    require_loss_options(ignore_index, label_smoothing, reduction)
     require_arrays(logits_shard, labels)
     devices = require_axis(axis_name, logits_shard)
     own = logits_shard.shape[-1]

@@ -6,7 +6,6 @@ workers, so the check of labels is part of the communication and raises on all o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 
-REDUCTIONS = ("mean", "sum", "none")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -53,26 +51,6 @@ def _require_shapes(logits_shard: Tensor, labels: Tensor) -> None:
         raise explain(ArgumentValueError, "labels", expected=f"the device {logits_shard.device}", found=f"{labels.device}", fix=fix)
 
 
-def require_options(ignore_index: Any, label_smoothing: Any, reduction: Any) -> None:
-    """Refuse an `ignore_index` that is no int, smoothing outside of [0, 1], and another reduction.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: as named.
-    """
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise explain(ArgumentTypeError, "ignore_index", expected="an int", got=ignore_index, fix="Write ignore_index=-100.")
-    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, (int, float)):
-        fix = "Write label_smoothing=0.1."
-        raise explain(ArgumentTypeError, "label_smoothing", expected="a number in [0, 1]", got=label_smoothing, fix=fix)
-    if not 0 <= label_smoothing <= 1:
-        fix = "Write label_smoothing=0.1."
-        raise explain(ArgumentValueError, "label_smoothing", expected="a number in [0, 1]", got=label_smoothing, fix=fix)
-    if reduction not in REDUCTIONS:
-        kind = ArgumentValueError if isinstance(reduction, str) else ArgumentTypeError
-        expected = "one of " + ", ".join(map(repr, REDUCTIONS))
-        raise explain(kind, "reduction", expected=expected, got=reduction, fix="Write reduction='mean'.")
-
-
 def require_group(group: Any) -> tuple[int, int]:
     """The rank of this process in `group`, and the number of processes in it.
 
@@ -90,34 +68,6 @@ def require_group(group: Any) -> tuple[int, int]:
         fix = "Pass what torch.distributed.new_group or mesh.get_group() returned."
         raise explain(ArgumentTypeError, "group", expected="a torch.distributed.ProcessGroup or None", got=group, fix=fix)
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def require_sizes(shard_sizes: Any, own: int, rank: int, workers: int) -> tuple[int, ...]:
-    """`shard_sizes` as a tuple with one entry for each worker, of which this worker's is `own`.
-
-    Raises:
-        ArgumentTypeError: it is no sequence of ints.
-        ArgumentValueError: it has another length, a negative entry, or another entry for this worker.
-    """
-    fix = f"Pass how many classes each of the {workers} workers holds, by rank, or None."
-    if not isinstance(shard_sizes, Sequence) or any(isinstance(size, bool) or not isinstance(size, int) for size in shard_sizes):
-        raise explain(ArgumentTypeError, "shard_sizes", expected="a sequence of ints", got=shard_sizes, fix=fix)
-    if len(shard_sizes) != workers or min(shard_sizes) < 0 or shard_sizes[rank] != own:
-        expected = f"{workers} numbers of classes, of which that of rank {rank} is {own}, the last dimension of logits_shard"
-        raise explain(ArgumentValueError, "shard_sizes", expected=expected, got=shard_sizes, fix=fix)
-    return tuple(shard_sizes)
-
-
-def require_classes(classes: int) -> int:
-    """The number of all `classes`, on all workers together.
-
-    Raises:
-        ArgumentValueError: there is none.
-    """
-    if classes:
-        return classes
-    fix = "Only some of the workers may be without classes."
-    raise explain(ArgumentValueError, "logits_shard", expected="one class at least on some worker", found="no class on any", fix=fix)
 
 
 def require_first_derivative() -> None:

@@ -20,13 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradaccum.kit import require_classes, require_loss_options, require_shard_sizes
 from gradaccum_torch.workers.checks import (
     label_error,
-    require_classes,
     require_first_derivative,
     require_group,
-    require_options,
-    require_sizes,
     require_tensors,
 )
 
@@ -80,7 +78,7 @@ def sharded_cross_entropy(
             that differ between workers, raise on every worker.
         UsageError: `torch.distributed` is not initialised, or this process is not in the group.
     """
-    require_options(ignore_index, label_smoothing, reduction)
+    require_loss_options(ignore_index, label_smoothing, reduction)
     require_tensors(logits_shard, labels)
     first, classes = _place(logits_shard, group, shard_sizes)
     ignored = labels == ignore_index
@@ -98,7 +96,7 @@ def _place(shard: Tensor, group: Group, shard_sizes: Sequence[int] | None) -> tu
     """The number of this worker's first class, and the number of all classes."""
     rank, workers = require_group(group)
     own = shard.shape[-1]
-    sizes = _asked(shard, group, rank, workers) if shard_sizes is None else require_sizes(shard_sizes, own, rank, workers)
+    sizes = _asked(shard, group, rank, workers) if shard_sizes is None else require_shard_sizes(shard_sizes, own, rank, workers)
     return sum(sizes[:rank]), require_classes(sum(sizes))
 
 
