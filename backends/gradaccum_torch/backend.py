@@ -9,7 +9,7 @@ from gradaccum_torch.checks import require_accumulate_dtype, require_layouts
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
-from gradaccum_torch.workers import Alone, workers_of
+from gradaccum_torch.workers import workers_of
 
 
 class TorchBackend:
@@ -43,8 +43,7 @@ class TorchBackend:
             raise optimizer_error("a torch.optim.Optimizer", optimizer, fix)
         checked = options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype))
         require_layouts(optimizer)
-        workers = Alone() if module is None else workers_of(module, optimizer, checked)
-        return AccumulatingOptimizer(optimizer, checked, workers)
+        return AccumulatingOptimizer(optimizer, checked, workers_of(optimizer, module, checked))
 
     def is_scheduler(self, candidate: object) -> bool:
         """Whether `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""

@@ -26,7 +26,7 @@ from gradaccum_torch.masters import Group, Parameters
 from gradaccum_torch.torch_private import LocalVariables, initialize_state
 from gradaccum_torch.update import Update
 from gradaccum_torch.window import Window
-from gradaccum_torch.workers import Alone, Workers
+from gradaccum_torch.workers import Workers, workers_of
 
 _FROM_SCALER = "grad_scale"
 """What ``scaler.step`` sets on an optimizer for the time of its step."""
@@ -158,7 +158,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__(state["inner"])
-        self._workers = Alone()
+        self._workers = workers_of(self._inner, None, state["options"])
         self._build(state["options"], state["masters"])
         self._window.unpickle(state["window"])
         self._loads = state["loads"]

@@ -1,7 +1,6 @@
 """The open window: its state, the micro-batch under way and the sum, moved by the transitions of the core.
 
-The state is `gradaccum.kit.State` in Python numbers, so that a micro-batch costs one transition and a few comparisons: no pass over
-the gradients and no wait for the device.
+The state is in Python numbers, so that a micro-batch costs one transition and a few comparisons, and no wait for the device.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ class Window:
     """
 
     def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
-        self._workers = workers
         self._parameters, self._options, self._update = parameters, options, update
-        self._scaler, self._scale_in_use = scaler, options.scale_rule != ScaleRule()
+        self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
         self._micro_batch = NOTHING_SAID
         self._plan = Plan(parameters, options)
         self.strategy = self._plan.strategy()
@@ -260,11 +258,13 @@ class Window:
             self._scaler.window_ended(self._fields, decision.overflow)
 
     def _join(self) -> bool:
-        """Make the sum and its weight those of all workers; False if none of them holds a micro-batch."""
+        """Make the sum and its weight those of all workers; False if all are empty."""
         if self._scaler is not None and self._fields.micro_step == 0:
             self._scaler.count(first=True)
-        fields, sums = self._workers.join(self._fields, self.strategy.sums(), self._plan.zeros)
-        self.strategy.load(sums)
+        own = self.strategy.sums()
+        fields, sums = self._workers.join(self._fields, own, self._plan.zeros)
+        if sums is not own:
+            self.strategy.load(sums)
         self._set(fields)
         return self._workers.joined
 

@@ -60,6 +60,22 @@ def compare(kind: str, dtype: torch.dtype, options: dict[str, Any], bad: bool, r
         torch.testing.assert_close(whole(p).detach(), q.detach(), rtol=off, atol=off)
 
 
+def compare_unequal(options: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
+    """FSDP2 averages the gradients of workers that hold five and three rows, each mean weighted by its rows."""
+    model, reference = fully_shard(build().double(), mesh=mesh), build().double()
+    opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2, **options) for m in (model, reference))
+    for index in range(4):
+        rows = X[8 * index : 8 * index + 8].double()
+        cut = 5 if index % 2 else 4
+        for m, o, x in ((model, opt, (rows[:cut], rows[cut:])[rank]), (reference, other, rows)):
+            o.backward(m(x).square().mean(), weight=len(x))
+            o.step()
+            o.zero_grad()
+    assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12), (opt.result, other.result)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(p).detach(), q.detach(), rtol=1e-12, atol=1e-12)
+
+
 def refuse(kind: str, rank: int, mesh: DeviceMesh) -> None:
     model = shard(build(), kind, mesh)
     opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
@@ -96,6 +112,8 @@ def main(rank: int, store: str) -> None:
         compare(kind, torch.bfloat16, {}, False, rank, mesh)
         compare(kind, torch.float32, {}, True, rank, mesh)
         refuse(kind, rank, mesh)
+    for options in ({}, {"clip_norm": 0.01}, {"loss_scale": 64.0}):
+        compare_unequal(options, rank, mesh)
     train_together(torch.float32, {}, rank)
     train_together(torch.float32, {"accumulate_dtype": "float64"}, rank)
     train_together(torch.bfloat16, {}, rank)

@@ -34,13 +34,12 @@ class WorkerGroup(Workers):
 
     def __init__(self, group: dist.ProcessGroup, module: DistributedDataParallel) -> None:
         self._group, self._module = group, module
-        self._sum: Literal["own", "of all", "torn"] = "own"
-        """The open window's sum: this worker's, or that of all, whose update raised, or neither, as the reduction failed."""
         self._flushing = self._all_flush = False
-        self.several, self.not_own = True, False
+        self.several = True
+        self._hold("own")
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[State, Sums]:
-        if self._sum == "of all":
+        if self.joined:
             return fields, sums
         require_dense(sums)
         try:
@@ -48,17 +47,13 @@ class WorkerGroup(Workers):
             whole = [zeros(index) if total is None and present[index] else total for index, total in enumerate(sums)]
             all_reduce([total for total in whole if total is not None], self._group)
         except RuntimeError as error:
-            self._sum, self.not_own = "torn", True
+            self._hold("torn")
             raise _alone_error(fields, dist.get_rank(self._group)) from error
         self._all_flush = flushes == dist.get_world_size(self._group)
-        self._sum, self.not_own = ("of all", True) if micro_batches else ("own", False)
+        self._hold("of all" if micro_batches else "own")
         # The next forward pass sends the buffers, as after a reduction of the module's own.
         self._module.require_forward_param_sync = True
         return fields._replace(weight=weight, overflow=overflows > 0), whole
-
-    @property
-    def joined(self) -> bool:
-        return self._sum == "of all"
 
     def flush(self, close: Callable[[], None], is_open: bool) -> None:
         self._flushing = True
@@ -70,14 +65,14 @@ class WorkerGroup(Workers):
             self._flushing = False
 
     def window_ended(self) -> None:
-        self._sum, self.not_own = "own", False
+        self._hold("own")
 
     def require_own_sum(self, call: str) -> None:
-        if self._sum == "of all":
+        if self.joined:
             fix = "Call opt.flush() on every worker to make the update that is due, or opt.discard() on every worker."
             found = "a window that is added up over all workers, whose update raised"
             raise explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
-        if self._sum == "torn":
+        if self.not_own:
             fix = "Load the last checkpoint on every worker, or call opt.discard()."
             raise explain(UsageError, call, expected="a whole sum", found="one whose reduction over the workers failed", fix=fix)
 
@@ -93,6 +88,10 @@ class WorkerGroup(Workers):
             "Save opt.state_dict(), and wrap anew where it is loaded.",
         )
         raise explain(UsageError, "copy, pickle", expected=expected, found="one with module=", fix=fix)
+
+    def _hold(self, held: Literal["own", "of all", "torn"]) -> None:
+        """The open window's sum is this worker's; or that of all workers, until their update is made; or neither: the reduction failed."""
+        self.joined, self.not_own = held == "of all", held != "own"
 
     def _added_up(self, fields: State, sums: Sums) -> list[float]:
         present = (total is not None for total in sums)

@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
-from gradaccum_torch.torch_private import leave_reduction_out, registered_comm_hooks
+from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, registered_comm_hooks
 from gradaccum_torch.workers.group import WorkerGroup
 
 
-def workers_of(module: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
+def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
     """The workers that train `module` together. Collective: every worker of its process group calls this.
 
     Raises:
-        ArgumentTypeError: `module` is no `torch.nn.parallel.DistributedDataParallel`.
+        ArgumentTypeError: `module` is no `torch.nn.parallel.DistributedDataParallel`, or its parameters are sharded.
         ArgumentValueError: it has other parameters than `optimizer`; or other workers have other options.
         UsageError: it has a communication hook, which would never be called.
     """
@@ -28,6 +28,9 @@ def workers_of(module: object, optimizer: torch.optim.Optimizer, options: Option
     if not isinstance(module, DistributedDataParallel):
         expected = "a torch.nn.parallel.DistributedDataParallel"
         raise explain(ArgumentTypeError, "module", expected=expected, found=f"an object of type {type(module).__name__}", fix=fix)
+    if any(map(is_sharded, module.parameters())):
+        expected, fix = "a module whose parameters are whole", "Leave module= out: their gradients are reduced in each backward pass."
+        raise explain(ArgumentTypeError, "module", expected=expected, found="sharded parameters", fix=fix)
     own = set(map(id, module.parameters()))
     strangers = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
     if strangers:

@@ -1,4 +1,4 @@
-"""The workers that a window is added up over: this one alone, or a group of them."""
+"""The workers that a window is added up over: what it asks of them, and this worker alone."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Workers(ABC):
     """There are others, so that a window's end must `join` them."""
     not_own: bool
     """The open window's sum is not this worker's own; see `require_own_sum`."""
+    joined: bool
+    """After `join`: the window holds a micro-batch."""
 
     @abstractmethod
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[State, Sums]:
@@ -37,11 +39,6 @@ class Workers(ABC):
         Raises:
             UsageError: a worker did not come before the process group's timeout.
         """
-
-    @property
-    @abstractmethod
-    def joined(self) -> bool:
-        """Whether the open window is that of all workers, and holds a micro-batch."""
 
     @abstractmethod
     def flush(self, close: Callable[[], None], is_open: bool) -> None:
@@ -72,14 +69,10 @@ class Workers(ABC):
 class Alone(Workers):
     """No other worker."""
 
-    several = not_own = False
+    several, not_own, joined = False, False, True
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[State, Sums]:
         return fields, sums
-
-    @property
-    def joined(self) -> bool:
-        return True
 
     def flush(self, close: Callable[[], None], is_open: bool) -> None:
         if is_open:
