@@ -1,4 +1,4 @@
-"""What is refused of a softmax cross-entropy whose classes several workers share, in every backend alike."""
+"""Checks for a softmax cross-entropy with its classes on several workers, shared by all backends."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Norm = Callable[[Gradient], float]
 
 
 class LinearityReport(NamedTuple):
-    """What a check of a loss function found."""
+    """The findings of a check of a loss function."""
 
     linear: bool
     """Whether every gradient scaled with the loss."""
@@ -56,7 +56,7 @@ def relative_error(gradient: Gradient, reference: Gradient, norm: Norm) -> float
 
 
 def comparable(measured: Iterable[T], finite: Callable[[T], bool], *, float16: bool) -> Iterator[T]:
-    """What is to be compared, of what was measured at each of `SCALES`; the first of them is the reference.
+    """Choose the measurements to compare from those at each of `SCALES`; the first one is the reference.
 
     With float16 somewhere in the program only the last `FLOAT16_SCALES` that are finite: at smaller scales gradients may have vanished, as
     loss scaling is there to prevent; larger ones overflow.

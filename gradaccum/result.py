@@ -1,4 +1,4 @@
-"""What the last event did, in scalars."""
+"""The outcome of the last event, in scalars."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def encode_terms(terms: Terms) -> tuple[int, int, int, int]:
 
 
 def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
-    """What `encode_terms` made four integers of.
+    """The inverse of `encode_terms`.
 
     Raises:
         CheckpointError: they are none of its making.

@@ -103,7 +103,7 @@ def discard(state: AccumulationState) -> AccumulationState:
 
 
 def _decide(state: AccumulationState, update: Update, options: Options, at_end: Scalar) -> Decision:
-    """What to do with the window. The sum is measured only where the window ends."""
+    """Decide on the window. The sum is measured only where the window ends."""
     start = (jnp.zeros_like(state.weight), jnp.asarray(True))
     largest = float(jnp.finfo(start[0].dtype).max)
     divides = divisor(fields_of(state), options, jnp.where)

@@ -1,4 +1,4 @@
-"""What a loss is multiplied by before it is differentiated: its weight and the loss scale."""
+"""The factor of a loss before it is differentiated: its weight times the loss scale."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require_loss(loss: object) -> Tensor:
 
 
 def factor(weight: float, fields: State, options: Options) -> float:
-    """What a loss of that weight is multiplied by: contribution times loss scale."""
+    """The factor of a loss of that weight: contribution times loss scale."""
     product: float = contribution(weight, options) * fields.loss_scale
     return product
 

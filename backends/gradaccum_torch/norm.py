@@ -24,7 +24,7 @@ FEW = 4
 
 
 class Measured(NamedTuple):
-    """What was measured of a window's sum."""
+    """The measurements of a window's sum."""
 
     norm: float
     """Its global 2-norm."""

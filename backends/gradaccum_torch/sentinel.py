@@ -42,7 +42,7 @@ class Sentinels:
         arrivals.gradients[:] = self._watched.values()
 
     def of(self, parameter: Tensor) -> Watched:
-        """What is known of a parameter that is watched."""
+        """One watched parameter."""
         return self._watched[id(parameter)]
 
     def note(self, parameter: Tensor) -> None:

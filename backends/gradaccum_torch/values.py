@@ -32,7 +32,7 @@ class Values:
         self.noted = _norms(gradients)
 
     def forget(self) -> None:
-        """What was noted is no longer what ``.grad`` should hold."""
+        """The notes are out of date: ``.grad`` should hold something else now."""
         self.noted = None
 
     def window_ended(self) -> None:

@@ -67,7 +67,7 @@ def require_group(group: Any) -> tuple[int, int]:
 def placement(
     group: Any, shard_sizes: Any, options: tuple[Any, Any, Any], logits: tuple[Any, Any], labels: tuple[Any, Any]
 ) -> tuple[int, tuple[int, ...], Tensor, Tensor]:
-    """What a call starts from, once all its arguments are found right.
+    """The numbers that a call starts from, once all its arguments are right.
 
     Returns:
         The number of this worker's first class; the number of classes of each worker; and, shape ``()``, the label's share of the

@@ -94,7 +94,7 @@ class _Passes:
         self._nodes = list(_graph(loss))
         self._calls: dict[Any, tuple[Any, Any]] = {}
         self.dtypes = set().union(*map(input_dtypes, self._nodes))
-        """Those of all that is differentiated, wider parameters and what autocast made of them alike."""
+        """The dtypes of everything that is differentiated: parameters, and the copies that autocast made of them."""
 
     def __enter__(self) -> _Passes:
         self._hooks = [node.register_hook(self._note(node)) for node in self._nodes if _is_custom(node)]

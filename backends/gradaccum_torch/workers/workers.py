@@ -15,7 +15,7 @@ Sums = Sequence[Tensor | None]
 
 
 class Workers(ABC):
-    """What a window asks of the workers that share it."""
+    """The workers that share a window, as it asks them."""
 
     several: bool
     """There are others, so that a window's end must `join` them."""
