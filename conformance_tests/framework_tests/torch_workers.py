@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -359,6 +361,46 @@ def copies_and_closures_are_refused(rank: int) -> None:
         pickle.dumps(opt)
     with refused(gradaccum.UsageError, "module="):
         opt.step(lambda: torch.zeros(()))
+
+
+@check
+def zero_redundancy_optimizer_is_an_inner_optimizer(rank: int) -> None:
+    """Each worker updates its part of the parameters and sends it to the others."""
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9)
+    opt = gradaccum.wrap(zero, steps=4, module=parallel, clip_norm=0.05)
+    for batch in micro_batches(rank):
+        learn(parallel, opt, batch)
+    opt.flush()
+    require_equal(model, alone(all_windows(), clip_norm=0.05)[0])
+    require_same_everywhere(opt.result)
+
+
+@check
+def pipeline_schedule_must_not_scale_gradients(rank: int) -> None:
+    """One schedule step of two chunks is a micro-batch, if it leaves its gradients alone and the loss is divided by the chunks."""
+    for scale_grads in (True, False):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        whole = copy.deepcopy(layers)
+        stage = PipelineStage(layers[rank], rank, WORLD, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().mean() / 2, scale_grads=scale_grads)
+        opt = gradaccum.wrap(sgd(layers[rank]), steps=2)
+        reference = gradaccum.wrap(sgd(whole), steps=2)
+        for x in torch.arange(64.0).double().reshape(2, 8, 4).sin():
+            schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == 1 else {}))
+            if scale_grads:
+                with refused(gradaccum.UsageError, "scale_grads=False"):
+                    opt.step()
+                break
+            opt.step()
+            opt.zero_grad()
+            (whole(x) - x).square().mean().backward()
+            reference.step()
+            reference.zero_grad()
+        else:
+            require_equal(layers[rank], whole[rank])
 
 
 @check
