@@ -15,9 +15,9 @@ def changed_gradients_error() -> UsageError:
         found="gradients that something else changed, such as clip_grad_norm_, scaler.unscale_, model.zero_grad() or an assignment",
         fix="To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to clear, opt.zero_grad(); to log the norm, read "
         "opt.result.grad_norm after the window's last step; in place of p.grad = g, torch.autograd.backward(parameters, gradients); to "
-        "change the window's gradient, opt.register_step_pre_hook(...), which runs once per update; for DistributedDataParallel on several "
-        "workers, gradaccum.wrap(optimizer, ..., module=parallel); under torch.distributed.pipelining, scale_grads=False. The window cannot "
-        "be mended: call opt.discard().",
+        "change the window's gradient, opt.register_step_pre_hook(...), which runs once per update; for DistributedDataParallel, "
+        "gradaccum.wrap(optimizer, ..., module=parallel); under torch.distributed.pipelining, scale_grads=False. The window cannot be "
+        "mended: call opt.discard().",
     )
 
 
