@@ -12,7 +12,8 @@ A backend calls, in this order:
 - for each micro-batch ``usable`` (is its gradient added?), ``contribution`` (multiplied by what?), ``accumulate``, and ``ends`` (does the
   window end here?);
 - at its end ``decide`` with the norm it measured, then acts on the `Decision`, then ``close``;
-- ``discard`` to forget an open window.
+- ``discard`` to forget an open window;
+- ``joined`` before ``decide``, if several workers share the window.
 """
 
 from __future__ import annotations
@@ -130,6 +131,18 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
     """
     size = steps_at(steps, state[1], where)
     return state[0] < 0 if size is None else state[0] >= size
+
+
+def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
+    """The state of one worker for a window that several share: the weight and the overflow flag become those of all.
+
+    Args:
+        state: this worker's.
+        weight: the weight that the sum of all workers has.
+        overflow: bool: the flag of one of them is up.
+    """
+    micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = state
+    return micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker
 
 
 def divisor(state: Fields, options: Options, where: Where) -> Scalar:

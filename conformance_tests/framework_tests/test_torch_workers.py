@@ -22,8 +22,8 @@ pytestmark = pytest.mark.xdist_group("torch_workers")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each process says of each check; one run for all tests."""
     folder = tmp_path_factory.mktemp("workers")
-    script = Path(__file__).with_name("torch_workers.py")
-    running = [subprocess.Popen([sys.executable, str(script), str(rank), str(folder)]) for rank in range(WORLD)]
+    command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_workers"]
+    running = [subprocess.Popen([*command, str(rank), str(folder)], cwd=Path(__file__).parents[2]) for rank in range(WORLD)]
     try:
         for process in running:
             process.wait(timeout=240)

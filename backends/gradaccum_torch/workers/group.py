@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError
-from gradaccum.kit import State, explain
+from gradaccum.kit import Fields, State, explain, joined
 from gradaccum_torch.workers.reduction import all_reduce
 from gradaccum_torch.workers.workers import Sums, Workers
 
@@ -35,13 +35,13 @@ class WorkerGroup(Workers):
     def __init__(self, group: dist.ProcessGroup, module: DistributedDataParallel) -> None:
         self._group, self._module = group, module
         self._flushing = self._all_flush = False
-        self.several = True
+        self.several, self._device = True, next(module.parameters()).device
         self._hold("own")
 
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[State, Sums]:
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
         if self.joined:
             return fields, sums
-        require_dense(sums)
+        _require_dense(sums)
         try:
             weight, overflows, micro_batches, flushes, *present = self._added_up(fields, sums)
             whole = [zeros(index) if total is None and present[index] else total for index, total in enumerate(sums)]
@@ -53,7 +53,7 @@ class WorkerGroup(Workers):
         self._hold("of all" if micro_batches else "own")
         # The next forward pass sends the buffers, as after a reduction of the module's own.
         self._module.require_forward_param_sync = True
-        return fields._replace(weight=weight, overflow=overflows > 0), whole
+        return joined(fields, weight, overflows > 0), whole
 
     def flush(self, close: Callable[[], None], is_open: bool) -> None:
         self._flushing = True
@@ -82,11 +82,8 @@ class WorkerGroup(Workers):
         raise explain(UsageError, "closure", expected="no closure beside module=", found="one", fix=fix)
 
     def require_no_copy(self) -> None:
-        """Raise `UsageError`: a copy of the optimizer would have no part in the process group."""
-        expected, fix = (
-            "an optimizer without module=, as a copy could not reduce",
-            "Save opt.state_dict(), and wrap anew where it is loaded.",
-        )
+        expected = "an optimizer without module=, as a copy has no part in the process group"
+        fix = "Save opt.state_dict(), and wrap anew where it is loaded."
         raise explain(UsageError, "copy, pickle", expected=expected, found="one with module=", fix=fix)
 
     def _hold(self, held: Literal["own", "of all", "torn"]) -> None:
@@ -96,13 +93,13 @@ class WorkerGroup(Workers):
     def _added_up(self, fields: State, sums: Sums) -> list[float]:
         present = (total is not None for total in sums)
         numbers = [fields.weight, fields.overflow, fields.micro_step, self._flushing, *present]
-        vector = torch.tensor(numbers, dtype=torch.float64, device=self._module.device or "cpu")
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         dist.all_reduce(vector, group=self._group)
         added: list[float] = vector.tolist()
         return added
 
 
-def require_dense(sums: Sums) -> None:
+def _require_dense(sums: Sums) -> None:
     """No sum is sparse: workers hold different rows, which a reduction of dense memory cannot add up.
 
     Raises:

@@ -15,6 +15,8 @@ from gradaccum.kit import Options, explain
 from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, registered_comm_hooks
 from gradaccum_torch.workers.group import WorkerGroup
 
+_FIX = "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model))."
+
 
 def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
     """The workers that train `module` together. Collective: every worker of its process group calls this.
@@ -24,28 +26,33 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options)
         ArgumentValueError: it has other parameters than `optimizer`; or other workers have other options.
         UsageError: it has a communication hook, which would never be called.
     """
-    fix = "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model))."
+    parallel = _require_parallel(module)
+    _require_parameters(parallel, optimizer)
+    if registered_comm_hooks(parallel):
+        fix = "Leave register_comm_hook out: the window's sum is reduced by all_reduce."
+        found = "a registered hook, which would never be called"
+        raise explain(UsageError, "module", expected="a module without a communication hook", found=found, fix=fix)
+    _require_same_options(options, parallel.process_group)
+    leave_reduction_out(parallel)
+    return WorkerGroup(parallel.process_group, parallel)
+
+
+def _require_parallel(module: object) -> DistributedDataParallel:
     if not isinstance(module, DistributedDataParallel):
-        expected = "a torch.nn.parallel.DistributedDataParallel"
-        raise explain(ArgumentTypeError, "module", expected=expected, found=f"an object of type {type(module).__name__}", fix=fix)
+        found = f"an object of type {type(module).__name__}"
+        raise explain(ArgumentTypeError, "module", expected="a torch.nn.parallel.DistributedDataParallel", found=found, fix=_FIX)
     if any(map(is_sharded, module.parameters())):
-        expected, fix = "a module whose parameters are whole", "Leave module= out: their gradients are reduced in each backward pass."
-        raise explain(ArgumentTypeError, "module", expected=expected, found="sharded parameters", fix=fix)
+        fix = "Leave module= out: their gradients are reduced in each backward pass."
+        raise explain(ArgumentTypeError, "module", expected="a module whose parameters are whole", found="sharded parameters", fix=fix)
+    return module
+
+
+def _require_parameters(module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     own = set(map(id, module.parameters()))
     strangers = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
     if strangers:
         expected, found = "the module whose parameters the optimizer has", f"a module without {strangers} of them"
-        raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=fix)
-    if registered_comm_hooks(module):
-        expected, fix = (
-            "a module without a communication hook, as the window's sum is reduced in its place",
-            "Leave register_comm_hook out.",
-        )
-        raise explain(UsageError, "module", expected=expected, found="a registered hook, which would never be called", fix=fix)
-    group = module.process_group
-    _require_same_options(options, group)
-    leave_reduction_out(module)
-    return WorkerGroup(group, module)
+        raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=_FIX)
 
 
 def _require_same_options(options: Options, group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ from typing import final
 
 from torch import Tensor
 
-from gradaccum.kit import State
+from gradaccum.kit import Fields, State
 
 Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""
@@ -25,7 +25,7 @@ class Workers(ABC):
     """After `join`: the window holds a micro-batch."""
 
     @abstractmethod
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[State, Sums]:
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
         """Add up the window of all workers; collective. Nothing is added twice where the update of a joined window raised.
 
         Args:
@@ -65,14 +65,10 @@ class Workers(ABC):
         """Raise `UsageError` where a copy of the optimizer would have no part in the others' reductions."""
 
 
-@final
-class Alone(Workers):
-    """No other worker."""
+class OwnSum(Workers):
+    """Workers that need no reduction of the sum: this one closes, saves and copies its window by itself."""
 
-    several, not_own, joined = False, False, True
-
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[State, Sums]:
-        return fields, sums
+    not_own, joined = False, True
 
     def flush(self, close: Callable[[], None], is_open: bool) -> None:
         if is_open:
@@ -85,3 +81,13 @@ class Alone(Workers):
     def require_no_closure(self) -> None: ...
 
     def require_no_copy(self) -> None: ...
+
+
+@final
+class Alone(OwnSum):
+    """No other worker."""
+
+    several = False
+
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
+        return fields, sums

@@ -1,0 +1,146 @@
+"""The window of two workers is the large batch of both, whatever each of them holds."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import gradaccum
+from conformance_tests.framework_tests.torch_workers.checks import check
+from conformance_tests.framework_tests.torch_workers.common import (
+    all_windows,
+    alone,
+    build,
+    learn,
+    micro_batches,
+    numbers,
+    require_equal,
+    require_same_everywhere,
+    sgd,
+    together,
+)
+
+
+@check
+def unequal_workers_make_the_large_batch(rank: int) -> None:
+    """Items, numbers of micro-batches and branches differ; the second window is empty on one worker."""
+    for options in ({}, {"clip_norm": 0.05}, {"reduction": "sum"}, {"loss_scale": 1024.0}, {"accumulate_dtype": "float64"}):
+        model, opt, _ = together(rank, **options)
+        reference, other = alone(all_windows(), **options)
+        require_equal(model, reference)
+        assert opt.result.optimizer_step == other.result.optimizer_step == 2
+        assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12)
+        require_same_everywhere((numbers(model), opt.result))
+
+
+@check
+def every_kind_of_module(rank: int) -> None:
+    reference, _ = alone(all_windows())
+    for kind in ({"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-6}):
+        require_equal(together(rank, module=kind)[0], reference)
+    require_equal(together(rank, model=build(recomputed=True))[0], reference)
+    compiled = build()
+    compiled.compile(backend="eager")
+    require_equal(together(rank, model=compiled)[0], reference)
+
+
+@check
+def half_precision_is_summed_in_float32(rank: int) -> None:
+    for options in ({}, {"master_weights": True}, {"loss_scale": gradaccum.DynamicLossScale(1024.0)}):
+        model, opt, _ = together(rank, torch.bfloat16, **options)
+        reference, other = alone(all_windows(torch.bfloat16), torch.bfloat16, **options)
+        require_equal(model, reference, off=0)
+        assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-6)
+        require_same_everywhere((numbers(model), opt.result))
+
+
+@check
+def dropped_micro_batch_is_left_out(rank: int) -> None:
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel, on_overflow="drop_micro_batch", loss_scale=gradaccum.DynamicLossScale(64.0))
+    for index, (x, y, rare) in enumerate(micro_batches(rank)):
+        learn(parallel, opt, (x * (math.nan if rank == 0 and index == 0 else 1), y, rare))
+    opt.flush()
+    first, second = all_windows()
+    reference, _ = alone([first[1:], second])
+    require_equal(model, reference)
+    assert opt.result.loss_scale == 32.0
+    require_same_everywhere(opt.result)
+
+
+@check
+def norm_to_skip_is_that_of_all(rank: int) -> None:
+    norm = alone(all_windows()[:1])[1].result.grad_norm
+    for limit, applied in ((0.99 * norm, False), (1.01 * norm, True)):
+        model = build()
+        parallel = DistributedDataParallel(model, find_unused_parameters=True)
+        opt = gradaccum.wrap(sgd(model), steps=None, module=parallel, skip_norm=limit)
+        for batch in micro_batches(rank)[:4]:
+            learn(parallel, opt, batch)
+        opt.flush()
+        assert opt.result.applied is applied
+
+
+@check
+def overflow_on_one_worker_skips_on_all(rank: int) -> None:
+    model = build()
+    before = numbers(model)
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=2, module=parallel, loss_scale=gradaccum.DynamicLossScale(1024.0))
+    for index, (x, y, rare) in enumerate(micro_batches(rank)[:2]):
+        learn(parallel, opt, (x * (math.inf if rank == 1 and index == 0 else 1), y, rare))
+    assert opt.result.skipped
+    assert opt.result.overflow
+    assert opt.result.loss_scale == 512.0
+    assert numbers(model) == before
+    for batch in micro_batches(rank)[:2]:
+        learn(parallel, opt, batch)
+    assert opt.result.applied
+    require_same_everywhere((numbers(model), opt.result))
+
+
+@check
+def discarded_window_is_one_worker_s_own(rank: int) -> None:
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=None, module=parallel)
+    for batch in micro_batches(rank)[:3]:
+        learn(parallel, opt, batch)
+    if rank == 1:
+        opt.discard()
+    opt.flush()
+    require_equal(model, alone([micro_batches(0)[:3]])[0])
+
+
+@check
+def empty_windows_change_nothing(rank: int) -> None:
+    model = build()
+    opt = gradaccum.wrap(sgd(model), steps=4, module=DistributedDataParallel(model))
+    opt.flush()
+    assert not opt.result.closed
+    assert numbers(model) == numbers(build())
+
+
+@check
+def resumed_window_is_bitwise_the_same(rank: int) -> None:
+    model, _, _ = together(rank)
+    halfway = build()
+    parallel = DistributedDataParallel(halfway, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(halfway), steps=4, module=parallel)
+    batches = micro_batches(rank)
+    for batch in batches[:2]:
+        learn(parallel, opt, batch)
+    saved = copy.deepcopy(opt.state_dict())
+    again = build()
+    again.load_state_dict(halfway.state_dict())
+    parallel = DistributedDataParallel(again, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(again), steps=4, module=parallel)
+    opt.load_state_dict(saved)
+    for batch in batches[2:]:
+        learn(parallel, opt, batch)
+    opt.flush()
+    assert numbers(again) == numbers(model)
