@@ -1,7 +1,7 @@
 """The second door: what a backend is made of. `gradaccum` itself has what users need, the classes of the errors among it.
 
 - `accumulate`, `usable`, `contribution`, `ends`, `decide`, `close`, `discard`: the transitions of the `State`, by `Options`;
-- `terms_of`, `resumed`: what an open window depends on, and how a saved one goes on;
+- `terms_of`, `resumed`, `redistributed`: what an open window depends on, and how a saved one goes on;
 - `explain` and the ``require_`` and ``_error`` functions: one mistake has one class and one wording in every backend;
 - `comparable`, `linearity_report`: whether a loss can be scaled;
 - `Backend`, `GatingBackend`, `ScalerDriver`: what the core asks for in return.
@@ -15,7 +15,7 @@ from gradaccum.loss_scale import ScalerDriver, ScaleRule
 from gradaccum.options import Options, make_options
 from gradaccum.refusals import accumulate_dtype_error, optimizer_error, wrapped_twice_error
 from gradaccum.registry import Backend, GatingBackend
-from gradaccum.resuming import Terms, decode_terms, encode_terms, resumed, terms_of
+from gradaccum.resuming import Terms, decode_terms, encode_terms, redistributed, resumed, terms_of
 from gradaccum.schedule import Schedule, require_steps
 from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, initial_state, largest_number
 from gradaccum.transitions import (
@@ -70,6 +70,7 @@ __all__ = [
     "linearity_report",
     "make_options",
     "optimizer_error",
+    "redistributed",
     "relative_error",
     "require_classes",
     "require_loss_options",

@@ -7,10 +7,10 @@ counters go on, and a loss scale goes on if it is dynamic in both runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, SupportsInt, cast
 
-from gradaccum.errors import CheckpointError, explain
+from gradaccum.errors import ArgumentValueError, CheckpointError, explain
 from gradaccum.loss_scale import ScaleRule
 from gradaccum.options import ON_OVERFLOW, REDUCTIONS, Options
 from gradaccum.schedule import require_steps
@@ -84,6 +84,33 @@ def resumed(fields: State, saved: Terms, options: Options) -> State:
     if saved.scale == _scale_in_use(options.scale_rule) == "dynamic":
         return fields
     return fields._replace(loss_scale=round_to_float32(options.scale_rule.init_scale), growth_tracker=0)
+
+
+def redistributed(states: Sequence[State], workers: int) -> list[State]:
+    """The states of `workers` workers that go on with the open window of others, whose number may differ.
+
+    The first holds the weight and the overflow flag of all, as it is to hold the sum of their sums; the others hold nothing. All have the
+    micro-batches of the worker that had most, so that their windows end together.
+
+    Args:
+        states: one per worker that saved, in Python numbers.
+        workers: the number of workers to go on, >= 1.
+
+    Raises:
+        ArgumentValueError: there is no state, or no worker.
+        CheckpointError: the states are not of one moment; names the field.
+    """
+    if not states or workers < 1:
+        found, fix = f"{len(states)} and {workers}", "Pass what every worker saved, and the number of workers that load it."
+        raise explain(ArgumentValueError, "states, workers", expected="at least one of each", found=found, fix=fix)
+    for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
+        values = [getattr(state, name) for state in states]
+        if any(value != values[0] for value in values):
+            fix = "Load what the workers saved between the same two updates."
+            raise explain(CheckpointError, name, expected="one value on every worker", got=values, fix=fix)
+    nothing = states[0]._replace(micro_step=max(state.micro_step for state in states), weight=0.0, overflow=False)
+    everything = nothing._replace(weight=sum(state.weight for state in states), overflow=any(state.overflow for state in states))
+    return [everything, *[nothing] * (workers - 1)]
 
 
 def _scale_in_use(rule: ScaleRule) -> str:

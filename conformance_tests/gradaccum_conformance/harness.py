@@ -61,6 +61,9 @@ class Session(ABC):
     def discard(self) -> None:
         """Forget the open window."""
 
+    def idle(self) -> None:  # noqa: B027  # most backends do nothing
+        """No micro-batch on this worker while others have one: nothing to do, unless all workers run one program."""
+
     @abstractmethod
     def result(self) -> StepResult:
         """The API's `StepResult`, in Python numbers."""
@@ -119,6 +122,8 @@ class Harness(ABC):
     """Ways to run a training step (``"eager"``, ``"jit"``, ``"graph"``); the first is the default."""
     deep_modes: ClassVar[tuple[str, ...]] = ()
     """The `modes` that only ``--deep`` runs."""
+    worker_modes: ClassVar[tuple[str, ...]] = ()
+    """The `modes` in which several workers can share their windows."""
     gradient_faults: ClassVar[tuple[Fault, ...]] = ("structure", "shape", "dtype")
     """The mistakes in a gradient tree that reach gradaccum: the framework itself does not refuse them first."""
 
@@ -134,6 +139,29 @@ class Harness(ABC):
         options: WrapOptions | None = None,
     ) -> Session:
         """A session over a fresh model that holds `weights`. `options` are `gradaccum.wrap`'s (with ``steps``); None: do not wrap."""
+
+    def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
+        """Make this process, in which nothing has run yet, worker number `rank`.
+
+        The workers meet in the empty `folder` that they share, or at the free `port` of this machine: as the engine wants it.
+        """
+        raise NotImplementedError(f"{self.name} has no workers")
+
+    def start_shared(
+        self,
+        model: Model,
+        weights: Arrays,
+        optimizer: Optimizer,
+        *,
+        dtype: Dtype = "float32",
+        mode: str | None = None,
+        options: WrapOptions,
+    ) -> Session:
+        """In a process that joined: as `start`, but a window is that of all workers.
+
+        Every worker makes the same calls in the same order, this one and those of the session; `idle` stands for a micro-batch.
+        """
+        raise NotImplementedError(f"{self.name} has no workers")
 
     @abstractmethod
     def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:

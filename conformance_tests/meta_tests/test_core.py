@@ -24,6 +24,7 @@ from gradaccum.kit import (
     encode_terms,
     initial_state,
     make_options,
+    redistributed,
     resumed,
     select,
     steps_at,
@@ -140,3 +141,22 @@ def test_norm_beyond_float32_is_no_overflow() -> None:
     decision = Decision(*decide(State(1, 0, 0, 1.0, False, 1.0, 0), math.inf, True, make_options(1), select))
     assert decision.apply
     assert not decision.overflow
+
+
+def test_window_goes_on_with_other_workers() -> None:
+    """One worker, or more than before, hold the weight and the flag once between them, and end their windows together."""
+    one, other = State(2, 5, 1, 3.0, False, 8.0, 4), State(1, 5, 1, 4.0, True, 8.0, 4)
+    for workers in (1, 2, 4):
+        states = redistributed([one, other], workers)
+        assert (len(states), sum(state.weight for state in states), sum(state.overflow for state in states)) == (workers, 7.0, 1)
+        assert {state._replace(weight=0.0, overflow=False) for state in states} == {State(2, 5, 1, 0.0, False, 8.0, 4)}
+
+
+def test_states_of_two_moments_are_no_window() -> None:
+    one = State(2, 5, 1, 3.0, False, 8.0, 4)
+    for name in ("optimizer_step", "skipped_windows", "loss_scale", "growth_tracker"):
+        with pytest.raises(CheckpointError, match=name):
+            redistributed([one, one._replace(**{name: 7})], 1)
+    for states, workers in (([], 1), ([one], 0)):
+        with pytest.raises(gradaccum.ArgumentValueError, match="at least one"):
+            redistributed(states, workers)

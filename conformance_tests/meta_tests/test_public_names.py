@@ -17,7 +17,7 @@ NAMES = {
         accumulate accumulate_dtype_error at_rest close comparable contribution decide decode_terms discard divisor encode_terms ends
         explain initial_state joined largest_number linearity_report make_options optimizer_error relative_error require_classes
         require_loss_options require_shard_sizes require_steps require_weight
-        resumed select steps_at terms_of usable wrapped_twice_error
+        redistributed resumed select steps_at terms_of usable wrapped_twice_error
     """,
     "gradaccum_torch": "AccumulatingOptimizer GatedScheduler TorchBackend backend sharded_cross_entropy verify_loss_scaling",
     "gradaccum_jax": """
