@@ -4,34 +4,69 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+PAGES = ("RECIPES.md", "WORKERS.md")
+SECONDS = 300
+PORT = "8118"
+"""A port in a page's command; another one, which is free, takes its place."""
+
 
 class Recipe(NamedTuple):
-    """One Python block of the page."""
+    """One Python block of a page."""
 
     title: str
     """The heading of its section."""
     code: str
+    command: str = "python recipe.py"
+    """The section's line of bash: it starts the program, which stands in the file that the line names last."""
 
 
 def recipes_of(package: ModuleType) -> list[Recipe]:
-    """Return the first Python block of each numbered section of the package's ``RECIPES.md``. The page may have no other block."""
+    """Return the Python block of each numbered section of the package's `PAGES`. The pages may have no other block."""
     assert package.__file__ is not None
-    page = (Path(package.__file__).parent / "RECIPES.md").read_text(encoding="utf-8")
-    found = re.findall(r"^## (\d[^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(found) == page.count("```python") > 0, "a block stands outside of a numbered section"
-    return [Recipe(*entry) for entry in found]
+    return [recipe for name in PAGES for recipe in _recipes_in((Path(package.__file__).parent / name).read_text(encoding="utf-8"))]
+
+
+def _recipes_in(page: str) -> list[Recipe]:
+    found = []
+    for section in re.split(r"^## (?=\d)", page, flags=re.MULTILINE)[1:]:
+        blocks = dict(re.findall(r"^```(bash|python)\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL))
+        found += [Recipe(section.splitlines()[0], blocks["python"], *[blocks[kind].strip() for kind in ("bash",) if kind in blocks])]
+    assert len(found) == page.count("```python"), "a block stands outside of a numbered section, or beside another one"
+    return found
 
 
 def run_recipe(recipe: Recipe, directory: Path, **environment: str) -> None:
-    """Run the block from a file in `directory`. If it fails, the assertion shows its error output."""
-    script = directory / "recipe.py"
-    script.write_text(recipe.code, encoding="utf-8")
-    command = [sys.executable, str(script)]
-    ran = subprocess.run(command, cwd=directory, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    """Run the block from a file in `directory`. If it fails, the assertion shows its error output. No process outlives the call."""
+    words = shlex.split(recipe.command.replace(PORT, str(_free_port())))
+    (directory / words[-1]).write_text(recipe.code, encoding="utf-8")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    running = subprocess.Popen(
+        words,
+        cwd=directory,
+        env={**os.environ, "PATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = running.communicate(timeout=SECONDS)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+    assert running.returncode == 0, said[-3000:]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
