@@ -20,6 +20,7 @@ from typing import Any
 from gradaccum_conformance.workers.messages import Answer, Answered, Lost, Raised, Request
 from gradaccum_conformance.workers.process import Process
 
+WORKER_COMMAND = (sys.executable, "-m", "gradaccum_conformance.workers")
 LIMIT_SECONDS = 180.0
 """For one event. Frameworks compile in some, and each engine's own timeout should be shorter."""
 GRACE_SECONDS = 3.0
@@ -44,23 +45,21 @@ class Pool:
         workers: their number.
         seed: of the order in which the workers get an event, and of their delays.
         limit: seconds for one event on all workers.
-        module: the program of a worker, for ``python -m``.
+        command: the program of a worker; the backend's name and the number of an open socket are its arguments.
     """
 
     def __init__(
-        self, backend: str, workers: int, *, seed: int = 0, limit: float = LIMIT_SECONDS, module: str = "gradaccum_conformance.workers"
+        self, backend: str, workers: int, *, seed: int = 0, limit: float = LIMIT_SECONDS, command: Sequence[str] = WORKER_COMMAND
     ) -> None:
         self.backend, self.workers, self.limit = backend, workers, limit
         self._random = random.Random(seed)
         self._folder = Path(tempfile.mkdtemp(prefix="workers-"))
-        (self._folder / "meeting").mkdir()
         self._processes: list[Process] = []
+        meeting, port = self._folder / "meeting", _free_port()
+        meeting.mkdir()
         try:
-            for rank in range(workers):
-                command = (sys.executable, "-m", module, backend)
-                self._processes.append(Process(command, self._folder / f"{rank}.log"))
-            port = _free_port()
-            self.ask([Request("join", (rank, workers, self._folder / "meeting", port)) for rank in range(workers)])
+            self._processes += (Process((*command, backend), self._folder / f"{rank}.log") for rank in range(workers))
+            self.ask([Request("join", (rank, workers, meeting, port)) for rank in range(workers)])
         except BaseException:
             self.close()
             raise
