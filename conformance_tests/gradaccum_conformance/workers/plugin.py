@@ -1,4 +1,4 @@
-"""Tests over several workers: a test that asks for ``crews`` runs in each of a backend's `worker_modes`.
+"""Tests over several workers: a test that asks for ``crews`` runs in each of a backend's `worker_modes`, with two workers; deep, with four.
 
 A backend without workers has no such case. Pytest would make a skipped one of it, and a machine that allows no skip would fail.
 """
@@ -26,9 +26,8 @@ def parametrize_crews(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -
 
 
 def _case(harness: Harness, mode: str, workers: int, *marks: Any) -> Any:
-    return pytest.param(
-        harness, mode, workers, id=f"{harness.name}-{mode}-{workers}", marks=[pytest.mark.xdist_group(harness.name), *marks]
-    )
+    marks = (pytest.mark.xdist_group(harness.name), *marks, *([pytest.mark.deep] if mode in harness.deep_modes else []))
+    return pytest.param(harness, mode, workers, id=f"{harness.name}-{mode}-{workers}", marks=marks)
 
 
 def pytest_configure(config: pytest.Config) -> None:
