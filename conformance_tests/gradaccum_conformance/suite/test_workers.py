@@ -100,6 +100,20 @@ def test_weight_of_zero_adds_nothing(crews: Crews, errors: Errors) -> None:
     assert same(crew.parameters()[0], before[0])
 
 
+def test_refused_weight_changes_nothing(crews: Crews, errors: Errors) -> None:
+    """Every worker raises, and what it held is still there."""
+    crew = crews()
+    shares = unequal(crew.workers)
+    feed(crew, shares)
+    before = crew.states()
+    for weight in (-1.0, math.nan):
+        refusals = crew.refused([random_tree(LINEAR, 9)] * crew.workers, [weight] * crew.workers)
+        assert all(refusal.startswith("ArgumentValueError: weight: expected") for refusal in refusals), refusals
+    assert crew.states() == before
+    crew.flush()
+    check_update(errors, crew, shares, calls=1)
+
+
 def test_window_leaves_nothing_to_the_next(crews: Crews) -> None:
     """After a window of large gradients, and after one that was discarded with a NaN in it, the next is that of a new crew, bit for bit."""
     crew = crews()

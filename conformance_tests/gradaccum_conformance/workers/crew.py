@@ -10,7 +10,7 @@ from gradaccum import StepResult
 from gradaccum.kit import State
 from gradaccum_conformance.harness import Captured, GradientTree, Loss
 from gradaccum_conformance.specs import Arrays, Batch
-from gradaccum_conformance.workers.messages import Request
+from gradaccum_conformance.workers.messages import Raised, Request
 from gradaccum_conformance.workers.pool import Pool
 
 
@@ -29,6 +29,15 @@ class Crew:
     def gradients(self, trees: Sequence[GradientTree | None], weights: Sequence[float | None] | None = None) -> None:
         """One micro-batch with this gradient on each worker; None: it has none."""
         self._micro_batches("gradients", trees, weights)
+
+    def refused(self, trees: Sequence[GradientTree], weights: Sequence[Any]) -> list[str]:
+        """One micro-batch with this gradient on each worker, which each must refuse; the errors, by rank, as ``"class: text"``."""
+        answers = self.pool.exchange([self._request("gradients", tree, weight=weight) for tree, weight in zip(trees, weights, strict=True)])
+        errors = [f"{answer.kind}: {answer.message}" for answer in answers if isinstance(answer, Raised)]
+        if len(errors) < self.workers:
+            self.pool.close()  # Some may wait for the others.
+            raise AssertionError(f"refused by {len(errors)} of {self.workers} workers: {answers}")
+        return errors
 
     def micro_batch(self, batches: Sequence[Batch | None], weights: Sequence[float | None] | None = None, loss: Loss = "mean") -> None:
         """Forward and backward of one micro-batch on each worker; None: it has none."""
