@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from gradaccum_conformance.harness import Dtype, Harness, Option
-from gradaccum_conformance.specs import LINEAR, Model, Optimizer, make_weights
+from gradaccum_conformance.specs import MLP, Model, Optimizer, make_weights
 from gradaccum_conformance.workers.crew import Crew
 from gradaccum_conformance.workers.messages import Request
 from gradaccum_conformance.workers.pool import Pool
@@ -54,7 +54,7 @@ def start_crew(pool: Pool, model: Model, optimizer: Optimizer, dtype: Dtype, mod
 
 
 class Crews(NamedTuple):
-    """The crews of one backend in one mode, for one test."""
+    """The crews of one backend in one mode, for one test. They share one model too, so that as little as possible is compiled."""
 
     pools: Pools
     backend: Harness
@@ -63,7 +63,7 @@ class Crews(NamedTuple):
 
     def __call__(
         self,
-        model: Model = LINEAR,
+        model: Model = MLP,
         optimizer: Optimizer = Optimizer("capture"),  # noqa: B008  # immutable
         *,
         dtype: Dtype = "float32",
