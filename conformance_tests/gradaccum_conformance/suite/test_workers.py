@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import gradaccum
+from gradaccum import StepResult
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import additions_in_gradient, bound_of_sum, gamma, unit_roundoff, worst
 from gradaccum_conformance.harness import Option
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import cut, global_norm, poisoned, random_tree, same, standard_batch
-from gradaccum_conformance.specs import MLP, make_weights
-from gradaccum_conformance.workers import Crews
+from gradaccum_conformance.specs import MLP, Arrays, make_weights
+from gradaccum_conformance.workers import Crew, Crews
 from gradaccum_conformance.workers.shares import Share, Shares, check_update, expected, feed, require_equal, terms
 
 SCALE = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
@@ -231,26 +232,51 @@ def test_limits_are_of_the_reduced_norm(crews: Crews, errors: Errors) -> None:
     assert (result.applied, result.skipped, result.overflow, result.optimizer_step) == (False, True, False, 2)
 
 
+def begin_and_save(crew: Crew, directory: Path) -> tuple[StepResult, Arrays]:
+    """Save after three of six micro-batches, in mid-window; the result and the parameters at the end."""
+    go_on(crew, 0, 3)
+    crew.save(directory)
+    go_on(crew, 3, 6)
+    return require_equal(crew), crew.parameters()[0]
+
+
+def go_on(crew: Crew, first: int, last: int) -> None:
+    seeds = range(first, last)
+    feed(crew, [[Share(random_tree(MLP, 10 * rank + seed), 1.0 + seed) for seed in seeds] for rank in range(crew.workers)])
+
+
+def check_end(crew: Crew, end: tuple[StepResult, Arrays]) -> None:
+    go_on(crew, 3, 6)
+    assert require_equal(crew) == end[0]
+    assert same(crew.parameters()[0], end[1])
+
+
 def test_resumed_window_is_the_same(crews: Crews, tmp_path: Path) -> None:
     """From memory and from files, in mid-window, bit for bit."""
     crew = crews(**FULL)
-    trees = [[random_tree(MLP, 10 * rank + index) for index in range(6)] for rank in range(crew.workers)]
-
-    def go_on(first: int, last: int) -> None:
-        feed(crew, [[Share(tree, 1.0 + index) for index, tree in enumerate(own)][first:last] for own in trees])
-
-    go_on(0, 3)
+    fresh = crew.snapshot()
+    end = begin_and_save(crew, tmp_path)
+    crew.restore(fresh)
+    go_on(crew, 0, 3)
     middle, states, sums = crew.snapshot(), crew.states(), crew.accumulators()
-    crew.save(tmp_path)
-    go_on(3, 6)
-    end = require_equal(crew), crew.parameters()[0]
+    check_end(crew, end)
     for source in ("memory", "files"):
         crew.restore(middle) if source == "memory" else crew.load(tmp_path)
         assert crew.states() == states
         assert all(same(*pair) for pair in zip(crew.accumulators(), sums, strict=True))
-        go_on(3, 6)
-        assert require_equal(crew) == end[0]
-        assert same(crew.parameters()[0], end[1])
+        check_end(crew, end)
+
+
+@pytest.mark.deep
+def test_restarted_workers_go_on(crews: Crews, tmp_path: Path) -> None:
+    """From their files, after every process was killed in mid-window."""
+    crew = crews(**FULL)
+    end = begin_and_save(crew, tmp_path)
+    go_on(crew, 6, 7)
+    crew.pool.close()
+    crew = crews(**FULL)
+    crew.load(tmp_path)
+    check_end(crew, end)
 
 
 def test_model_s_gradient_is_the_large_batch_s(crews: Crews, errors: Errors) -> None:
