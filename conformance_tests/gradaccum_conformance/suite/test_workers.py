@@ -95,8 +95,8 @@ def test_bad_weight_is_refused_or_an_overflow(crews: Crews, errors: Errors) -> N
         assert (result.applied, result.skipped, result.overflow) == (False, True, True)
 
 
-def test_model_s_gradient_is_the_large_batch_s(crews: Crews, errors: Errors) -> None:
-    """By the frameworks' own forward and backward passes, against the float64 oracle, with unequal micro-batches."""
+def test_model_matches_the_large_batch(crews: Crews, errors: Errors) -> None:
+    """With the framework's own forward and backward passes on unequal micro-batches, against the float64 oracle."""
     crew = crews()
     batch = standard_batch(MLP, 5 * crew.workers)
     pieces = cut(batch, (1, 4) * crew.workers)

@@ -1,4 +1,4 @@
-"""What one worker's gradient does to the window of all: an overflow skips it everywhere, and limits are of the norm of all."""
+"""An overflow on one worker skips the window of all; one that is dropped costs its own micro-batch only; limits are of the norm of all."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_overflow_on_one_worker_skips_on_all(crews: Crews) -> None:
         assert same(crew.parameters()[0], clean[1])
 
 
-def test_dropped_micro_batch_is_one_worker_s(crews: Crews, errors: Errors) -> None:
+def test_one_worker_drops_a_micro_batch(crews: Crews, errors: Errors) -> None:
     """The others' count, and the scale backs off on all; a window in which all are dropped makes no update."""
     crew = crews(**DROPPING)
     bad = Share(poisoned(random_tree(MLP, 9), math.inf), 5.0)
@@ -73,7 +73,8 @@ def test_limits_are_of_the_reduced_norm(crews: Crews, errors: Errors) -> None:
     crew.flush()
     truth = expected(clipped, "sum")
     factor = CLIP / global_norm(truth)
-    bound = bound_of_sum(terms(clipped, "sum"), "float32") + gamma(60, "float32")
+    elements = sum(array.size for array in truth.values())
+    bound = bound_of_sum(terms(clipped, "sum"), "float32") + gamma(2 * elements + 4, "float32")
     errors.check("clipped", worst(crew.captured()[0].gradient or {}, {name: factor * array for name, array in truth.items()}), bound)
     assert require_equal(crew).grad_norm > CLIP
     feed(crew, window(80.0, 80.0))

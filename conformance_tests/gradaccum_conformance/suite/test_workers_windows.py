@@ -11,27 +11,26 @@ from gradaccum_conformance.scenarios import poisoned, random_tree, same
 from gradaccum_conformance.specs import MLP, Arrays
 from gradaccum_conformance.workers import Crew, Crews
 from gradaccum_conformance.workers.options import FULL, SCALE
-from gradaccum_conformance.workers.shares import Share, check_update, feed, require_equal, unequal
+from gradaccum_conformance.workers.shares import Share, check_update, feed, on_first, require_equal, unequal
 
 
 def test_full_windows_need_no_flush(crews: Crews, errors: Errors) -> None:
-    """Nothing moves inside a window. The loss scale grows on every worker after two clean ones. A short window is flushed."""
+    """Nothing moves inside a window. The loss scale grows on every worker after two clean ones. A tail that only one worker has is flushed."""
     crew = crews(**FULL)
-    for window in range(3):
-        length = 2 if window < 2 else 1
-        shares = [
-            [Share(random_tree(MLP, 100 * window + 10 * rank + index), 1.0 + rank) for index in range(length)]
-            for rank in range(crew.workers)
-        ]
+    for window in range(2):
+        seeds = [range(100 * window + 10 * rank, 100 * window + 10 * rank + 2) for rank in range(crew.workers)]
+        shares = [[Share(random_tree(MLP, seed), 1.0 + rank) for seed in own] for rank, own in enumerate(seeds)]
         before = crew.parameters()
         feed(crew, [own[:1] for own in shares])
         assert [state.micro_step for state in crew.states()] == [1] * crew.workers
         assert all(same(*pair) for pair in zip(crew.parameters(), before, strict=True)), "parameters moved inside a window"
         feed(crew, [own[1:] for own in shares])
-        if length == 1:
-            crew.flush()
         check_update(errors, crew, shares, calls=window + 1)
     assert crew.results()[0].loss_scale == 2 * SCALE.init_scale
+    tail = on_first(crew.workers, Share(random_tree(MLP, 200)))
+    feed(crew, tail)
+    crew.flush()
+    check_update(errors, crew, tail, calls=3)
 
 
 def test_window_leaves_nothing_to_the_next(crews: Crews) -> None:

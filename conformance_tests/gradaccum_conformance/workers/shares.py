@@ -27,7 +27,6 @@ class Share(NamedTuple):
 Shares = Sequence[Sequence[Share]]
 """The micro-batches of a window, by rank."""
 
-
 COUNTS = (3, 1, 0, 2)
 """Micro-batches of each worker."""
 
