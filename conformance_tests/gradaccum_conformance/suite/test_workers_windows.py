@@ -15,7 +15,7 @@ from gradaccum_conformance.workers.shares import Share, check_update, feed, on_f
 
 
 def test_full_windows_need_no_flush(crews: Crews, errors: Errors) -> None:
-    """Nothing moves inside a window. The loss scale grows on every worker after two clean ones. A tail that only one worker has is flushed."""
+    """Nothing moves inside one; the loss scale grows on every worker after two; a tail that only one worker has is flushed."""
     crew = crews(**FULL)
     for window in range(2):
         seeds = [range(100 * window + 10 * rank, 100 * window + 10 * rank + 2) for rank in range(crew.workers)]
