@@ -15,6 +15,7 @@ from jax import lax
 from gradaccum.kit import Scalar
 from gradaccum_jax.dtypes import takes_part
 from gradaccum_jax.types import Array, Leaves, Tree
+from gradaccum_jax.workers.replicated import replicated
 
 LARGE_BYTES = 2**20
 """From here on an array travels by itself, in place."""
@@ -33,11 +34,11 @@ class Window(NamedTuple):
 def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
     """The window of all devices along `axes`, from each device's `own`; the same on all of them."""
     leaves, structure = jax.tree.flatten(own.accumulator)
-    moving = [leaf for leaf in leaves if takes_part(leaf)]  # an integer parameter's sum is 0 everywhere
+    moving = [leaf for leaf in leaves if takes_part(leaf)]  # the sum of an integer parameter is 0 on every device
     numbers = [own.weight, own.overflow.astype(own.weight.dtype)]
     *sums, weight, overflows = _added_up([*moving, *numbers], axes)
     held = iter(sums)
-    whole = [next(held) if takes_part(leaf) else leaf for leaf in leaves]
+    whole = [next(held) if takes_part(leaf) else replicated(leaf, axes) for leaf in leaves]
     return Window(jax.tree.unflatten(structure, whole), weight, overflows > 0)
 
 
