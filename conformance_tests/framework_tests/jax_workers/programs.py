@@ -87,3 +87,23 @@ def replicated_gradients() -> None:
 
     after, _ = over(step)(jnp.ones(()), over(tx.init)(jnp.ones(())), jnp.arange(4.0))
     np.testing.assert_array_equal(after, 1 - 1.5)
+
+
+def benchmark() -> None:
+    """The contestants of the benchmark's question end with the same parameters, and only ours and the loop by hand reduce once."""
+    from benchmarks.questions import jax_workers as question
+
+    steps, width = 4, 16
+    x = jnp.asarray(np.random.default_rng(40).normal(size=(question.DEVICES, steps, 8, width)), jnp.float32)
+    ended, counts = {}, {}
+    for label, make in question.CONTESTANTS.items():
+        contestant = make(steps, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), question.model(width)))
+        run = jax.jit(contestant.window)
+        text = run.lower(contestant.params, contestant.state, x).compile().as_text()
+        counts[label] = question.reductions(str(text), steps)
+        params, state = run(contestant.params, contestant.state, x)
+        ended[label] = run(params, state, x)[0]
+    jax.tree.map(lambda *leaves: [np.testing.assert_allclose(leaf, leaves[0], rtol=1e-4, atol=1e-6) for leaf in leaves], *ended.values())
+    assert counts["gradaccum"][0] == 1, counts
+    assert counts["gradaccum"][1] == counts[question.BASELINE][1] + 8, counts  # the weight and the flag
+    assert counts["optax.MultiSteps"][1] == steps * counts[question.BASELINE][1], counts
