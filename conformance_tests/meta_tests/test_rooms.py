@@ -26,6 +26,7 @@ ROOMS = {
     "linearity/custom_rules": ("which custom derivative is to blame", {JAX, MINDSPORE}),
     "workers/checks": ("what is refused of a call that workers make together", ALL),
     "workers/cross_entropy": ("softmax cross-entropy of logits sharded by class", ALL),
+    "workers/reduction": ("one sum over all workers for many tensors", {TORCH, JAX}),
 }
 
 
@@ -51,6 +52,7 @@ TOPICS = {
     "schedule": {JAX, MINDSPORE},
     "sharded_cross_entropy": ALL,
     "sharding": {TORCH, JAX},
+    "workers": {TORCH, JAX},
 }
 """The topics that two or three frameworks are tested for by themselves, each in files of one stem."""
 
