@@ -29,6 +29,7 @@ from gradaccum_jax.sizes import check_known, size_at
 from gradaccum_jax.state import AccumulationState, fields_of, first_terms, fresh
 from gradaccum_jax.trees import plain
 from gradaccum_jax.types import Extra, Gradients, Params, Tree, Updates
+from gradaccum_jax.unreduced import as_given, require_whole, whole
 from gradaccum_jax.update import Update
 from gradaccum_jax.varying import vary_like
 
@@ -50,7 +51,7 @@ class Accumulation:
             ArgumentValueError: JAX has ``accumulate_dtype`` switched off.
         """
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
-        inner_state, masters = strong(self.inner.init(params))
+        inner_state, masters = strong(self.inner.init(whole(params)))
         require_plain(inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
         trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": first_terms(self.options)}
@@ -79,6 +80,7 @@ class Accumulation:
         self._check(state, params)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
+        require_whole(aligned, self.options)
         weight = as_weight(weight, jnp.result_type(state.weight))
         stepped: tuple[Updates, AccumulationState] = call_jitted(self._jitted_update, self._update, aligned, state, params, weight, extra)
         return stepped
@@ -113,16 +115,19 @@ class Accumulation:
         state, dropped = window.add(state, gradients, weight, steps, self.options)
         update, full = self._inner_update(state, params, extra, gradients), ends(fields_of(state), steps, jnp.where)
         if steps is None:
-            return window.keep(state, update, self.options, never=full, dropped=dropped, weight=weight)
-        return window.close(state, update, self.options, at_end=full, dropped=dropped, weight=weight)
+            updates, state = window.keep(state, update, self.options, never=full, dropped=dropped, weight=weight)
+        else:
+            updates, state = window.close(state, update, self.options, at_end=full, dropped=dropped, weight=weight)
+        return as_given(updates, params), state
 
     def _flush(self, state: AccumulationState, params: Params, extra: Extra) -> tuple[Updates, AccumulationState]:
         update = self._inner_update(state, params, extra)
-        return window.close(state, update, self.options, at_end=jnp.asarray(state.micro_step) > 0)
+        updates, state = window.close(state, update, self.options, at_end=jnp.asarray(state.micro_step) > 0)
+        return as_given(updates, params), state
 
     def _inner_update(self, state: AccumulationState, params: Params, extra: Extra, gradients: Gradients | None = None) -> Update:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
-        return Update(self.inner.update, dtypes, params, extra, self.control_flow)
+        return Update(self.inner.update, dtypes, whole(params), extra, self.control_flow)
 
 
 def flush(

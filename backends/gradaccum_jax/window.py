@@ -6,12 +6,13 @@ These are pure functions of the state. Only the device knows whether a window en
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from gradaccum.kit import Decision, Fields, Options, Scalar, accumulate, contribution, decide, divisor, usable
 from gradaccum.kit import close as close_fields
 from gradaccum.kit import discard as discard_fields
-from gradaccum_jax import sums
+from gradaccum_jax import sums, unreduced
 from gradaccum_jax.agreement import agree, require_equal_parts
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.norm import measure
@@ -68,11 +69,14 @@ def close(
     Returns:
         The updates (zeros if none was made) and the state.
     """
+    parts = state.accumulator
+    state = state._replace(accumulator=unreduced.total(parts, at_end))
     decision = _decide(state, update, options, at_end)
     traced, held = _traced(state, update, options, decision.divisor, weight), (state.inner_state, state.masters)
     apply, overflow = agree(at_end & decision.apply, decision.overflow, at_end, traced.axes, update.control_flow)
     updates, total, held = update.run(state.accumulator, held, decision.divisor, traced.updates, apply=apply, at_end=at_end)
     fields = _where(at_end, close_fields(fields_of(state), apply, overflow, options, jnp.where), fields_of(state))
+    total = unreduced.cleared(parts, total, at_end)
     norm = jnp.asarray(jnp.where(at_end, decision.grad_norm, state.last_grad_norm), jnp.result_type(state.last_grad_norm))
     ended = with_fields(state, fields)._replace(accumulator=total, inner_state=held[0], masters=held[1], last_grad_norm=norm)
     return updates, with_event(ended, apply, at_end & ~apply, jnp.where(at_end, overflow, dropped))
@@ -91,8 +95,11 @@ def keep(
         dropped: as for `close`.
         weight: as for `close`.
     """
+    parts = state.accumulator
+    state = state._replace(accumulator=jax.tree.map(unreduced.empty_total, parts))
     traced = _traced(state, update, options, jnp.ones_like(state.weight), weight)
     updates, total = update.keep(state.accumulator, traced.updates, never)
+    total = unreduced.cleared(parts, total, never)
     return updates, with_event(state._replace(accumulator=total), False, False, dropped)
 
 
