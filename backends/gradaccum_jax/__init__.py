@@ -13,7 +13,7 @@ from gradaccum_jax.masters import apply_updates
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, flush
 from gradaccum_jax.state import AccumulationState, result, scale_loss
-from gradaccum_jax.workers import sharded_cross_entropy
+from gradaccum_jax.workers import data_parallel, redistributed, sharded_cross_entropy
 
 __all__ = [
     "AccumulationState",
@@ -21,8 +21,10 @@ __all__ = [
     "apply_updates",
     "backend",
     "check_state",
+    "data_parallel",
     "discard",
     "flush",
+    "redistributed",
     "result",
     "scale_loss",
     "sharded_cross_entropy",

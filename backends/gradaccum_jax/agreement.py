@@ -32,6 +32,17 @@ def require_equal_parts(options: Options, axes: Axes, weight: Scalar) -> None:
         raise explain(UsageError, name, expected=expected, found="an option or argument that is set", fix=fix)
 
 
+def require_no_reduction(axes: Axes, reduced: tuple[str, ...]) -> None:
+    """Refuse an inner optimizer that reduces over `axes` of which some are among those that are `reduced` over before it.
+
+    Raises:
+        UsageError: it does.
+    """
+    if twice := sorted(axes & frozenset(reduced)):
+        fix = "Leave the reduction out of the optimizer: with axis_name its gradient is that of all devices."
+        raise explain(UsageError, "optimizer", expected="one that does not reduce", found=f"one that reduces over {twice}", fix=fix)
+
+
 def agree(apply: Scalar, overflow: Scalar, at_end: Scalar, axes: Axes, control_flow: ControlFlow) -> tuple[Scalar, Scalar]:
     """`apply` where it holds on all devices along `axes`, `overflow` where it holds on any: bool scalars.
 

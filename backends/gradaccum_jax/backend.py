@@ -10,6 +10,7 @@ from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.masters import on_masters, without_masters
 from gradaccum_jax.optimizer import Accumulation
 from gradaccum_jax.sizes import probe
+from gradaccum_jax.workers.checks import require_names
 
 
 class JaxBackend:
@@ -17,7 +18,9 @@ class JaxBackend:
 
     name = "jax"
 
-    def wrap(self, optimizer: object, options: Options, *, control_flow: str = "while_loop") -> optax.GradientTransformationExtraArgs:
+    def wrap(
+        self, optimizer: object, options: Options, *, control_flow: str = "while_loop", axis_name: object = None
+    ) -> optax.GradientTransformationExtraArgs:
         """See `gradaccum.wrap`.
 
         Args:
@@ -26,9 +29,12 @@ class JaxBackend:
             control_flow: how the inner optimizer is run once per window. ``"while_loop"`` runs it once under `jax.vmap` too. ``"cond"``
                 serves users who differentiate through the optimizer, since the loop's derivative runs it in every micro-batch; and an
                 optimizer that reduces over a named axis of `jax.vmap`, which raises `UsageError` with the loop.
+            axis_name: the mesh axis, or several in a tuple, whose devices share the window: it is that of one large batch over all of them.
+                For use in `jax.shard_map`, most simply by `gradaccum_jax.data_parallel`. Each device adds up its own micro-batches, and the
+                devices reduce once, at the window's end. They make the same calls; a device without an item gives it weight 0.
 
         Raises:
-            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already.
+            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already, or `axis_name` is no name.
             ArgumentValueError: `control_flow` is neither of the two, or a callable ``steps`` gives no int >= 1 for step 0.
         """
         transformation = require_transformation(optimizer)
@@ -36,7 +42,7 @@ class JaxBackend:
         checked = options._replace(accumulate_dtype=require_dtype(options.accumulate_dtype))
         inner = optax.with_extra_args_support(transformation)
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
-        wrapped = Accumulation(held, checked, require_control_flow(control_flow))
+        wrapped = Accumulation(held, checked, require_control_flow(control_flow), require_names(axis_name))
         return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 

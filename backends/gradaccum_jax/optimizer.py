@@ -32,6 +32,8 @@ from gradaccum_jax.types import Extra, Gradients, Params, Tree, Updates
 from gradaccum_jax.unreduced import as_given, require_whole, whole
 from gradaccum_jax.update import Update
 from gradaccum_jax.varying import vary_like
+from gradaccum_jax.workers.kinds import require_axes, require_own, require_same, require_same_params, require_shared, shared_window
+from gradaccum_jax.workers.replicated import replicated
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,8 @@ class Accumulation:
     """The wrapped optimizer under `masters.on_masters` or `masters.without_masters`."""
     options: Options
     control_flow: ControlFlow
+    axes: tuple[str, ...] = ()
+    """The mesh axes whose devices share the window."""
 
     def init(self, params: Params) -> AccumulationState:
         """The state before the first micro-batch; one accumulator, in the structure of `params`.
@@ -49,13 +53,17 @@ class Accumulation:
         Raises:
             ArgumentTypeError: the inner optimizer accumulates too.
             ArgumentValueError: JAX has ``accumulate_dtype`` switched off.
+            UsageError: with ``axis_name``: no such axis is in scope, or the parameters differ along it.
         """
+        require_axes(self.axes)
+        require_same_params(params, self.axes)
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = strong(self.inner.init(whole(params)))
         require_plain(inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
         trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": first_terms(self.options)}
-        return vary_like(params, fresh(fields, sums.weight_dtype(accumulator), **trees))
+        state = vary_like(params, fresh(fields, sums.weight_dtype(accumulator), **trees))
+        return shared_window(state, self.axes)
 
     def update(
         self, grads: Tree, state: AccumulationState, params: Params = None, *, weight: Scalar = None, **extra: Any
@@ -75,28 +83,36 @@ class Accumulation:
             ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1, outside `jax.jit`. Under `jax.jit` no value is
                 known; there each micro-batch of such a window counts as not finite: no update is made, and `result` says ``overflow``.
             UsageError: the inner optimizer reduces over a named axis, and a weight or an option is given that would differ from device to
-                device: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``.
+                device: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``. Or, with ``axis_name``: no such axis is in scope, the
+                gradients are reduced already, something else differs from device to device, or the inner optimizer reduces too.
         """
-        self._check(state, params)
+        self._check(state, params, extra)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         require_whole(aligned, self.options)
+        require_own(aligned, state.accumulator, self.axes)
         weight = as_weight(weight, jnp.result_type(state.weight))
         stepped: tuple[Updates, AccumulationState] = call_jitted(self._jitted_update, self._update, aligned, state, params, weight, extra)
         return stepped
 
     def flush(self, state: AccumulationState, params: Params = None, **extra: Any) -> tuple[Updates, AccumulationState]:
         """Close the open window; see `gradaccum_jax.flush`."""
-        self._check(state, params)
+        self._check(state, params, extra)
         flushed: tuple[Updates, AccumulationState] = call_jitted(self._jitted_flush, self._flush, state, params, extra)
         return flushed
 
     def discard(self, state: AccumulationState) -> AccumulationState:
         """Forget the open window; see `gradaccum_jax.discard`."""
+        require_axes(self.axes)
         return window.discard(require_state(state))
 
-    def _check(self, state: object, params: Params) -> None:
+    def _check(self, state: object, params: Params, extra: Extra) -> None:
         held = require_state(state)
+        if self.axes:
+            require_axes(self.axes)
+            require_shared(held, self.axes)
+            require_same_params(params, self.axes)
+            require_same("", extra, self.axes, "Reduce it first, as in jax.lax.pmean(value, axis_name).")
         if self.options.master_weights:
             require_params(params, held.masters)
 
@@ -127,7 +143,8 @@ class Accumulation:
 
     def _inner_update(self, state: AccumulationState, params: Params, extra: Extra, gradients: Gradients | None = None) -> Update:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
-        return Update(self.inner.update, dtypes, whole(params), extra, self.control_flow)
+        held = replicated(whole(params), self.axes)
+        return Update(self.inner.update, dtypes, held, extra, self.control_flow, self.axes)
 
 
 def flush(

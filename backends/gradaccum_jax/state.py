@@ -97,8 +97,8 @@ def fields_of(state: AccumulationState) -> Fields:
 
 
 def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
-    """`state` with new values of the seven fields, each kept in its own dtype: a scan's carry must not change type."""
-    kept = [jnp.asarray(new, jnp.result_type(old)) for old, new in zip(fields_of(state), fields, strict=True)]
+    """`state` with new values of the seven fields, each kept in its own type: a scan's carry must not change type."""
+    kept = [vary(jnp.asarray(new, jnp.result_type(old)), axes_of(old)) for old, new in zip(fields_of(state), fields, strict=True)]
     return AccumulationState._make((*kept, *state[7:]))
 
 
@@ -143,12 +143,18 @@ def result(state: Tree) -> StepResult:
     return StepResult(
         applied=jnp.asarray(found.last_applied),
         skipped=jnp.asarray(found.last_skipped),
-        overflow=jnp.asarray(found.last_overflow),
+        overflow=_on_any_device(found),
         grad_norm=jnp.asarray(found.last_grad_norm),
         loss_scale=jnp.asarray(found.loss_scale),
         micro_step=jnp.asarray(found.micro_step),
         optimizer_step=jnp.asarray(found.optimizer_step),
     )
+
+
+def _on_any_device(state: AccumulationState) -> Array:
+    """The last event's overflow. Outside of `jax.shard_map` the flags of devices that share a window have an axis before all others."""
+    flags = jnp.asarray(state.last_overflow)
+    return flags.any(axis=0) if flags.ndim > jnp.ndim(state.last_applied) else flags
 
 
 def scale_loss(loss: Scalar, state: Tree) -> Scalar:

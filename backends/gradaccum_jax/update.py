@@ -18,6 +18,7 @@ from gradaccum_jax.control_flow import ControlFlow, named_axes, once
 from gradaccum_jax.dtypes import Handed, cast_like, takes_part, wider
 from gradaccum_jax.sums import divide
 from gradaccum_jax.types import Array, Axes, Extra, InnerState, Params, Tree, Updates
+from gradaccum_jax.workers.replicated import replicated
 
 
 class Traced(NamedTuple):
@@ -38,6 +39,8 @@ class Update(NamedTuple):
     params: Params
     extra: Extra
     control_flow: ControlFlow
+    axes: tuple[str, ...] = ()
+    """The mesh axes whose devices share the window: at its end the sums are the same along these."""
 
     def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
         """Trace the call; nothing of it enters the program.
@@ -81,7 +84,7 @@ class Update(NamedTuple):
 
         buffer, after = once(apply, call, (buffer, held), self.control_flow)
         cleared = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), _cleared(buffer, at_end), accumulator)
-        return _updates_where(apply, buffer, updates), cleared, after
+        return self._updates_where(apply, buffer, updates), cleared, after
 
     def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
         """The updates, all zeros, and the accumulator of a micro-batch that can end no window.
@@ -95,15 +98,15 @@ class Update(NamedTuple):
             never: a bool scalar that is False, which only the running program knows.
         """
         accumulator = once(never, lambda held: _cleared(held, never), accumulator, self.control_flow)
-        return _updates_where(never, accumulator, updates), accumulator
+        return self._updates_where(never, accumulator, updates), accumulator
 
     def _gradients(self, accumulator: Tree, divisor: Scalar) -> Tree:
-        return divide(accumulator, divisor, self.dtypes.given)
+        return replicated(divide(accumulator, divisor, self.dtypes.given), self.axes)
 
-
-def _updates_where(apply: Scalar, buffer: Tree, updates: Updates) -> Updates:
-    """The updates that `buffer` holds where `apply` holds, in the dtypes of `updates`; else zeros."""
-    return jax.tree.map(lambda leaf, update: jnp.where(apply, leaf, _nothing(leaf)).astype(update.dtype), buffer, updates)
+    def _updates_where(self, apply: Scalar, buffer: Tree, updates: Updates) -> Updates:
+        """The updates that `buffer` holds where `apply` holds, in the dtypes of `updates`; else zeros."""
+        made = jax.tree.map(lambda leaf, update: jnp.where(apply, leaf, _nothing(leaf)).astype(update.dtype), buffer, updates)
+        return replicated(made, self.axes)
 
 
 def _wide_enough(held: Array, update: Array) -> Array:

@@ -6,20 +6,28 @@ These are pure functions of the state. Only the device knows whether a window en
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from gradaccum.kit import Decision, Fields, Options, Scalar, accumulate, contribution, decide, divisor, usable
+from gradaccum.kit import Decision, Fields, Options, Scalar, accumulate, contribution, decide, divisor, joined, usable
 from gradaccum.kit import close as close_fields
 from gradaccum.kit import discard as discard_fields
 from gradaccum_jax import sums, unreduced
-from gradaccum_jax.agreement import agree, require_equal_parts
+from gradaccum_jax.agreement import agree, require_equal_parts, require_no_reduction
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.norm import measure
 from gradaccum_jax.state import AccumulationState, current_terms, fields_of, with_event, with_fields
-from gradaccum_jax.types import Gradients, Updates
+from gradaccum_jax.types import Gradients, Tree, Updates
 from gradaccum_jax.update import Traced, Update
 from gradaccum_jax.varying import axes_of, vary
+from gradaccum_jax.workers.reduction import Window, all_reduce
+
+Look = Callable[[Fields, Tree], tuple[Scalar, Scalar]]
+"""The norm of a window's sum, and whether all of it is finite and fits the gradient's dtype."""
+Held = tuple[Tree, Scalar, Scalar, Scalar, Scalar]
+"""A sum, the weight and the overflow flag that go with it, and what `Look` says."""
 
 
 def add(
@@ -71,11 +79,11 @@ def close(
     """
     parts = state.accumulator
     state = state._replace(accumulator=unreduced.total(parts, at_end))
-    decision = _decide(state, update, options, at_end)
+    decision, fields, total = _decide(state, update, options, at_end)
     traced, held = _traced(state, update, options, decision.divisor, weight), (state.inner_state, state.masters)
     apply, overflow = agree(at_end & decision.apply, decision.overflow, at_end, traced.axes, update.control_flow)
-    updates, total, held = update.run(state.accumulator, held, decision.divisor, traced.updates, apply=apply, at_end=at_end)
-    fields = _where(at_end, close_fields(fields_of(state), apply, overflow, options, jnp.where), fields_of(state))
+    updates, total, held = update.run(total, held, decision.divisor, traced.updates, apply=apply, at_end=at_end)
+    fields = _where(at_end, close_fields(fields, apply, overflow, options, jnp.where), fields_of(state))
     total = unreduced.cleared(parts, total, at_end)
     norm = jnp.asarray(jnp.where(at_end, decision.grad_norm, state.last_grad_norm), jnp.result_type(state.last_grad_norm))
     ended = with_fields(state, fields)._replace(accumulator=total, inner_state=held[0], masters=held[1], last_grad_norm=norm)
@@ -109,22 +117,42 @@ def discard(state: AccumulationState) -> AccumulationState:
     return with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False)
 
 
-def _decide(state: AccumulationState, update: Update, options: Options, at_end: Scalar) -> Decision:
-    """Decide on the window. The sum is measured only where the window ends."""
+def _decide(state: AccumulationState, update: Update, options: Options, at_end: Scalar) -> tuple[Decision, Fields, Tree]:
+    """Decide on the window: the decision, and the fields and the sum that it is about. Where the window goes on, nothing is measured."""
     start = (jnp.zeros_like(state.weight), jnp.asarray(True))
     largest = float(jnp.finfo(start[0].dtype).max)
-    divides = divisor(fields_of(state), options, jnp.where)
 
-    def look(_: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-        norm, finite = measure(state.accumulator, start[0].dtype, update.control_flow)
-        return norm, finite & sums.fits(state.accumulator, divides, update.dtypes.like)
+    def look(fields: Fields, accumulator: Tree) -> tuple[Scalar, Scalar]:
+        norm, finite = measure(accumulator, start[0].dtype, update.control_flow)
+        return norm, finite & sums.fits(accumulator, divisor(fields, options, jnp.where), update.dtypes.like)
 
-    norm, finite = once(at_end, look, start, update.control_flow)
-    return Decision(*decide(fields_of(state), norm, finite, options, jnp.where, largest))
+    fields, total = fields_of(state), state.accumulator
+    if update.axes:
+        fields, total, norm, finite = _join(state, look, update, at_end)
+    else:
+        norm, finite = once(at_end, lambda _: look(fields, total), start, update.control_flow)
+    return Decision(*decide(fields, norm, finite, options, jnp.where, largest)), fields, total
+
+
+def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) -> tuple[Fields, Tree, Scalar, Scalar]:
+    """Where the window ends, the fields and the sum of all devices, and what `look` says of these. Elsewhere this device's own sum.
+
+    Everything but the sum starts with numbers that are the same on all devices, so that its type says so at the end too.
+    """
+    fields, nothing = fields_of(state), jnp.zeros((), jnp.result_type(state.weight))
+
+    def add_up(held: Held) -> Held:
+        whole = all_reduce(Window(held[0], state.weight, state.overflow), update.axes)
+        return whole.accumulator, whole.weight, whole.overflow, *look(joined(fields, whole.weight, whole.overflow), whole.accumulator)
+
+    start = (state.accumulator, nothing, jnp.asarray(False), nothing, jnp.asarray(True))
+    total, weight, overflow, norm, finite = once(at_end, add_up, start, update.control_flow)
+    return joined(fields, weight, overflow), total, norm, finite
 
 
 def _traced(state: AccumulationState, update: Update, options: Options, divisor: Scalar, weight: Scalar) -> Traced:
     traced = update.traced(state.accumulator, (state.inner_state, state.masters), divisor)
+    require_no_reduction(traced.axes, update.axes)
     require_equal_parts(options, traced.axes, weight)
     return traced
 

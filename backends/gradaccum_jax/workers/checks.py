@@ -51,14 +51,7 @@ def require_axis(axis_name: Any, logits_shard: Any) -> int:
     if not isinstance(axis_name, str):
         fix = "Write axis_name='model', as in jax.make_mesh."
         raise explain(ArgumentTypeError, "axis_name", expected="the name of a mesh axis", got=axis_name, fix=fix)
-    try:
-        index = lax.axis_index(axis_name)
-    except NameError as error:
-        fix = "Call it in a function under jax.shard_map; outside there is optax.softmax_cross_entropy_with_integer_labels."
-        raise explain(UsageError, "axis_name", expected="an axis of the jax.shard_map around it", got=axis_name, fix=fix) from error
-    if axis_name not in axes_of(index):
-        found, fix = "an axis of pmap, of vmap, or with check_vma=False", "Leave check_vma=True, the default of jax.shard_map."
-        raise explain(UsageError, "axis_name", expected="an axis of a jax.shard_map with check_vma=True", found=found, fix=fix)
+    require_checked(axis_name, "Call it in a function under jax.shard_map; outside there is optax.softmax_cross_entropy_with_integer_labels.")
     if axis_name not in axes_of(logits_shard):
         fix = f"Shard the class weights: in_specs=PartitionSpec({axis_name!r}, None) for shape (classes, features)."
         raise explain(UsageError, "logits_shard", expected=f"logits sharded along {axis_name!r}", found="replicated ones", fix=fix)
@@ -80,3 +73,38 @@ def require_classes(num_classes: Any, held: int) -> int:
     if not 1 <= num_classes <= held:
         raise explain(ArgumentValueError, "num_classes", expected=expected, got=num_classes, fix=fix)
     return num_classes
+
+
+def require_checked(axis_name: str, fix: str) -> None:
+    """Refuse an axis of which JAX does not know what differs along it.
+
+    Args:
+        axis_name: the name of a mesh axis.
+        fix: what to write where there is none.
+
+    Raises:
+        UsageError: no such axis is in scope, or its `jax.shard_map` does not check what is replicated.
+    """
+    try:
+        index = lax.axis_index(axis_name)
+    except NameError as error:
+        raise explain(UsageError, "axis_name", expected="an axis of the jax.shard_map around it", got=axis_name, fix=fix) from error
+    if axis_name not in axes_of(index) and lax.axis_size(axis_name) > 1:  # JAX may leave an axis of one device out of types
+        found, fix = "an axis of pmap, of vmap, or with check_vma=False", "Leave check_vma=True, the default of jax.shard_map."
+        raise explain(UsageError, "axis_name", expected="an axis of a jax.shard_map with check_vma=True", found=found, fix=fix)
+
+
+def require_names(axis_name: Any) -> tuple[str, ...]:
+    """`axis_name`, the name of a mesh axis or several names, as a tuple; None is no name.
+
+    Raises:
+        ArgumentTypeError: it is something else.
+        ArgumentValueError: there is no name in it, or one twice.
+    """
+    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    expected, fix = "the name of a mesh axis, or a tuple of names", "Write axis_name='data', as in jax.make_mesh."
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise explain(ArgumentTypeError, "axis_name", expected=expected, got=axis_name, fix=fix)
+    if axis_name is not None and (not names or not all(names) or len(set(names)) < len(names)):
+        raise explain(ArgumentValueError, "axis_name", expected=expected, got=axis_name, fix=fix)
+    return names

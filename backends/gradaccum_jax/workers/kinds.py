@@ -1,0 +1,114 @@
+"""What differs from device to device in a window that they share, and what does not: told by the types inside `jax.shard_map`.
+
+Each device has the sum, the weight and the overflow flag of its own micro-batches. All else is the same everywhere: devices make the same
+calls, and decide on the same reduced gradient. A branch that only some of the devices take would wait in its collective for ever, so nothing
+here is left to trust that JAX's types can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import jax
+
+from gradaccum import UsageError
+from gradaccum.kit import explain
+from gradaccum_jax.state import AccumulationState
+from gradaccum_jax.types import Gradients, Params, Tree
+from gradaccum_jax.varying import axes_of, vary
+from gradaccum_jax.workers.checks import require_checked
+from gradaccum_jax.workers.replicated import replicated
+
+OWN = ("weight", "overflow", "accumulator", "last_overflow")
+"""The fields of an `AccumulationState` that each device has for itself."""
+_THERE = "Run it by gradaccum_jax.data_parallel(step, mesh, axis_name), tx.init too, or in a function under jax.shard_map."
+_RETURNED = "Pass what tx.init returned under the same axis, each field by its own PartitionSpec."
+_copied: ContextVar[bool] = ContextVar("copied", default=False)
+
+
+def require_axes(axes: tuple[str, ...]) -> None:
+    """The axes are those of the `jax.shard_map` around this call, which checks what is replicated.
+
+    Raises:
+        UsageError: they are not.
+    """
+    for axis in axes:
+        require_checked(axis, _THERE)
+
+
+@contextmanager
+def copies_of_params() -> Iterator[None]:
+    """Inside, parameters that may differ by their type are copies of one replicated tree: `data_parallel` made them."""
+    token = _copied.set(True)
+    try:
+        yield
+    finally:
+        _copied.reset(token)
+
+
+def require_same_params(params: Params, axes: tuple[str, ...]) -> None:
+    """The devices have the same parameters.
+
+    Raises:
+        UsageError: they may differ.
+    """
+    if not _copied.get():
+        fix = "Pass the parameters as they came into jax.shard_map by in_specs=PartitionSpec(); let only what is differentiated vary."
+        require_same("params", params, axes, fix)
+
+
+def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None:
+    """The arrays of `tree` are the same on all devices, by their types.
+
+    Raises:
+        UsageError: one of them may differ; names it.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if differing := axes_of(leaf) & frozenset(axes):
+            where, found = f"{name}{jax.tree_util.keystr(path)}", f"one that may differ along {sorted(differing)}"
+            raise explain(UsageError, where, expected="a value that is the same on all devices", found=found, fix=fix)
+
+
+def require_shared(state: AccumulationState, axes: tuple[str, ...], fix: str = _RETURNED) -> None:
+    """The fields that devices share are the same on all of them.
+
+    Raises:
+        UsageError: one may differ; names it.
+    """
+    require_same("state", {name: value for name, value in state._asdict().items() if name not in OWN}, axes, fix)
+
+
+def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) -> None:
+    """Every gradient is that of this device alone.
+
+    `jax.grad` inside `jax.shard_map` adds up the gradients of replicated parameters over the devices by itself, in every micro-batch.
+
+    Args:
+        gradients: aligned with the leaves of the accumulator.
+        accumulator: the tree of sums.
+        axes: the names of the axes.
+
+    Raises:
+        UsageError: one is the same on all devices: it has been reduced, and would be added up once more.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(accumulator)[0]]
+    spread = frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1)  # type: ignore[no-untyped-call]
+    for path, gradient in zip(paths, gradients, strict=True):
+        if gradient is not None and (reduced := spread - axes_of(gradient)):
+            name, found = f"grads{jax.tree_util.keystr(path)}", f"one that is reduced over {sorted(reduced)} already, as its type says"
+            cast = "jax.lax.pcast(params, axis_name, to='varying')" if hasattr(jax.lax, "pcast") else "jax.lax.pvary(params, axis_name)"
+            fix = f"Differentiate by copies of the parameters, {cast}; gradaccum_jax.data_parallel(step, mesh, axis_name) does so."
+            raise explain(UsageError, name, expected="the gradient of this device's own micro-batch", found=found, fix=fix)
+
+
+def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
+    """A state that is the same on all devices, with the types of one that they share: its `OWN` fields may differ, the others not."""
+    if not axes:
+        return state
+    fields = {
+        name: jax.tree.map(lambda leaf: vary(leaf, frozenset(axes)), value) if name in OWN else replicated(value, axes)
+        for name, value in state._asdict().items()
+    }
+    return AccumulationState(**fields)

@@ -1,0 +1,105 @@
+"""A window's state outside of `jax.shard_map`: each device's own fields have a leading axis, one entry for each device.
+
+The sums of four devices are four different arrays. An array that says it is replicated while its buffers differ would be saved as that of the
+first device. With an axis of their own the fields say what they are: any checkpoint holds them all, and any reader can add them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum.kit import State, explain
+from gradaccum.kit import redistributed as redistributed_fields
+from gradaccum_jax.dtypes import is_key
+from gradaccum_jax.state import AccumulationState, fields_of, find_states
+from gradaccum_jax.types import Array, Tree
+from gradaccum_jax.workers.kinds import OWN
+
+OnLeaf = Callable[[Array], Any]
+
+
+def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
+    """`tree` with `own` and `shared` of the leaves of an `AccumulationState`, and `other` of the leaves outside of one."""
+
+    def node(part: Any) -> Any:
+        if not isinstance(part, AccumulationState):
+            return other(part)
+        return AccumulationState(**{name: jax.tree.map(own if name in OWN else shared, value) for name, value in part._asdict().items()})
+
+    return jax.tree.map(node, tree, is_leaf=is_state)
+
+
+def is_state(part: object) -> bool:
+    """Whether `part` is the state of a wrapped optimizer."""
+    return isinstance(part, AccumulationState)
+
+
+def devices_of(state: AccumulationState) -> int | None:
+    """How many devices share the window of a state from outside of `jax.shard_map`; None if the state is one device's."""
+    axes = jnp.ndim(state.weight) - jnp.ndim(state.micro_step)
+    return int(jnp.shape(state.weight)[0]) if axes else None
+
+
+def require_layout(tree: Tree, devices: int) -> None:
+    """Each window's state in `tree` is shared by so many `devices`.
+
+    Raises:
+        UsageError: one is shared by another number, or by none.
+    """
+    for state in find_states(tree):
+        if (held := devices_of(state)) != devices:
+            expected = f"that of a window that {devices} devices share"
+            found = "the state of a window that no devices share" if held is None else f"one that {held} devices share"
+            fresh = "Make it by gradaccum_jax.data_parallel(tx.init, mesh, axis_name)(params), of a tx with axis_name."
+            fix = fresh if held is None else f"Write state = gradaccum_jax.redistributed(state, {devices})."
+            raise explain(UsageError, "state", expected=expected, found=found, fix=fix)
+
+
+def redistributed(state: Tree, workers: int) -> Tree:
+    """`state` for another number of devices, for example of a checkpoint: an open window goes on with all that it holds.
+
+    The first device gets the sum of the sums and all of the weight, the others nothing. So the window's end is what it would have been, up
+    to the order of additions. With as many devices as before nothing changes. Not for use under `jit`: it looks at values.
+
+    Args:
+        state: the state of a wrapped optimizer with ``axis_name``, or a tree that holds one, as `data_parallel` returned it.
+        workers: the number of devices that share the window from now on, >= 1.
+
+    Raises:
+        ArgumentTypeError: `state` holds no such state, or `workers` is no int.
+        ArgumentValueError: `workers` is below 1.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int):
+        raise explain(ArgumentTypeError, "workers", expected="an int >= 1", got=workers, fix="Write workers=mesh.shape['data'].")
+    if workers < 1:
+        raise explain(ArgumentValueError, "workers", expected="an int >= 1", got=workers, fix="Write workers=mesh.shape['data'].")
+    states = find_states(state)
+    if not states or any(devices_of(held) is None for held in states):
+        found, fix = f"a {type(state).__name__} without one", "Pass what a step under gradaccum_jax.data_parallel returned."
+        raise explain(ArgumentTypeError, "state", expected="the state of a window that devices share", found=found, fix=fix)
+    return jax.tree.map(lambda part: _spread(part, workers) if is_state(part) else part, state, is_leaf=is_state)
+
+
+def _spread(state: AccumulationState, workers: int) -> AccumulationState:
+    devices = devices_of(state) or 1
+    if devices == workers:
+        return state
+    # From the host, so that what is saved on one mesh can go to another.
+    held = jax.tree.map(lambda leaf: leaf if is_key(leaf) else jnp.asarray(jax.device_get(leaf)), state)
+    named = list(zip(State._fields, fields_of(held), strict=True))
+    after = redistributed_fields([State(*(f[rank] if name in OWN else f for name, f in named)) for rank in range(devices)], workers)
+
+    def added(leaf: Array) -> Array:
+        return jnp.zeros((workers, *leaf.shape[1:]), leaf.dtype).at[0].set(leaf.sum(0, dtype=leaf.dtype))
+
+    return held._replace(
+        weight=jnp.asarray([fields.weight for fields in after], held.weight.dtype),
+        overflow=jnp.asarray([fields.overflow for fields in after]),
+        last_overflow=jnp.broadcast_to(held.last_overflow.any(), (workers,)),
+        accumulator=jax.tree.map(added, held.accumulator),
+    )
