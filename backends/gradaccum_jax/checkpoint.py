@@ -6,6 +6,7 @@ checked, and rebuilt, by path.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import jax
@@ -16,11 +17,13 @@ import optax
 from gradaccum import CheckpointError
 from gradaccum.kit import Options, State, decode_terms, encode_terms, explain, resumed, terms_of
 from gradaccum_jax.optimizer import require_accumulation
-from gradaccum_jax.state import AccumulationState, fields_of, with_fields
+from gradaccum_jax.state import AccumulationState, fields_of
 from gradaccum_jax.trees import plain, unique
 from gradaccum_jax.types import Array, Params, Tree
+from gradaccum_jax.workers.layout import mapped
 
 _RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
+_SHARED = "Restore what a step under gradaccum_jax.data_parallel returned, or wrap without axis_name."
 
 
 def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -> AccumulationState:
@@ -30,6 +33,8 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     `on_overflow`, `steps` and the kind of loss scale, or the scale itself if it is constant. Between two windows all of these may change:
     the loss scale goes on if it is dynamic in both runs, else it is the option's own. So go on with the state that this returns. Not for
     use under `jit`: it looks at values.
+
+    With ``axis_name`` the state is that of so many devices as it was saved on; `gradaccum_jax.redistributed` brings it to others.
 
     Args:
         tx: what `gradaccum.wrap` returned.
@@ -41,9 +46,23 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
         CheckpointError: something differs; names it. Nothing was changed.
         ArgumentTypeError: `tx` is not wrapped.
     """
-    wrapped = require_accumulation(tx)
-    like = jax.eval_shape(wrapped.init, plain(params))
-    return _resume(rebuild(plain(state), like), wrapped.options)
+    wrapped, restored = require_accumulation(tx), plain(state)
+    like = jax.eval_shape(replace(wrapped, axes=()).init, plain(params))
+    return _resume(rebuild(restored, _on_devices(like, restored) if wrapped.axes else like), wrapped.options)
+
+
+def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
+    """`like` as devices share it, of which there are as many as in the state that was `restored`."""
+    weight = np.shape(_by_path(restored).get("weight", 0.0))
+    if not weight:
+        _refuse("weight", "an array with one entry for each device, as tx has axis_name", "one of shape ()", _SHARED)
+
+    def own(leaf: Array) -> Array:
+        kind: Any = jax.ShapeDtypeStruct
+        return kind((weight[0], *leaf.shape), leaf.dtype)
+
+    shared: AccumulationState = mapped(like, own=own, shared=lambda leaf: leaf, other=lambda leaf: leaf)
+    return shared
 
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
@@ -54,10 +73,12 @@ def _resume(state: AccumulationState, options: Options) -> AccumulationState:
     """
     steps = options.steps
     concrete = options._replace(steps=lambda step: steps(jnp.asarray(step, jnp.int32))) if callable(steps) else options
-    saved = State(*(np.asarray(field).item() for field in fields_of(state)))
+    weight, overflow = np.asarray(state.weight).sum(), np.asarray(state.overflow).any()
+    saved = State(*(np.asarray(field).item() for field in fields_of(state._replace(weight=weight, overflow=overflow))))
     fields = resumed(saved, decode_terms(np.asarray(state.terms).tolist()), concrete)
     own = jnp.asarray(encode_terms(terms_of(concrete, fields.optimizer_step)), jnp.int32)
-    return (state if fields == saved else with_fields(state, fields))._replace(terms=own)
+    scale, tracker = jnp.asarray(fields.loss_scale, jnp.float32), jnp.asarray(fields.growth_tracker, jnp.int32)
+    return state._replace(terms=own) if fields == saved else state._replace(terms=own, loss_scale=scale, growth_tracker=tracker)
 
 
 def rebuild(tree: Tree, like: Tree) -> Any:
@@ -100,5 +121,5 @@ def _kind(leaf: Array) -> str:
     return f"an array of shape {np.shape(leaf)} and dtype {getattr(leaf, 'dtype', type(leaf).__name__)}"
 
 
-def _refuse(path: str, expected: str, found: str) -> NoReturn:
-    raise explain(CheckpointError, f"state.{path}", expected=expected, found=found, fix=_RESTORE)
+def _refuse(path: str, expected: str, found: str, fix: str = _RESTORE) -> NoReturn:
+    raise explain(CheckpointError, f"state.{path}", expected=expected, found=found, fix=fix)

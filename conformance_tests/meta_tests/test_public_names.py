@@ -21,8 +21,8 @@ NAMES = {
     """,
     "gradaccum_torch": "AccumulatingOptimizer GatedScheduler TorchBackend backend sharded_cross_entropy verify_loss_scaling",
     "gradaccum_jax": """
-        AccumulationState MultiSteps apply_updates backend check_state discard flush result scale_loss sharded_cross_entropy
-        verify_loss_scaling
+        AccumulationState MultiSteps apply_updates backend check_state data_parallel discard flush redistributed result scale_loss
+        sharded_cross_entropy verify_loss_scaling
     """,
     "gradaccum_mindspore": """
         AccumulatingExperimentalOptimizer AccumulatingOptimizer Accumulator FlushAtEpochEnd TrainOneStepCell backend load_checkpoint_into

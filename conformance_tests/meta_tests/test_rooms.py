@@ -26,6 +26,7 @@ ROOMS = {
     "linearity/custom_rules": ("which custom derivative is to blame", {JAX, MINDSPORE}),
     "workers/checks": ("what is refused of a call that workers make together", ALL),
     "workers/cross_entropy": ("softmax cross-entropy of logits sharded by class", ALL),
+    "workers/reduction": ("one sum over all workers for many tensors", {TORCH, JAX}),
 }
 
 

@@ -69,27 +69,27 @@ class JaxSession(Session):
         return State(*(np.asarray(getattr(self.opt_state, name)).item() for name in FIELD_DTYPES))
 
     def accumulator(self) -> Arrays:
-        return _to_numpy(self.opt_state.accumulator)
+        return to_numpy(self.opt_state.accumulator)
 
     def parameters(self) -> Arrays:
-        return _to_numpy({name: self.params[name] for name in self.model.parameter_shapes()})
+        return to_numpy({name: self.params[name] for name in self.model.parameter_shapes()})
 
     def masters(self) -> Arrays:
         own = self.opt_state.masters
-        return _to_numpy({name: p if own[name] is None else own[name] for name, p in self.params.items()})
+        return to_numpy({name: p if own[name] is None else own[name] for name, p in self.params.items()})
 
     def optimizer_state(self) -> Arrays:
         inner = self.opt_state.inner_state if self.program.wrapped else self.opt_state
-        return _to_numpy({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(inner)[0]})
+        return to_numpy({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(inner)[0]})
 
     def captured(self) -> Captured:
         inner = self.opt_state.inner_state if self.program.wrapped else self.opt_state
         calls = int(inner.calls)
-        return Captured(calls, _to_numpy(inner.gradient) if calls else None)
+        return Captured(calls, to_numpy(inner.gradient) if calls else None)
 
     def predict(self, x: Array) -> Array:
         with x64(self.wide):
-            return _to_numpy({"y": self.program.predict(self.params, jnp.asarray(x, self.dtype))})["y"]
+            return to_numpy({"y": self.program.predict(self.params, jnp.asarray(x, self.dtype))})["y"]
 
     def snapshot(self) -> Checkpoint:
         return Checkpoint(self.params, self.opt_state)
@@ -136,7 +136,7 @@ class JaxHarness(Harness):
         with x64(dtype == "float64"):
             params = {name: jnp.asarray(weights[name], getattr(jnp, dtype)) for name in model.parameter_shapes()}
             x, y = jnp.asarray(batch.x, getattr(jnp, dtype)), jnp.asarray(batch.y, jnp.int32)
-            return _to_numpy(_gradient(params, x, y, model=model, loss=loss))
+            return to_numpy(_gradient(params, x, y, model=model, loss=loss))
 
     def not_an_optimizer(self) -> Any:
         import optax
@@ -161,13 +161,11 @@ class JaxHarness(Harness):
 _gradient = jax.jit(jax.grad(lambda params, x, y, *, model, loss: total_loss(model, params, x, y, loss)), static_argnames=("model", "loss"))
 
 
-def _to_numpy(tree: Mapping[str, Any]) -> Arrays:
+def to_numpy(tree: Mapping[str, Any]) -> Arrays:
+    """A dict of arrays in NumPy's own dtypes."""
     return {name: np.array(leaf, np.float32 if leaf.dtype == jnp.bfloat16 else None) for name, leaf in tree.items()}
 
 
 def _valid(weight: Any) -> bool:
     """Whether compiled code takes this weight. It cannot check a value, so a weight that the API must refuse goes to the API as it is."""
     return weight is None or (type(weight) in (int, float) and 0 <= weight < float("inf"))
-
-
-harness = JaxHarness()

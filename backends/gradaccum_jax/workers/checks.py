@@ -51,7 +51,9 @@ def require_axis(axis_name: Any, logits_shard: Any) -> int:
     if not isinstance(axis_name, str):
         fix = "Write axis_name='model', as in jax.make_mesh."
         raise explain(ArgumentTypeError, "axis_name", expected="the name of a mesh axis", got=axis_name, fix=fix)
-    require_checked(axis_name, "Call it in a function under jax.shard_map; outside there is optax.softmax_cross_entropy_with_integer_labels.")
+    require_checked(
+        axis_name, "Call it in a function under jax.shard_map; outside there is optax.softmax_cross_entropy_with_integer_labels."
+    )
     if axis_name not in axes_of(logits_shard):
         fix = f"Shard the class weights: in_specs=PartitionSpec({axis_name!r}, None) for shape (classes, features)."
         raise explain(UsageError, "logits_shard", expected=f"logits sharded along {axis_name!r}", found="replicated ones", fix=fix)

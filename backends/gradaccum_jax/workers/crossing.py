@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
@@ -17,26 +16,44 @@ from gradaccum_jax.workers.kinds import require_shared
 from gradaccum_jax.workers.layout import mapped
 from gradaccum_jax.workers.replicated import replicated
 
+Spec = Any
+"""A `jax.sharding.PartitionSpec`."""
+
 
 class Made(NamedTuple):
     """What a step returned, ready to leave `jax.shard_map`."""
 
     structure: Any
     leaves: list[Array]
-    specs: list[PartitionSpec]
+    specs: list[Spec]
 
 
-def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[PartitionSpec]:
+def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
     """How the devices share argument number `index`, leaf by leaf: parameters and state by its fields, the batch split."""
-    split, whole = PartitionSpec(axes), PartitionSpec()
-    tree = jax.tree.map(lambda _: split, arg) if index > 1 else mapped(arg, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole)
+    split, whole = _specs(axes)
+    tree = (
+        jax.tree.map(lambda _: split, arg) if index > 1 else mapped(arg, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole)
+    )
     return jax.tree.leaves(tree)
+
+
+def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: tuple[Spec, ...]) -> list[Array]:
+    """The arguments' leaves with types that say how they are shared, where the types of the whole mesh do (``AxisType.Explicit``)."""
+    kinds: Any = mesh
+    if any(kind != jax.sharding.AxisType.Explicit for kind in kinds.axis_types):
+        return leaves
+    reshard: Any = jax.sharding.reshard
+    return [reshard(leaf, jax.sharding.NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)]
 
 
 def entered(args: tuple[Tree, ...], axes: tuple[str, ...]) -> list[Tree]:
     """The arguments as the step of one device wants them: parameters that it can differentiate by alone, its own sums."""
     kept = [_own(arg) for arg in args[:2]]
-    return [*(mapped(arg, own=_same, shared=_same, other=lambda leaf: vary(leaf, frozenset(axes))) for arg in kept[:1]), *kept[1:], *args[2:]]
+    return [
+        *(mapped(arg, own=_same, shared=_same, other=lambda leaf: vary(leaf, frozenset(axes))) for arg in kept[:1]),
+        *kept[1:],
+        *args[2:],
+    ]
 
 
 def leaving(made: Any, given: list[Tree], axes: tuple[str, ...]) -> Made:
@@ -48,7 +65,7 @@ def leaving(made: Any, given: list[Tree], axes: tuple[str, ...]) -> Made:
     kept, rest = _parts(made, given)
     for state in find_states(kept):
         _require_shared_window(state, axes)
-    over, split, whole = frozenset(axes), PartitionSpec(axes), PartitionSpec()
+    over, (split, whole) = frozenset(axes), _specs(axes)
     leaves = mapped(kept, own=_stacked, shared=_same, other=lambda leaf: replicated(jnp.asarray(leaf), axes))
     specs = mapped(kept, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole)
     differing = jax.tree.map(lambda leaf: bool(axes_of(leaf) & over), rest)
@@ -80,10 +97,16 @@ def _form(tree: Tree) -> Any:
 def _require_shared_window(state: AccumulationState, axes: tuple[str, ...]) -> None:
     fix = f"Write tx = gradaccum.wrap(optimizer, steps=4, axis_name={axes[0] if len(axes) == 1 else axes!r})."
     require_shared(state, axes, fix)
-    over: Axes = frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1)  # type: ignore[no-untyped-call]
+    over: Axes = frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1)
     if over - axes_of(state.weight):
         expected, found = f"the state of an optimizer with axis_name {axes}", "one of an optimizer without it"
         raise explain(UsageError, "state", expected=expected, found=found, fix=fix)
+
+
+def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
+    """One entry for each device along its first axis; the same on all."""
+    spec: Any = jax.sharding.PartitionSpec
+    return spec(axes), spec()
 
 
 def _own(tree: Tree) -> Tree:

@@ -1,8 +1,8 @@
 """A step of one device, run on several: each gets its part of the batch, and all share the window.
 
-The step is the user's ordinary one. What makes it right on several devices happens around it: parameters enter as copies, so that `jax.grad`
-gives each device its own gradient and no reduction; the devices' own sums enter and leave by their leading axis; and what the step returns is
-checked to be the same on all devices wherever it must be.
+The step is the user's ordinary one. Three things around it make it right on several devices: parameters enter as copies, so that `jax.grad`
+gives each device its own gradient and no reduction; the devices' own sums enter and leave by a leading axis; and the state that the step
+returns is checked: all but these sums must be the same on all devices.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.state import find_states
 from gradaccum_jax.types import Array, Tree
 from gradaccum_jax.workers.checks import require_names
-from gradaccum_jax.workers.crossing import Made, entered, leaving, spec_of
+from gradaccum_jax.workers.crossing import Made, Spec, entered, leaving, placed, spec_of
 from gradaccum_jax.workers.kinds import copies_of_params
 from gradaccum_jax.workers.layout import require_layout
 
@@ -35,22 +34,23 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
         train = jax.jit(gradaccum_jax.data_parallel(step, mesh, "data"), donate_argnums=(0, 1))
         params, state, losses = train(params, state, x, y)
 
-    In the step, parameters and batch are those of one device, and gradients too: differentiate the device's own loss. (The gradient of a loss
-    that is averaged over the devices is divided by their number once before the window does it.) ``weight=`` may differ between devices; a
-    device without items gives weight 0. Random keys go into the batch, one for each device.
+    In the step, parameters and batch are those of one device, and gradients too. Differentiate the device's own loss: the gradient of one
+    that is averaged over the devices is divided by their number already, and the window does it again. ``weight=`` may differ between
+    devices, and is 0 on a device without items. Random keys go into the batch, one for each device.
 
     Args:
-        step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``, or ``step(params)`` a state, as ``tx.init`` does; flush and
-            discard run as ``step(params, state)``. `state` is that of an optimizer wrapped with this ``axis_name``, or a tree with it.
-            The parameters that it returns are the given ones with the updates applied: all devices keep those of the first.
+        step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``; ``step(params)`` returns a state, as ``tx.init`` does.
+            Flush and discard run as ``step(params, state)``. `state` is that of an optimizer wrapped with this ``axis_name``, or a tree
+            with it. The parameters that come back are the given ones with the updates of `tx` applied.
         mesh: a mesh with that axis. Along its other axes the compiler partitions the step, as under `jax.jit`.
         axis_name: the axis, or several in a tuple.
 
     Returns:
-        A jitted function of the same arguments, for use under `jax.jit` too. Every array of the batch is split along its first axis, which the
-        devices divide. Parameters and the inner optimizer's state are replicated. The sums, the weight and the overflow flag of the open window
-        are each device's own: outside of the step they have a leading axis, one entry for each device, and so has each array of ``rest`` that
-        differs from device to device. A loss comes out with shape (devices,), or (), if the step has averaged it by `jax.lax.pmean`.
+        A jitted function of the same arguments, for use under `jax.jit` too. Every array of the batch is split along its first axis, whose
+        length is a multiple of the number of devices. Parameters and the inner optimizer's state are replicated. The sums, the weight and
+        the overflow flag of the open window are each device's own: outside of the step they have a leading axis, one entry for each
+        device, and so has each array of ``rest`` that differs between devices. A loss has shape (devices,), or () if the step averages it
+        by `jax.lax.pmean`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `step` is no function, `mesh` no mesh or without the axis, or the batch cannot be split.
@@ -66,6 +66,7 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
         _require_arguments(args, devices)
         leaves, structure = jax.tree.flatten(args)
         specs = tuple(spec for index, arg in enumerate(args) for spec in spec_of(index, arg, axes))
+        leaves = placed(leaves, mesh, specs)
         made: list[Made] = []
 
         def body(*local: Array) -> list[Array]:
@@ -74,7 +75,7 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
                 made.append(leaving(step(*given), given, axes))
             return made[-1].leaves
 
-        def lifted(function: Step, out_specs: list[PartitionSpec]) -> Step:
+        def lifted(function: Step, out_specs: list[Spec]) -> Step:
             lift: Any = jax.shard_map
             function = lift(function, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=set(axes))
             return function

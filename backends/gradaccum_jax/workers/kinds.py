@@ -1,8 +1,8 @@
 """What differs from device to device in a window that they share, and what does not: told by the types inside `jax.shard_map`.
 
 Each device has the sum, the weight and the overflow flag of its own micro-batches. All else is the same everywhere: devices make the same
-calls, and decide on the same reduced gradient. A branch that only some of the devices take would wait in its collective for ever, so nothing
-here is left to trust that JAX's types can tell.
+calls, and decide on the same reduced gradient. A branch that only some of the devices take would wait in its collective for ever, so
+nothing here is left to trust that JAX's types can tell.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) 
         UsageError: one is the same on all devices: it has been reduced, and would be added up once more.
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(accumulator)[0]]
-    spread = frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1)  # type: ignore[no-untyped-call]
+    spread = frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1)
     for path, gradient in zip(paths, gradients, strict=True):
         if gradient is not None and (reduced := spread - axes_of(gradient)):
             name, found = f"grads{jax.tree_util.keystr(path)}", f"one that is reduced over {sorted(reduced)} already, as its type says"

@@ -1,7 +1,7 @@
 """A window's state outside of `jax.shard_map`: each device's own fields have a leading axis, one entry for each device.
 
-The sums of four devices are four different arrays. An array that says it is replicated while its buffers differ would be saved as that of the
-first device. With an axis of their own the fields say what they are: any checkpoint holds them all, and any reader can add them up.
+The sums of four devices are four different arrays. An array that says it is replicated while its buffers differ would be saved as that of
+the first device. With an axis of their own the fields say what they are: any checkpoint holds them all, and any reader can add them up.
 """
 
 from __future__ import annotations
@@ -97,9 +97,10 @@ def _spread(state: AccumulationState, workers: int) -> AccumulationState:
     def added(leaf: Array) -> Array:
         return jnp.zeros((workers, *leaf.shape[1:]), leaf.dtype).at[0].set(leaf.sum(0, dtype=leaf.dtype))
 
-    return held._replace(
+    spread: AccumulationState = held._replace(
         weight=jnp.asarray([fields.weight for fields in after], held.weight.dtype),
         overflow=jnp.asarray([fields.overflow for fields in after]),
         last_overflow=jnp.broadcast_to(held.last_overflow.any(), (workers,)),
         accumulator=jax.tree.map(added, held.accumulator),
     )
+    return spread

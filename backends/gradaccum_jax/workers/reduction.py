@@ -1,7 +1,7 @@
 """One sum over all devices for many arrays, without a second copy of the model.
 
-All of it is one `jax.lax.psum`, of which XLA makes one collective on most devices. On the CPU it did so only from JAX 0.10 on. So small arrays
-of one dtype travel as one array; to pack the large ones would cost memory.
+All of it is one `jax.lax.psum`, of which XLA makes one collective on most devices. On the CPU it did so only from JAX 0.10 on. So small
+arrays of one dtype travel as one array; to pack the large ones would cost memory.
 """
 
 from __future__ import annotations
