@@ -17,6 +17,7 @@ from gradaccum_jax.dtypes import is_key, standard, takes_part, wider
 from gradaccum_jax.folds import all_of
 from gradaccum_jax.types import Array, DType, Gradients, Params, Tree
 from gradaccum_jax.unreduced import alike, factor_of, zeros_for, zeros_like
+from gradaccum_jax.varying import axes_of, vary
 
 
 def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
@@ -44,7 +45,7 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     """An empty accumulator for `params`: exact zeros, one array per leaf; None for random keys, and where `params` has None."""
 
     def empty(leaf: Array) -> Array:
-        return None if is_key(leaf) else zeros_for(leaf, sum_dtype(leaf, accumulate_dtype))
+        return None if is_key(leaf) else vary(zeros_for(leaf, sum_dtype(leaf, accumulate_dtype)), axes_of(leaf))
 
     return jax.tree.map(empty, params)
 

@@ -23,6 +23,7 @@ from gradaccum_jax.types import Gradients, Tree, Updates
 from gradaccum_jax.update import Traced, Update
 from gradaccum_jax.varying import axes_of, vary
 from gradaccum_jax.workers.reduction import Window, all_reduce
+from gradaccum_jax.workers.shards import ShardAxes, everywhere, require_told
 
 Look = Callable[[Fields, Tree], tuple[Scalar, Scalar]]
 """The norm of a window's sum, and whether all of it is finite and fits the gradient's dtype."""
@@ -31,7 +32,7 @@ Held = tuple[Tree, Scalar, Scalar, Scalar, Scalar]
 
 
 def add(
-    state: AccumulationState, gradients: Gradients, weight: Scalar, steps: Scalar, options: Options
+    state: AccumulationState, gradients: Gradients, weight: Scalar, steps: Scalar, options: Options, shard_axes: ShardAxes = None
 ) -> tuple[AccumulationState, Scalar]:
     """Take in a micro-batch: add its gradient to the sum, and count it.
 
@@ -41,6 +42,7 @@ def add(
         weight: the micro-batch's weight, a scalar array; None: 1.
         steps: the size of the window; None: the caller closes it.
         options: the optimizer's.
+        shard_axes: the mesh axes along which gradients are sharded.
 
     Returns:
         The state with the micro-batch in it, and a bool scalar: it was dropped.
@@ -49,7 +51,7 @@ def add(
     factor = contribution(weight, options) if given and options.reduction == "mean" else None
     weight = weight if given else one
     dropping = options.on_overflow == "drop_micro_batch"
-    finite = sums.all_finite(gradients) if dropping else jnp.asarray(True)
+    finite = everywhere(sums.all_finite(gradients), shard_axes) if dropping else jnp.asarray(True)
     finite = finite & (steps >= 1) if callable(options.steps) else finite
     # Only the running program knows this, as it looks at the total. XLA:CPU vectorises select(add), but compiles a bare in-place add to a
     # scalar loop.
@@ -123,8 +125,9 @@ def _decide(state: AccumulationState, update: Update, options: Options, at_end: 
     largest = float(jnp.finfo(start[0].dtype).max)
 
     def look(fields: Fields, accumulator: Tree) -> tuple[Scalar, Scalar]:
-        norm, finite = measure(accumulator, start[0].dtype, update.control_flow)
-        return norm, finite & sums.fits(accumulator, divisor(fields, options, jnp.where), update.dtypes.like)
+        norm, finite = measure(accumulator, start[0].dtype, update.control_flow, update.shard_axes)
+        fitting = sums.fits(accumulator, divisor(fields, options, jnp.where), update.dtypes.like)
+        return norm, finite & everywhere(fitting, update.shard_axes)
 
     fields, total = fields_of(state), state.accumulator
     if update.axes:
@@ -154,6 +157,7 @@ def _traced(state: AccumulationState, update: Update, options: Options, divisor:
     traced = update.traced(state.accumulator, (state.inner_state, state.masters), divisor)
     require_no_reduction(traced.axes, update.axes)
     require_equal_parts(options, traced.axes, weight)
+    require_told(state.accumulator, traced.axes | frozenset(update.axes), update.shard_axes, options)
     return traced
 
 

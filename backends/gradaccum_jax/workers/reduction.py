@@ -1,7 +1,7 @@
 """One sum over all devices for many arrays, without a second copy of the model.
 
 All of it is one `jax.lax.psum`, of which XLA makes one collective on most devices. On the CPU it did so only from JAX 0.10 on. So small
-arrays of one dtype travel as one array; to pack the large ones would cost memory.
+arrays of one type travel as one array; to pack the large ones would cost memory. (A shard and a copy have two types: see `shards`.)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from jax import lax
 from gradaccum.kit import Scalar
 from gradaccum_jax.dtypes import takes_part
 from gradaccum_jax.types import Array, Leaves, Tree
+from gradaccum_jax.varying import axes_of
 
 LARGE_BYTES = 2**20
 """From here on an array travels by itself, in place."""
@@ -44,7 +45,7 @@ def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
 def _added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
     packs: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        packs.setdefault(index if leaf.nbytes >= LARGE_BYTES else leaf.dtype, []).append(index)
+        packs.setdefault(index if leaf.nbytes >= LARGE_BYTES else (leaf.dtype, axes_of(leaf)), []).append(index)
     sums = lax.psum([_packed([leaves[index] for index in pack]) for pack in packs.values()], axes)  # type: ignore[no-untyped-call]
     made = list(leaves)
     for pack, total in zip(packs.values(), sums, strict=True):
