@@ -76,6 +76,7 @@ QUESTIONS = {
     "torch_tensors": Entry("torch: a window of 4 micro-batches, 1 M parameters in ever more tensors", ("torch",), "tensors"),
     "jax_window_length": Entry("JAX: 256 micro-batches in windows of 1 to 256", ("jax", "optax"), "micro-batches per window"),
     "jax_tensors": Entry("JAX: a window of 4 micro-batches, 1 M parameters in ever more tensors", ("jax", "optax"), "tensors"),
+    "jax_workers": Entry("JAX: one window on each of 2 devices of the CPU, float32, AdamW", ("jax", "optax"), "micro-batches per window"),
     "mindspore_window_length": Entry("MindSpore: 256 micro-batches in windows of 1 to 256", ("mindspore",), "micro-batches per window"),
     "mindspore_tensors": Entry("MindSpore: a window of 4 micro-batches, 1 M parameters in ever more tensors", ("mindspore",), "tensors"),
     "quality": Entry("Held-out accuracy and loss on digits, where an epoch's last window is short and uneven", ("sklearn",)),

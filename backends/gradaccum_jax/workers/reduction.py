@@ -1,7 +1,8 @@
-"""One sum over all devices for many arrays, without a second copy of the model.
+"""One sum over all devices for many arrays.
 
-All of it is one `jax.lax.psum`, of which XLA makes one collective on most devices. On the CPU it did so only from JAX 0.10 on. So small
-arrays of one type travel as one array; to pack the large ones would cost memory. (A shard and a copy have two types: see `shards`.)
+All of it is one `jax.lax.psum`, of which XLA makes one collective; but on the CPU only from JAX 0.10 on. So small arrays of one type (a shard
+and a copy have two) travel as one array, and large ones by themselves: to pack these would cost memory. XLA reduces into new arrays on the
+CPU, so that a window's end wants room for one more sum there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gradaccum.kit import Scalar
 from gradaccum_jax.dtypes import takes_part
 from gradaccum_jax.types import Array, Leaves, Tree
 from gradaccum_jax.varying import axes_of
+from gradaccum_jax.workers.replicated import replicated
 
 LARGE_BYTES = 2**20
 """From here on an array travels by itself, in place."""
@@ -34,11 +36,11 @@ class Window(NamedTuple):
 def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
     """The window of all devices along `axes`, from each device's `own`; the same on all of them."""
     leaves, structure = jax.tree.flatten(own.accumulator)
-    moving = [leaf for leaf in leaves if takes_part(leaf)]  # an integer parameter's sum is 0 everywhere
+    moving = [leaf for leaf in leaves if takes_part(leaf)]  # the sum of an integer parameter is 0 on every device
     numbers = [own.weight, own.overflow.astype(own.weight.dtype)]
     *sums, weight, overflows = _added_up([*moving, *numbers], axes)
     held = iter(sums)
-    whole = [next(held) if takes_part(leaf) else leaf for leaf in leaves]
+    whole = [next(held) if takes_part(leaf) else replicated(leaf, axes) for leaf in leaves]
     return Window(jax.tree.unflatten(structure, whole), weight, overflows > 0)
 
 

@@ -1,0 +1,28 @@
+"""Windows that four devices share, in one process: `test_jax_workers` starts it.
+
+A process of its own, because JAX fixes the number of devices when it starts, and a deadlock must not hang pytest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+NAMES = {
+    "exact": """
+        clipped_and_skipped loss_scale dropped schedule flushed half_precision masters mixed_dtypes model chain scan ensemble
+    """,
+    "programs": "one_reduction_per_window one_for_each_dtype nothing_is_copied replicated_gradients benchmark",
+    "resuming": "other_number_of_devices checked_state",
+    "meshes": "two_axes axis_for_the_compiler explicit_axes one_device",
+    "refusals": """
+        reduced_gradients unchecked_replication outside bad_names bad_arguments bad_batches other_results window_of_one_device
+        differing_parameters differing_state reducing_optimizer
+    """,
+}
+"""The checks, by file."""
+
+
+def checks() -> dict[str, Callable[[], None]]:
+    """Each check by its name."""
+    return {name: getattr(import_module(f"{__name__}.{file}"), name) for file, names in NAMES.items() for name in names.split()}

@@ -1,0 +1,174 @@
+"""What is refused, at the call that is wrong, while JAX traces: nothing has run, and what was accumulated is still there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gradaccum
+import gradaccum_jax
+from conformance_tests.framework_tests.jax_workers.common import MESH, P, over, refused
+from gradaccum_jax.varying import vary
+
+TX = gradaccum.wrap(optax.sgd(1.0), steps=2, axis_name="data")
+W, X = jnp.ones(3), jnp.arange(8.0)
+SPECS = (P(), P("data"))
+
+
+def loss_fn(w: Any, x: Any) -> Any:
+    return (w.sum() * x).mean()
+
+
+def inside(function: Any, *args: Any, specs: Any = SPECS, **options: Any) -> Any:
+    """`function` in a `jax.shard_map` of the user's own."""
+    return jax.jit(jax.shard_map(function, mesh=MESH, in_specs=specs, out_specs=P(), **options))(*(args or (W, X)))
+
+
+def step_of(tx: Any) -> Any:
+    def step(w: Any, state: Any, x: Any) -> Any:
+        updates, state = tx.update(jax.grad(loss_fn)(w, x), state, w)
+        return w + updates, state
+
+    return step
+
+
+def reduced_gradients() -> None:
+    """In a `jax.shard_map` of the user's own: by JAX for replicated parameters, and by the user. Copies of the parameters are right."""
+
+    def by_jax(w: Any, x: Any) -> Any:
+        return TX.update(jax.grad(loss_fn)(w, x), TX.init(w), w)[0]
+
+    def by_hand(w: Any, x: Any) -> Any:
+        return TX.update(jax.lax.pmean(jax.grad(loss_fn)(vary(w, frozenset(["data"])), x), "data"), TX.init(w), w)[0]
+
+    def own(w: Any, x: Any) -> Any:
+        state, copy = TX.init(w), vary(w, frozenset(["data"]))
+        for _ in range(2):
+            updates, state = TX.update(jax.grad(loss_fn)(copy, x), state, w)
+        return updates
+
+    for function in (by_jax, by_hand):
+        with refused(gradaccum.UsageError, "grads: expected", "reduced over ['data']", "data_parallel"):
+            inside(function)
+    np.testing.assert_array_equal(inside(own), np.full(3, -3.5))
+
+
+def unchecked_replication() -> None:
+    with refused(gradaccum.UsageError, "axis_name", "check_vma=False"):
+        inside(lambda w, x: TX.init(w).loss_scale, check_vma=False)
+    with refused(gradaccum.UsageError, "axis_name", "vmap"):
+        jax.vmap(TX.init, axis_name="data")(jnp.ones((4, 3)))
+
+
+def outside() -> None:
+    """Without `jax.shard_map`, each of the calls says how they are run."""
+    state = over(TX.init)(W)
+    fix = "gradaccum_jax.data_parallel(step, mesh, axis_name)"
+    for call in (
+        lambda: TX.init(W),
+        lambda: TX.update(W, state, W),
+        lambda: jax.jit(TX.update)(W, state, W),
+        lambda: gradaccum_jax.flush(TX, state, W),
+        lambda: gradaccum_jax.discard(TX, state),
+    ):
+        with refused(gradaccum.UsageError, "axis_name: expected an axis of the jax.shard_map around it", fix):
+            call()
+    with refused(gradaccum.UsageError, "axis_name", "'model'"):
+        over(gradaccum.wrap(optax.sgd(1.0), steps=2, axis_name="model").init)(W)
+
+
+def bad_names() -> None:
+    for name, kind in ((3, "Type"), (["data"], "Type"), ((), "Value"), ("", "Value"), (("data", "data"), "Value"), (("data", 1), "Type")):
+        with refused(getattr(gradaccum, f"Argument{kind}Error"), "axis_name: expected the name of a mesh axis"):
+            gradaccum.wrap(optax.sgd(1.0), steps=2, axis_name=name)
+
+
+def bad_arguments() -> None:
+    for function, mesh, axis, kind, name in (
+        (3, MESH, "data", "Type", "step"),
+        (TX.init, "data", "data", "Type", "mesh"),
+        (TX.init, MESH, "model", "Value", "axis_name"),
+        (TX.init, MESH, None, "Type", "axis_name"),
+        (TX.init, MESH, ("data", "model"), "Value", "axis_name"),
+    ):
+        with refused(getattr(gradaccum, f"Argument{kind}Error"), f"{name}: expected"):
+            gradaccum_jax.data_parallel(function, mesh, axis)  # type: ignore[arg-type]
+
+
+def bad_batches() -> None:
+    """A batch that four devices cannot divide; the state can be used again."""
+    step, state = over(step_of(TX)), over(TX.init)(W)
+    for batch in (X[:7], X[0]):
+        with refused(gradaccum.ArgumentValueError, "batch[0]: expected", "4 devices", str(batch.shape)):
+            step(W, state, batch)
+    step(W, step(W, state, X)[1], X)
+
+
+def other_results() -> None:
+    """The step must return (params, state, ...), of an optimizer with this axis."""
+    state = over(TX.init)(W)
+    for step in (
+        lambda w, state, x: state,
+        lambda w, state, x: (state, w),
+        lambda w, state, x: {"params": w, "state": state},
+        lambda w, state, x: (w[:2], state),
+    ):
+        with refused(gradaccum.UsageError, "what step returned: expected a tuple (params, state, *rest)"):
+            over(step)(W, state, X)
+    with refused(gradaccum.UsageError, "what step(params) returned"):
+        over(lambda w: w)(W)
+    for bare in (optax.sgd(0.1), optax.adam(0.1)):
+        with refused(gradaccum.UsageError, "state: expected the arguments (params, state, *batch)"):
+            over(step_of(bare))(W, bare.init(W), X)
+
+
+def window_of_one_device() -> None:
+    """An optimizer without ``axis_name``, its state, and a state of other devices."""
+    alone = gradaccum.wrap(optax.sgd(1.0), steps=2)
+    with refused(gradaccum.UsageError, "state", "axis_name='data'"):
+        over(alone.init)(W)
+    with refused(gradaccum.UsageError, "state", "no devices share", "data_parallel(tx.init, mesh, axis_name)"):
+        over(step_of(TX))(W, alone.init(W), X)
+    with refused(gradaccum.UsageError, "state", "axis_name='data'"):
+        over(step_of(alone))(W, over(TX.init)(W), X)
+    half = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    with refused(gradaccum.UsageError, "state", "2 devices share", "gradaccum_jax.redistributed(state, 2)"):
+        over(step_of(TX), half)(W, jax.device_get(over(TX.init)(W)), X)
+
+
+def differing_parameters() -> None:
+    """Parameters of which each device has a part, or its own; and a value for the inner optimizer that each device has its own of."""
+    with refused(gradaccum.UsageError, "params: expected a value that is the same on all devices"):
+        inside(lambda w, x: TX.init(w).loss_scale, jnp.ones(4), X, specs=(P("data"), P("data")))
+
+    def with_value(w: Any, state: Any, x: Any) -> Any:
+        updates, state = TX.update(jax.grad(loss_fn)(w, x), state, w, value=x.mean())
+        return w + updates, state
+
+    with refused(gradaccum.UsageError, "['value']: expected a value that is the same on all devices", "pmean"):
+        over(with_value)(W, over(TX.init)(W), X)
+
+
+def differing_state() -> None:
+    """A window whose end would differ from device to device: its devices would wait for one another for ever."""
+
+    def step(w: Any, x: Any) -> Any:
+        state = TX.init(w)
+        state = state._replace(micro_step=state.micro_step + (x[0] > 2).astype(jnp.int32))
+        return TX.update(x[0] * vary(w, frozenset(["data"])), state, w)[0]
+
+    with refused(gradaccum.UsageError, "state['micro_step']: expected a value that is the same on all devices"):
+        inside(step)
+
+
+def reducing_optimizer() -> None:
+    def update(gradients: Any, state: Any, params: Any = None) -> Any:
+        return jax.lax.psum(gradients, "data"), state
+
+    tx = gradaccum.wrap(optax.GradientTransformation(lambda params: optax.EmptyState(), update), steps=2, axis_name="data")
+    with refused(gradaccum.UsageError, "optimizer: expected one that does not reduce", "over ['data']"):
+        over(step_of(tx))(W, over(tx.init)(W), X)

@@ -1,0 +1,40 @@
+"""Windows that four devices share, in a process of their own: each against one device that has all micro-batches; what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+
+from conformance_tests.framework_tests.jax_workers import NAMES
+
+SECONDS = 400
+"""A deadlock would last for ever."""
+ROOT = Path(__file__).parents[2]
+CHECKS = [name for names in NAMES.values() for name in names.split()]
+
+pytestmark = pytest.mark.xdist_group("jax_workers")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the process said of each check."""
+    file = tmp_path_factory.mktemp("workers") / "report.json"
+    command = [sys.executable, "-m", "conformance_tests.framework_tests.jax_workers", str(file)]
+    try:
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+        said = f"the process ended with code {ran.returncode}: {ran.stderr[-3000:]}"
+    except subprocess.TimeoutExpired as late:
+        said = f"the process hung: {str(late.stderr)[-3000:]}"
+    made: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {name: made.get(name, said) for name in CHECKS}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_four_devices(report: dict[str, str], name: str) -> None:
+    assert report[name] == "passed", report[name]
