@@ -1,8 +1,8 @@
 """One sum over all devices for many arrays.
 
-All of it is one `jax.lax.psum`, of which XLA makes one collective; but on the CPU only from JAX 0.10 on. So small arrays of one type travel
-as one array (shards and copies have two types), and large ones by themselves: to pack these would cost memory. XLA reduces into new arrays on
-the CPU, so that a window's end wants room for one more sum there.
+All of it is one `jax.lax.psum`, of which XLA makes one collective; but on the CPU only from JAX 0.10 on. So small arrays of one type
+travel as one array (shards and copies have two types), and large ones by themselves: to pack these would cost memory. XLA reduces into new
+arrays on the CPU, so that a window's end wants room for one more sum there.
 """
 
 from __future__ import annotations
