@@ -73,8 +73,9 @@ def _resume(state: AccumulationState, options: Options) -> AccumulationState:
     """
     steps = options.steps
     concrete = options._replace(steps=lambda step: steps(jnp.asarray(step, jnp.int32))) if callable(steps) else options
-    weight, overflow = np.asarray(state.weight).sum(), np.asarray(state.overflow).any()
-    saved = State(*(np.asarray(field).item() for field in fields_of(state._replace(weight=weight, overflow=overflow))))
+    # Not what each device has for itself: another process may hold it, and nothing here depends on it.
+    shared = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
+    saved = State(*(np.asarray(field).item() for field in fields_of(shared)))
     fields = resumed(saved, decode_terms(np.asarray(state.terms).tolist()), concrete)
     own = jnp.asarray(encode_terms(terms_of(concrete, fields.optimizer_step)), jnp.int32)
     scale, tracker = jnp.asarray(fields.loss_scale, jnp.float32), jnp.asarray(fields.growth_tracker, jnp.int32)

@@ -13,7 +13,7 @@ pytest.importorskip("optax", reason="optax is not installed")
 
 from conformance_tests.framework_tests.jax_workers import NAMES
 
-SECONDS = 400
+SECONDS = 500
 """A deadlock would last for ever."""
 ROOT = Path(__file__).parents[2]
 CHECKS = [name for names in NAMES.values() for name in names.split()]

@@ -66,7 +66,7 @@ def leaving(made: Any, given: list[Tree], axes: tuple[str, ...]) -> Made:
     for state in find_states(kept):
         _require_shared_window(state, axes)
     over, (split, whole) = frozenset(axes), _specs(axes)
-    leaves = mapped(kept, own=_stacked, shared=_same, other=lambda leaf: replicated(jnp.asarray(leaf), axes))
+    leaves = mapped(kept, own=_stacked, shared=_same, other=lambda leaf: replicated(jnp.asarray(leaf), axes, known=False))
     specs = mapped(kept, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole)
     differing = jax.tree.map(lambda leaf: bool(axes_of(leaf) & over), rest)
     leaves = [*leaves, *jax.tree.map(lambda leaf, differs: _stacked(leaf) if differs else leaf, rest, differing)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
@@ -22,6 +23,7 @@ from gradaccum_jax.workers.checks import require_names
 from gradaccum_jax.workers.crossing import Made, Spec, entered, leaving, placed, spec_of
 from gradaccum_jax.workers.kinds import copies_of_params
 from gradaccum_jax.workers.layout import require_layout
+from gradaccum_jax.workers.origins import require_replicated
 
 Step = Callable[..., Any]
 
@@ -54,7 +56,8 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `step` is no function, `mesh` no mesh or without the axis, or the batch cannot be split.
-        UsageError: the state is not shared by these devices, or what comes out in its place may differ between them.
+        UsageError: the state is not shared by these devices; or parameters or state come out made of a device's own batch, such as running
+            averages that the step has not reduced.
     """
     axes = require_names(axis_name)
     if not callable(step):
@@ -82,8 +85,11 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
 
         # First for the types of what comes out alone, as jax.shard_map wants to be told them.
         jax.eval_shape(lifted(lambda *local: body(*local)[:0], []), *leaves)
-        out = lifted(body, made[0].specs)(*leaves)
-        return jax.tree.unflatten(made[0].structure, out)
+        program = jax.make_jaxpr(lifted(body, made[0].specs))(*leaves)
+        out = core.jaxpr_as_fun(program)(*leaves)
+        found = jax.tree.unflatten(made[0].structure, out)
+        require_replicated(program, found, axes)
+        return found
 
     return jax.jit(run)
 

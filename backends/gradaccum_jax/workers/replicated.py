@@ -23,32 +23,33 @@ T = TypeVar("T")
 _replicated: Any = core.Primitive("replicated")
 
 
-def replicated(tree: T, axes: tuple[str, ...]) -> T:
+def replicated(tree: T, axes: tuple[str, ...], *, known: bool = True) -> T:
     """`tree`, none of its arrays varying along `axes` by its type: the caller knows that they are the same along these.
 
     Args:
         tree: of arrays. It has no derivative.
         axes: names of mesh axes; without any, `tree` is returned as it is.
+        known: the caller knows; otherwise `origins.differing` finds it out.
     """
 
-    def known(leaf: Array) -> Array:
+    def cast_type(leaf: Array) -> Array:
         varying = tuple(sorted(axes_of(leaf) & frozenset(axes)))
-        return _replicated.bind(leaf, axes=varying) if varying else leaf
+        return _replicated.bind(leaf, axes=varying, known=known) if varying else leaf
 
-    return cast(T, jax.tree.map(known, tree)) if axes else tree
+    return cast(T, jax.tree.map(cast_type, tree)) if axes else tree
 
 
-def _type(operand: Any, *, axes: tuple[str, ...]) -> Any:
+def _type(operand: Any, *, axes: tuple[str, ...], known: bool) -> Any:
     if hasattr(operand, "vma"):  # JAX 0.7; the type of JAX 0.10 knows more ways than one to differ
         return operand.update(vma=operand.vma - frozenset(axes))
     return operand.update(manual_axis_type=operand.mat.update(varying=operand.mat.varying - frozenset(axes)))
 
 
-def _batched(operands: Any, dimensions: Any, *, axes: tuple[str, ...]) -> Any:
-    return _replicated.bind(*operands, axes=axes), dimensions[0]
+def _batched(operands: Any, dimensions: Any, **params: Any) -> Any:
+    return _replicated.bind(*operands, **params), dimensions[0]
 
 
 _replicated.def_abstract_eval(_type)
-_replicated.def_impl(lambda operand, *, axes: operand)
-mlir.register_lowering(_replicated, lambda _, operand, *, axes: [operand])
+_replicated.def_impl(lambda operand, **_: operand)
+mlir.register_lowering(_replicated, lambda _, operand, **params: [operand])
 batching.primitive_batchers[_replicated] = _batched

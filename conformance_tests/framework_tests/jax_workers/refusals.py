@@ -153,6 +153,39 @@ def differing_parameters() -> None:
         over(with_value)(W, over(TX.init)(W), X)
 
 
+def parameters_by_hand() -> None:
+    """Parameters that are changed by a device's own gradient, batch or place, and not by the reduced gradient, at any depth of the step."""
+
+    def step(change: Any) -> Any:
+        def run(tree: Any, state: Any, x: Any) -> Any:
+            grads = jax.grad(lambda tree: loss_fn(tree["w"], x) + 0 * tree["mean"])(tree)
+            updates, state = TX.update(grads, state, tree)
+            return change(optax.apply_updates(tree, updates), grads, x), state
+
+        return run
+
+    def with_mean(tree: Any, mean: Any) -> Any:
+        return {**tree, "mean": 0.9 * tree["mean"] + mean}
+
+    tree = {"w": W, "mean": jnp.zeros(())}
+    wrong = {
+        "['mean']": lambda tree, grads, x: with_mean(tree, x.mean()),
+        "['w']": lambda tree, grads, x: {**tree, "w": jax.jit(lambda w, g: w - 0.1 * g)(tree["w"], grads["w"])},
+        "[0]['mean']": lambda tree, grads, x: with_mean(tree, jax.lax.scan(lambda m, row: (m + row, None), tree["mean"], x)[0]),
+        "mean": lambda tree, grads, x: with_mean(tree, jax.lax.axis_index("data").astype(float)),
+        "step returned, [0]": lambda tree, grads, x: with_mean(tree, jax.lax.cond(x[0] > 2, lambda m: m + 1, lambda m: m, tree["mean"])),
+        "what step": lambda tree, grads, x: with_mean(tree, jax.lax.while_loop(lambda m: m < x[0], lambda m: m + 1, tree["mean"])),
+    }
+    for name, change in wrong.items():
+        with refused(gradaccum.UsageError, name, "made of a device's own batch", "pmean"):
+            over(step(change))(tree, over(TX.init)(tree), X)
+    right = over(step(lambda tree, grads, x: jax.jit(with_mean)(tree, jax.lax.pmean(x.mean(), "data"))))
+    after, state = right(tree, over(TX.init)(tree), X)
+    assert right(after, state, X)[0]["mean"] == 0.9 * 3.5 + 3.5
+    within = over(jax.jit(jax.checkpoint(step(lambda tree, grads, x: jax.lax.cond(tree["mean"] > 9, with_mean, with_mean, tree, 1.0)))))
+    assert within(tree, over(TX.init)(tree), X)[0]["mean"] == 1
+
+
 def differing_state() -> None:
     """A window whose end would differ from device to device: its devices would wait for one another for ever."""
 
