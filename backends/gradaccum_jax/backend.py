@@ -11,6 +11,7 @@ from gradaccum_jax.masters import on_masters, without_masters
 from gradaccum_jax.optimizer import Accumulation
 from gradaccum_jax.sizes import probe
 from gradaccum_jax.workers.checks import require_names
+from gradaccum_jax.workers.shards import require_shard_axes
 
 
 class JaxBackend:
@@ -19,7 +20,7 @@ class JaxBackend:
     name = "jax"
 
     def wrap(
-        self, optimizer: object, options: Options, *, control_flow: str = "while_loop", axis_name: object = None
+        self, optimizer: object, options: Options, *, control_flow: str = "while_loop", axis_name: object = None, shard_axes: object = None
     ) -> optax.GradientTransformationExtraArgs:
         """See `gradaccum.wrap`.
 
@@ -32,9 +33,11 @@ class JaxBackend:
             axis_name: the mesh axis, or several in a tuple, whose devices share the window: it is that of one large batch over all of them.
                 For use in `jax.shard_map`, most simply by `gradaccum_jax.data_parallel`. Each device adds up its own micro-batches, and the
                 devices reduce once, at the window's end. They make the same calls; a device without an item gives it weight 0.
+            shard_axes: the mesh axis, or several in a tuple, along which parameters are sharded inside `jax.shard_map`: the norm is that of
+                all shards, and all devices decide alike. ``()`` if each device has a model of its own. Leave it out under `jax.jit` alone.
 
         Raises:
-            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already, or `axis_name` is no name.
+            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already, or `axis_name` or `shard_axes` is no name.
             ArgumentValueError: `control_flow` is neither of the two, or a callable ``steps`` gives no int >= 1 for step 0.
         """
         transformation = require_transformation(optimizer)
@@ -42,7 +45,7 @@ class JaxBackend:
         checked = options._replace(accumulate_dtype=require_dtype(options.accumulate_dtype))
         inner = optax.with_extra_args_support(transformation)
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
-        wrapped = Accumulation(held, checked, require_control_flow(control_flow), require_names(axis_name))
+        wrapped = Accumulation(held, checked, require_control_flow(control_flow), require_names(axis_name), require_shard_axes(shard_axes))
         return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 

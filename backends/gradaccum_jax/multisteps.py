@@ -25,6 +25,7 @@ from gradaccum_jax.dtypes import cast_like, handed, standard, strong, takes_part
 from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.sizes import check_known, probe, size_at
 from gradaccum_jax.types import Array, DType, Extra, Gradients, Params, Tree, Updates
+from gradaccum_jax.unreduced import refuse_parts
 from gradaccum_jax.update import Update
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
@@ -114,6 +115,7 @@ class MultiSteps:
         """
         check_known(self._options.steps, state.gradient_step)
         aligned = align(updates, state.acc_grads, any_float=self._accumulator_dtype is not None)
+        refuse_parts(aligned)
         stepped: tuple[Updates, optax.MultiStepsState] = call_jitted(
             self._jitted_update, self._update, aligned, updates, state, params, extra_args
         )

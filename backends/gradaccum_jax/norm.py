@@ -22,6 +22,7 @@ from gradaccum_jax.control_flow import ControlFlow, once
 from gradaccum_jax.devices import explicitly_sharded, partitioned
 from gradaccum_jax.folds import sum_of
 from gradaccum_jax.types import Array, DType, Leaves, Tree
+from gradaccum_jax.workers.shards import ShardAxes, shards_of
 
 WRITES_SQUARES = jax.__version_info__ < (0, 10)
 COLUMNS = 16
@@ -30,33 +31,39 @@ LONGEST_COLUMN, LONGEST_ALONE = 2**16, 2**10
 """A column adds up in order. Beyond the first length its rounding errors would show: 1e-6 of the sum here. The second length is for fewer
 than four columns, which the library adds up one by one: 1e-5."""
 MOST_GROUPS = 2**12
+Spread = list[tuple[str, ...]]
+"""For each array, the mesh axes along which it is sharded inside `jax.shard_map`."""
 
 
-def measure(accumulator: Tree, dtype: DType, control_flow: ControlFlow) -> tuple[Scalar, Scalar]:
+def measure(accumulator: Tree, dtype: DType, control_flow: ControlFlow, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
     """Global 2-norm and whether every element is finite: scalars of `dtype` and bool.
 
     Args:
         accumulator: the tree of sums.
         dtype: float32 or float64. A norm of finite elements beyond its range is reported as its largest number.
         control_flow: how the second measurement is left out.
+        shard_axes: the mesh axes along which arrays are sharded inside `jax.shard_map`: the norm is that of all shards.
     """
     leaves = _real_leaves(accumulator, dtype)
-    squares = _total([square_sum(leaf) for leaf in leaves], dtype)
+    spread = [shards_of(leaf, shard_axes) for leaf in leaves]
+    squares = _total([square_sum(leaf) for leaf in leaves], spread, dtype)
     plain = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
-    return once(~plain, lambda _: _scaled(leaves, squares), (_root(squares), plain), control_flow)
+    return once(~plain, lambda _: _scaled(leaves, squares, spread), (_root(squares), plain), control_flow)
 
 
-def _scaled(leaves: Leaves, squares: Scalar) -> tuple[Scalar, Scalar]:
+def _scaled(leaves: Leaves, squares: Scalar, spread: Spread) -> tuple[Scalar, Scalar]:
     """The norm of leaves whose sum of `squares` is out of range. Times the smaller power, it is finite unless an element is not."""
     power = 0.75 * int(jnp.finfo(squares.dtype).maxexp)
     first = scale = jnp.where(squares < 1, 2.0**power, 2.0**-power).astype(squares.dtype)
     sums, so_far = [], jnp.zeros_like(squares)
     for leaf in leaves:
         sums.append(square_sum(leaf * scale))
-        if WRITES_SQUARES:  # Never below 0. The dependence makes XLA scale one leaf at a time, so only one temporary lives.
+        if WRITES_SQUARES and not any(
+            spread
+        ):  # Never below 0. The dependence makes XLA scale one leaf at a time, so only one temporary lives.
             so_far = so_far + sums[-1]
             scale = jnp.where(so_far < 0, so_far, scale)
-    total = _total(sums, squares.dtype)
+    total = _total(sums, spread, squares.dtype)
     finite = total < jnp.inf
     norm = jnp.minimum(_root(total) / first, float(np.finfo(squares.dtype).max))
     return jnp.where(finite, norm, jnp.inf), finite
@@ -68,7 +75,17 @@ def _root(total: Scalar) -> Scalar:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, total, 1)), total)
 
 
-def _total(sums: list[Scalar], dtype: DType) -> Scalar:
+def _total(sums: list[Scalar], spread: Spread, dtype: DType) -> Scalar:
+    """The sum of the arrays' sums of squares: of those that are sharded, the devices' sums are added up; a copy counts once."""
+    alike: dict[tuple[str, ...], list[Scalar]] = {}
+    for axes, one in zip(spread, sums, strict=True):
+        alike.setdefault(axes, []).append(one)
+    if not any(alike):
+        return _folded(sums, dtype)
+    return _folded([lax.psum(_folded(ones, dtype), axes) if axes else _folded(ones, dtype) for axes, ones in alike.items()], dtype)  # type: ignore[no-untyped-call]
+
+
+def _folded(sums: list[Scalar], dtype: DType) -> Scalar:
     """Where XLA writes squares, stacked sums would each be a kernel of its own. There the sums are chained, and only the end is folded."""
     if WRITES_SQUARES or not sums:
         return sum_of(jnp.stack([sum(sums, jnp.zeros((), dtype)), jnp.zeros((), dtype)]))

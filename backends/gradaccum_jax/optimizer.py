@@ -28,11 +28,13 @@ from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.sizes import check_known, size_at
 from gradaccum_jax.state import AccumulationState, fields_of, first_terms, fresh
 from gradaccum_jax.trees import plain
-from gradaccum_jax.types import Extra, Gradients, Params, Tree, Updates
+from gradaccum_jax.types import Extra, Gradients, InnerState, Params, Tree, Updates
+from gradaccum_jax.unreduced import as_given, require_whole, whole
 from gradaccum_jax.update import Update
 from gradaccum_jax.varying import vary_like
 from gradaccum_jax.workers.kinds import require_axes, require_own, require_same, require_same_params, require_shared, shared_window
 from gradaccum_jax.workers.replicated import replicated
+from gradaccum_jax.workers.shards import ShardAxes, like_params, require_in_scope, require_told
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,8 @@ class Accumulation:
     control_flow: ControlFlow
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
+    shard_axes: ShardAxes = None
+    """The mesh axes along which parameters are sharded."""
 
     def init(self, params: Params) -> AccumulationState:
         """The state before the first micro-batch; one accumulator, in the structure of `params`.
@@ -52,16 +56,18 @@ class Accumulation:
         Raises:
             ArgumentTypeError: the inner optimizer accumulates too.
             ArgumentValueError: JAX has ``accumulate_dtype`` switched off.
-            UsageError: with ``axis_name``: no such axis is in scope, or the parameters differ along it.
+            UsageError: with ``axis_name``: no such axis is in scope, or the parameters differ along it. Or some parameters are sharded by
+                `jax.shard_map`, and ``shard_axes`` is not given.
         """
         require_axes(self.axes)
+        require_told(params, frozenset(self.axes), self.shard_axes)
         require_same_params(params, self.axes)
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
-        inner_state, masters = strong(self.inner.init(params))
+        inner_state, masters = self._inner_state(whole(params))
         require_plain(inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
         trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": first_terms(self.options)}
-        state = vary_like(params, fresh(fields, sums.weight_dtype(accumulator), **trees))
+        state = vary_like(params, fresh(fields, sums.weight_dtype(accumulator), **trees), frozenset(self.shard_axes or ()))
         return shared_window(state, self.axes)
 
     def update(
@@ -88,6 +94,7 @@ class Accumulation:
         self._check(state, params, extra)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
+        require_whole(aligned, self.options)
         require_own(aligned, state.accumulator, self.axes)
         weight = as_weight(weight, jnp.result_type(state.weight))
         stepped: tuple[Updates, AccumulationState] = call_jitted(self._jitted_update, self._update, aligned, state, params, weight, extra)
@@ -104,8 +111,13 @@ class Accumulation:
         require_axes(self.axes)
         return window.discard(require_state(state))
 
+    def _inner_state(self, params: Params) -> InnerState:
+        held = strong(self.inner.init(params))
+        return like_params(self.inner, held, params) if self.shard_axes else held
+
     def _check(self, state: object, params: Params, extra: Extra) -> None:
         held = require_state(state)
+        require_in_scope(self.shard_axes)
         if self.axes:
             require_axes(self.axes)
             require_shared(held, self.axes)
@@ -126,19 +138,23 @@ class Accumulation:
         self, gradients: Gradients, state: AccumulationState, params: Params, weight: Scalar, extra: Extra
     ) -> tuple[Updates, AccumulationState]:
         steps = size_at(self.options.steps, state.optimizer_step)
-        state, dropped = window.add(state, gradients, weight, steps, self.options)
+        state, dropped = window.add(state, gradients, weight, steps, self.options, self.shard_axes)
         update, full = self._inner_update(state, params, extra, gradients), ends(fields_of(state), steps, jnp.where)
         if steps is None:
-            return window.keep(state, update, self.options, never=full, dropped=dropped, weight=weight)
-        return window.close(state, update, self.options, at_end=full, dropped=dropped, weight=weight)
+            updates, state = window.keep(state, update, self.options, never=full, dropped=dropped, weight=weight)
+        else:
+            updates, state = window.close(state, update, self.options, at_end=full, dropped=dropped, weight=weight)
+        return as_given(updates, params), state
 
     def _flush(self, state: AccumulationState, params: Params, extra: Extra) -> tuple[Updates, AccumulationState]:
         update = self._inner_update(state, params, extra)
-        return window.close(state, update, self.options, at_end=jnp.asarray(state.micro_step) > 0)
+        updates, state = window.close(state, update, self.options, at_end=jnp.asarray(state.micro_step) > 0)
+        return as_given(updates, params), state
 
     def _inner_update(self, state: AccumulationState, params: Params, extra: Extra, gradients: Gradients | None = None) -> Update:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
-        return Update(self.inner.update, dtypes, replicated(params, self.axes), extra, self.control_flow, self.axes)
+        held = replicated(whole(params), self.axes)
+        return Update(self.inner.update, dtypes, held, extra, self.control_flow, self.axes, self.shard_axes)
 
 
 def flush(

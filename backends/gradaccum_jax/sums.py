@@ -16,6 +16,8 @@ from gradaccum.kit import Scalar, explain
 from gradaccum_jax.dtypes import is_key, standard, takes_part, wider
 from gradaccum_jax.folds import all_of
 from gradaccum_jax.types import Array, DType, Gradients, Params, Tree
+from gradaccum_jax.unreduced import alike, factor_of, zeros_for, zeros_like
+from gradaccum_jax.varying import axes_of, vary
 
 
 def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
@@ -43,7 +45,7 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     """An empty accumulator for `params`: exact zeros, one array per leaf; None for random keys, and where `params` has None."""
 
     def empty(leaf: Array) -> Array:
-        return None if is_key(leaf) else jnp.zeros_like(leaf, dtype=sum_dtype(leaf, accumulate_dtype))
+        return None if is_key(leaf) else vary(zeros_for(leaf, sum_dtype(leaf, accumulate_dtype)), axes_of(leaf))
 
     return jax.tree.map(empty, params)
 
@@ -68,7 +70,7 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, h
     def add_leaf(held: Array, gradient: Array) -> Array:
         if gradient is None:
             return held
-        gradient = standard(gradient)
+        held, gradient = alike(held, standard(gradient))
         if factor is not None:
             return add_weighted(held, gradient, factor, adds, harmless)
         return jnp.where(adds, (held + gradient).astype(held.dtype), held)
@@ -92,7 +94,7 @@ def add_weighted(held: Array, gradient: Array, weight: Scalar, adds: Scalar, har
         adds: bool scalar: the product is added.
         harmless: bool scalar: the product is added, or the weight is 0. Where it is False, the derivative by the weight is 0.
     """
-    total = (held + weight * gradient).astype(held.dtype)
+    total = (held + factor_of(weight, gradient) * gradient).astype(held.dtype)
     return jnp.where(adds, total, held)
 
 
@@ -118,7 +120,7 @@ def divide(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Tree:
 
 def clear(tree: Tree) -> Tree:
     """Exact zeros of the same shapes and dtypes."""
-    return jax.tree.map(jnp.zeros_like, tree)
+    return jax.tree.map(zeros_like, tree)
 
 
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:

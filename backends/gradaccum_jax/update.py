@@ -41,6 +41,8 @@ class Update(NamedTuple):
     control_flow: ControlFlow
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window: at its end the sums are the same along these."""
+    shard_axes: tuple[str, ...] | None = None
+    """The mesh axes along which parameters are sharded; None: nobody said."""
 
     def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
         """Trace the call; nothing of it enters the program.

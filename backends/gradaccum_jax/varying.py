@@ -36,12 +36,12 @@ def vary(value: Array, axes: Axes) -> Array:
     return library.pcast(value, missing, to="varying") if hasattr(library, "pcast") else library.pvary(value, missing)
 
 
-def vary_like(params: Params, state: T) -> T:
-    """`state`, each of its arrays varying along every axis that some parameter varies along.
+def vary_like(params: Params, state: T, shared: Axes = frozenset()) -> T:
+    """`state`, each of its arrays varying along every axis that some parameter varies along, but for the `shared` ones.
 
     Each device decides on its own window, so from the start the state may differ from device to device.
     """
-    axes = frozenset[str]().union(*(axes_of(leaf) for leaf in jax.tree.leaves(params)))
+    axes = frozenset[str]().union(*(axes_of(leaf) for leaf in jax.tree.leaves(params))) - shared
     return cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state)) if axes else state
 
 

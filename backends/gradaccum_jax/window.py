@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from gradaccum.kit import Decision, Fields, Options, Scalar, accumulate, contribution, decide, divisor, joined, usable
 from gradaccum.kit import close as close_fields
 from gradaccum.kit import discard as discard_fields
-from gradaccum_jax import sums
+from gradaccum_jax import sums, unreduced
 from gradaccum_jax.agreement import agree, require_equal_parts, require_no_reduction
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.norm import measure
@@ -22,6 +23,7 @@ from gradaccum_jax.types import Gradients, Tree, Updates
 from gradaccum_jax.update import Traced, Update
 from gradaccum_jax.varying import axes_of, vary
 from gradaccum_jax.workers.reduction import Window, all_reduce
+from gradaccum_jax.workers.shards import ShardAxes, everywhere, require_told
 
 Look = Callable[[Fields, Tree], tuple[Scalar, Scalar]]
 """The norm of a window's sum, and whether all of it is finite and fits the gradient's dtype."""
@@ -30,7 +32,7 @@ Held = tuple[Tree, Scalar, Scalar, Scalar, Scalar]
 
 
 def add(
-    state: AccumulationState, gradients: Gradients, weight: Scalar, steps: Scalar, options: Options
+    state: AccumulationState, gradients: Gradients, weight: Scalar, steps: Scalar, options: Options, shard_axes: ShardAxes = None
 ) -> tuple[AccumulationState, Scalar]:
     """Take in a micro-batch: add its gradient to the sum, and count it.
 
@@ -40,6 +42,7 @@ def add(
         weight: the micro-batch's weight, a scalar array; None: 1.
         steps: the size of the window; None: the caller closes it.
         options: the optimizer's.
+        shard_axes: the mesh axes along which gradients are sharded.
 
     Returns:
         The state with the micro-batch in it, and a bool scalar: it was dropped.
@@ -48,7 +51,7 @@ def add(
     factor = contribution(weight, options) if given and options.reduction == "mean" else None
     weight = weight if given else one
     dropping = options.on_overflow == "drop_micro_batch"
-    finite = sums.all_finite(gradients) if dropping else jnp.asarray(True)
+    finite = everywhere(sums.all_finite(gradients), shard_axes) if dropping else jnp.asarray(True)
     finite = finite & (steps >= 1) if callable(options.steps) else finite
     # Only the running program knows this, as it looks at the total. XLA:CPU vectorises select(add), but compiles a bare in-place add to a
     # scalar loop.
@@ -76,11 +79,14 @@ def close(
     Returns:
         The updates (zeros if none was made) and the state.
     """
+    parts = state.accumulator
+    state = state._replace(accumulator=unreduced.total(parts, at_end))
     decision, fields, total = _decide(state, update, options, at_end)
     traced, held = _traced(state, update, options, decision.divisor, weight), (state.inner_state, state.masters)
     apply, overflow = agree(at_end & decision.apply, decision.overflow, at_end, traced.axes, update.control_flow)
     updates, total, held = update.run(total, held, decision.divisor, traced.updates, apply=apply, at_end=at_end)
     fields = _where(at_end, close_fields(fields, apply, overflow, options, jnp.where), fields_of(state))
+    total = unreduced.cleared(parts, total, at_end)
     norm = jnp.asarray(jnp.where(at_end, decision.grad_norm, state.last_grad_norm), jnp.result_type(state.last_grad_norm))
     ended = with_fields(state, fields)._replace(accumulator=total, inner_state=held[0], masters=held[1], last_grad_norm=norm)
     return updates, with_event(ended, apply, at_end & ~apply, jnp.where(at_end, overflow, dropped))
@@ -99,8 +105,11 @@ def keep(
         dropped: as for `close`.
         weight: as for `close`.
     """
+    parts = state.accumulator
+    state = state._replace(accumulator=jax.tree.map(unreduced.empty_total, parts))
     traced = _traced(state, update, options, jnp.ones_like(state.weight), weight)
     updates, total = update.keep(state.accumulator, traced.updates, never)
+    total = unreduced.cleared(parts, total, never)
     return updates, with_event(state._replace(accumulator=total), False, False, dropped)
 
 
@@ -116,8 +125,9 @@ def _decide(state: AccumulationState, update: Update, options: Options, at_end: 
     largest = float(jnp.finfo(start[0].dtype).max)
 
     def look(fields: Fields, accumulator: Tree) -> tuple[Scalar, Scalar]:
-        norm, finite = measure(accumulator, start[0].dtype, update.control_flow)
-        return norm, finite & sums.fits(accumulator, divisor(fields, options, jnp.where), update.dtypes.like)
+        norm, finite = measure(accumulator, start[0].dtype, update.control_flow, update.shard_axes)
+        fitting = sums.fits(accumulator, divisor(fields, options, jnp.where), update.dtypes.like)
+        return norm, finite & everywhere(fitting, update.shard_axes)
 
     fields, total = fields_of(state), state.accumulator
     if update.axes:
@@ -147,6 +157,7 @@ def _traced(state: AccumulationState, update: Update, options: Options, divisor:
     traced = update.traced(state.accumulator, (state.inner_state, state.masters), divisor)
     require_no_reduction(traced.axes, update.axes)
     require_equal_parts(options, traced.axes, weight)
+    require_told(state.accumulator, traced.axes | frozenset(update.axes), update.shard_axes, options)
     return traced
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 CONTROL_FLOW = {control_flow!r}
 mesh = Mesh(np.array(jax.devices()), ("d",))
 OPTIMIZERS = [
-    gradaccum.wrap(optax.adam(0.1), steps=2, clip_norm=1.0, control_flow=CONTROL_FLOW),
+    gradaccum.wrap(optax.adam(0.1), steps=2, clip_norm=1.0, control_flow=CONTROL_FLOW, shard_axes=()),
     gradaccum.wrap(optax.adam(0.1), steps=lambda step: 2, on_overflow="drop_micro_batch", control_flow=CONTROL_FLOW),
     gradaccum.wrap(optax.sgd(0.1), steps=None, control_flow=CONTROL_FLOW),
     gradaccum_jax.MultiSteps(optax.adam(0.1), 2, control_flow=CONTROL_FLOW),
@@ -120,3 +121,11 @@ def test_columns_are_not_gathered(control_flow: str) -> None:
 def test_sharded_ensemble_needs_no_collective(control_flow: str) -> None:
     """Members lie on several devices. They get one device's values, also where windows end apart, in scratch like `optax.MultiSteps`'."""
     run_on_four_devices(ENSEMBLE, control_flow)
+
+
+@pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
+def test_shards_have_one_norm(control_flow: str) -> None:
+    """Parameters are sharded inside ``shard_map``: what a window decides is what one device with all of them would."""
+    script = Path(__file__).with_name("jax_shards.py")
+    ran = subprocess.run([sys.executable, "-W", "error", script, control_flow], capture_output=True, text=True, check=False, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-3000:]

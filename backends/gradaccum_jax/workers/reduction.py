@@ -1,8 +1,8 @@
 """One sum over all devices for many arrays.
 
-All of it is one `jax.lax.psum`, of which XLA makes one collective; but on the CPU only from JAX 0.10 on. So small arrays of one dtype
-travel as one array, and large ones by themselves: to pack these would cost memory. XLA reduces into new arrays on the CPU, so that a
-window's end wants room for one more sum there.
+All of it is one `jax.lax.psum`, of which XLA makes one collective; but on the CPU only from JAX 0.10 on. So small arrays of one type
+travel as one array (shards and copies have two types), and large ones by themselves: to pack these would cost memory. XLA reduces into new
+arrays on the CPU, so that a window's end wants room for one more sum there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jax import lax
 from gradaccum.kit import Scalar
 from gradaccum_jax.dtypes import takes_part
 from gradaccum_jax.types import Array, Leaves, Tree
+from gradaccum_jax.varying import axes_of
 from gradaccum_jax.workers.replicated import replicated
 
 LARGE_BYTES = 2**20
@@ -46,7 +47,7 @@ def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
 def _added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
     packs: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        packs.setdefault(index if leaf.nbytes >= LARGE_BYTES else leaf.dtype, []).append(index)
+        packs.setdefault(index if leaf.nbytes >= LARGE_BYTES else (leaf.dtype, axes_of(leaf)), []).append(index)
     sums = lax.psum([_packed([leaves[index] for index in pack]) for pack in packs.values()], axes)  # type: ignore[no-untyped-call]
     made = list(leaves)
     for pack, total in zip(packs.values(), sums, strict=True):
