@@ -97,7 +97,7 @@ class CompiledWindow(CompiledState):
     def close(self, update: Update) -> bool:
         """End the window: make the `update` with its gradients, or not at all."""
         if self.workers is not None:
-            self.workers()
+            self.workers.compiled_join()
         return self.close_joined(update)
 
     def close_joined(self, update: Update) -> bool:

@@ -33,7 +33,7 @@ def added_up(mine: Array) -> Array:
 def _in_turn(parts: Array) -> Array:
     """The sum over workers and parts, in the order in which compiled code adds."""
     each = parts[:, 0] + parts[:, 1] + parts[:, 2]
-    total = each[0]
+    total: Array = each[0]
     for other in each[1:]:
         total = total + other
     return total

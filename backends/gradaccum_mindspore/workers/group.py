@@ -18,8 +18,9 @@ from mindspore import Tensor, nn, ops
 
 from gradaccum import UsageError
 from gradaccum.kit import State, at_rest, explain, joined
+from gradaccum_mindspore.notes import NUMBERS
 from gradaccum_mindspore.pynative_sums import ARRAYS
-from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage
+from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage, hidden_parameter
 from gradaccum_mindspore.workers.exchange import added_up, compiled_added_up
 from gradaccum_mindspore.workers.reduction import buckets
 
@@ -51,6 +52,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         self.float_dtype = storage.float_dtype
         self.own, self.torn = (Tensor([held, *storage.place], ms.int32) for held in (OWN, TORN))
         self.last: Joined | None = None
+        # A Cell would list it as its own, and a constant would be no branch.
+        object.__setattr__(self, "always", hidden_parameter(Tensor(True), f"gradaccum.note{next(NUMBERS)}.always"))
         self.zero, self.one = (Tensor(number, self.float_dtype) for number in (0.0, 1.0))
         self.infinite = Tensor(float("inf"), self.float_dtype)
         self.true = Tensor(True)
@@ -73,17 +76,25 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
                     bucket.add_up()
         except RuntimeError as error:
             raise alone_error(state, self.rank) from error
-        whole = State(*joined(state, weight, overflows > 0))
+        whole = at_rest(State(*joined(state, weight, overflows > 0)), float64_weight=self.float_dtype == ms.float64)
         if micro_batches:
-            whole = self.storage.push(whole, state)
+            self.storage.push(whole, state)
             self.storage.hold(OF_ALL)
-        self.last = Joined(
-            at_rest(whole, float64_weight=self.float_dtype == ms.float64), micro_batches > 0, flushes == self.workers, compiled > 0
-        )
+        self.last = Joined(whole, micro_batches > 0, flushes == self.workers, compiled > 0)
         return self.last
 
-    def construct(self) -> bool:
-        """The same in compiled code, in the branch that ends a window: the sums, the weight and the flag become those of all.
+    def compiled_join(self) -> bool:
+        """The same in compiled code: the sums, the weight and the flag become those of all.
+
+        In a branch of its own: where one graph reads a Parameter, writes it and reads it again, MindSpore puts copies in, and its copy of
+        float64 is rounded to float32 on the CPU.
+        """
+        if self.always:
+            self.add_up()
+        return True
+
+    def add_up(self) -> bool:
+        """The branch of `compiled_join`.
 
         A failure in it leaves the sum marked as torn. A window that is not this worker's own, or that the user's function gave a size below
         1, gets an infinite weight: compiled code cannot raise, and so all workers skip it.
