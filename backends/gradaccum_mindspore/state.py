@@ -35,7 +35,7 @@ from gradaccum_mindspore.masters import Masters
 from gradaccum_mindspore.scaled import NEVER, key_of, note_read
 from gradaccum_mindspore.sizes import with_known_size
 from gradaccum_mindspore.sums import HALF, narrows, sum_dtype
-from gradaccum_mindspore.types import DType
+from gradaccum_mindspore.types import DType, Saved
 
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
 PACKAGE = "gradaccum"
@@ -87,8 +87,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.inner_scale = inner_scale
         self.scaled = key_of(options) if inner_scale == 1 else NEVER
         """A constant: compiled code asks by it whether anyone ever read the loss scale. MindSpore's own pair need not read it."""
-        self.suffix = f".{name}.grad_sum"
-        self.masters = Masters(parameters if options.master_weights else (), f".{name}.master")
+        prefix = state_prefix(name)
+        self.suffix, master_suffix = suffixes(prefix)
+        self.masters = Masters(parameters if options.master_weights else (), master_suffix)
         self.sums = ParameterTuple(
             [
                 hidden_parameter(ops.zeros(parameter.shape, dtype), parameter.name + self.suffix)
@@ -96,7 +97,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
             ]
         )
         codes = encode_terms(self.terms_after(0))
-        prefix = state_prefix(name)
         require_free_names(prefix, parameters)
         for field, entry in self.first_state(options, prefix).items():
             setattr(self, field, entry)
@@ -105,7 +105,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.last_event = hidden_parameter(Tensor([0.0, 0.0, 0.0, 0.0], self.float_dtype), f"{prefix}.last_event")
         """(applied, skipped, overflow, grad_norm) of a `StepResult`. A flag counts only while flag == micro_step + 1: it expires at the
         next micro-batch without a write."""
-        self.place = place or (0, 1)
+        self.several, self.place = place is not None, place or (0, 1)
+        self.prefix = prefix
         if place is not None:
             self.shared = hidden_parameter(Tensor([OWN, *place], ms.int32), f"{prefix}.{SHARED}")
             """Whose sum it is (`OWN`, `OF_ALL`, `TORN`), this worker's rank, and the number of workers, for a checkpoint too."""
@@ -209,6 +210,18 @@ class StateReader:
 def state_prefix(name: str) -> str:
     """The start of the state's names; no layer's name starts so."""
     return name if name == PACKAGE else f"{name}.{PACKAGE}"
+
+
+def prefixes_in(saved: Saved) -> tuple[str, ...]:
+    """The `state_prefix` of each wrapped optimizer in a checkpoint."""
+    found = (name.removesuffix(".micro_step") for name in saved if name.endswith(".micro_step"))
+    return tuple(prefix for prefix in found if all(f"{prefix}.{field}" in saved for field in (*FIELD_DTYPES, "terms", "last_event")))
+
+
+def suffixes(prefix: str) -> tuple[str, str]:
+    """The ends of the names of the sums and of the masters that belong to a `state_prefix`."""
+    name = prefix if prefix == PACKAGE else prefix.removesuffix(f".{PACKAGE}")
+    return f".{name}.grad_sum", f".{name}.master"
 
 
 def require_free_names(prefix: str, parameters: Sequence[Parameter]) -> None:

@@ -70,7 +70,13 @@ def share(parameters: Sequence[Parameter], options: Options, name: str) -> None:
     # Two workers' functions and scalers are different objects.
     steps = "a function" if callable(options.steps) else options.steps
     mine = dict(options._asdict(), steps=steps, scaler=type(options.scaler).__name__, accumulate_dtype=str(options.accumulate_dtype))
-    texts = gather_texts(json.dumps([str(dict(mine, name=name)), *map(_spec, parameters), *map(_values, parameters)]))
+    text = json.dumps([str(dict(mine, name=name)), *map(_spec, parameters), *map(_values, parameters)])
+    try:
+        texts = gather_texts(text)
+    except RuntimeError as error:
+        expected, found = "every worker to wrap its optimizer too", "an exchange that failed or timed out"
+        fix = "Wrap on every worker, in the same order."
+        raise explain(UsageError, "gradaccum.wrap", expected=expected, found=found, fix=fix) from error
     everyone = [json.loads(text) for text in texts]
     _require_equal([each[:1] for each in everyone], "options", "Give every worker the same options.")
     fix = "Build the same model with the same optimizer on every worker."

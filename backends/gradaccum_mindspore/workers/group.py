@@ -65,7 +65,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             UsageError: an earlier reduction failed in the middle; or a worker did not come before the engine's timeout.
         """
         if self.storage.held() == OF_ALL:
-            return self.last or Joined(state, True, True, False)
+            return Joined(state, True, True, False) if self.last is None else self.last._replace(state=state)
         self.require_own_sum("flush()")
         try:
             numbers = [state.weight, state.overflow, state.micro_step, flushing, 0.0]
