@@ -44,8 +44,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
     In PyNative, in `mindspore.jit`, in graph mode, and as the network of `mindspore.train.Model`:
     ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. A checkpoint of this cell holds everything, also the statistics
-    of a normalization, which no optimizer holds. With ``data_parallel=True`` nothing is reduced before a window's end. Without it, MindSpore
-    in its data parallel mode takes the mean of the workers' gradients in each micro-batch, and all must have the same number of items.
+    of a normalization, which no optimizer holds. With ``data_parallel=True`` nothing is reduced before a window's end. Without it, in
+    MindSpore's data parallel mode, it takes the mean of the workers' gradients in each micro-batch, and all must have equally many items.
 
     Args:
         network: a Cell that returns the loss, not scaled.

@@ -10,23 +10,27 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
+from mindspore.ops import Primitive
 
 from gradaccum_mindspore.types import Array
 
 ALL_REDUCE, ALL_GATHER = ops.AllReduce, ops.AllGather
 
 
+class NoAnswerError(Exception):
+    """The engine gave up waiting for another worker, or lost it."""
+
+
 def added_up(mine: Array) -> Array:
     """The sum over the workers of a vector of float32 or float64, in NumPy; `compiled_added_up` sends the same."""
     if mine.dtype == np.float32:
-        total: Array = ALL_REDUCE()(Tensor.from_numpy(np.ascontiguousarray(mine))).asnumpy()
-        return total
+        return _answer(ALL_REDUCE, mine)
     with np.errstate(over="ignore", invalid="ignore"):
         high = mine.astype(np.float32)
         rest = mine - high
         middle = rest.astype(np.float32)
         low = (rest - middle).astype(np.float32)
-    gathered = ALL_GATHER()(Tensor.from_numpy(np.stack((high, middle, low)))).asnumpy()
+    gathered = _answer(ALL_GATHER, np.stack((high, middle, low)))
     return _in_turn(gathered.astype(np.float64).reshape(-1, 3, mine.size))
 
 
@@ -58,11 +62,14 @@ def compiled_added_up(mine: Tensor, workers: int) -> Tensor:
 def gather_texts(text: str) -> list[str]:
     """The texts of all workers, by rank. Collective."""
     codes = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    lengths = _gathered(np.array([len(codes)], np.int32))
-    rows = _gathered(np.pad(codes, (0, int(lengths.max()) - len(codes)))).reshape(len(lengths), -1)
+    lengths = _answer(ALL_GATHER, np.array([len(codes)], np.int32))
+    rows = _answer(ALL_GATHER, np.pad(codes, (0, int(lengths.max()) - len(codes)))).reshape(len(lengths), -1)
     return [bytes(row[:length].astype(np.uint8)).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
-def _gathered(values: Array) -> Array:
-    array: Array = ALL_GATHER()(Tensor.from_numpy(values)).asnumpy()
+def _answer(operator: type[Primitive], values: Array) -> Array:
+    try:
+        array: Array = operator()(Tensor.from_numpy(np.ascontiguousarray(values))).asnumpy()
+    except RuntimeError as error:
+        raise NoAnswerError from error
     return array

@@ -17,7 +17,7 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
-from gradaccum_mindspore.workers.exchange import gather_texts
+from gradaccum_mindspore.workers.exchange import NoAnswerError, gather_texts
 
 INIT = "Call mindspore.communication.init() first, in a program that msrun started."
 OWN_MODES = ("stand_alone", "data_parallel")
@@ -73,7 +73,7 @@ def share(parameters: Sequence[Parameter], options: Options, name: str) -> None:
     text = json.dumps([str(dict(mine, name=name)), *map(_spec, parameters), *map(_values, parameters)])
     try:
         texts = gather_texts(text)
-    except RuntimeError as error:
+    except NoAnswerError as error:
         expected, found = "every worker to wrap its optimizer too", "an exchange that failed or timed out"
         fix = "Wrap on every worker, in the same order."
         raise explain(UsageError, "gradaccum.wrap", expected=expected, found=found, fix=fix) from error

@@ -21,7 +21,7 @@ from gradaccum.kit import State, at_rest, explain, joined
 from gradaccum_mindspore.notes import NUMBERS
 from gradaccum_mindspore.pynative_sums import ARRAYS
 from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage, hidden_parameter
-from gradaccum_mindspore.workers.exchange import added_up, compiled_added_up
+from gradaccum_mindspore.workers.exchange import NoAnswerError, added_up, compiled_added_up
 from gradaccum_mindspore.workers.reduction import buckets
 
 
@@ -74,7 +74,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
                 self.storage.hold(TORN)
                 for bucket in self.buckets:
                     bucket.add_up()
-        except RuntimeError as error:
+        except NoAnswerError as error:
             raise alone_error(state, self.rank) from error
         whole = at_rest(State(*joined(state, weight, overflows > 0)), float64_weight=self.float_dtype == ms.float64)
         if micro_batches:

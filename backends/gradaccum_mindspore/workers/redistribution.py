@@ -63,7 +63,7 @@ def _window(states: Sequence[Saved], prefix: str, workers: int) -> Iterator[dict
     """The entries of one window, for each new worker."""
     _require_all_workers(states, prefix)
     fields = [_fields(state, prefix) for state in states]
-    if saved_place(states[0], prefix).held == OF_ALL if states else False:
+    if states and saved_place(states[0], prefix).held == OF_ALL:
         # Each holds the whole window: the first one's counts.
         fields[1:] = [each._replace(weight=0.0, overflow=False) for each in fields[1:]]
         states = [states[0]]

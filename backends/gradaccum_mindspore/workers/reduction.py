@@ -42,10 +42,10 @@ class Bucket(nn.Cell):  # type: ignore[misc]
 
     def add_up(self) -> None:
         """Make each sum the total of all workers, from Python."""
-        total = added_up(np.concatenate([_array(each_sum).reshape(-1) for each_sum in self.sums]))
+        arrays = [_array(each_sum).reshape(-1) for each_sum in self.sums]
+        total = added_up(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
         for each_sum, start, end in zip(self.sums, self.starts, self.ends, strict=True):
-            part = np.ascontiguousarray(total[start:end].reshape(each_sum.shape))
-            write(each_sum, Tensor.from_numpy(part).astype(each_sum.dtype))
+            write(each_sum, Tensor.from_numpy(total[start:end].reshape(each_sum.shape)).astype(each_sum.dtype))
 
     def construct(self, after: Tensor) -> Tensor:
         """The same in compiled code, once `after` is computed; returns the vector of totals."""
