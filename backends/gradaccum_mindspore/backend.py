@@ -32,7 +32,8 @@ class MindSporeBackend:
             options: the checked options.
             name: becomes part of the names of the Parameters that hold the state.
             data_parallel: True: a window is that of all workers, and its sum is reduced once, at its end. This call, the end of a window
-                and ``flush`` are then collective. False: this worker's windows are its own. None: there must be no other worker.
+                and ``flush`` are then collective, and the parameters are marked as ``layerwise_parallel``, which MindSpore's own reducer
+                leaves alone. False: this worker's windows are its own. None: there must be no other worker.
 
         Raises:
             ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped already.

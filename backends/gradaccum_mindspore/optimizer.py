@@ -28,7 +28,7 @@ from gradaccum_mindspore.state import StateReader, Storage
 from gradaccum_mindspore.types import Gradients, NamedGradients, Optimizer, Weight
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.workers.checks import refuse_compiled_flush
-from gradaccum_mindspore.workers.found import place, share
+from gradaccum_mindspore.workers.found import part, place, share
 from gradaccum_mindspore.workers.group import WorkerGroup
 from gradaccum_mindspore.workers.shared_window import SharedWindow
 
@@ -97,6 +97,8 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
         options = with_inner_scale(options, inner)
         if data_parallel:
             share(inner.parameters, options, name)
+        else:
+            part(inner.parameters)
         self.inner = inner
         self.options = options
         self.storage = Storage(inner.parameters, options, name, inner_scale(inner), place() if data_parallel else None)

@@ -10,6 +10,8 @@ import mindspore as ms
 from mindspore.communication import init
 
 HOST = "127.0.0.1"
+SECONDS = "120"
+"""For one reduction. A worker waits while another one compiles, on a busy machine for longer than MindSpore's 30."""
 SCHEDULER = """
 import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
@@ -23,7 +25,7 @@ _held: list[subprocess.Popen[bytes]] = []
 
 def join(rank: int, workers: int, port: int) -> None:
     """Become worker number `rank` of those that meet at `port`; the first starts the scheduler."""
-    meeting = {"MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": HOST, "MS_SCHED_PORT": str(port)}
+    meeting = {"MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": HOST, "MS_SCHED_PORT": str(port), "MS_CPU_COMM_OP_TIMEOUT": SECONDS}
     if rank == 0:
         environment = {**os.environ, **meeting, "MS_ROLE": "MS_SCHED"}
         _held.append(subprocess.Popen([sys.executable, "-c", SCHEDULER], stdin=subprocess.PIPE, env=environment))

@@ -85,6 +85,14 @@ def share(parameters: Sequence[Parameter], options: Options, name: str) -> None:
     _require_equal([each[len(each) // 2 + 1 :] for each in everyone], "parameters", fix)
     for parameter in parameters:
         parameter.layerwise_parallel = True
+        parameter.shares_windows = True
+
+
+def part(parameters: Sequence[Parameter]) -> None:
+    """Undo `share` for parameters that go on in windows of this worker's own: MindSpore's reducer may reduce them again."""
+    for parameter in parameters:
+        if getattr(parameter, "shares_windows", False):
+            parameter.layerwise_parallel = parameter.shares_windows = False
 
 
 def _require_equal(everyone: Sequence[Sequence[str]], argument: str, fix: str) -> None:

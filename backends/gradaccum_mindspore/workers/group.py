@@ -141,5 +141,6 @@ def alone_error(state: State, rank: int) -> UsageError:
         f"the end of a window on rank {rank}",
         expected="every worker to end its window too, by a micro-batch or by flush()",
         found=f"a reduction that failed or timed out, with {here} here",
-        fix="Call flush() on every worker when its data end: it takes part in the windows of the others until they flush too.",
+        fix="Call flush() on every worker when its data end: it takes part in the windows of the others until they flush too. Give slow "
+        "workers more time: MS_CPU_COMM_OP_TIMEOUT=600, in seconds.",
     )
