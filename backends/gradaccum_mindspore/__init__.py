@@ -7,7 +7,7 @@ from gradaccum_mindspore.checkpoint import load_checkpoint_into
 from gradaccum_mindspore.linearity import verify_loss_scaling
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
 from gradaccum_mindspore.training import TrainOneStepCell
-from gradaccum_mindspore.workers import sharded_cross_entropy
+from gradaccum_mindspore.workers import redistributed, sharded_cross_entropy
 
 __all__ = [
     "AccumulatingExperimentalOptimizer",
@@ -17,6 +17,7 @@ __all__ = [
     "TrainOneStepCell",
     "backend",
     "load_checkpoint_into",
+    "redistributed",
     "sharded_cross_entropy",
     "verify_loss_scaling",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
-from gradaccum import ArgumentValueError
+from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import explain, make_options
 from gradaccum_mindspore.backend import backend
 from gradaccum_mindspore.capturing import refuse_trace
@@ -21,6 +21,7 @@ from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.scaled import require_read
 from gradaccum_mindspore.state import StateReader, Storage
 from gradaccum_mindspore.types import Gradients, NamedGradients, Weight
+from gradaccum_mindspore.workers.found import shares_windows
 
 
 class Accumulator(StateReader, nn.Cell):  # type: ignore[misc]
@@ -33,20 +34,32 @@ class Accumulator(StateReader, nn.Cell):  # type: ignore[misc]
         parameters: the model's parameters, in the order of the gradients.
         steps: as for `gradaccum.wrap`; None: the caller decides when a window is full.
         name: part of the names of the Parameters that hold the state.
+        data_parallel: False where there are several workers, and the caller reduces ``gradients()`` or the micro-batches.
         options: the other options of `gradaccum.wrap`, except ``master_weights``: the caller's optimizer would have to work on them.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong, or `parameters` are none.
+        UsageError: there are several workers, and `data_parallel` is not False.
         UsageError: on a call, there is a loss scale that nobody has asked for yet.
         GradientError: on a call, another number, shape or dtype of gradients than the parameters'.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], steps: object = None, *, name: str = "gradaccum", **options: Any) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        steps: object = None,
+        *,
+        name: str = "gradaccum",
+        data_parallel: bool | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(auto_prefix=False)
         parameters = require_parameters(parameters)
         checked = make_options(steps, driver=backend, **options)
         if checked.master_weights:
             raise _masters_error()
+        if shares_windows(data_parallel):
+            raise _workers_error()
         self.storage = Storage(parameters, checked, name)
         self.window = CompiledWindow(self.storage, checked)
 
@@ -77,6 +90,17 @@ class Accumulator(StateReader, nn.Cell):  # type: ignore[misc]
         self.window.note_decision()
         self.window.finish()
         return self.window.notes.applied & self.window.true
+
+
+def _workers_error() -> UsageError:
+    expected = "False, because the end of a window that workers share is one call, and here the caller makes it of several"
+    return explain(
+        UsageError,
+        "data_parallel",
+        expected=expected,
+        got=True,
+        fix="Wrap the optimizer: gradaccum.wrap(optimizer, steps=4, data_parallel=True).",
+    )
 
 
 def _masters_error() -> ArgumentValueError:

@@ -9,6 +9,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Options, ScaleRule, explain, optimizer_error, wrapped_twice_error
 from gradaccum_mindspore.driven_scaler import scaler_rule
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
+from gradaccum_mindspore.workers.found import shares_windows
 
 
 class MindSporeBackend:
@@ -21,13 +22,25 @@ class MindSporeBackend:
         """The rule by which a `mindspore.amp.DynamicLossScaler` moves; None for another object."""
         return scaler_rule(scaler)
 
-    def wrap(self, optimizer: object, options: Options, *, name: str = "gradaccum") -> AccumulatingOptimizer:
-        """Wrap `optimizer`; `name` becomes part of the names of the Parameters that hold the state.
+    def wrap(
+        self, optimizer: object, options: Options, *, name: str = "gradaccum", data_parallel: bool | None = None
+    ) -> AccumulatingOptimizer:
+        """Wrap `optimizer`.
+
+        Args:
+            optimizer: the optimizer to run once per window.
+            options: the checked options.
+            name: becomes part of the names of the Parameters that hold the state.
+            data_parallel: True: a window is that of all workers, and its sum is reduced once, at its end. This call, the end of a window
+                and ``flush`` are then collective, and the parameters are marked as ``layerwise_parallel``, which MindSpore's own reducer
+                leaves alone. False: this worker's windows are its own. None: there must be no other worker.
 
         Raises:
             ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped already.
             ArgumentValueError: `name` is empty, or a parameter of the model has a name of the state's; `optimizer` divides by a loss scale
-                of its own beside ``loss_scale=``; another wrapped optimizer drives the scaler given as ``loss_scale=``.
+                of its own beside ``loss_scale=``; another wrapped optimizer drives the scaler given as ``loss_scale=``; with
+                ``data_parallel=True`` other workers have other options or other parameters.
+            UsageError: there are several workers, and `data_parallel` was not given; or it is True, and they are not initialised.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
@@ -38,7 +51,7 @@ class MindSporeBackend:
             kind = ArgumentValueError if isinstance(name, str) else ArgumentTypeError
             raise explain(kind, "name", expected="a text that is not empty", got=name, fix="Write name='generator'.")
         wrapper = AccumulatingOptimizer if isinstance(optimizer, nn.Optimizer) else AccumulatingExperimentalOptimizer
-        return wrapper(optimizer, options, name)
+        return wrapper(optimizer, options, name, data_parallel=shares_windows(data_parallel))
 
 
 backend = MindSporeBackend()

@@ -29,6 +29,8 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
             found, fix = f"an object of type {type(optimizer).__name__}", "Write FlushAtEpochEnd(gradaccum.wrap(optimizer, steps=4))."
             raise explain(ArgumentTypeError, "optimizer", expected="the wrapped optimizer", found=found, fix=fix)
         self.optimizer = optimizer
+        self.flushed = False
+        """In this epoch. Where workers share their windows each flushes once in an epoch, whatever it holds, as `flush` is collective."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this callback: it would save without the tail."""
@@ -37,13 +39,19 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
             expected, found = "FlushAtEpochEnd before ModelCheckpoint, which saves as the step ends", "the other order"
             raise explain(UsageError, "callbacks", expected=expected, found=found, fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].")
 
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Begin an epoch."""
+        self.flushed = False
+
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Flush, if the epoch ends with this step."""
         run = run_context.original_args()
         if run.cur_step_num % run.batch_num == 0:
             self.optimizer.flush()
+            self.flushed = True
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Flush the window that an epoch left open when it was stopped early."""
-        if self.optimizer.storage.micro_step.item() > 0:
+        shared = self.optimizer.compiled_window.workers is not None
+        if not self.flushed if shared else self.optimizer.storage.micro_step.item() > 0:
             self.optimizer.flush()

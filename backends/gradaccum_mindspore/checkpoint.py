@@ -15,9 +15,10 @@ from mindspore import Parameter, Tensor, nn
 from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, decode_terms, encode_terms, explain, resumed, terms_of
 from gradaccum_mindspore.sizes import with_known_size
-from gradaccum_mindspore.state import Storage
+from gradaccum_mindspore.state import OWN, Storage
 from gradaccum_mindspore.sums import write
 from gradaccum_mindspore.types import Saved
+from gradaccum_mindspore.workers.saved_place import require_place, saved_place
 
 
 def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
@@ -31,13 +32,15 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
     Raises:
         ArgumentTypeError: `cell` is no Cell, or `parameter_dict` is the path of a file.
         CheckpointError: a value is missing, of another shape or dtype; the checkpoint has a sum or a master that `cell` has not; its open
-            window was saved under another reduction, overflow policy, loss scale or number of steps; or two Parameters of `cell` have one
-            name. Nothing was written then.
+            window was saved under another reduction, overflow policy, loss scale or number of steps, or by another worker or number of
+            workers; or two Parameters of `cell` have one name. Nothing was written then.
     """
     _check_arguments(cell, parameter_dict)
     parameters = _parameters(cell)
+    unsaved = [storage.shared.name for storage in _storages(cell) if storage.several and storage.shared.name not in parameter_dict]
     for name, parameter in parameters.items():
-        _check_entry(name, parameter, parameter_dict.get(name))
+        if name not in unsaved:
+            _check_entry(name, parameter, parameter_dict.get(name))
     for storage in _storages(cell):
         _check_names(storage, parameters, parameter_dict)
     changed = {name: value for storage in _storages(cell) for name, value in _resumed(storage, parameter_dict)}
@@ -104,6 +107,11 @@ def _resumed(storage: Storage, parameter_dict: Saved) -> Iterator[tuple[str, flo
     for field, value in zip(FIELD_DTYPES, resumed(saved, terms, own), strict=True):
         yield getattr(storage, field).name, value
     yield storage.terms.name, encode_terms(terms_of(own, saved.optimizer_step))
+    place = saved_place(parameter_dict, storage.prefix)
+    if saved.micro_step or place.held != OWN:
+        require_place(place, storage.place, storage.prefix)
+    if storage.several:
+        yield storage.shared.name, [place.held, *storage.place]
 
 
 def _checkpoint_error(expected: str, found: str, fix: str) -> CheckpointError:

@@ -32,6 +32,7 @@ from gradaccum_mindspore.state import STEPS, Storage
 from gradaccum_mindspore.sums import compiled_add, compiled_clear, compiled_finite, compiled_fits, divide, each
 from gradaccum_mindspore.types import DType, Gradients, NamedGradients, Number, Shape, Weight
 from gradaccum_mindspore.update import Update
+from gradaccum_mindspore.workers.group import WorkerGroup
 
 
 def chosen(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -61,8 +62,9 @@ def dtype_of(gradient: Tensor | None) -> DType | None:
 class CompiledWindow(CompiledState):
     """One window as Tensors, for the compiler to follow; `PyNativeWindow` has the same methods."""
 
-    def __init__(self, storage: Storage, options: Options) -> None:
+    def __init__(self, storage: Storage, options: Options, workers: WorkerGroup | None = None) -> None:
         super().__init__(storage, options)
+        self.workers = workers
         self.names_of = compiled_names_of(storage.specs, storage.names)
 
     def add(self, gradients: Gradients, weight: Weight) -> tuple[Fields, Tensor | None]:
@@ -94,6 +96,12 @@ class CompiledWindow(CompiledState):
 
     def close(self, update: Update) -> bool:
         """End the window: make the `update` with its gradients, or not at all."""
+        if self.workers is not None:
+            self.workers.compiled_join()
+        return self.close_joined(update)
+
+    def close_joined(self, update: Update) -> bool:
+        """The same once its workers are added up."""
         self.note_decision()
         self.apply(update)
         return self.finish()
@@ -102,7 +110,7 @@ class CompiledWindow(CompiledState):
         """Measure the window, decide about it, and note the decision."""
         notes = self.notes
         notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
-        if self.calls_steps:
+        if self.calls_steps and self.workers is None:
             notes.write_terms(self.storage.terms)
         norm, finite = compiled_measure(self.storage.sums, self.float_dtype)
         notes.write_measure(norm, finite)
@@ -121,7 +129,7 @@ class CompiledWindow(CompiledState):
 
     def fits(self, state: Fields, finite: Tensor) -> Tensor:
         """`finite`, and the divided sums are finite in the inner optimizer's dtypes, and the window has a size of at least 1."""
-        if self.calls_steps:
+        if self.calls_steps and self.workers is None:
             finite = finite & (self.notes.terms.value()[STEPS] >= 1)
         if self.storage.narrowed:
             divides = divisor(state, self.options, where)
@@ -141,6 +149,8 @@ class CompiledWindow(CompiledState):
         after = state_closed(self.read(), apply, overflow, self.options, where)
         _, _, _, zero, _, _, _ = after
         compiled_clear(self.storage.sums, zero)
+        if self.workers is not None:
+            self.workers.window_ended()
         self.write_open(after, self.event(apply, apply == False, overflow, notes.grad_norm.value()))  # noqa: E712
         return self.write_counters(after)
 
@@ -161,6 +171,8 @@ class CompiledWindow(CompiledState):
         never = micro_step < 0
         event = self.event(never, never, never, self.grad_norm())
         compiled_clear(self.storage.sums, zero)
+        if self.workers is not None:
+            self.workers.window_ended()
         return self.write_open(state, event)
 
     def gradients(self, divides: Tensor) -> tuple[Tensor, ...]:

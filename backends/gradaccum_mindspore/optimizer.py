@@ -27,6 +27,10 @@ from gradaccum_mindspore.scaled import require_read
 from gradaccum_mindspore.state import StateReader, Storage
 from gradaccum_mindspore.types import Gradients, NamedGradients, Optimizer, Weight
 from gradaccum_mindspore.update import Update
+from gradaccum_mindspore.workers.checks import refuse_compiled_flush
+from gradaccum_mindspore.workers.found import part, place, share
+from gradaccum_mindspore.workers.group import WorkerGroup
+from gradaccum_mindspore.workers.shared_window import SharedWindow
 
 FIXED = ("options", "inner", "storage", "compiled_window", "pynative_window", "update", "flush", "discard", "loss_scale")
 """Attributes that cannot be set, beside the options."""
@@ -44,9 +48,12 @@ class Flush(nn.Cell):  # type: ignore[misc]
     def __call__(self) -> bool | Tensor:
         """Close the window from Python; returns whether there was one."""
         refuse_trace()
-        return super().__call__() if is_graph_mode() else self.pynative_window.flush(self.update)
+        compiled = is_graph_mode() and self.compiled_window.workers is None
+        return super().__call__() if compiled else self.pynative_window.flush(self.update)
 
     def construct(self) -> Tensor:
+        if self.compiled_window.workers is not None:
+            refuse_compiled_flush()
         return self.compiled_window.flush(self.update)
 
 
@@ -79,22 +86,30 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
         options: the checked options. With ``master_weights`` `inner` works on float32 masters from now on, so differentiate by this
             object's ``parameters``, not by `inner`'s, and load weights into the model before wrapping.
         name: part of the names of the Parameters that hold the state; give two wrapped optimizers of one program different ones.
+        data_parallel: a window is that of all workers. Then this call, the end of each window and ``flush`` are collective.
     """
 
-    def __init__(self, inner: Optimizer, options: Options, name: str = "gradaccum") -> None:
+    def __init__(self, inner: Optimizer, options: Options, name: str = "gradaccum", *, data_parallel: bool = False) -> None:
         nn.Cell.__init__(self, auto_prefix=False)
         if options.master_weights:
             # The inner optimizer's parameters will be the masters; users go on differentiating by the model's.
             self.parameters = ParameterTuple(inner.parameters)
         options = with_inner_scale(options, inner)
+        if data_parallel:
+            share(inner.parameters, options, name)
+        else:
+            part(inner.parameters)
         self.inner = inner
         self.options = options
-        self.storage = Storage(inner.parameters, options, name, inner_scale(inner))
+        self.storage = Storage(inner.parameters, options, name, inner_scale(inner), place() if data_parallel else None)
         if options.master_weights:
             turn_to_masters(inner, self.storage.masters)
-        self.compiled_window = CompiledWindow(self.storage, options)
-        self.pynative_window = PyNativeWindow(self.storage, options)
         self.update = Update(inner, self.storage.masters)
+        workers = WorkerGroup(self.storage) if data_parallel else None
+        self.compiled_window = CompiledWindow(self.storage, options, workers)
+        self.pynative_window = (
+            PyNativeWindow(self.storage, options) if workers is None else SharedWindow(self.storage, options, self.compiled_window, workers)
+        )
         self.flush = Flush(self.compiled_window, self.pynative_window, self.update)
         self.discard = Discard(self.compiled_window, self.pynative_window)
         object.__setattr__(self, "_complete", True)

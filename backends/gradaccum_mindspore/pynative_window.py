@@ -106,7 +106,7 @@ class PyNativeWindow:
 
     def finish(self, state: State, decision: Decision) -> None:
         """Clear the sums and write the state after the window; a second call does the same."""
-        pynative_sums.clear(self.storage.sums)
+        self.clear()
         self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)
         self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
 
@@ -129,10 +129,14 @@ class PyNativeWindow:
 
     def forget(self) -> None:
         """Clear the sums and the state of the open window."""
-        pynative_sums.clear(self.storage.sums)
+        self.clear()
         state = self.storage.pull()
         self.storage.push(discard(state), state)
         self.storage.push_event(False, False, False)
+
+    def clear(self) -> None:
+        """Forget the sum."""
+        pynative_sums.clear(self.storage.sums)
 
     def gradients(self, divides: float) -> tuple[Tensor, ...]:
         """The sums divided by `divides`, as the inner optimizer gets them."""

@@ -35,16 +35,20 @@ from gradaccum_mindspore.masters import Masters
 from gradaccum_mindspore.scaled import NEVER, key_of, note_read
 from gradaccum_mindspore.sizes import with_known_size
 from gradaccum_mindspore.sums import HALF, narrows, sum_dtype
-from gradaccum_mindspore.types import DType
+from gradaccum_mindspore.types import DType, Saved
 
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
 PACKAGE = "gradaccum"
+SHARED = "workers"
+"""The end of the name of `Storage.shared`."""
 NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in DTYPES.items()}
 
 GRAD_NORM = 3
 """Position of the norm in `Storage.last_event`."""
 STEPS = Terms._fields.index("steps")
 """Position of the open window's size in `Storage.terms`."""
+OWN, OF_ALL, TORN = range(3)
+"""The open window's sum is this worker's; or that of all workers, until their update is made; or neither: the reduction failed."""
 
 
 class Storage(nn.Cell):  # type: ignore[misc]
@@ -55,9 +59,17 @@ class Storage(nn.Cell):  # type: ignore[misc]
         options: the checked options.
         name: tells two accumulations in one program apart; part of every Parameter's name.
         inner_scale: the part of the loss scale that the inner optimizer itself divides by.
+        place: the rank of this worker and the number of all, if they share their windows.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], options: Options, name: str, inner_scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        options: Options,
+        name: str,
+        inner_scale: float = 1.0,
+        place: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__(auto_prefix=False)
         dtypes = [sum_dtype(parameter.dtype, options.accumulate_dtype) for parameter in parameters]
         self.float_dtype = ms.float64 if ms.float64 in dtypes else ms.float32
@@ -75,8 +87,9 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.inner_scale = inner_scale
         self.scaled = key_of(options) if inner_scale == 1 else NEVER
         """A constant: compiled code asks by it whether anyone ever read the loss scale. MindSpore's own pair need not read it."""
-        self.suffix = f".{name}.grad_sum"
-        self.masters = Masters(parameters if options.master_weights else (), f".{name}.master")
+        prefix = state_prefix(name)
+        self.suffix, master_suffix = suffixes(prefix)
+        self.masters = Masters(parameters if options.master_weights else (), master_suffix)
         self.sums = ParameterTuple(
             [
                 hidden_parameter(ops.zeros(parameter.shape, dtype), parameter.name + self.suffix)
@@ -84,7 +97,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
             ]
         )
         codes = encode_terms(self.terms_after(0))
-        prefix = state_prefix(name)
         require_free_names(prefix, parameters)
         for field, entry in self.first_state(options, prefix).items():
             setattr(self, field, entry)
@@ -93,6 +105,11 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.last_event = hidden_parameter(Tensor([0.0, 0.0, 0.0, 0.0], self.float_dtype), f"{prefix}.last_event")
         """(applied, skipped, overflow, grad_norm) of a `StepResult`. A flag counts only while flag == micro_step + 1: it expires at the
         next micro-batch without a write."""
+        self.several, self.place = place is not None, place or (0, 1)
+        self.prefix = prefix
+        if place is not None:
+            self.shared = hidden_parameter(Tensor([OWN, *place], ms.int32), f"{prefix}.{SHARED}")
+            """Whose sum it is (`OWN`, `OF_ALL`, `TORN`), this worker's rank, and the number of workers, for a checkpoint too."""
 
     def names(self) -> tuple[str, ...]:
         """The parameters' names now: a Cell that holds the model may have renamed them since."""
@@ -123,6 +140,16 @@ class Storage(nn.Cell):  # type: ignore[misc]
         *others, before = self.terms.tolist()
         if size != before:
             self._assign(self.terms, [*others, size])
+
+    def held(self) -> int:
+        """Whose the open window's sum is: `OWN`, `OF_ALL` or `TORN`."""
+        held: int = self.shared.tolist()[0]
+        return held
+
+    def hold(self, held: int) -> None:
+        """Note whose it is from now on."""
+        if self.held() != held:
+            self._assign(self.shared, [held, *self.place])
 
     def pull(self) -> State:
         """The state in Python numbers."""
@@ -183,6 +210,18 @@ class StateReader:
 def state_prefix(name: str) -> str:
     """The start of the state's names; no layer's name starts so."""
     return name if name == PACKAGE else f"{name}.{PACKAGE}"
+
+
+def prefixes_in(saved: Saved) -> tuple[str, ...]:
+    """The `state_prefix` of each wrapped optimizer in a checkpoint."""
+    found = (name.removesuffix(".micro_step") for name in saved if name.endswith(".micro_step"))
+    return tuple(prefix for prefix in found if all(f"{prefix}.{field}" in saved for field in (*FIELD_DTYPES, "terms", "last_event")))
+
+
+def suffixes(prefix: str) -> tuple[str, str]:
+    """The ends of the names of the sums and of the masters that belong to a `state_prefix`."""
+    name = prefix if prefix == PACKAGE else prefix.removesuffix(f".{PACKAGE}")
+    return f".{name}.grad_sum", f".{name}.master"
 
 
 def require_free_names(prefix: str, parameters: Sequence[Parameter]) -> None:

@@ -44,8 +44,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
     In PyNative, in `mindspore.jit`, in graph mode, and as the network of `mindspore.train.Model`:
     ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. A checkpoint of this cell holds everything, also the statistics
-    of a normalization, which no optimizer holds. Over several workers MindSpore's reducer takes the mean of their gradients in each
-    micro-batch, so all workers must then have the same number of items.
+    of a normalization, which no optimizer holds. With ``data_parallel=True`` nothing is reduced before a window's end. Without it, in
+    MindSpore's data parallel mode, it takes the mean of the workers' gradients in each micro-batch, and all must have equally many items.
 
     Args:
         network: a Cell that returns the loss, not scaled.
@@ -69,6 +69,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             expected = "a function of the network's inputs, or None"
             raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix="Leave it out.")
         super().__init__(network, optimizer)
+        if optimizer.compiled_window.workers is not None:
+            self.grad_reducer = nn.Identity()
         # Not `weight`: a Cell that holds parameters in a tuple has an attribute of each one's name.
         self.weight_of_micro_batch = weight
         self.backward = ms.value_and_grad(self.forward, None, self.weights, has_aux=True)

@@ -26,7 +26,7 @@ NAMES = {
     """,
     "gradaccum_mindspore": """
         AccumulatingExperimentalOptimizer AccumulatingOptimizer Accumulator FlushAtEpochEnd TrainOneStepCell backend load_checkpoint_into
-        sharded_cross_entropy verify_loss_scaling
+        redistributed sharded_cross_entropy verify_loss_scaling
     """,
 }
 

@@ -25,6 +25,9 @@ ROOMS = {
     "linearity/check": ("whether a loss is linear in its scale", ALL),
     "linearity/custom_rules": ("which custom derivative is to blame", {JAX, MINDSPORE}),
     "workers/checks": ("what is refused of a call that workers make together", ALL),
+    "workers/found": ("whether a window is that of several workers", {TORCH, MINDSPORE}),
+    "workers/group": ("the end of a window over all workers", {TORCH, MINDSPORE}),
+    "workers/reduction": ("many sums added up over workers at once", {TORCH, MINDSPORE}),
     "workers/cross_entropy": ("softmax cross-entropy of logits sharded by class", ALL),
     "workers/reduction": ("one sum over all workers for many tensors", {TORCH, JAX}),
 }

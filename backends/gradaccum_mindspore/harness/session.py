@@ -23,6 +23,7 @@ from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, 
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 from gradaccum_mindspore.checkpoint import load_checkpoint_into
 from gradaccum_mindspore.harness.trainer import MASTER, Trainer, plain
+from gradaccum_mindspore.harness.workers import join
 
 FILE = "session.ckpt"
 REPORTS = TemporaryDirectory()
@@ -141,7 +142,7 @@ class MindSporeHarness(Harness):
     """Drives the adapter in its three modes."""
 
     name = "mindspore"
-    modes = ("pynative", "jit", "graph")
+    modes = worker_modes = ("pynative", "jit", "graph")
 
     def __init__(self) -> None:
         self.pool: dict[Any, list[Trainer]] = {}
@@ -168,6 +169,21 @@ class MindSporeHarness(Harness):
         if mode != "pynative":
             weakref.finalize(session, free.append, trainer)
         return session
+
+    def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
+        join(rank, workers, port)
+
+    def start_shared(
+        self,
+        model: Model,
+        weights: Arrays,
+        optimizer: Optimizer,
+        *,
+        dtype: Dtype = "float32",
+        mode: str | None = None,
+        options: Mapping[str, Any],
+    ) -> MindSporeSession:
+        return self.start(model, weights, optimizer, dtype=dtype, mode=mode, options={**options, "data_parallel": True})
 
     def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
         session = self.start(model, weights, Optimizer("capture"), dtype=dtype)

@@ -63,6 +63,15 @@ def require_group(group: Any) -> tuple[int, int]:
         raise explain(UsageError, "group", expected="a communication group of this worker", got=group, fix=fix) from error
 
 
+@constexpr  # type: ignore[untyped-decorator]
+def refuse_compiled_flush() -> None:
+    """Raise `UsageError`: compiled code cannot wait until all workers flush."""
+    expected = "a call from Python where workers share their windows, as it ends windows until all workers have called it"
+    raise explain(
+        UsageError, "flush()", expected=expected, found="one in compiled code", fix="Call optimizer.flush() after the compiled step."
+    )
+
+
 @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
 def placement(
     group: Any, shard_sizes: Any, options: tuple[Any, Any, Any], logits: tuple[Any, Any], labels: tuple[Any, Any]

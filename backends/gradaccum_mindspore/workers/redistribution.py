@@ -1,0 +1,132 @@
+"""The checkpoints of an open window for another number of workers than saved them.
+
+A window's sum lies in parts, one on each worker. The first of the new workers gets all of it, and the others begin with nothing: the end of
+the window adds up the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor
+
+from gradaccum import ArgumentTypeError, CheckpointError
+from gradaccum.kit import FIELD_DTYPES, State, explain
+from gradaccum.kit import redistributed as redistributed_fields
+from gradaccum_mindspore.pynative_sums import ARRAYS
+from gradaccum_mindspore.state import GRAD_NORM, OF_ALL, OWN, SHARED, hidden_parameter, prefixes_in, suffixes
+from gradaccum_mindspore.sums import working_dtype
+from gradaccum_mindspore.types import Array, Saved
+from gradaccum_mindspore.workers.saved_place import saved_place
+
+Entry: TypeAlias = Parameter | Tensor
+
+
+def redistributed(states: Sequence[Saved], workers: int) -> list[dict[str, Entry]]:
+    """What `workers` workers load to go on with the open windows of others, whose number may differ.
+
+    Args:
+        states: the dict that `mindspore.load_checkpoint` returned of each worker's file, by rank: of a wrapped optimizer with
+            ``data_parallel=True`` or of a cell that holds it; one such dict, of an optimizer without it, is right too.
+        workers: the number of workers that load, >= 1.
+
+    Returns:
+        A dict for each of them, by rank, for `load_checkpoint_into`. The first holds the sum and the weight of all. What is no part of a
+        window comes from the first of `states`.
+
+    Raises:
+        ArgumentTypeError: `states` are not dicts.
+        ArgumentValueError: there is no state, or no worker.
+        CheckpointError: they hold no wrapped optimizer; one of them is missing, or they are not of one moment; a parameter's value differs
+            between them; a reduction failed before one of them was saved.
+    """
+    if isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states):
+        found = f"an object of type {type(states).__name__}"
+        fix = "Write redistributed([mindspore.load_checkpoint(file) for file in files], workers)."
+        raise explain(ArgumentTypeError, "states", expected="a list of dicts by name, one for each worker", found=found, fix=fix)
+    prefixes = prefixes_in(states[0]) if states else ()
+    if states and not prefixes:
+        found, fix = "none", "Save the whole optimizer: mindspore.save_checkpoint(optimizer, file)."
+        raise explain(CheckpointError, "states", expected="the states of a wrapped optimizer", found=found, fix=fix)
+    changed: list[dict[str, Tensor]] = [{} for _ in range(max(workers, 0))]
+    for prefix in prefixes or ("gradaccum",):
+        for rank, entries in enumerate(_window(states, prefix, workers)):
+            changed[rank].update(entries)
+    first = dict(states[0])
+    return [{**first, **{name: hidden_parameter(value, name) for name, value in entries.items()}} for entries in changed]
+
+
+def _window(states: Sequence[Saved], prefix: str, workers: int) -> Iterator[dict[str, Tensor]]:
+    """The entries of one window, for each new worker."""
+    _require_all_workers(states, prefix)
+    fields = [_fields(state, prefix) for state in states]
+    if states and saved_place(states[0], prefix).held == OF_ALL:
+        # Each holds the whole window: the first one's counts.
+        fields[1:] = [each._replace(weight=0.0, overflow=False) for each in fields[1:]]
+        states = [states[0]]
+    new = redistributed_fields(fields, workers)
+    most = states[max(range(len(states)), key=lambda index: fields[index].micro_step)]
+    totals = dict(_totals(states, prefix))
+    for rank, state in enumerate(new):
+        entries = {f"{prefix}.{field}": _like(states[0], f"{prefix}.{field}", value) for field, value in state._asdict().items()}
+        entries[f"{prefix}.terms"] = _like(most, f"{prefix}.terms", most[f"{prefix}.terms"].asnumpy())
+        entries[f"{prefix}.last_event"] = _event(states[0], prefix, is_open=state.micro_step > 0)
+        entries[f"{prefix}.{SHARED}"] = Tensor([OWN, rank, workers], ms.int32)
+        entries.update((name, total if rank == 0 else Tensor(np.zeros(total.shape), total.dtype)) for name, total in totals.items())
+        yield entries
+
+
+def _require_all_workers(states: Sequence[Saved], prefix: str) -> None:
+    places = [saved_place(state, prefix) for state in states]
+    if places and [place[1:] for place in places] != [(rank, len(states)) for rank in range(len(states))]:
+        found = ", ".join(f"rank {place.rank} of {place.workers}" for place in places)
+        fix = "Pass what every worker saved, in the order of their ranks."
+        raise explain(CheckpointError, "states", expected="the states of all workers, by rank", found=found, fix=fix)
+    if len({place.held for place in places}) > 1:
+        fix = "Load what the workers saved between the same two updates."
+        raise explain(CheckpointError, "states", expected="states of one moment", found="some from a window's end", fix=fix)
+
+
+def _fields(state: Saved, prefix: str) -> State:
+    return State(*(state[f"{prefix}.{field}"].asnumpy().item() for field in FIELD_DTYPES))
+
+
+def _totals(states: Sequence[Saved], prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """The sums of the sums, by name; the parameters that they belong to must be the same on every worker."""
+    sum_suffix, master_suffix = suffixes(prefix)
+    for name in [name for name in states[0] if name.endswith(sum_suffix)]:
+        own = name.removesuffix(sum_suffix)
+        for twin in (own, own + master_suffix):
+            if twin in states[0]:
+                _require_one_value(twin, [_array(state[twin]) for state in states])
+        total = _array(states[0][name])
+        for other in states[1:]:
+            total = total + _array(other[name])
+        yield name, Tensor(total, states[0][name].dtype)
+
+
+def _require_one_value(name: str, arrays: Sequence[Array]) -> None:
+    if not all(np.array_equal(arrays[0], other, equal_nan=True) for other in arrays):
+        fix = "Load what the workers saved between the same two updates."
+        raise explain(CheckpointError, repr(name), expected="one value on every worker", found="different ones", fix=fix)
+
+
+def _array(entry: Entry) -> Array:
+    work = working_dtype(entry.dtype)
+    array: Array = (entry if entry.dtype in ARRAYS else entry.astype(work)).asnumpy().astype(ARRAYS.get(work), copy=False)
+    return array
+
+
+def _like(state: Saved, name: str, value: object) -> Tensor:
+    return Tensor(value, state[name].dtype)
+
+
+def _event(state: Saved, prefix: str, *, is_open: bool) -> Tensor:
+    """No flag of one worker's window may count in another's."""
+    event = state[f"{prefix}.last_event"].asnumpy().copy()
+    if is_open:
+        event[:GRAD_NORM] = 0
+    return Tensor(event)
