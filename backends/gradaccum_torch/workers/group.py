@@ -48,7 +48,7 @@ class WorkerGroup(Workers):
             all_reduce([total for total in whole if total is not None], self._group)
         except RuntimeError as error:
             self._hold("torn")
-            raise _alone_error(fields, dist.get_rank(self._group)) from error
+            raise alone_error(fields, dist.get_rank(self._group)) from error
         self._all_flush = flushes == dist.get_world_size(self._group)
         self._hold("of all" if micro_batches else "own")
         # The next forward pass sends the buffers, as after a reduction of the module's own.
@@ -110,7 +110,8 @@ def _require_dense(sums: Sums) -> None:
         raise explain(UsageError, ".grad", expected="dense gradients beside module=", found="a sparse one", fix=fix)
 
 
-def _alone_error(fields: State, rank: int) -> UsageError:
+def alone_error(fields: State, rank: int) -> UsageError:
+    """The error for a window's end to which another worker did not come."""
     here = f"{fields.micro_step} micro-batches of update {fields.optimizer_step + 1}"
     return explain(
         UsageError,

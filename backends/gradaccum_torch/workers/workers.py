@@ -9,6 +9,7 @@ from typing import final
 from torch import Tensor
 
 from gradaccum.kit import Fields, State
+from gradaccum_torch.workers.deferred import Deferred
 
 Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""
@@ -23,6 +24,8 @@ class Workers(ABC):
     """The open window's sum is not this worker's own; see `require_own_sum`."""
     joined: bool
     """After `join`: the window holds a micro-batch."""
+    deferred: Deferred | None = None
+    """What keeps the sum until the window ends; None: it is in ``.grad`` or a buffer."""
 
     @abstractmethod
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
