@@ -85,7 +85,7 @@ def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> 
     Raises:
         CheckpointError: it is of other parameters, or something is missing.
     """
-    _require_entries(entry)
+    require_entries(entry)
     _require_parameters(entry["parameters"], describe(own.groups()))
     fields = State(*(entry[name] for name in State._fields))
     for index, total in entry["sums"].items():
@@ -100,7 +100,12 @@ def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:
     return None if total is None else total.detach().to(parameter.device, copy=True)
 
 
-def _require_entries(entry: object) -> None:
+def require_entries(entry: object) -> None:
+    """`entry` holds all that `encode` writes.
+
+    Raises:
+        CheckpointError: something is missing.
+    """
     expected = [*State._fields, "grad_norm", "terms", "parameters", "sums"]
     missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
     if missing:

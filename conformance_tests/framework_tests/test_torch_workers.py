@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,23 +14,17 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
 from conformance_tests.framework_tests.torch_workers import CHECKS, WORLD  # noqa: E402
+from conformance_tests.framework_tests.torch_workers.processes import run_workers  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("torch_workers")
+PACKAGE = "conformance_tests.framework_tests.torch_workers"
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each process says of each check; one run for all tests."""
     folder = tmp_path_factory.mktemp("workers")
-    command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_workers"]
-    running = [subprocess.Popen([*command, str(rank), str(folder)], cwd=Path(__file__).parents[2]) for rank in range(WORLD)]
-    try:
-        for process in running:
-            process.wait(timeout=240)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    run_workers(PACKAGE, folder=folder)
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORLD)]
 
 
@@ -38,3 +32,25 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
     for rank, report in enumerate(reports):
         assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
+
+
+def test_job_of_a_killed_worker_goes_on(tmp_path: Path) -> None:
+    """The other worker gets an error, and the job that starts anew from its last checkpoint is bitwise the undisturbed one."""
+    assert run_workers(f"{PACKAGE}.killed", "first", folder=tmp_path) == [0, -signal.SIGKILL]
+    assert (tmp_path / "survivor.txt").exists()
+    assert run_workers(f"{PACKAGE}.killed", "again", folder=tmp_path) == [0, 0]
+    for rank in range(WORLD):
+        undisturbed, again = (torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True) for name in ("undisturbed", "again"))
+        assert undisturbed["result"]["optimizer_step"] == 3
+        _require_same_bits(undisturbed, again)
+
+
+def _require_same_bits(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _require_same_bits(one[key], other[key])
+    else:
+        assert one == other

@@ -1,0 +1,63 @@
+"""A saved window goes on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gradaccum
+from conformance_tests.framework_tests.torch_workers.checks import check
+from conformance_tests.framework_tests.torch_workers.common import (
+    WORLD,
+    all_windows,
+    alone,
+    build,
+    learn,
+    micro_batches,
+    numbers,
+    require_equal,
+    sgd,
+    together,
+)
+from gradaccum_torch import redistributed
+
+
+@check
+def resumed_window_is_bitwise_the_same(rank: int) -> None:
+    model, _, _ = together(rank)
+    halfway = build()
+    parallel = DistributedDataParallel(halfway, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(halfway), steps=4, module=parallel)
+    batches = micro_batches(rank)
+    for batch in batches[:2]:
+        learn(parallel, opt, batch)
+    saved = copy.deepcopy(opt.state_dict())
+    again = build()
+    again.load_state_dict(halfway.state_dict())
+    parallel = DistributedDataParallel(again, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(again), steps=4, module=parallel)
+    opt.load_state_dict(saved)
+    for batch in batches[2:]:
+        learn(parallel, opt, batch)
+    opt.flush()
+    assert numbers(again) == numbers(model)
+
+
+@check
+def window_of_two_goes_on_with_one(rank: int) -> None:
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=None, module=parallel, clip_norm=0.05)
+    for batch in micro_batches(rank)[:2]:
+        learn(parallel, opt, batch)
+    saved: list[Any] = [None] * WORLD
+    dist.all_gather_object(saved, opt.state_dict())
+    opt = gradaccum.wrap(sgd(model), steps=None, clip_norm=0.05)
+    opt.load_state_dict(redistributed(saved, 1)[0])
+    for batch in (*micro_batches(0)[2:4], *micro_batches(1)[2:]):
+        learn(model, opt, batch)
+    opt.flush()
+    require_equal(model, alone(all_windows()[:1], clip_norm=0.05)[0])
