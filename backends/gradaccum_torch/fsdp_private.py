@@ -104,6 +104,10 @@ class Unit:
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
 
+    def fill(self, parameter: Private) -> None:
+        """Zeros for a gradient of one of its parameters, because another worker has one."""
+        parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
+
     def after_forward(self, hook: Callable[..., None]) -> list[RemovableHandle]:
         """Have `hook` called after the forward pass of each of its modules: from the first one on `whole_parameters` has them all."""
         return [module.register_forward_hook(hook) for module in self.group.modules]

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.fsdp_private import Private, Sync, Unit, reduce
+from gradaccum_torch.misuse import changed_gradients_error
 from gradaccum_torch.torch_private import local, untraced, version
 from gradaccum_torch.watched import Arrivals
 
@@ -74,21 +75,23 @@ class Deferred:
         """The micro-batch is a part of the sum.
 
         Raises:
-            UsageError: FSDP2 no longer has an earlier part; or its reduction failed.
+            UsageError: FSDP2 no longer has an earlier part, or something changed the part in ``.grad``; or its reduction failed.
         """
         self.require_whole()
-        for unit, tensors, versions in self._kept:
-            held = set(map(id, unit.held()))
-            if versions == _versions(unit) and not held.issuperset(map(id, tensors)):
-                raise _lost_error()
+        self._require_kept()
+        self.note()
+
+    def note(self) -> None:
+        """Take the sum as it is now for what autograd and FSDP2 left there."""
         self._kept = [(unit, unit.held(), _versions(unit)) for unit in self._units]
 
     def reduce(self) -> None:
         """Add what FSDP2 keeps to ``.grad``, reduced; collective.
 
         Raises:
-            UsageError: a worker did not come before the process group's timeout.
+            UsageError: a worker did not come before the process group's timeout; or as `count`.
         """
+        self._require_kept()
         try:
             self._reduce_present()
         except RuntimeError as error:
@@ -107,14 +110,21 @@ class Deferred:
             raise explain(UsageError, "the window", expected="a whole sum", found="one whose reduction over the workers failed", fix=fix)
 
     def _reduce_present(self) -> None:
-        trainable = [each for unit in self._units for each in unit.trainable()]
-        present = self._anywhere([has for unit in self._units for has in self._here(unit)])
-        if any(present):
-            empty = [each.sharded_param for each, some in zip(trainable, present, strict=True) if not some]
-            empty = [parameter for parameter in empty if parameter.grad is None]
-            self._reduce_all()
-            for parameter in empty:  # FSDP2 has filled it with zeros, which momentum and weight decay would take for a gradient.
-                parameter.grad = None
+        trainable = [(unit, each) for unit in self._units for each in unit.trainable()]
+        here = [has for unit in self._units for has in self._here(unit)]
+        anywhere = self._anywhere(here)
+        if not any(anywhere):
+            return
+        if self._waits_for_all:
+            for (unit, each), own, some in zip(trainable, here, anywhere, strict=True):
+                if some and not own:
+                    unit.fill(each)
+            return self._reduce_all(unused=False)
+        empty = [each.sharded_param for (_, each), some in zip(trainable, anywhere, strict=True) if not some]
+        empty = [parameter for parameter in empty if parameter.grad is None]
+        self._reduce_all(unused=True)
+        for parameter in empty:  # FSDP2 has filled it with zeros, which momentum and weight decay would take for a gradient.
+            parameter.grad = None
 
     def drop(self) -> None:
         """Forget what FSDP2 keeps."""
@@ -125,11 +135,21 @@ class Deferred:
 
     def _forget(self) -> None:
         self._notes.arrived.clear()
-        self._kept = []
+        self.note()
 
-    def _reduce_all(self) -> None:
+    def _require_kept(self) -> None:
+        """All parts are where they were, or reduced: by FSDP2, where the user told it to."""
+        for unit, tensors, versions in self._kept:
+            held = unit.held()
+            written = versions != _versions(unit)
+            if written and (held or not any(self._here(unit))):
+                raise changed_gradients_error()
+            if not written and not set(map(id, held)).issuperset(map(id, tensors)):
+                raise _lost_error()
+
+    def _reduce_all(self, unused: bool) -> None:
         for unit in self._units:
-            unit.sync = Sync(True, True, True)
+            unit.sync = Sync(True, True, unused)
         try:
             reduce(self._units)
         finally:
@@ -138,7 +158,7 @@ class Deferred:
     def _wait(self) -> None:
         for unit in self._units:
             if self._waits_for_all:
-                unit.sync = Sync(False, False, unit.sync.unused)
+                unit.sync = Sync(False, False, _FOUND[unit.group][0].unused)
             else:  # FSDP2 adds reduced gradients up side by side, and so needs the same ones in each micro-batch.
                 unit.sync = Sync(True, False, True)
 

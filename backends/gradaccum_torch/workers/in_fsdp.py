@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,10 +33,18 @@ class DeferredStrategy(GradStrategy):
         self.sentinels.reset()
         return super().sums()
 
+    def load(self, sums: Sequence[Tensor | None]) -> None:
+        super().load(sums)
+        self._deferred.note()
+
+    def take_back(self, divisor: float, spoiled: bool) -> None:
+        super().take_back(divisor, spoiled)
+        self._deferred.note()
+
     def forget_micro_batch(self) -> None:
-        self._deferred.drop()
         super().forget_micro_batch()
+        self._deferred.drop()
 
     def clear(self) -> None:
-        self._deferred.drop()
         super().clear()
+        self._deferred.drop()
