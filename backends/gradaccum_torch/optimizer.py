@@ -80,8 +80,11 @@ class AccumulatingOptimizer(DelegatingOptimizer):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `loss` is no tensor, `weight` no such number.
-            UsageError: another loss of the same micro-batch had another weight.
+            UsageError: another loss of the same micro-batch had another weight; or several workers share the window, and ``create_graph``
+                is asked for.
         """
+        if kwargs.get("create_graph"):
+            self._workers.require_no_graph()
         self._window.backward(require_loss(loss), 1.0 if weight is None else require_weight(weight), kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:

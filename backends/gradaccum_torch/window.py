@@ -62,7 +62,7 @@ class Window:
         self._parameters, self._options, self._update = parameters, options, update
         self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
         self._micro_batch = NOTHING_SAID
-        self._plan = Plan(parameters, options)
+        self._plan = Plan(parameters, options, workers.deferred)
         self.strategy = self._plan.strategy()
         self._size: int | None = None
         self._grad_norm = 0.0
@@ -184,7 +184,7 @@ class Window:
     def groups_changed(self) -> None:
         """Parameters were added, replaced, frozen or cast; if the sum must now live elsewhere, it moves there."""
         self._parameters.groups_changed()
-        self._plan, old = Plan(self._parameters, self._options), self.strategy
+        self._plan, old = Plan(self._parameters, self._options, self._workers.deferred), self.strategy
         self.strategy = self._plan.carried_over(old)
         if self.strategy is not old:
             self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))

@@ -56,7 +56,7 @@ class WorkerGroup(Workers):
             numbers, whole = self._added_up(fields, sums, zeros)
         except RuntimeError as error:
             self._hold("torn")
-            raise _alone_error(fields, self._rank) from error
+            raise alone_error(fields, self._rank) from error
         self._all_flush = numbers.flushes == self._workers
         self._hold("of all" if numbers.micro_batches else "own")
         # The next forward pass sends the buffers, as after a reduction of the module's own.
@@ -137,7 +137,8 @@ def _require_dense(sums: Sums) -> None:
         raise explain(UsageError, ".grad", expected="dense gradients beside module=", found="a sparse one", fix=fix)
 
 
-def _alone_error(fields: State, rank: int) -> UsageError:
+def alone_error(fields: State, rank: int) -> UsageError:
+    """The error for a window's end to which another worker did not come."""
     here = f"{fields.micro_step} micro-batches of update {fields.optimizer_step + 1}"
     return explain(
         UsageError,

@@ -8,7 +8,9 @@ from typing import final
 
 from torch import Tensor
 
-from gradaccum.kit import Fields, State
+from gradaccum import UsageError
+from gradaccum.kit import Fields, State, explain
+from gradaccum_torch.workers.deferred import Deferred
 
 Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""
@@ -23,6 +25,8 @@ class Workers(ABC):
     """The open window's sum is not this worker's own; see `require_own_sum`."""
     joined: bool
     """After `join`: the window holds a micro-batch."""
+    deferred: Deferred | None = None
+    """What keeps the sum until the window ends; None: it is in ``.grad`` or a buffer."""
 
     @abstractmethod
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
@@ -60,6 +64,12 @@ class Workers(ABC):
     def require_no_closure(self) -> None:
         """Raise `UsageError` where a step with a closure cannot be that of all workers."""
 
+    def require_no_graph(self) -> None:
+        """Raise `UsageError` where gradients that are to be differentiated again would lose their graph."""
+        fix = "Leave create_graph= out; second derivatives over several workers are not supported."
+        found = "gradients with a graph, which a reduction does not have"
+        raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
+
     @abstractmethod
     def require_no_copy(self) -> None:
         """Raise `UsageError` where a copy of the optimizer would have no part in the others' reductions."""
@@ -91,3 +101,5 @@ class Alone(OwnSum):
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
         return fields, sums
+
+    def require_no_graph(self) -> None: ...
