@@ -5,6 +5,9 @@ each worker which sums exist anywhere, and a worker without one of these adds ze
 to be those of the last window, which all workers know. After a wrong guess, numbers and small sums are sent once more. So what is added up,
 and in which layout, depends on this window alone, and a resumed run has the same bits.
 
+A parameter that is sharded over the same workers, such as the head of a large classifier, has the gradient of all items on each of them.
+Its sum is left as it is, and its norm is that of all shards.
+
 `DistributedDataParallel` reduces while the last backward pass still runs. Here no backward pass is known to be the last: the user may call
 ``backward`` again, or clear its gradients, and a worker may flush instead. On CPUs the overlap gains nothing anyway: the backward pass
 keeps the cores busy.
@@ -25,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError
 from gradaccum.kit import Fields, State, explain, joined
+from gradaccum_torch.torch_private import is_sharded
 from gradaccum_torch.workers.numbers import Numbers, decode, encode
 from gradaccum_torch.workers.reduction import FirstBucket, all_reduce, riders
 from gradaccum_torch.workers.workers import Sums, Workers
@@ -112,8 +116,8 @@ class WorkerGroup(Workers):
                 break
             guess = self._riders
         bucket.unpack()
-        rode = set(guess)
-        all_reduce([total for index, total in enumerate(whole) if total is not None and index not in rode], self._group)
+        rode, rest = set(guess), enumerate(whole)
+        all_reduce([total for index, total in rest if total is not None and index not in rode and not is_sharded(total)], self._group)
         return numbers, whole
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradaccum_torch.torch_private import foreach_copy_
+from gradaccum_torch.torch_private import foreach_copy_, is_sharded
 from gradaccum_torch.workers.workers import Sums
 
 BUCKET_BYTES = 25 * 2**20
@@ -28,7 +28,8 @@ _EXACT = (torch.float32, torch.float64)
 
 def riders(sums: Sums, device: torch.device) -> list[int]:
     """The positions of the sums that ride in the first bucket: small ones of one dtype that holds counts exactly."""
-    small = [(index, total) for index, total in enumerate(sums) if total is not None and total.nbytes < LARGE_BYTES]
+    whole = [(index, total) for index, total in enumerate(sums) if total is not None and not is_sharded(total)]
+    small = [(index, total) for index, total in whole if total.nbytes < LARGE_BYTES]
     exact = [(index, total) for index, total in small if total.dtype in _EXACT and total.device == device]
     alike = [(index, total) for index, total in exact if total.dtype == exact[0][1].dtype]
     ends = itertools.accumulate(total.nbytes for _, total in alike)
