@@ -47,7 +47,7 @@ class WorkerGroup(Workers):
         self._group, self._module = group, module
         self._flushing = self._all_flush = False
         self.several, self._device = True, next(module.parameters()).device
-        self._rank, self._workers = dist.get_rank(group), dist.get_world_size(group)
+        self.place = self._rank, self._workers = dist.get_rank(group), dist.get_world_size(group)
         self._riders: list[int] = []
         """The positions of the sums that rode with the numbers in the last window: the same on all workers, as each end is collective."""
         self._hold("own")
