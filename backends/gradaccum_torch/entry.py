@@ -4,6 +4,7 @@ It sits under one key beside the inner optimizer's own entries, and torch ignore
 
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
 - ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends on;
+- ``worker``: the rank that saved it and the number of workers, as the sum of each is a part of that of all;
 - ``parameters``: shape, dtype and name of each, to refuse another model's state;
 - ``sums``: the partial sum by the index of its parameter, only while a window is open;
 - ``masters``: the float32 master of each half-precision parameter by the index of that parameter, only with ``master_weights=True``.
@@ -31,6 +32,8 @@ StateDict = dict[str, Any]
 """A saved state as torch has it: ``"state"`` by the index of a parameter, ``"param_groups"`` and what an optimizer adds to them."""
 Entry = dict[str, Any]
 """The wrapper's part of a ``state_dict``, under `KEY`."""
+Place = tuple[int, int] | None
+"""The rank of a worker and the number of workers; None: the part of a sum that it saves can be loaded by any."""
 Description = list[Any]
 """Shape, dtype and name of a parameter: ``[[2, 3], "torch.float32", "layer.weight"]``."""
 
@@ -47,6 +50,8 @@ class Saved(NamedTuple):
     """The partial sum by the index of its parameter; empty between two windows."""
     masters: Mapping[int, Tensor]
     """The float32 masters by the index of their parameter."""
+    place: Place = None
+    """The worker that saved it."""
 
     def resumed(self, options: Options) -> State:
         """The fields to go on with under `options`.
@@ -55,6 +60,17 @@ class Saved(NamedTuple):
             CheckpointError: it is an open window under other options.
         """
         return initial_state(options.scale_rule.init_scale) if self.terms is None else resumed(self.fields, self.terms, options)
+
+    def require_place(self, own: Place) -> None:
+        """An open window is that of the worker whose place is `own`: its sum is a part of that of all workers.
+
+        Raises:
+            CheckpointError: another worker saved it, or one of another number of workers.
+        """
+        if self.fields.micro_step and self.place and own and tuple(self.place) != own:
+            expected, found = ("that of rank {} of {}".format(*place) for place in (own, self.place))
+            fix = "Load what this rank saved, or gradaccum_torch.redistributed(state_dicts, workers)[rank] from what all ranks saved."
+            raise explain(CheckpointError, "worker", expected=f"the open window of a worker, {expected}", found=found, fix=fix)
 
 
 def describe(groups: Sequence[Group]) -> list[Description]:
@@ -74,6 +90,7 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
         **saved.fields._asdict(),
         "grad_norm": saved.grad_norm,
         "terms": saved.terms._asdict(),
+        "worker": None if saved.place is None else list(saved.place),
         "parameters": describe(groups),
         "sums": {index: _savable(total) for index, total in saved.sums.items()},
         "masters": {index: master.detach() for index, master in saved.masters.items()},
@@ -98,7 +115,7 @@ def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> 
         _require_sum(index, total, own.positions(), sum_dtypes)
     masters = entry.get("masters", {})
     _require_masters(masters, own.masters())
-    return Saved(fields, Terms(**entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters)
+    return Saved(fields, Terms(**entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters, entry.get("worker"))
 
 
 def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:

@@ -204,10 +204,11 @@ class Window:
         terms = terms_of(self._options._replace(steps=self._size if fields.micro_step else None), fields.optimizer_step)
         sums = enumerate(self.strategy.sums() if fields.micro_step else ())
         held = {index: total for index, total in sums if total is not None}
-        return Saved(fields, terms, self._grad_norm, held, self._parameters.masters())
+        return Saved(fields, terms, self._grad_norm, held, self._parameters.masters(), self._workers.place)
 
     def resumed(self, saved: Saved) -> State:
-        """The fields to go on with; an open window under other options is refused."""
+        """The fields to go on with; an open window under other options, or of another worker, is refused."""
+        saved.require_place(self._workers.place)
         if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
             return self._scaler.current(saved.fields)  # The scaler is the user's, and may have been loaded from a file of its own.
         return saved.resumed(self._options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
 
 from conformance_tests.framework_tests.torch_workers import CHECKS, WORLD  # noqa: E402
 from conformance_tests.framework_tests.torch_workers.processes import run_workers  # noqa: E402
+from gradaccum.kit import initial_state  # noqa: E402
+from gradaccum_torch.workers.numbers import decode, encode  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("torch_workers")
 PACKAGE = "conformance_tests.framework_tests.torch_workers"
@@ -32,6 +35,18 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
     for rank, report in enumerate(reports):
         assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
+
+
+def test_numbers_are_exact_in_float32() -> None:
+    """Also where a bucket of float32 brings float64 weights of many workers, added up in any order."""
+    weights = [0.1, 1e17, 3.0, 1e-300, 2.0**53 - 1, math.pi]
+    states = [initial_state(1.0)._replace(weight=weight, overflow=rank == 2, micro_step=rank) for rank, weight in enumerate(weights)]
+    sent = [encode(state, rank > 3, [False, rank == 1], rank, len(weights)) for rank, state in enumerate(states)]
+    for order in (sent, sent[::-1]):
+        total = torch.zeros(len(sent[0]))
+        for numbers in order:
+            total += torch.tensor(numbers)
+        assert decode(total.tolist(), len(weights)) == (math.fsum(weights), True, 15, 2, [False, True])
 
 
 def test_job_of_a_killed_worker_goes_on(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def saved(rank: int, dtype: torch.dtype = torch.float64, count: int = 2, **optio
     opt.flush()
     for batch in micro_batches(rank, dtype)[:count]:
         learn(model, opt, batch)
-    return copy.deepcopy((model.state_dict(), opt.state_dict()))
+    states = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    states[1]["gradaccum"]["worker"] = [rank, 2]  # As with module=.
+    return states
 
 
 def loaded(state: Any, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -60,6 +62,9 @@ def test_sum_and_weight_stay(workers: int, options: Any) -> None:
     states = [saved(rank, **options) for rank in range(2)]
     entries = [state["gradaccum"] for _, state in states]
     new = redistributed([state for _, state in states], workers)
+    assert [state["gradaccum"]["worker"] for state in new] == [[rank, workers] for rank in range(workers)]
+    for state in new:
+        state["gradaccum"]["worker"] = [0, 1]  # Each is loaded here by a process alone.
     held = [open_window(loaded((states[0][0], copy.deepcopy(state)), **options)[1]) for state in new]
     assert [weight for weight, _ in held] == [sum(entry["weight"] for entry in entries)] + [0.0] * (workers - 1)
     assert [sorted(sums) for _, sums in held] == [list(range(6))] + [[]] * (workers - 1), "the second worker alone has the rare branch"
@@ -148,12 +153,26 @@ def test_other_runs_are_refused(name: str) -> None:
         redistributed(states, 1)
 
 
+def test_part_of_a_window_is_not_the_window() -> None:
+    """Every worker saves its own sum: the first one's alone, or twice, would pass for that of all."""
+    states = [saved(rank)[1] for rank in range(2)]
+    with pytest.raises(gradaccum.CheckpointError, match=r"^worker: .* rank 0 of 1; got that of rank 1 of 2"):
+        loaded(saved(1))
+    for given in (states[:1], states[:1] * 2):
+        with pytest.raises(gradaccum.CheckpointError, match=r"^state_dicts: .* ranks \[0"):
+            redistributed(given, 1)
+    whole = redistributed(states, 1)
+    assert redistributed(whole, 2)[1]["gradaccum"]["worker"] == [1, 2]
+    between = saved(0, count=0)
+    assert loaded(between)[1].result.optimizer_step == 1, "between two windows any worker's state will do"
+
+
 def test_bad_arguments_are_refused() -> None:
     state = saved(0)[1]
     with pytest.raises(gradaccum.ArgumentValueError, match="states, workers"):
         redistributed([], 1)
     with pytest.raises(gradaccum.ArgumentValueError, match="states, workers"):
-        redistributed([state], 0)
+        redistributed([state, state], 0)
     with pytest.raises(gradaccum.ArgumentTypeError, match=r"^workers"):
         redistributed([state], 2.0)  # type: ignore[arg-type]
     with pytest.raises(gradaccum.ArgumentTypeError, match=r"^state_dicts"):

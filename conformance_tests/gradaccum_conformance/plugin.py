@@ -17,6 +17,7 @@ from gradaccum_conformance.harness import Harness
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.no_skips import NoSkips
+from gradaccum_conformance.workers import plugin as workers
 from gradaccum_conformance.xfails import Xfails
 
 ERRORS = "gradaccum_errors"
@@ -37,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "deep: only with --deep")
     config.addinivalue_line("markers", "xdist_group(name): tests of one backend share a worker process")
     config.pluginmanager.register(Results(config), "gradaccum-results")
+    config.pluginmanager.register(workers, "gradaccum-workers")
     if config.getoption("--no-skips"):
         config.pluginmanager.register(NoSkips(), "gradaccum-no-skips")
 
@@ -63,7 +65,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" not in metafunc.fixturenames:
         return
     harnesses = [load_harness(name) for name in chosen_backends(metafunc.config)]
-    if "mode" in metafunc.fixturenames:
+    if "crews" in metafunc.fixturenames:
+        workers.parametrize_crews(metafunc, harnesses)
+    elif "mode" in metafunc.fixturenames:
         cases = [(harness, mode) for harness in harnesses for mode in harness.modes]
         parameters = [_parameter(harness, mode) for harness, mode in cases]
         metafunc.parametrize(("backend", "mode"), parameters, scope="session")

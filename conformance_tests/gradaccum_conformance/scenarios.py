@@ -83,6 +83,11 @@ def random_tree(model: Model, seed: int, scale: float = 1.0) -> Arrays:
     return {name: (scale * rng.standard_normal(shape)).astype(np.float32).astype(np.float64) for name, shape in shapes.items()}
 
 
+def coarse(model: Model, seed: int, step: float) -> Arrays:
+    """Gradients in few bits (multiples of `step`), so that every sum of them, weighted and scaled, is exact in float32."""
+    return {name: step * np.round(4 * array) for name, array in random_tree(model, seed).items()}
+
+
 def poisoned(tree: Arrays, value: float) -> Arrays:
     """A copy of the gradients with one element replaced, in the last parameter."""
     copy = {name: array.copy() for name, array in tree.items()}

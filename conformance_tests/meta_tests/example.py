@@ -14,16 +14,16 @@ plain = plain_backend:backend
 [gradaccum.types]
 plain = plain_backend:backend
 [gradaccum.harnesses]
-plain = plain_harness:harness
+plain = {harness}
 """
 
 
-def install(site: Path) -> None:
+def install(site: Path, harness: str = "plain_harness:harness") -> None:
     """Write what an installer would: a distribution's metadata with its entry points."""
     metadata = site / "plain-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n", encoding="utf-8")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS.format(harness=harness), encoding="utf-8")
 
 
 def python_path(*folders: Path) -> str:

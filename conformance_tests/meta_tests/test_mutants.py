@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from .example import install, run_suite
-from .mutants import MUTANTS
+from .mutants import MUTANTS, SELECTED
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name: str, tmp_path: Path, light: dict[str, str]) -> None:
-    install(tmp_path)
-    done = run_suite(tmp_path, "-x", "-p", "mutants", MUTANT=name, **light)
+    install(tmp_path, harness="mutants.planted:harness")
+    done = run_suite(tmp_path, "-x", *SELECTED.get(name, ()), MUTANT=name, **light)
     assert done.returncode == 1, f"the suite did not notice {name}:\n{done.stdout[-2000:]}{done.stderr[-1000:]}"
     assert " failed" in done.stdout

@@ -36,6 +36,17 @@ def test_declared_gap_is_no_skip(tmp_path) -> None:
     assert run(tmp_path, PLAIN, "--no-skips").returncode == 0
 
 
+def test_backend_without_workers_has_no_case(tmp_path) -> None:
+    """Nor a skipped one."""
+    harness = "from gradaccum_conformance.loading import load_harness\n\ntype(load_harness('numpy')).worker_modes = {}\n"
+    code = "def test_one(crews):\n    pass\n"
+    for modes, passed in (("()", 1), ("('eager',)", 2)):
+        (tmp_path / "conftest.py").write_text(harness.format(modes), encoding="utf-8")
+        done = run(tmp_path, code, "--no-skips")
+        assert done.returncode == 0, done.stdout
+        assert f"{passed} passed" in done.stdout
+
+
 def test_missing_backend_fails_the_run(tmp_path) -> None:
     done = run(tmp_path, PLAIN, "--require-backend", "no-such-backend")
     assert done.returncode != 0

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
-from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, registered_comm_hooks
+from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, mesh_of, registered_comm_hooks
 from gradaccum_torch.workers.group import WorkerGroup
 
 _FIX = "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model)), or module=fully_shard(model)."
@@ -27,11 +27,14 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options)
 
     Raises:
         ArgumentTypeError: `module` is no `torch.nn.parallel.DistributedDataParallel`, or its parameters are sharded.
-        ArgumentValueError: it has other parameters than `optimizer`; or other workers have other options.
+        ArgumentValueError: `optimizer` has other whole parameters, or parameters that are sharded over other workers; or other workers have
+            other options.
         UsageError: it has a communication hook, which would never be called.
     """
     parallel = _require_parallel(module)
-    require_parameters(parallel, list(parallel.parameters()), [each for group in optimizer.param_groups for each in group["params"]])
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    require_parameters(parallel, list(parallel.parameters()), [each for each in parameters if not is_sharded(each)])
+    _require_same_workers(parallel.process_group, [each for each in parameters if is_sharded(each)])
     if registered_comm_hooks(parallel):
         fix = "Leave register_comm_hook out: the window's sum is reduced by all_reduce."
         found = "a registered hook, which would never be called"
@@ -62,6 +65,20 @@ def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameter
     if strangers:
         expected, found = "the module whose parameters the optimizer has", f"a {type(module).__name__} without {strangers} of them"
         raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=_FIX)
+
+
+def _require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:
+    """Each of `sharded` is split over the workers of `group`, all of them and no others: each has seen the items of all.
+
+    Raises:
+        ArgumentValueError: one is not.
+    """
+    workers = sorted(dist.get_process_group_ranks(group))
+    for parameter in sharded:
+        ranks = sorted(mesh_of(parameter).mesh.flatten().tolist())
+        if ranks != workers:
+            expected, found = f"sharded parameters over the ranks {workers} of the module", f"one over the ranks {ranks}"
+            raise explain(ArgumentValueError, "module", expected=expected, found=found, fix="Give it an optimizer of its own.")
 
 
 def require_same_options(options: Options, *groups: dist.ProcessGroup, **others: str) -> None:

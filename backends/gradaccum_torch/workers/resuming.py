@@ -50,9 +50,11 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     states = [State(*(entry[name] for name in State._fields)) for entry in entries]
     fields = redistributed_fields(states, workers)
     _require_one_run(state_dicts, entries)
+    _require_all_ranks(entries)
     # An empty window has no size of its own.
     terms = max(entries, key=lambda entry: bool(entry["micro_step"]))["terms"]
-    first, *others = [{**entries[0], **own._asdict(), "terms": terms, "sums": {}} for own in fields]
+    shared = {**entries[0], "terms": terms, "sums": {}}
+    first, *others = [{**shared, **own._asdict(), "worker": [rank, workers]} for rank, own in enumerate(fields)]
     return [{**state_dicts[0], KEY: entry} for entry in (first | {"sums": _added([entry["sums"] for entry in entries])}, *others)]
 
 
@@ -78,6 +80,15 @@ def _require_one_run(state_dicts: Sequence[StateDict], entries: Sequence[Entry])
     _require_one("steps", [entry["terms"]["steps"] for entry in opened])
     for name in ("param_groups", "state"):
         _require_one(name, [state_dict[name] for state_dict in state_dicts])
+
+
+def _require_all_ranks(entries: Sequence[Entry]) -> None:
+    """Each worker's open window is there, once."""
+    places = sorted(list(entry.get("worker") or (0, 1)) for entry in entries)
+    if any(entry["micro_step"] for entry in entries) and places != [[rank, len(entries)] for rank in range(len(entries))]:
+        expected, found = f"those of all {places[0][1]} ranks, once each", f"those of the ranks {[rank for rank, _ in places]}"
+        fix = "Save opt.state_dict() on every worker of an optimizer that was wrapped with module=, in a file of its own."
+        raise explain(CheckpointError, "state_dicts", expected=expected, found=found, fix=fix)
 
 
 def _require_one(name: str, values: Sequence[Any]) -> None:

@@ -52,6 +52,8 @@ class Workers(ABC):
     """The open window's sum is not this worker's own; see `require_own_sum`."""
     joined: bool
     """After `join`: the window holds a micro-batch."""
+    place: tuple[int, int] | None = None
+    """The rank of this worker and their number, which its part of a saved sum belongs to; None: any worker can load any part."""
     deferred: Deferred | None = None
     """What keeps the sum until the window ends; None: it is in ``.grad`` or a buffer."""
 
@@ -145,6 +147,7 @@ class Alone(OwnSum):
     """No other worker."""
 
     several = False
+    place = 0, 1
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
         return fields, sums

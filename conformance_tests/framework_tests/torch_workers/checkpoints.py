@@ -18,6 +18,7 @@ from conformance_tests.framework_tests.torch_workers.common import (
     learn,
     micro_batches,
     numbers,
+    refused,
     require_equal,
     sgd,
     together,
@@ -44,6 +45,22 @@ def resumed_window_is_bitwise_the_same(rank: int) -> None:
         learn(parallel, opt, batch)
     opt.flush()
     assert numbers(again) == numbers(model)
+
+
+@check
+def window_of_another_worker_is_refused(rank: int) -> None:
+    """A job that saves on its first worker only would double that one's sum."""
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+    learn(parallel, opt, micro_batches(rank)[0])
+    saved: list[Any] = [None] * WORLD
+    dist.all_gather_object(saved, opt.state_dict())
+    with refused(gradaccum.CheckpointError, f"rank {rank} of 2", f"rank {1 - rank} of 2", "redistributed"):
+        opt.load_state_dict(saved[1 - rank])
+    opt.load_state_dict(saved[rank])
+    opt.flush()
+    require_equal(model, alone([[micro_batches(0)[0], micro_batches(1)[0]]])[0])
 
 
 @check

@@ -14,6 +14,7 @@ import numpy as np
 from gradaccum import StepResult
 from gradaccum.kit import Options, State, require_steps
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
+from gradaccum_conformance.reference.workers import Workers
 from gradaccum_conformance.specs import Array, Arrays
 
 
@@ -33,10 +34,11 @@ class ReferenceAccumulation:
     Args:
         optimizer: the inner optimizer.
         options: the validated options.
+        workers: those that share the window; None: this process is alone.
     """
 
-    def __init__(self, optimizer: NumpyOptimizer, options: Options) -> None:
-        self.optimizer, self.options = optimizer, options
+    def __init__(self, optimizer: NumpyOptimizer, options: Options, workers: Workers | None = None) -> None:
+        self.optimizer, self.options, self.workers = optimizer, options, workers
         self.model = optimizer.parameters
         if options.master_weights:
             optimizer.parameters = {name: p.astype(np.float32) if is_half(p) else p for name, p in self.model.items()}
@@ -55,7 +57,9 @@ class ReferenceAccumulation:
             self.flush()
 
     def flush(self) -> None:
-        """Close the window: one update, or none."""
+        """Close the window: one update, or none. With other workers it is that of all, and every one of them must come here."""
+        if self.workers is not None:
+            self.window = [micro_batch for window in self.workers.gather(self.window) for micro_batch in window]
         if not self.window:
             self._note()
             return

@@ -10,6 +10,7 @@ import numpy as np
 from gradaccum.kit import Options, accumulate_dtype_error, optimizer_error, wrapped_twice_error
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
+from gradaccum_conformance.reference.workers import Workers
 
 
 class NumpyBackend:
@@ -17,13 +18,13 @@ class NumpyBackend:
 
     name = "numpy"
 
-    def wrap(self, optimizer: object, options: Options) -> ReferenceAccumulation:
+    def wrap(self, optimizer: object, options: Options, *, workers: Workers | None = None) -> ReferenceAccumulation:
         if isinstance(optimizer, ReferenceAccumulation):
             raise wrapped_twice_error(optimizer)
         if not hasattr(optimizer, "step"):
             fix = "Write for example gradaccum.wrap(Sgd(parameters, 0.1), steps=4)."
             raise optimizer_error("an optimizer of gradaccum_conformance.reference", optimizer, fix)
-        return ReferenceAccumulation(cast(NumpyOptimizer, optimizer), with_numpy_dtype(options))
+        return ReferenceAccumulation(cast(NumpyOptimizer, optimizer), with_numpy_dtype(options), workers)
 
 
 def with_numpy_dtype(options: Options) -> Options:

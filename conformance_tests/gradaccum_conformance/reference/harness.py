@@ -17,6 +17,7 @@ from gradaccum_conformance import oracle
 from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session, Snapshot, WrapOptions
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer, make_optimizer
+from gradaccum_conformance.reference.workers import Workers, meet
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 
 
@@ -101,6 +102,8 @@ class NumpyHarness(Harness):
     """Drives the reference."""
 
     name = "numpy"
+    worker_modes = ("eager",)
+    workers: Workers | None = None
 
     def start(
         self,
@@ -114,6 +117,21 @@ class NumpyHarness(Harness):
     ) -> NumpySession:
         parameters = {name: w.astype(_DTYPES[dtype]) for name, w in weights.items()}
         return NumpySession(model, self.make_inner(optimizer, parameters), options)
+
+    def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
+        self.workers = meet(rank, workers, folder)
+
+    def start_shared(
+        self,
+        model: Model,
+        weights: Arrays,
+        optimizer: Optimizer,
+        *,
+        dtype: Dtype = "float32",
+        mode: str | None = None,
+        options: WrapOptions,
+    ) -> NumpySession:
+        return self.start(model, weights, optimizer, dtype=dtype, mode=mode, options={**options, "workers": self.workers})
 
     def make_inner(self, spec: Optimizer, parameters: Arrays) -> NumpyOptimizer:
         """The inner optimizer; another NumPy backend's harness overrides this alone."""

@@ -16,8 +16,8 @@ import gradaccum
 from gradaccum_conformance.bounds import gamma, unit_roundoff
 from gradaccum_conformance.harness import Harness, Option, Session
 from gradaccum_conformance.reference.harness import harness as reference
-from gradaccum_conformance.scenarios import CAPTURE, poisoned, random_tree, start
-from gradaccum_conformance.specs import LINEAR, Arrays
+from gradaccum_conformance.scenarios import CAPTURE, coarse, poisoned, start
+from gradaccum_conformance.specs import LINEAR
 
 DYNAMIC = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
 VARIANTS: dict[str, dict[str, Option]] = {
@@ -27,12 +27,7 @@ VARIANTS: dict[str, dict[str, Option]] = {
 }
 
 
-def coarse(seed: int, step: float) -> Arrays:
-    """Gradients in few bits (multiples of `step`), so that every sum of them, weighted and scaled, is exact in float32."""
-    return {name: step * np.round(4 * array) for name, array in random_tree(LINEAR, seed).items()}
-
-
-GOOD, LARGE = coarse(0, 2.0**-4), coarse(1, 1.0)
+GOOD, LARGE = coarse(LINEAR, 0, 2.0**-4), coarse(LINEAR, 1, 1.0)
 EVENTS = {
     "good": lambda session: session.gradients(GOOD),
     "heavy": lambda session: session.gradients(LARGE, weight=3.0),

@@ -15,6 +15,7 @@ from gradaccum.kit import (
     discard,
     ends,
     initial_state,
+    joined,
     largest_number,
     optimizer_error,
     require_steps,
@@ -27,8 +28,8 @@ from gradaccum_conformance.reference.backend import with_numpy_dtype
 class Accumulation:
     """An optimizer that runs once per window. The machine decides; this class adds, measures, divides and clears."""
 
-    def __init__(self, optimizer, options):
-        self.optimizer, self.options = optimizer, options
+    def __init__(self, optimizer, options, workers=None):
+        self.optimizer, self.options, self.workers = optimizer, options, workers
         self.sums = {name: np.zeros(p.shape, self._dtype(p)) for name, p in optimizer.parameters.items()}
         self.machine = at_rest(initial_state(options.scale_rule.init_scale))
         self.grad_norm = 0.0
@@ -47,6 +48,8 @@ class Accumulation:
             self.flush()
 
     def flush(self):
+        if self.workers:
+            self._join()
         if self.machine.micro_step == 0:
             return self._note()
         norm, finite = measure(self.sums)
@@ -76,6 +79,14 @@ class Accumulation:
 
     def total(self):
         return {name: total.copy() for name, total in self.sums.items()}
+
+    def _join(self):
+        """Make this window that of all workers, who all come here: the one exchange of a window."""
+        machines, sums = zip(*self.workers.gather((self.machine, self.sums)), strict=True)
+        weight, overflow = sum(machine.weight for machine in machines), any(machine.overflow for machine in machines)
+        micro_step = max(machine.micro_step for machine in machines)
+        self._move(joined(self.machine._replace(micro_step=micro_step), weight, overflow))
+        self.sums = {name: sum(own[name] for own in sums) for name in self.sums}
 
     def _dtype(self, p):
         return np.dtype(self.options.accumulate_dtype or (np.float32 if p.dtype.itemsize == 2 else p.dtype))
@@ -113,10 +124,10 @@ def clear(sums):
 class PlainBackend:
     name = "plain"
 
-    def wrap(self, optimizer, options):
+    def wrap(self, optimizer, options, *, workers=None):
         if not isinstance(optimizer, Optimizer):
             raise optimizer_error("a plain.Optimizer", optimizer, "Wrap one, once.")
-        return Accumulation(optimizer, with_numpy_dtype(options))
+        return Accumulation(optimizer, with_numpy_dtype(options), workers)
 
 
 backend = PlainBackend()

@@ -1,19 +1,12 @@
 """Faults to plant in the example backend, one at a time. The suite must catch each.
 
-As a pytest plugin (``-p mutants``) it plants the fault that the environment variable ``MUTANT`` names.
+`planted` is the example's harness after one was planted: that which the environment variable ``MUTANT`` names. The suite's workers load it
+too, each in its process.
 """
 
 from __future__ import annotations
 
-import os
+from . import counters, decisions, doors, scale, sums, workers
+from .planting import MUTANTS, SELECTED
 
-from . import counters, decisions, doors, scale, sums
-from .planting import MUTANTS
-
-__all__ = ["MUTANTS", "counters", "decisions", "doors", "scale", "sums"]
-
-
-def pytest_configure() -> None:
-    import plain_backend
-
-    MUTANTS[os.environ["MUTANT"]](plain_backend)
+__all__ = ["MUTANTS", "SELECTED", "counters", "decisions", "doors", "scale", "sums", "workers"]

@@ -10,6 +10,8 @@ from gradaccum.kit import State
 Module = Any
 """The example backend's module, `plain_backend`. A mutant replaces names in it."""
 MUTANTS: dict[str, Callable[[Module], None]] = {}
+SELECTED: dict[str, tuple[str, str]] = {}
+"""The part of the suite for a mutant that only the last of its files would catch."""
 
 
 def mutant(plant: Callable[[Module], None]) -> Callable[[Module], None]:

@@ -1,0 +1,76 @@
+"""Several workers run beside one reference that has the micro-batches of all: after each random window everything is equal.
+
+The workers get each event in a random order and after random delays, both from the seed.
+"""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+import gradaccum
+from gradaccum_conformance.bounds import gamma
+from gradaccum_conformance.harness import Option, Session
+from gradaccum_conformance.reference.harness import harness as reference
+from gradaccum_conformance.scenarios import coarse, poisoned, start
+from gradaccum_conformance.specs import LINEAR
+from gradaccum_conformance.workers import Crew, Crews
+from gradaccum_conformance.workers.shares import Share, Shares, feed, require_equal
+
+SCALE = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
+VARIANTS: dict[str, dict[str, Option]] = {
+    "skip window": {},
+    "drop micro-batch": {"reduction": "item_mean", "on_overflow": "drop_micro_batch", "loss_scale": SCALE},
+}
+"""Two of the sets of options in test_workers.py: nothing is compiled for this file."""
+GOOD, LARGE = coarse(LINEAR, 0, 2.0**-4), coarse(LINEAR, 1, 1.0)
+KINDS = {
+    "good": (Share(GOOD), 8),
+    "heavy": (Share(LARGE, 3.0), 4),
+    "empty": (Share(GOOD, 0.0), 2),
+    "partial": (Share({**GOOD, next(iter(GOOD)): None}, 2.0), 4),
+    "bad": (Share(poisoned(GOOD, math.nan)), 1),
+}
+"""Micro-batches and how often each is drawn."""
+MOST, WINDOWS, SEEDS, DEEP_SEEDS = 3, 10, 1, 25
+NORM_ERROR = gamma(2 * sum(array.size for array in LARGE.values()), "float32")
+
+
+def draw(chance: random.Random, workers: int) -> Shares:
+    """From none to `MOST` micro-batches on each worker."""
+    shares, odds = zip(*KINDS.values(), strict=True)
+    return [chance.choices(shares, odds, k=chance.randint(0, MOST)) for _ in range(workers)]
+
+
+def compare(crew: Crew, truth: Session, seed: int, window: int) -> None:
+    where = f"seed {seed}, window {window}"
+    ours, theirs = require_equal(crew), truth.result()
+    assert crew.states()[0] == truth.state(), where
+    assert ours._replace(grad_norm=0.0) == theirs._replace(grad_norm=0.0), where
+    assert ours.grad_norm == theirs.grad_norm or math.isclose(ours.grad_norm, theirs.grad_norm, rel_tol=NORM_ERROR), where
+    captured, expected = crew.captured()[0], truth.captured()
+    assert captured.calls == expected.calls, where
+    for name, array in (expected.gradient or {}).items():
+        # The sums are exact, so that only their division is rounded.
+        np.testing.assert_allclose((captured.gradient or {})[name], array, rtol=gamma(3, "float32"), atol=0, err_msg=f"{name}, {where}")
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_random_windows_beside_the_reference(crews: Crews, deep: bool, options: dict[str, Option]) -> None:
+    crew = crews(**options)
+    fresh = crew.snapshot()
+    for seed in range(DEEP_SEEDS if deep else SEEDS):
+        crew.restore(fresh)
+        crew.pool.reseed(seed)
+        chance, alone = random.Random(seed), start(reference, **options)
+        for window in range(WINDOWS):
+            shares = draw(chance, crew.workers)
+            feed(crew, shares)
+            for share in (share for worker in shares for share in worker):
+                alone.gradients(share.tree, weight=share.weight)
+            forgotten = chance.random() < 0.2
+            for one in (crew, alone):
+                one.discard() if forgotten else one.flush()
+            compare(crew, alone, seed, window)
+        assert alone.state().optimizer_step > 1, "too few updates to compare"

@@ -1,0 +1,52 @@
+"""Tests over several workers: a test that asks for ``crews`` runs in each of a backend's `worker_modes`, with two workers; deep, with four.
+
+A backend without workers has no such case. Pytest would make a skipped one of it, and a machine that allows no skip would fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.workers.pools import Crews, Pools
+
+ARGUMENTS = ("backend", "worker_mode", "workers")
+WORKERS = 2
+DEEP_WORKERS = 4
+
+
+def parametrize_crews(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -> None:
+    """A case for each backend, mode and number of workers."""
+    cases = [_case(harness, mode, WORKERS) for harness in harnesses for mode in harness.worker_modes]
+    cases += [_case(harness, harness.worker_modes[0], DEEP_WORKERS, pytest.mark.deep) for harness in harnesses if harness.worker_modes]
+    metafunc.parametrize(ARGUMENTS, cases or [pytest.param(None, "", 0, marks=pytest.mark.no_workers)], scope="session")
+
+
+def _case(harness: Harness, mode: str, workers: int, *marks: Any) -> Any:
+    marks = (pytest.mark.xdist_group(harness.name), *marks, *([pytest.mark.deep] if mode in harness.deep_modes else []))
+    return pytest.param(harness, mode, workers, id=f"{harness.name}-{mode}-{workers}", marks=marks)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "no_workers: no chosen backend has workers")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not item.get_closest_marker("no_workers")]
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """The workers of this run; none is left when it ends."""
+    with Pools() as pools:
+        yield pools
+
+
+@pytest.fixture
+def crews(pools: Pools, backend: Harness, worker_mode: str, workers: int) -> Crews:
+    """Starts crews: sessions on several workers that share their windows."""
+    return Crews(pools, backend, worker_mode, workers)

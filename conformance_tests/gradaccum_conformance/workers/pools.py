@@ -1,0 +1,74 @@
+"""Workers and their sessions from test to test: frameworks take seconds to start, and seconds to compile each new set of options."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import NamedTuple
+
+from gradaccum_conformance.harness import Dtype, Harness, Option
+from gradaccum_conformance.specs import LINEAR, Model, Optimizer, make_weights
+from gradaccum_conformance.workers.crew import Crew
+from gradaccum_conformance.workers.messages import Request
+from gradaccum_conformance.workers.pool import Pool
+
+
+class Pools:
+    """A pool for each backend and number of workers, and in it a crew for each set of options."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[str, int], Pool] = {}
+        self._crews: dict[tuple[Pool, str], tuple[Crew, int]] = {}
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    def pool(self, backend: str, workers: int) -> Pool:
+        """The pool; a new one after a failure. Its order of events and its delays begin anew, so that a test does not depend on others."""
+        pool = self._pools.get((backend, workers))
+        if pool is None or pool.closed:
+            pool = self._pools[backend, workers] = Pool(backend, workers)
+        pool.reseed(0)
+        return pool
+
+    def crew(self, pool: Pool, model: Model, optimizer: Optimizer, dtype: Dtype, mode: str, options: dict[str, Option]) -> Crew:
+        """The crew with these options, as it was when it was new."""
+        key = pool, repr((model, optimizer, dtype, mode, sorted(options.items())))
+        if key not in self._crews:
+            crew = start_crew(pool, model, optimizer, dtype, mode, options)
+            self._crews[key] = crew, crew.snapshot()
+        crew, fresh = self._crews[key]
+        crew.restore(fresh)
+        return crew
+
+
+def start_crew(pool: Pool, model: Model, optimizer: Optimizer, dtype: Dtype, mode: str, options: dict[str, Option]) -> Crew:
+    """A new session on every worker, on the model's standard weights."""
+    how = {"dtype": dtype, "mode": mode, "options": options}
+    sessions = pool.ask([Request("start", (model, make_weights(model), optimizer), how)] * pool.workers)
+    assert len(set(sessions)) == 1, f"the workers are at different calls: {sessions}"
+    return Crew(pool, sessions[0])
+
+
+class Crews(NamedTuple):
+    """The crews of one backend in one mode, for one test."""
+
+    pools: Pools
+    backend: Harness
+    mode: str
+    workers: int
+
+    def __call__(
+        self,
+        model: Model = LINEAR,
+        optimizer: Optimizer = Optimizer("capture"),  # noqa: B008  # immutable
+        *,
+        dtype: Dtype = "float32",
+        **options: Option,
+    ) -> Crew:
+        """The crew with these options of `gradaccum.wrap`, as new; without ``steps``, the caller closes each window."""
+        pool = self.pools.pool(self.backend.name, self.workers)
+        return self.pools.crew(pool, model, optimizer, dtype, self.mode, {"steps": None, **options})

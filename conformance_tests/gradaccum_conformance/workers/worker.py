@@ -1,0 +1,75 @@
+"""One worker: a process that joined the others, and its sessions by number."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from gradaccum_conformance.harness import Dtype, Harness, Session, Snapshot, WrapOptions
+from gradaccum_conformance.loading import load_harness
+from gradaccum_conformance.specs import Arrays, Model, Optimizer
+from gradaccum_conformance.workers.messages import Answered, Raised, Request
+
+ENDED_BY_TEST = 3
+"""Exit code of a worker whose test process is gone."""
+
+
+class Worker:
+    """The calls that a test makes. Sessions and snapshots have the same numbers on every worker, as all make the same calls."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._sessions: list[Session] = []
+        self._snapshots: list[Snapshot] = []
+
+    @property
+    def harness(self) -> Harness:
+        return load_harness(self._backend)
+
+    def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
+        self.harness.join(rank, workers, folder, port)
+
+    def start(self, model: Model, weights: Arrays, optimizer: Optimizer, *, dtype: Dtype, mode: str, options: WrapOptions) -> int:
+        self._sessions.append(self.harness.start_shared(model, weights, optimizer, dtype=dtype, mode=mode, options=options))
+        return len(self._sessions) - 1
+
+    def call(self, session: int, method: str, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._sessions[session], method)(*arguments, **options)
+
+    def snapshot(self, session: int) -> int:
+        """Only its number travels: a snapshot is the framework's own."""
+        self._snapshots.append(self._sessions[session].snapshot())
+        return len(self._snapshots) - 1
+
+    def restore(self, session: int, snapshot: int) -> None:
+        self._sessions[session].restore(self._snapshots[snapshot])
+
+
+def serve(worker: Any, connection: Connection) -> None:
+    """Answer requests, for ever. The process ends when the test closes the connection or is gone, also from inside a collective."""
+    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
+    while True:
+        connection.send(_answer(worker, requests.get()))
+
+
+def _receive(connection: Connection, requests: queue.SimpleQueue[Request]) -> None:
+    while True:
+        try:
+            requests.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(ENDED_BY_TEST)
+
+
+def _answer(worker: Any, request: Request) -> Answered | Raised:
+    time.sleep(request.delay)
+    try:
+        return Answered(getattr(worker, request.method)(*request.arguments, **request.options))
+    except Exception as error:
+        return Raised(type(error).__name__, str(error), traceback.format_exc())

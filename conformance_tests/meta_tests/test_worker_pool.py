@@ -1,0 +1,142 @@
+"""Workers that fail are named by rank, and none outlives its test: neither after a failure nor when the test process is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradaccum_conformance.scenarios import random_tree
+from gradaccum_conformance.specs import LINEAR, Optimizer
+from gradaccum_conformance.workers import Pool, Pools, Raised, WorkerError
+from gradaccum_conformance.workers.messages import Request
+
+COMMAND = (sys.executable, str(Path(__file__).with_name("failing_worker.py")))
+SCRIPT = f"""
+from gradaccum_conformance.workers import Pool
+from gradaccum_conformance.workers.messages import Request
+
+pool = Pool("none", 2, command={COMMAND!r})
+print("joined", flush=True)
+pool.ask([Request("hang"), Request("hang")])
+"""
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool("none", 3, command=COMMAND, limit=20)
+    yield pool
+    pool.close()
+
+
+def fail(pool: Pool, *methods: str) -> WorkerError:
+    """The error of an event, after which no worker lives."""
+    pids = pool.pids
+    with pytest.raises(WorkerError) as caught:
+        pool.ask([Request(method) for method in methods])
+    assert pool.closed
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    return caught.value
+
+
+def test_workers_answer_by_rank(pool: Pool) -> None:
+    for _ in range(3):
+        assert pool.ask([Request("work")] * 3) == ["done"] * 3
+
+
+def test_worker_that_raises_is_named(pool: Pool) -> None:
+    error = fail(pool, "work", "give_up", "work")
+    assert list(error.failures) == [1]
+    assert "rank 1 raised ValueError: no more" in str(error)
+    assert "in give_up" in str(error), "the worker's traceback"
+
+
+def test_worker_that_dies_is_named(pool: Pool) -> None:
+    error = fail(pool, "work", "work", "die")
+    assert list(error.failures) == [2]
+    assert "rank 2 exited with code 7" in str(error)
+    assert "last words" in str(error)
+
+
+def test_worker_that_hangs_is_named(pool: Pool) -> None:
+    pool.limit = 0.5
+    error = fail(pool, "hang", "work", "work")
+    assert list(error.failures) == [0]
+    assert "rank 0 gave no answer in time" in str(error)
+    assert "in hang" in str(error), "the worker's stack"
+
+
+def test_others_are_not_waited_for(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once one has failed, the others have a short time: they may wait for it in a collective."""
+    monkeypatch.setattr("gradaccum_conformance.workers.pool.GRACE_SECONDS", 0.3)
+    before = time.monotonic()
+    assert sorted(fail(pool, "hang", "give_up", "die").failures) == [0, 1, 2]
+    assert time.monotonic() - before < pool.limit / 2
+
+
+def test_event_may_fail_on_every_worker(pool: Pool) -> None:
+    """A test of an error asks for it, and the workers go on."""
+    answers = pool.exchange([Request("give_up")] * 3)
+    assert [answer.kind for answer in answers if isinstance(answer, Raised)] == ["ValueError"] * 3
+    assert pool.ask([Request("work")] * 3) == ["done"] * 3
+
+
+def test_interrupted_event_ends_the_pool(pool: Pool) -> None:
+    """Its answers would be taken for those of the next one."""
+    with pytest.raises(TypeError, match="pickle"):
+        pool.ask([Request("work"), Request("work", (threading.Lock(),)), Request("work")])
+    assert pool.closed
+
+
+def test_killed_test_leaves_no_worker(tmp_path: Path) -> None:
+    """Its workers are in the middle of an event then."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, env=environment)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"joined\n"
+        locks = sorted(tmp_path.glob("workers-*/meeting/alive-*"))
+        assert len(locks) == 2
+        assert not any(map(is_free, locks))
+    finally:
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 20
+    while not all(map(is_free, locks)):
+        assert time.monotonic() < deadline, "a worker outlived the test process"
+        time.sleep(0.02)
+
+
+def is_free(lock: Path) -> bool:
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_real_workers_that_fail_are_replaced() -> None:
+    """One refuses its weight; one waits in vain for another's end of the window. The next test has new workers."""
+    tree = random_tree(LINEAR, 0)
+    with Pools() as pools:
+        crew = pools.crew(pools.pool("numpy", 2), LINEAR, Optimizer("capture"), "float32", "eager", {"steps": None})
+        with pytest.raises(WorkerError, match="rank 1 raised ArgumentValueError: weight: expected"):
+            crew.gradients([tree, tree], [1.0, -1.0])
+        pool = pools.pool("numpy", 2)
+        crew = pools.crew(pool, LINEAR, Optimizer("capture"), "float32", "eager", {"steps": None})
+        crew.gradients([tree, tree])
+        pool.limit = 0.5
+        flush, idle = (Request("call", (0, method)) for method in ("flush", "idle"))
+        with pytest.raises(WorkerError, match="rank 0 gave no answer in time") as caught:
+            pool.ask([flush, idle])
+        assert "in gather" in str(caught.value)
