@@ -21,6 +21,7 @@ from torch import Tensor
 from gradaccum import CheckpointError
 from gradaccum.kit import Options, State, Terms, explain, initial_state, resumed
 from gradaccum_torch.masters import Group, Parameters
+from gradaccum_torch.torch_private import is_sharded
 
 KEY = "gradaccum"
 
@@ -91,9 +92,14 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
         "terms": saved.terms._asdict(),
         "worker": None if saved.place is None else list(saved.place),
         "parameters": describe(groups),
-        "sums": dict(saved.sums),
+        "sums": {index: _savable(total) for index, total in saved.sums.items()},
         "masters": {index: master.detach() for index, master in saved.masters.items()},
     }
+
+
+def _savable(total: Tensor) -> Tensor:
+    """A part of a sharded buffer has a place in no memory, which `torch.save` takes for a place in memory."""
+    return total.clone() if is_sharded(total) and total.storage_offset() else total
 
 
 def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> Saved:

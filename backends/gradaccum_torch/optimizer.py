@@ -56,6 +56,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         self._parameters = Parameters(self._inner, options.master_weights, masters)
         self._scaler = link_scaler(options, self._parameters.device())
         self._window = Window(self._parameters, options, Update(self, self._inner, self._parameters), self._scaler, self._workers)
+        self._expects_open_window = False
         self._loads = 0, 0
         """How often a saved state was loaded, and the updates that the last one had."""
 
@@ -137,6 +138,14 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         """Forget the open window and the micro-batch under way: no update, nothing counted, the loss scale as it was."""
         self._window.discard()
 
+    def expect_open_window(self) -> None:
+        """The checkpoint that `torch.distributed.checkpoint` is about to load was saved in mid-window.
+
+        Its ``load`` fills the tensors of a state that ``get_optimizer_state_dict`` makes of this optimizer. After this call, until a state
+        is loaded, that state has room for the sum of a window.
+        """
+        self._expects_open_window = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear what is in ``.grad`` between two windows; in mid-window keep the partial sum.
 
@@ -195,8 +204,9 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         return forwarded(method, name, self._window, self._parameters)
 
     def _save(self, caller: LocalVariables | None) -> StateDict:
-        return save(self._window, self._parameters, self._inner, caller)
+        return save(self._window, self._parameters, self._inner, self._workers, caller, room=self._expects_open_window)
 
     def _load(self, state_dict: StateDict) -> None:
-        load(state_dict, self._window, self._parameters, self._inner)
+        load(state_dict, self._window, self._parameters, self._inner, self._workers)
+        self._expects_open_window = False
         self._loads = self._loads[0] + 1, self.result.optimizer_step

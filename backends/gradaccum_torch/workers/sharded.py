@@ -21,7 +21,7 @@ from gradaccum_torch.sums import multiply
 from gradaccum_torch.workers.deferred import Deferred
 from gradaccum_torch.workers.group import alone_error
 from gradaccum_torch.workers.shards import Shards
-from gradaccum_torch.workers.workers import OwnSum, Sums
+from gradaccum_torch.workers.workers import OwnSum, Shares, Sums
 
 
 @final
@@ -52,6 +52,29 @@ class ShardGroup(OwnSum):
             multiply([] if total is None else [total], factor)
         # After an update that raised, this may come again. The average of averages changes nothing.
         return joined(fields, weight, overflow), list(sums)
+
+    def shares(self, fields: State) -> Shares:
+        size = self._mesh.size()
+        numbers = torch.zeros(size + 1, dtype=torch.float64, device=self._mesh.device_type)
+        numbers[self._index], numbers[size] = fields.weight, fields.overflow
+        for dimension in range(self._mesh.ndim):
+            dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
+        *weights, overflows = numbers.tolist()
+        return Shares(weights, self._shards.workers, self._shards.divisors(), overflows > 0)
+
+    def own(self, shares: Shares) -> tuple[float, list[float]]:
+        own = self._shards.divisors()
+        saved = shares.divisors or [1.0] * len(own)
+        weight = shares.weight_of(self._index, self._mesh.size(), self._shards.workers)
+        return weight, [before / now for before, now in zip(saved, own, strict=True)]
+
+    @property
+    def _index(self) -> int:
+        """The place of this worker in the mesh."""
+        index = 0
+        for place, size in zip(self._mesh.get_coordinate() or (), self._mesh.shape, strict=True):
+            index = index * size + place
+        return index
 
     def window_ended(self) -> None:
         self._shards.drop()

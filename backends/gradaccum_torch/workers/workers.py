@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
@@ -14,6 +15,32 @@ from gradaccum_torch.workers.deferred import Deferred
 
 Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""
+
+
+STATE_DICT = "torch.distributed.checkpoint.state_dict"
+
+
+class Shares(NamedTuple):
+    """What each worker has in an open window, so that other workers can go on with it."""
+
+    weights: list[float]
+    """By worker."""
+    workers: int
+    """Those of them that have different items."""
+    divisors: list[float]
+    """By what the sum over the workers is divided, by the position of the parameter."""
+    overflow: bool
+    """Any worker's flag."""
+
+    def weight_of(self, index: int, size: int, workers: int) -> float:
+        """The weight with which worker `index` goes on, of `size`, of which `workers` have different items.
+
+        Each gets its own back. Among another number of them the first gets the weight of all.
+        """
+        if (size, workers) == (len(self.weights), self.workers):
+            return self.weights[index]
+        total = math.fsum(self.weights) / len(self.weights) * self.workers
+        return 0.0 if index else total * size / workers
 
 
 class Workers(ABC):
@@ -72,6 +99,26 @@ class Workers(ABC):
         found = "gradients with a graph, which a reduction does not have"
         raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
 
+    def shares(self, fields: State) -> Shares:
+        """What all workers have in the open window; collective.
+
+        Raises:
+            UsageError: each has a sum of its own, which is no part of a larger tensor.
+        """
+        fix = "Save opt.state_dict() on each worker; gradaccum_torch.redistributed gives it to another number of workers."
+        found = "an open window, of which each worker has a sum of its own"
+        raise explain(UsageError, STATE_DICT, expected="to be called between two windows", found=found, fix=fix)
+
+    def own(self, shares: Shares) -> tuple[float, list[float]]:
+        """The weight with which this worker goes on, and by what to multiply each sum.
+
+        Raises:
+            UsageError: as `shares`.
+        """
+        fix = "Load it with fully_shard, or what each worker saved by opt.state_dict()."
+        found = "a state whose window is open, which no worker of these has alone"
+        raise explain(UsageError, STATE_DICT, expected="a state that was saved between two windows", found=found, fix=fix)
+
     @abstractmethod
     def require_no_copy(self) -> None:
         """Raise `UsageError` where a copy of the optimizer would have no part in the others' reductions."""
@@ -104,5 +151,11 @@ class Alone(OwnSum):
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
         return fields, sums
+
+    def shares(self, fields: State) -> Shares:
+        return Shares([fields.weight], 1, [], fields.overflow)
+
+    def own(self, shares: Shares) -> tuple[float, list[float]]:
+        return shares.weight_of(0, 1, 1), shares.divisors
 
     def require_no_graph(self) -> None: ...
