@@ -21,6 +21,8 @@ from gradaccum_torch.torch_private import LocalVariables
 from gradaccum_torch.workers import Workers
 
 MASTER = "gradaccum_master"
+_ELSEWHERE = ("parameters", "sums", "masters", "worker")
+"""Parts of the entry that are not saved in the first group. No worker's own sum is saved so, and other workers may load it."""
 
 
 def spread(
@@ -42,7 +44,7 @@ def spread(
     for index, parameter in enumerate(parameters.positions() if masters else ()):
         # A parameter that is its own master gets an entry too: torch wants a state for each, and the inner optimizer may have none.
         state_dict["state"].setdefault(index, {})[MASTER] = masters.get(index, parameter.detach())
-    state_dict["param_groups"][0][KEY] = {name: value for name, value in entry.items() if name not in ("parameters", "sums", "masters")}
+    state_dict["param_groups"][0][KEY] = {name: value for name, value in entry.items() if name not in _ELSEWHERE}
     return state_dict
 
 

@@ -140,3 +140,14 @@ def test_real_workers_that_fail_are_replaced() -> None:
         with pytest.raises(WorkerError, match="rank 0 gave no answer in time") as caught:
             pool.ask([flush, idle])
         assert "in gather" in str(caught.value)
+
+
+def test_workers_that_do_not_start_are_tried_twice() -> None:
+    with Pools() as pools:
+        errors = []
+        for _ in range(3):
+            with pytest.raises(WorkerError, match="rank 0 raised BackendNotFoundError") as caught:
+                pools.pool("no-such-backend", 2)
+            errors.append(caught.value)
+    assert errors[0] is not errors[1]
+    assert errors[1] is errors[2]

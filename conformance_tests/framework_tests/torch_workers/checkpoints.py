@@ -64,6 +64,23 @@ def window_of_another_worker_is_refused(rank: int) -> None:
 
 
 @check
+def distributed_checkpoint_keeps_closed_windows_only(rank: int) -> None:
+    """It would save one copy of a sum that is another one on each worker."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict  # Its import takes a second.
+
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+    learn(parallel, opt, micro_batches(rank)[1])
+    with refused(gradaccum.UsageError, "redistributed"):
+        get_optimizer_state_dict(model, opt)
+    opt.flush()
+    state = get_optimizer_state_dict(model, opt)
+    set_optimizer_state_dict(model, opt, state)
+    assert opt.result.optimizer_step == 1
+
+
+@check
 def window_of_two_goes_on_with_one(rank: int) -> None:
     model = build()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)

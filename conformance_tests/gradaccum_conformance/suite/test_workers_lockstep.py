@@ -9,22 +9,17 @@ import random
 import numpy as np
 import pytest
 
-import gradaccum
 from gradaccum_conformance.bounds import gamma
 from gradaccum_conformance.harness import Option, Session
 from gradaccum_conformance.reference.harness import harness as reference
 from gradaccum_conformance.scenarios import coarse, poisoned, start
-from gradaccum_conformance.specs import LINEAR
+from gradaccum_conformance.specs import MLP
 from gradaccum_conformance.workers import Crew, Crews
+from gradaccum_conformance.workers.options import DROPPING
 from gradaccum_conformance.workers.shares import Share, Shares, feed, require_equal
 
-SCALE = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
-VARIANTS: dict[str, dict[str, Option]] = {
-    "skip window": {},
-    "drop micro-batch": {"reduction": "item_mean", "on_overflow": "drop_micro_batch", "loss_scale": SCALE},
-}
-"""Two of the sets of options in test_workers.py: nothing is compiled for this file."""
-GOOD, LARGE = coarse(LINEAR, 0, 2.0**-4), coarse(LINEAR, 1, 1.0)
+VARIANTS: dict[str, dict[str, Option]] = {"skip window": {}, "drop micro-batch": DROPPING}
+GOOD, LARGE = coarse(MLP, 0, 2.0**-4), coarse(MLP, 1, 1.0)
 KINDS = {
     "good": (Share(GOOD), 8),
     "heavy": (Share(LARGE, 3.0), 4),
@@ -63,7 +58,7 @@ def test_random_windows_beside_the_reference(crews: Crews, deep: bool, options: 
     for seed in range(DEEP_SEEDS if deep else SEEDS):
         crew.restore(fresh)
         crew.pool.reseed(seed)
-        chance, alone = random.Random(seed), start(reference, **options)
+        chance, alone = random.Random(seed), start(reference, MLP, **options)
         for window in range(WINDOWS):
             shares = draw(chance, crew.workers)
             feed(crew, shares)

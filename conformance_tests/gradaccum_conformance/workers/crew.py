@@ -30,12 +30,12 @@ class Crew:
         """One micro-batch with this gradient on each worker; None: it has none."""
         self._micro_batches("gradients", trees, weights)
 
-    def refused(self, trees: Sequence[GradientTree], weights: Sequence[Any]) -> list[str]:
-        """One micro-batch with this gradient on each worker, which each must refuse; the errors, by rank, as ``"class: text"``."""
+    def refusals(self, trees: Sequence[GradientTree], weights: Sequence[Any]) -> list[str]:
+        """As `gradients`, for micro-batches that every worker may refuse: the errors by rank, as ``"class: text"``, or none at all."""
         answers = self.pool.exchange([self._request("gradients", tree, weight=weight) for tree, weight in zip(trees, weights, strict=True)])
         errors = [f"{answer.kind}: {answer.message}" for answer in answers if isinstance(answer, Raised)]
-        if len(errors) < self.workers:
-            self.pool.close()  # Some may wait for the others.
+        if errors and len(errors) < self.workers:
+            self.pool.close()  # The others may wait for those that raised.
             raise AssertionError(f"refused by {len(errors)} of {self.workers} workers: {answers}")
         return errors
 

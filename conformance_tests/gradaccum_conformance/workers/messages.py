@@ -1,4 +1,4 @@
-"""What travels between the test and a worker: plain data, pickled."""
+"""The messages between the test and a worker: plain data, pickled."""
 
 from __future__ import annotations
 

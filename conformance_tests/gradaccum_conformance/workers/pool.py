@@ -21,7 +21,7 @@ from gradaccum_conformance.workers.messages import Answer, Answered, Lost, Raise
 from gradaccum_conformance.workers.process import Process
 
 WORKER_COMMAND = (sys.executable, "-m", "gradaccum_conformance.workers")
-LIMIT_SECONDS = 180.0
+LIMIT_SECONDS = 120.0
 """For one event. Frameworks compile in some, and each engine's own timeout should be shorter."""
 GRACE_SECONDS = 3.0
 """For the other workers, once one has failed: their errors are shown too."""

@@ -6,10 +6,13 @@ from types import TracebackType
 from typing import NamedTuple
 
 from gradaccum_conformance.harness import Dtype, Harness, Option
-from gradaccum_conformance.specs import LINEAR, Model, Optimizer, make_weights
+from gradaccum_conformance.specs import MLP, Model, Optimizer, make_weights
 from gradaccum_conformance.workers.crew import Crew
 from gradaccum_conformance.workers.messages import Request
-from gradaccum_conformance.workers.pool import Pool
+from gradaccum_conformance.workers.pool import Pool, WorkerError
+
+TRIALS = 2
+"""A free port may be taken by another program before the workers have it."""
 
 
 class Pools:
@@ -18,6 +21,7 @@ class Pools:
     def __init__(self) -> None:
         self._pools: dict[tuple[str, int], Pool] = {}
         self._crews: dict[tuple[Pool, str], tuple[Crew, int]] = {}
+        self._failures: dict[tuple[str, int], list[WorkerError]] = {}
 
     def __enter__(self) -> Pools:
         return self
@@ -27,12 +31,26 @@ class Pools:
             pool.close()
 
     def pool(self, backend: str, workers: int) -> Pool:
-        """The pool; a new one after a failure. Its order of events and its delays begin anew, so that a test does not depend on others."""
-        pool = self._pools.get((backend, workers))
-        if pool is None or pool.closed:
-            pool = self._pools[backend, workers] = Pool(backend, workers)
-        pool.reseed(0)
-        return pool
+        """The pool; a new one after a failure. Its order of events and its delays begin anew, so that a test does not depend on others.
+
+        Raises:
+            WorkerError: the workers did not start. They are tried twice, for one test each, as each time may cost minutes.
+        """
+        key = backend, workers
+        if key not in self._pools or self._pools[key].closed:
+            self._pools[key] = self._started(backend, workers)
+        self._pools[key].reseed(0)
+        return self._pools[key]
+
+    def _started(self, backend: str, workers: int) -> Pool:
+        failures = self._failures.setdefault((backend, workers), [])
+        if len(failures) == TRIALS:
+            raise failures[-1]
+        try:
+            return Pool(backend, workers)
+        except WorkerError as error:
+            failures.append(error)
+            raise
 
     def crew(self, pool: Pool, model: Model, optimizer: Optimizer, dtype: Dtype, mode: str, options: dict[str, Option]) -> Crew:
         """The crew with these options, as it was when it was new."""
@@ -54,7 +72,7 @@ def start_crew(pool: Pool, model: Model, optimizer: Optimizer, dtype: Dtype, mod
 
 
 class Crews(NamedTuple):
-    """The crews of one backend in one mode, for one test."""
+    """The crews of one backend in one mode, for one test. They share one model too, so that as little as possible is compiled."""
 
     pools: Pools
     backend: Harness
@@ -63,7 +81,7 @@ class Crews(NamedTuple):
 
     def __call__(
         self,
-        model: Model = LINEAR,
+        model: Model = MLP,
         optimizer: Optimizer = Optimizer("capture"),  # noqa: B008  # immutable
         *,
         dtype: Dtype = "float32",

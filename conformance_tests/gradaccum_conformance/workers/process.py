@@ -62,7 +62,7 @@ class Process:
         return how + self._log_tail()
 
     def stuck(self) -> Lost:
-        """That it does not answer, and where it is: the stacks of its threads, from its log."""
+        """The failure of one that does not answer, with the stacks of its threads, from its log."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
         time.sleep(STACK_SECONDS)

@@ -12,8 +12,8 @@ from gradaccum import StepResult
 from gradaccum_conformance.bounds import bound_of_sum, gamma, worst
 from gradaccum_conformance.harness import Dtype, GradientTree
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.scenarios import global_norm, same
-from gradaccum_conformance.specs import Array, Arrays
+from gradaccum_conformance.scenarios import global_norm, random_tree, same
+from gradaccum_conformance.specs import MLP, Array, Arrays
 from gradaccum_conformance.workers.crew import Crew
 
 
@@ -26,6 +26,20 @@ class Share(NamedTuple):
 
 Shares = Sequence[Sequence[Share]]
 """The micro-batches of a window, by rank."""
+
+COUNTS = (3, 1, 0, 2)
+"""Micro-batches of each worker."""
+
+
+def unequal(workers: int, seed: int = 0) -> Shares:
+    """Different numbers of micro-batches of different weights."""
+    draw = [[100 * seed + 10 * rank + index for index in range(COUNTS[rank])] for rank in range(workers)]
+    return [[Share(random_tree(MLP, number), 1.0 + number % 7) for number in own] for own in draw]
+
+
+def on_first(workers: int, *own: Share) -> list[list[Share]]:
+    """Micro-batches of the first worker; the others have none."""
+    return [list(own), *([] for _ in range(workers - 1))]
 
 
 def feed(crew: Crew, shares: Shares) -> None:

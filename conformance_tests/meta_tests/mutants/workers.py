@@ -101,7 +101,7 @@ def average_the_workers(m: Module) -> None:
     change_join(m, changed)
 
 
-@caught_by("test_dropped_micro_batch")
+@caught_by("test_one_worker_drops_a_micro_batch")
 def keep_the_overflow_to_oneself(m: Module) -> None:
     change_joined(m, lambda own, weight, overflow: {"overflow": own.overflow})
 

@@ -1,0 +1,102 @@
+"""The windows of several workers: they fill together, and leave nothing to the next; they are saved and go on."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from gradaccum import StepResult
+from gradaccum_conformance.measuring import Errors
+from gradaccum_conformance.scenarios import poisoned, random_tree, same
+from gradaccum_conformance.specs import MLP, Arrays
+from gradaccum_conformance.workers import Crew, Crews
+from gradaccum_conformance.workers.options import FULL, SCALE
+from gradaccum_conformance.workers.shares import Share, check_update, feed, on_first, require_equal, unequal
+
+
+def test_full_windows_need_no_flush(crews: Crews, errors: Errors) -> None:
+    """Nothing moves inside one; the loss scale grows on every worker after two; a tail that only one worker has is flushed."""
+    crew = crews(**FULL)
+    for window in range(2):
+        seeds = [range(100 * window + 10 * rank, 100 * window + 10 * rank + 2) for rank in range(crew.workers)]
+        shares = [[Share(random_tree(MLP, seed), 1.0 + rank) for seed in own] for rank, own in enumerate(seeds)]
+        before = crew.parameters()
+        feed(crew, [own[:1] for own in shares])
+        assert [state.micro_step for state in crew.states()] == [1] * crew.workers
+        assert all(same(*pair) for pair in zip(crew.parameters(), before, strict=True)), "parameters moved inside a window"
+        feed(crew, [own[1:] for own in shares])
+        check_update(errors, crew, shares, calls=window + 1)
+    assert crew.results()[0].loss_scale == 2 * SCALE.init_scale
+    tail = on_first(crew.workers, Share(random_tree(MLP, 200)))
+    feed(crew, tail)
+    crew.flush()
+    check_update(errors, crew, tail, calls=3)
+
+
+def test_window_leaves_nothing_to_the_next(crews: Crews) -> None:
+    """After a window of large gradients, and after one that was discarded with a NaN in it, the next is that of a new crew, bit for bit."""
+    crew = crews()
+    fresh, shares = crew.snapshot(), unequal(crew.workers)
+    feed(crew, shares)
+    crew.flush()
+    alone = crew.captured()[0].gradient or {}
+    crew.restore(fresh)
+    feed(crew, [[Share(random_tree(MLP, 20 + rank, 1e6), 3.0)] for rank in range(crew.workers)])
+    crew.flush()
+    feed(crew, shares)
+    crew.flush()
+    assert same(crew.captured()[0].gradient or {}, alone)
+    feed(crew, [[Share(poisoned(random_tree(MLP, 20 + rank), math.nan))] for rank in range(crew.workers)])
+    crew.discard()
+    assert not any(state.micro_step or state.weight or state.overflow for state in crew.states())
+    feed(crew, shares)
+    crew.flush()
+    assert same(crew.captured()[0].gradient or {}, alone)
+    assert require_equal(crew).optimizer_step == 3
+
+
+def begin_and_save(crew: Crew, directory: Path) -> tuple[StepResult, Arrays]:
+    """Save after three of six micro-batches, in mid-window; the result and the parameters at the end."""
+    go_on(crew, 0, 3)
+    crew.save(directory)
+    go_on(crew, 3, 6)
+    return require_equal(crew), crew.parameters()[0]
+
+
+def go_on(crew: Crew, first: int, last: int) -> None:
+    seeds = range(first, last)
+    feed(crew, [[Share(random_tree(MLP, 10 * rank + seed), 1.0 + seed) for seed in seeds] for rank in range(crew.workers)])
+
+
+def check_end(crew: Crew, end: tuple[StepResult, Arrays]) -> None:
+    go_on(crew, 3, 6)
+    assert require_equal(crew) == end[0]
+    assert same(crew.parameters()[0], end[1])
+
+
+def test_resumed_window_is_the_same(crews: Crews, tmp_path: Path) -> None:
+    """From memory and from files, in mid-window, bit for bit."""
+    crew = crews(**FULL)
+    fresh = crew.snapshot()
+    end = begin_and_save(crew, tmp_path)
+    crew.restore(fresh)
+    go_on(crew, 0, 3)
+    middle, states, sums = crew.snapshot(), crew.states(), crew.accumulators()
+    check_end(crew, end)
+    for source in ("memory", "files"):
+        crew.restore(middle) if source == "memory" else crew.load(tmp_path)
+        assert crew.states() == states
+        assert all(same(*pair) for pair in zip(crew.accumulators(), sums, strict=True))
+        check_end(crew, end)
+
+
+@pytest.mark.deep
+def test_restarted_workers_go_on(crews: Crews, tmp_path: Path) -> None:
+    """From their files, after every process was killed in mid-window."""
+    crew = crews(**FULL)
+    end = begin_and_save(crew, tmp_path)
+    go_on(crew, 6, 7)
+    crew.pool.close()
+    crew = crews(**FULL)
+    crew.load(tmp_path)
+    check_end(crew, end)
