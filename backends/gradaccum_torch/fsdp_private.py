@@ -130,7 +130,8 @@ def units_holding(parameters: Sequence[Tensor]) -> list[Unit]:
     from torch.distributed._composable_state import _module_state_mapping
 
     own = set(map(id, parameters))
-    return [unit for unit in _units(_states(_module_state_mapping)) if any(id(each) in own for each in unit.parameters)]
+    modules = [module for each in _module_state_mapping.keyrefs() if (module := each()) is not None]
+    return [unit for unit in _units(_states(modules)) if any(id(each) in own for each in unit.parameters)]
 
 
 def reduce(units: Sequence[Unit]) -> None:
@@ -169,4 +170,4 @@ def _units(states: Iterable[Private]) -> list[Unit]:
 def _states(modules: Iterable[nn.Module]) -> Iterator[Private]:
     from torch.distributed.fsdp import FSDPModule
 
-    return (module._get_fsdp_state() for module in list(modules) if isinstance(module, FSDPModule))
+    return (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))

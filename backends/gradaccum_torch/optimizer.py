@@ -196,8 +196,9 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         return self._scaler.groups_for(caller)
 
     def _initialized_state(self) -> OptimizerState:
-        with self._parameters.masters_in_place():
-            initialize_state(self._inner)
+        if not self.result.micro_step:  # The state of an open window has what is missing, and the inner optimizer stays as it is.
+            with self._parameters.masters_in_place():
+                initialize_state(self._inner)
         return {"initialized": True}  # An empty state, as of an inner optimizer without one, would have torch make a step of this one.
 
     def _forwarded(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:

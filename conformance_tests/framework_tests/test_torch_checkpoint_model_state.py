@@ -106,7 +106,10 @@ def test_open_window_resumes_bitwise(way: Any, first: int, inner: str, dtype: to
     assert not any("gradaccum" in name for state in opt.optimizer.state.values() for name in state)
     for m, o in ((model, opt), (other, twin)):
         train(m, o, first, 6)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    undisturbed, never_saved = make(inner, dtype, options)
+    train(undisturbed, never_saved, 0, 6)
+    for m in (model, other):
+        assert all(torch.equal(p, q) for p, q in zip(m.parameters(), undisturbed.parameters(), strict=True))
 
 
 @by_kind

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -12,7 +14,7 @@ if not torch.distributed.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
 from conformance_tests.framework_tests.torch_shards import CHECKS  # noqa: E402
-from conformance_tests.framework_tests.torch_workers.processes import run_workers  # noqa: E402
+from conformance_tests.framework_tests.torch_workers.processes import ROOT, run_workers  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("torch_shards")
 
@@ -29,3 +31,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
     for rank, report in enumerate(reports):
         assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
+
+
+def test_four_workers_in_one_process() -> None:
+    """HSDP: two copies of the parameters, each split in two."""
+    command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_shards.hybrid"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain
+from gradaccum_torch.fsdp_private import units_holding
 from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, mesh_of, registered_comm_hooks
 from gradaccum_torch.workers.group import WorkerGroup
 
@@ -73,6 +74,10 @@ def _require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -
     Raises:
         ArgumentValueError: one is not.
     """
+    if units_holding(sharded):
+        fix = "Give the parameters of fully_shard an optimizer of their own, or put all under fully_shard."
+        found = "parameters of fully_shard, which averages their gradients by itself"
+        raise explain(ArgumentValueError, "module", expected="sharded parameters with their whole gradients", found=found, fix=fix)
     workers = sorted(dist.get_process_group_ranks(group))
     for parameter in sharded:
         ranks = sorted(mesh_of(parameter).mesh.flatten().tolist())

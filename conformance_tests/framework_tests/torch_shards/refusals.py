@@ -85,6 +85,14 @@ def parameters_that_nobody_reduces(rank: int) -> None:
 
 
 @check
+def two_engines_in_one_optimizer(rank: int) -> None:
+    shards, copies = sharded(WINDOW), nn.parallel.DistributedDataParallel(build())
+    both = torch.optim.SGD([*shards.parameters(), *copies.parameters()], lr=0.1)
+    with refused(gradaccum.ArgumentValueError, "fully_shard", "an optimizer of their own"):
+        gradaccum.wrap(both, steps=2, module=copies)
+
+
+@check
 def copies_and_closures(rank: int) -> None:
     for way in WAYS:
         model = sharded(way)
