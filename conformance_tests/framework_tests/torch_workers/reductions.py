@@ -93,6 +93,26 @@ def sums_come_and_go(rank: int) -> None:
 
 
 @check
+def model_is_cast_between_windows(rank: int) -> None:
+    """What rode in the last window has another dtype now, and rides again."""
+    model, reference = build(torch.float32), build(torch.float32)
+    parallel = DistributedDataParallel(model)
+    opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, reduction="item_mean")
+    other = gradaccum.wrap(sgd(reference), steps=2, reduction="item_mean")
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype), reference.to(dtype)
+        x = torch.ones(1, 4, dtype=dtype)
+        with counted() as called:
+            opt.backward(parallel(x * (1 + rank)).sum() + 0 * model.rare(model.first(x)).sum(), weight=70001.0 + rank)
+            opt.step()
+        for each in range(WORLD):
+            other.backward(reference(x * (1 + each)).sum() + 0 * reference.rare(reference.first(x)).sum(), weight=70001.0 + each)
+            other.step()
+    assert len(called) == 1
+    require_equal(model, reference)
+
+
+@check
 def large_and_strided_sums_are_reduced(rank: int) -> None:
     """Above four mebibytes a tensor travels alone; a layout that is not contiguous, as of a convolution in channels_last, is packed."""
     tensors = [torch.full((1100, 1000), 1.0 + rank), torch.full((1200, 1000), 2.0 + rank).t(), torch.full((3, 2), 3.0 + rank).t()]
