@@ -229,9 +229,13 @@ def each_worker_s_own_file(rank: int) -> None:
         with tempfile.TemporaryDirectory() as own:
             torch.save((model.state_dict(), opt.state_dict()), f"{own}/state.pt")
             model_state, state = torch.load(f"{own}/state.pt", weights_only=False)
+        other = copy.deepcopy(state)
+        other["gradaccum"]["worker"] = [1 - rank, 2]
         again = sharded(way)
         twin = gradaccum.wrap(adam(again), steps=3, module=again, gradient_sync=way.sync)
         again.load_state_dict(model_state)
+        with refused(gradaccum.CheckpointError, f"rank {rank} of 2"):
+            twin.load_state_dict(other)
         twin.load_state_dict(state)
         for one, wrapped in ((model, opt), (again, twin)):
             learn(one, wrapped, batches(rank)[5])
