@@ -104,10 +104,10 @@ def _blank_state(inner: torch.optim.Optimizer, parameters: Parameters) -> dict[i
             for parameter in own:
                 parameter.grad = None
             initialize_state(twin)
+            blank: dict[int, Any] = twin.state_dict()["state"]
         finally:
             for parameter, gradient in zip(own, gradients, strict=True):
                 parameter.grad = gradient
-    blank: dict[int, Any] = twin.state_dict()["state"]
     return blank
 
 

@@ -56,6 +56,8 @@ class WorkerGroup(Workers):
         if self.joined:
             return fields, sums
         _require_dense(sums)
+        if any(each.grad is not None and each.grad.requires_grad for each in self._module.parameters()):
+            self.require_no_graph()
         try:
             numbers, whole = self._added_up(fields, sums, zeros)
         except RuntimeError as error:

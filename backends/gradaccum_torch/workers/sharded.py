@@ -39,7 +39,8 @@ class ShardGroup(OwnSum):
 
     def __init__(self, mesh: DeviceMesh, shards: Shards, undivided: bool, deferred: Deferred | None = None) -> None:
         self._mesh, self._shards, self._undivided, self.deferred = mesh, shards, undivided, deferred
-        self.not_own = False
+        self.not_own, self._index = False, _index(mesh)
+        self.place = self._index, mesh.size()
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
         if self.not_own:
@@ -67,14 +68,6 @@ class ShardGroup(OwnSum):
         saved = shares.divisors or [1.0] * len(own)
         weight = shares.weight_of(self._index, self._mesh.size(), self._shards.workers)
         return weight, [before / now for before, now in zip(saved, own, strict=True)]
-
-    @property
-    def _index(self) -> int:
-        """The place of this worker in the mesh."""
-        index = 0
-        for place, size in zip(self._mesh.get_coordinate() or (), self._mesh.shape, strict=True):
-            index = index * size + place
-        return index
 
     def window_ended(self) -> None:
         self._shards.drop()
@@ -111,6 +104,14 @@ class ShardGroup(OwnSum):
         if self._mesh.size() * squares != micro_batches**2:
             raise _unequal_error(fields, dist.get_rank())
         return weight / self._mesh.size(), overflows > 0
+
+
+def _index(mesh: DeviceMesh) -> int:
+    """The place of this worker in `mesh`."""
+    index = 0
+    for place, size in zip(mesh.get_coordinate() or (), mesh.shape, strict=True):
+        index = index * size + place
+    return index
 
 
 def _unequal_error(fields: State, rank: int) -> UsageError:
