@@ -4,6 +4,14 @@ from gradaccum_torch.backend import TorchBackend, backend
 from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler
-from gradaccum_torch.workers import sharded_cross_entropy
+from gradaccum_torch.workers import redistributed, sharded_cross_entropy
 
-__all__ = ["AccumulatingOptimizer", "GatedScheduler", "TorchBackend", "backend", "sharded_cross_entropy", "verify_loss_scaling"]
+__all__ = [
+    "AccumulatingOptimizer",
+    "GatedScheduler",
+    "TorchBackend",
+    "backend",
+    "redistributed",
+    "sharded_cross_entropy",
+    "verify_loss_scaling",
+]

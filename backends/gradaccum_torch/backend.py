@@ -22,18 +22,25 @@ class TorchBackend:
         """How a `torch.amp.GradScaler` moves; None for another object."""
         return scaler_rule(scaler)
 
-    def wrap(self, optimizer: object, options: Options, *, module: object = None) -> AccumulatingOptimizer:
+    def wrap(
+        self, optimizer: object, options: Options, *, module: object = None, gradient_sync: object = "micro_batch"
+    ) -> AccumulatingOptimizer:
         """Wrap a `torch.optim.Optimizer`.
 
         Args:
             optimizer: the optimizer.
             options: the checked options.
-            module: the `torch.nn.parallel.DistributedDataParallel` that several workers train together. A window is then that of all
-                workers, and its sum is reduced once, at its end. This call, the end of a window and ``flush`` are collective.
+            module: what several workers train together: a `torch.nn.parallel.DistributedDataParallel`, whose sum is reduced once, at the
+                window's end, or a module under `torch.distributed.fsdp.fully_shard`. A window is then that of all workers. This call, the
+                end of a window and ``flush`` are collective.
+            gradient_sync: when FSDP2 reduces. ``"micro_batch"``: in each micro-batch; the sum is sharded. ``"window"``: once per window;
+                each worker keeps a sum of the whole model, as after ``set_requires_gradient_sync(False)``. ``"all_reduce_per_window"``:
+                on a mesh of two dimensions, reduce-scatter in each micro-batch and all-reduce once per window, as after
+                ``set_requires_all_reduce(False)``.
 
         Raises:
             ArgumentTypeError: `optimizer` is none, or is wrapped already; `module` is no such module.
-            ArgumentValueError: `module` has other parameters; or other workers gave other options.
+            ArgumentValueError: `module` has other parameters, or not all; other workers gave other options; FSDP2 cannot wait with these.
             UsageError: `module` has a communication hook.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
@@ -43,7 +50,7 @@ class TorchBackend:
             raise optimizer_error("a torch.optim.Optimizer", optimizer, fix)
         checked = options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype))
         require_layouts(optimizer)
-        return AccumulatingOptimizer(optimizer, checked, workers_of(optimizer, module, checked))
+        return AccumulatingOptimizer(optimizer, checked, workers_of(optimizer, module, checked, gradient_sync))
 
     def is_scheduler(self, candidate: object) -> bool:
         """Whether `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""

@@ -5,6 +5,8 @@ The wrapper's entry in a ``state_dict`` is `gradaccum_torch.entry`'s; how `torch
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from gradaccum import CheckpointError
@@ -12,21 +14,27 @@ from gradaccum.kit import explain, initial_state
 from gradaccum_torch.entry import KEY, Saved, StateDict, decode, encode
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.model_state import gather, spread
+from gradaccum_torch.open_window import put
 from gradaccum_torch.torch_private import LocalVariables
 from gradaccum_torch.window import Window
+from gradaccum_torch.workers import Workers
 
 _BARE = Saved(initial_state(), None, 0.0, {}, {})
 """What a bare optimizer's state says of a window."""
 
 
-def save(window: Window, parameters: Parameters, inner: torch.optim.Optimizer, caller: LocalVariables | None) -> StateDict:
+def save(
+    window: Window, parameters: Parameters, inner: torch.optim.Optimizer, workers: Workers, caller: LocalVariables | None, *, room: bool
+) -> StateDict:
     """The state of `inner` with the window's entry beside it; the tensors are the live ones.
 
     Args:
         window: the window.
         parameters: those of `inner`.
         inner: the inner optimizer.
+        workers: those that share the window.
         caller: the local variables of torch's checkpoint function, if that asks.
+        room: torch's function is to make room for the sum of a window, open or not.
 
     Raises:
         UsageError: a micro-batch of the open window is under way, or something changed ``.grad``; or torch's checkpoint function asks, and
@@ -35,16 +43,19 @@ def save(window: Window, parameters: Parameters, inner: torch.optim.Optimizer, c
     saved = window.saved()
     state_dict = inner.state_dict()
     state_dict[KEY] = encode(saved, parameters.groups())
-    return state_dict if caller is None else spread(state_dict, parameters, caller)
+    if caller is None:
+        return state_dict
+    put_sums = partial(put, inner=inner, parameters=parameters, sum_dtypes=window.sum_dtypes, workers=workers)
+    return spread(state_dict, parameters, caller, put_sums if room or saved.fields.micro_step else None)
 
 
-def load(state_dict: StateDict, window: Window, parameters: Parameters, inner: torch.optim.Optimizer) -> None:
+def load(state_dict: StateDict, window: Window, parameters: Parameters, inner: torch.optim.Optimizer, workers: Workers) -> None:
     """Restore what `save` gave; a bare optimizer's state is an empty window.
 
     Raises:
         CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
     """
-    state_dict = gather(state_dict, parameters)
+    state_dict = gather(state_dict, parameters, workers)
     saved = decode(state_dict[KEY], parameters, window.sum_dtypes) if KEY in state_dict else _BARE
     saved = saved._replace(fields=window.resumed(saved))
     _load_inner({key: value for key, value in state_dict.items() if key != KEY}, parameters, inner)

@@ -96,8 +96,8 @@ class DelegatingOptimizer(torch.optim.Optimizer, ABC):
         As in torch, the tensors are the live ones: save them, or deep-copy, before training goes on.
 
         Raises:
-            UsageError: a micro-batch of the open window is under way, or something changed ``.grad``; or a window is open and the caller is
-                ``get_optimizer_state_dict`` of `torch.distributed.checkpoint`, which would drop it.
+            UsageError: a micro-batch of the open window is under way, or something changed ``.grad``; or a window is open, each worker
+                has a sum of its own, and the caller is ``get_optimizer_state_dict`` of `torch.distributed.checkpoint`.
         """
         caller = model_state_caller("_get_optim_state_dict", 2)
         for before in save_pre_hooks(self).values():

@@ -4,6 +4,7 @@ It sits under one key beside the inner optimizer's own entries, and torch ignore
 
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
 - ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends on;
+- ``worker``: the rank that saved it and the number of workers, as the sum of each is a part of that of all;
 - ``parameters``: shape, dtype and name of each, to refuse another model's state;
 - ``sums``: the partial sum by the index of its parameter, only while a window is open;
 - ``masters``: the float32 master of each half-precision parameter by the index of that parameter, only with ``master_weights=True``.
@@ -20,6 +21,7 @@ from torch import Tensor
 from gradaccum import CheckpointError
 from gradaccum.kit import Options, State, Terms, explain, initial_state, resumed
 from gradaccum_torch.masters import Group, Parameters
+from gradaccum_torch.torch_private import is_sharded
 
 KEY = "gradaccum"
 
@@ -30,6 +32,8 @@ StateDict = dict[str, Any]
 """A saved state as torch has it: ``"state"`` by the index of a parameter, ``"param_groups"`` and what an optimizer adds to them."""
 Entry = dict[str, Any]
 """The wrapper's part of a ``state_dict``, under `KEY`."""
+Place = tuple[int, int] | None
+"""The rank of a worker and the number of workers; None: the part of a sum that it saves can be loaded by any."""
 Description = list[Any]
 """Shape, dtype and name of a parameter: ``[[2, 3], "torch.float32", "layer.weight"]``."""
 
@@ -46,14 +50,24 @@ class Saved(NamedTuple):
     """The partial sum by the index of its parameter; empty between two windows."""
     masters: Mapping[int, Tensor]
     """The float32 masters by the index of their parameter."""
+    place: Place = None
+    """The worker that saved it."""
 
-    def resumed(self, options: Options) -> State:
-        """The fields to go on with under `options`.
+    def resumed(self, options: Options, place: Place) -> State:
+        """The fields to go on with under `options`, for the worker at `place`.
 
         Raises:
-            CheckpointError: it is an open window under other options.
+            CheckpointError: it is an open window under other options, or another worker's.
         """
+        self._require_place(place)
         return initial_state(options.scale_rule.init_scale) if self.terms is None else resumed(self.fields, self.terms, options)
+
+    def _require_place(self, own: Place) -> None:
+        # The sum of an open window is a part of that of all workers.
+        if self.fields.micro_step and self.place and own and tuple(self.place) != own:
+            expected, found = ("that of rank {} of {}".format(*place) for place in (own, self.place))
+            fix = "Load what this rank saved, or gradaccum_torch.redistributed(state_dicts, workers)[rank] from what all ranks saved."
+            raise explain(CheckpointError, "worker", expected=f"the open window of a worker, {expected}", found=found, fix=fix)
 
 
 def describe(groups: Sequence[Group]) -> list[Description]:
@@ -73,10 +87,16 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
         **saved.fields._asdict(),
         "grad_norm": saved.grad_norm,
         "terms": saved.terms._asdict(),
+        "worker": None if saved.place is None else list(saved.place),
         "parameters": describe(groups),
-        "sums": dict(saved.sums),
+        "sums": {index: _savable(total) for index, total in saved.sums.items()},
         "masters": {index: master.detach() for index, master in saved.masters.items()},
     }
+
+
+def _savable(total: Tensor) -> Tensor:
+    """A part of a sharded buffer has a place in no memory, which `torch.save` takes for a place in memory."""
+    return total.clone() if is_sharded(total) and total.storage_offset() else total
 
 
 def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> Saved:
@@ -85,14 +105,14 @@ def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> 
     Raises:
         CheckpointError: it is of other parameters, or something is missing.
     """
-    _require_entries(entry)
+    require_entries(entry)
     _require_parameters(entry["parameters"], describe(own.groups()))
     fields = State(*(entry[name] for name in State._fields))
     for index, total in entry["sums"].items():
         _require_sum(index, total, own.positions(), sum_dtypes)
     masters = entry.get("masters", {})
     _require_masters(masters, own.masters())
-    return Saved(fields, Terms(**entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters)
+    return Saved(fields, Terms(**entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters, entry.get("worker"))
 
 
 def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:
@@ -100,7 +120,12 @@ def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:
     return None if total is None else total.detach().to(parameter.device, copy=True)
 
 
-def _require_entries(entry: object) -> None:
+def require_entries(entry: object) -> None:
+    """`entry` holds all that `encode` writes.
+
+    Raises:
+        CheckpointError: something is missing.
+    """
     expected = [*State._fields, "grad_norm", "terms", "parameters", "sums"]
     missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
     if missing:

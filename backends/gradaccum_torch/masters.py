@@ -23,7 +23,7 @@ from gradaccum import ArgumentValueError
 from gradaccum.kit import explain
 from gradaccum_torch.comparison import apart
 from gradaccum_torch.sums import HALF
-from gradaccum_torch.torch_private import foreach_copy_
+from gradaccum_torch.torch_private import foreach_copy_, local
 
 Group = dict[str, Any]
 """A parameter group of a `torch.optim.Optimizer`: its ``"params"``, a list of tensors, and its options."""
@@ -112,7 +112,8 @@ class Parameters:
     def round(self) -> None:
         """Give the model the rounded masters."""
         if self._masters:
-            foreach_copy_(list(self._masters), list(self._masters.values()))
+            # torch copies many sharded tensors at a time by their parts only.
+            foreach_copy_(list(map(local, self._masters)), list(map(local, self._masters.values())))
 
     def strayed(self) -> tuple[Tensor, ...]:
         """Whether the model differs from the rounded masters: one bool, shape ``()``; nothing if there are no masters."""

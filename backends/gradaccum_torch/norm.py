@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradaccum_torch.tensors import are_alike, dense_parts, side_by_side, together
-from gradaccum_torch.torch_private import flatten_dense, foreach_norm
+from gradaccum_torch.torch_private import flatten_dense, foreach_norm, is_sharded, local, mesh_of
 
 SMALL = 4096
 """Elements up to which a CPU copies a tensor in less time than one more call takes."""
@@ -75,10 +75,12 @@ def largest(gradients: Sequence[Tensor]) -> float:
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """Norms of shape ``()`` whose norm is that of all `tensors`: one for each tensor, or one for all that are split the same way."""
-    norms = []
+    norms: list[Tensor] = []
     for group in together(tensors):
-        of_each: list[Tensor] = list(foreach_norm(group, order))
-        norms += [_whole(of_each, order)] if hasattr(group[0], "full_tensor") else of_each
+        if not is_sharded(group[0]):
+            norms += foreach_norm(group, order)
+        else:
+            norms.append(_whole_peak(group) if order == math.inf else _whole(list(foreach_norm(group, order)), order))
     return norms
 
 
@@ -108,3 +110,15 @@ def _whole(norms: list[Tensor], order: float) -> Tensor:
     total: Any = torch.linalg.vector_norm(torch.stack(norms), order)
     whole: Tensor = total.full_tensor()
     return whole
+
+
+def _whole_peak(tensors: list[Tensor]) -> Tensor:
+    """The largest magnitude in tensors that are split over processes, inf for NaN, with one reduction; a process may have an empty part."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    parts = [part for part in map(local, tensors) if part.numel()]
+    peaks = torch.stack(list(foreach_norm(parts, math.inf))) if parts else local(tensors[0]).abs().new_zeros(1)
+    mesh = mesh_of(tensors[0])
+    # A maximum over processes may lose a NaN.
+    peak = DTensor.from_local(peaks.max().nan_to_num(nan=math.inf, posinf=math.inf), mesh, [Partial("max")] * mesh.ndim, run_check=False)
+    return peak.full_tensor()

@@ -56,6 +56,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         self._parameters = Parameters(self._inner, options.master_weights, masters)
         self._scaler = link_scaler(options, self._parameters.device())
         self._window = Window(self._parameters, options, Update(self, self._inner, self._parameters), self._scaler, self._workers)
+        self._expects_open_window = False
         self._loads = 0, 0
         """How often a saved state was loaded, and the updates that the last one had."""
 
@@ -80,8 +81,11 @@ class AccumulatingOptimizer(DelegatingOptimizer):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `loss` is no tensor, `weight` no such number.
-            UsageError: another loss of the same micro-batch had another weight.
+            UsageError: another loss of the same micro-batch had another weight; or several workers share the window, and ``create_graph``
+                is asked for.
         """
+        if kwargs.get("create_graph"):
+            self._workers.require_no_graph()
         self._window.backward(require_loss(loss), 1.0 if weight is None else require_weight(weight), kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -134,6 +138,14 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         """Forget the open window and the micro-batch under way: no update, nothing counted, the loss scale as it was."""
         self._window.discard()
 
+    def expect_open_window(self) -> None:
+        """The checkpoint that `torch.distributed.checkpoint` is about to load was saved in mid-window.
+
+        Its ``load`` fills the tensors of a state that ``get_optimizer_state_dict`` makes of this optimizer. After this call, until a state
+        is loaded, that state has room for the sum of a window.
+        """
+        self._expects_open_window = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear what is in ``.grad`` between two windows; in mid-window keep the partial sum.
 
@@ -184,16 +196,18 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         return self._scaler.groups_for(caller)
 
     def _initialized_state(self) -> OptimizerState:
-        with self._parameters.masters_in_place():
-            initialize_state(self._inner)
+        if not self.result.micro_step:  # The state of an open window has what is missing, and the inner optimizer stays as it is.
+            with self._parameters.masters_in_place():
+                initialize_state(self._inner)
         return {"initialized": True}  # An empty state, as of an inner optimizer without one, would have torch make a step of this one.
 
     def _forwarded(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         return forwarded(method, name, self._window, self._parameters)
 
     def _save(self, caller: LocalVariables | None) -> StateDict:
-        return save(self._window, self._parameters, self._inner, caller)
+        return save(self._window, self._parameters, self._inner, self._workers, caller, room=self._expects_open_window)
 
     def _load(self, state_dict: StateDict) -> None:
-        load(state_dict, self._window, self._parameters, self._inner)
+        load(state_dict, self._window, self._parameters, self._inner, self._workers)
+        self._expects_open_window = False
         self._loads = self._loads[0] + 1, self.result.optimizer_step

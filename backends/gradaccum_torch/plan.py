@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradaccum.kit import Options, largest_number
+from gradaccum import UsageError
+from gradaccum.kit import Options, explain, largest_number
 from gradaccum_torch.buffers import DroppingStrategy, MovingStrategy
 from gradaccum_torch.in_grad import GradStrategy
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.strategy import Strategy
 from gradaccum_torch.sums import sum_dtype
 from gradaccum_torch.tensors import DTYPE, REQUIRES_GRAD
+from gradaccum_torch.workers.deferred import Deferred
+from gradaccum_torch.workers.in_fsdp import DeferredStrategy
 
 
 class Plan:
@@ -22,10 +25,11 @@ class Plan:
     Args:
         parameters: those that are summed over.
         options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
+        deferred: keeps the sum, if not None.
     """
 
-    def __init__(self, parameters: Parameters, options: Options) -> None:
-        self._parameters, self._accumulate_dtype = parameters, options.accumulate_dtype
+    def __init__(self, parameters: Parameters, options: Options, deferred: Deferred | None) -> None:
+        self._parameters, self._accumulate_dtype, self._deferred = parameters, options.accumulate_dtype, deferred
         seen = parameters.positions()
         self._seen, self._dtypes = _seen(seen), list(map(DTYPE, seen))
         self.sum_dtypes = [sum_dtype(parameter, options.accumulate_dtype) for parameter in seen]
@@ -34,6 +38,8 @@ class Plan:
         self.largest = largest_number(float64_weight=self.float64_weight)
         """The largest finite number of the dtype in which the sums are divided."""
         self._kind = _kind(self._dtypes, self.sum_dtypes, options)
+        if deferred is not None:
+            self._kind = _require_deferrable(self._kind)
 
     def holds(self) -> bool:
         """Nothing has changed since: ``model.to(dtype)``, freezing and code that replaces parameters in the groups call nothing here."""
@@ -49,6 +55,8 @@ class Plan:
 
     def strategy(self) -> Strategy:
         """A new one of the kind that suits the parameters."""
+        if self._deferred is not None:
+            return DeferredStrategy(self._parameters, self._accumulate_dtype, self._deferred)
         return self._kind(self._parameters, self._accumulate_dtype)
 
     def carried_over(self, old: Strategy) -> Strategy:
@@ -72,3 +80,16 @@ def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], opti
     if options.on_overflow == "drop_micro_batch":
         return DroppingStrategy
     return GradStrategy if sum_dtypes == dtypes else MovingStrategy
+
+
+def _require_deferrable(kind: type[Strategy]) -> type[Strategy]:
+    """The parameters have the dtype of their sums, as when they were wrapped.
+
+    Raises:
+        UsageError: they were cast.
+    """
+    if kind is not GradStrategy:
+        fix = "Wrap the optimizer after the cast."
+        expected, found = "parameters in the dtype of their sums beside gradient_sync=", "parameters that were cast"
+        raise explain(UsageError, "model.to(dtype)", expected=expected, found=found, fix=fix)
+    return DeferredStrategy

@@ -101,6 +101,18 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def mesh_of(tensor: Tensor) -> Any:
+    """The `DeviceMesh` over which a `DTensor` is split: public, but a `Tensor` has no such attribute."""
+    split: Any = tensor
+    return split.device_mesh
+
+
+def placements_of(tensor: Tensor) -> Any:
+    """The placements of a `DTensor`, as `mesh_of`."""
+    split: Any = tensor
+    return split.placements
+
+
 def engine_runs_backward() -> bool:
     """Whether a backward pass runs in autograd's engine, which calls what was given to `when_backward_ends`.
 

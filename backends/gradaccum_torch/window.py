@@ -62,7 +62,7 @@ class Window:
         self._parameters, self._options, self._update = parameters, options, update
         self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
         self._micro_batch = NOTHING_SAID
-        self._plan = Plan(parameters, options)
+        self._plan = Plan(parameters, options, workers.deferred)
         self.strategy = self._plan.strategy()
         self._size: int | None = None
         self._grad_norm = 0.0
@@ -184,7 +184,7 @@ class Window:
     def groups_changed(self) -> None:
         """Parameters were added, replaced, frozen or cast; if the sum must now live elsewhere, it moves there."""
         self._parameters.groups_changed()
-        self._plan, old = Plan(self._parameters, self._options), self.strategy
+        self._plan, old = Plan(self._parameters, self._options, self._workers.deferred), self.strategy
         self.strategy = self._plan.carried_over(old)
         if self.strategy is not old:
             self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
@@ -204,13 +204,13 @@ class Window:
         terms = terms_of(self._options._replace(steps=self._size if fields.micro_step else None), fields.optimizer_step)
         sums = enumerate(self.strategy.sums() if fields.micro_step else ())
         held = {index: total for index, total in sums if total is not None}
-        return Saved(fields, terms, self._grad_norm, held, self._parameters.masters())
+        return Saved(fields, terms, self._grad_norm, held, self._parameters.masters(), self._workers.place)
 
     def resumed(self, saved: Saved) -> State:
-        """The fields to go on with; an open window under other options is refused."""
+        """The fields to go on with; an open window under other options, or of another worker, is refused."""
         if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
             return self._scaler.current(saved.fields)  # The scaler is the user's, and may have been loaded from a file of its own.
-        return saved.resumed(self._options)
+        return saved.resumed(self._options, self._workers.place)
 
     def restore(self, saved: Saved) -> None:
         """Go on with `saved`, whose fields `resumed` gave and whose sums become this window's own."""

@@ -1,25 +1,40 @@
-"""Parameters that are split over processes (FSDP2, tensor parallel): one norm for all, each element counted once."""
+"""Parameters that are split over processes (FSDP2, tensor parallel): windows over two processes that share them."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 pytest.importorskip("torch.distributed.fsdp", reason="needs a torch with distributed support")
+if not torch.distributed.is_gloo_available():
+    pytest.skip("this torch was built without gloo", allow_module_level=True)
+
+from conformance_tests.framework_tests.torch_shards import CHECKS  # noqa: E402
+from conformance_tests.framework_tests.torch_workers.processes import ROOT, run_workers  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("torch_shards")
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch was built without gloo")
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("torch_sharding.py")
-    commands = [[sys.executable, str(script), str(rank), str(tmp_path / "store")] for rank in range(2)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each process says of each check; one run for all tests."""
+    folder = tmp_path_factory.mktemp("shards")
+    run_workers("conformance_tests.framework_tests.torch_shards", folder=folder)
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
+    for rank, report in enumerate(reports):
+        assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
+
+
+def test_four_workers_in_one_process() -> None:
+    """HSDP: two copies of the parameters, each split in two."""
+    command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_shards.hybrid"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import math
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,23 +15,20 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
 from conformance_tests.framework_tests.torch_workers import CHECKS, WORLD  # noqa: E402
+from conformance_tests.framework_tests.torch_workers.processes import run_workers  # noqa: E402
+from gradaccum.kit import initial_state  # noqa: E402
+from gradaccum_torch.workers.numbers import decode, encode  # noqa: E402
+from gradaccum_torch.workers.reduction import LARGE_BYTES, riders  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("torch_workers")
+PACKAGE = "conformance_tests.framework_tests.torch_workers"
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each process says of each check; one run for all tests."""
     folder = tmp_path_factory.mktemp("workers")
-    command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_workers"]
-    running = [subprocess.Popen([*command, str(rank), str(folder)], cwd=Path(__file__).parents[2]) for rank in range(WORLD)]
-    try:
-        for process in running:
-            process.wait(timeout=240)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    run_workers(PACKAGE, folder=folder)
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORLD)]
 
 
@@ -38,3 +36,46 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
     for rank, report in enumerate(reports):
         assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
+
+
+def test_numbers_are_exact_in_float32() -> None:
+    """Also where a bucket of float32 brings float64 weights of many workers, added up in any order."""
+    weights = [0.1, 1e17, 3.0, 1e-300, 2.0**53 - 1, math.pi]
+    states = [initial_state(1.0)._replace(weight=weight, overflow=rank == 2, micro_step=rank) for rank, weight in enumerate(weights)]
+    sent = [encode(state, rank > 3, [False, rank == 1], rank, len(weights)) for rank, state in enumerate(states)]
+    for order in (sent, sent[::-1]):
+        total = torch.zeros(len(sent[0]))
+        for numbers in order:
+            total += torch.tensor(numbers)
+        assert decode(total.tolist(), len(weights)) == (math.fsum(weights), True, 15, 2, [False, True])
+
+
+def test_riders_are_small_and_alike() -> None:
+    """As many of the first dtype as a bucket holds; no large one, none that rounds counts, none that nobody has."""
+    meta = torch.device("meta")
+    small, large = torch.empty(2**18, device=meta), torch.empty(LARGE_BYTES // 4, device=meta)
+    sums = [None, small.bfloat16(), large, small, small.double(), *[small] * 40]
+    assert riders(sums, meta) == [3, *range(5, 29)], "25 of a mebibyte"
+    assert riders(sums, torch.device("cpu")) == riders([], meta) == []
+
+
+def test_job_of_a_killed_worker_goes_on(tmp_path: Path) -> None:
+    """The other worker gets an error, and the job that starts anew from its last checkpoint is bitwise the undisturbed one."""
+    assert run_workers(f"{PACKAGE}.killed", "first", folder=tmp_path) == [0, -signal.SIGKILL]
+    assert (tmp_path / "survivor.txt").exists()
+    assert run_workers(f"{PACKAGE}.killed", "again", folder=tmp_path) == [0, 0]
+    for rank in range(WORLD):
+        undisturbed, again = (torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True) for name in ("undisturbed", "again"))
+        assert undisturbed["result"]["optimizer_step"] == 3
+        _require_same_bits(undisturbed, again)
+
+
+def _require_same_bits(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _require_same_bits(one[key], other[key])
+    else:
+        assert one == other

@@ -19,7 +19,7 @@ NAMES = {
         require_loss_options require_shard_sizes require_steps require_weight
         redistributed resumed select steps_at terms_of usable wrapped_twice_error
     """,
-    "gradaccum_torch": "AccumulatingOptimizer GatedScheduler TorchBackend backend sharded_cross_entropy verify_loss_scaling",
+    "gradaccum_torch": "AccumulatingOptimizer GatedScheduler TorchBackend backend redistributed sharded_cross_entropy verify_loss_scaling",
     "gradaccum_jax": """
         AccumulationState MultiSteps apply_updates backend check_state data_parallel discard flush redistributed result scale_loss
         sharded_cross_entropy verify_loss_scaling

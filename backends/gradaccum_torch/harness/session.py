@@ -57,9 +57,10 @@ class SpecModel(torch.nn.Module):
             x = _apply(layer, {name: self.named[f"{index}.{name}"] for name in layer.shapes()}, x)
         return x
 
-    def loss(self, batch: Batch, loss: Loss) -> Tensor:
+    def loss(self, batch: Batch, loss: Loss, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The loss of `batch`; `forward`: the module around this one, if it is to be called."""
         x, y = torch.tensor(batch.x, dtype=self.dtype), torch.tensor(batch.y)
-        return functional.cross_entropy(self(x), y, reduction=loss)
+        return functional.cross_entropy((forward or self)(x), y, reduction=loss)
 
 
 def _apply(layer: Layer, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -82,7 +83,8 @@ def _apply(layer: Layer, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
             return x.mean(1)
 
 
-def _make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
+def make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
+    """The inner optimizer of a spec, over the parameters of `model`."""
     parameters, rate = list(model.named.values()), spec.learning_rate
     match spec.kind:
         case "capture":
@@ -104,17 +106,26 @@ def _to_numpy(tensor: Tensor) -> Array:
 
 
 class TorchSession(Session):
-    """A model and its optimizer, trained by the loop of torch's tutorials."""
+    """A model and its optimizer, trained by the loop of torch's tutorials.
 
-    def __init__(self, model: SpecModel, inner: torch.optim.Optimizer, optimizer: Any) -> None:
-        self.model, self.inner, self.optimizer = model, inner, optimizer
+    Args:
+        model: the model.
+        inner: its optimizer.
+        optimizer: `inner` or its wrapper.
+        forward: the module around the model, if the loop calls that.
+    """
+
+    def __init__(
+        self, model: SpecModel, inner: torch.optim.Optimizer, optimizer: Any, forward: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.model, self.inner, self.optimizer, self.forward = model, inner, optimizer, forward
 
     @property
     def wrapped(self) -> bool:
         return self.optimizer is not self.inner
 
     def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
-        value = self.model.loss(batch, loss)
+        value = self.model.loss(batch, loss, self.forward)
         self._train(value, weight)
         return float(value.detach())
 
@@ -223,7 +234,7 @@ class TorchHarness(BaseHarness):
         options: Mapping[str, Any] | None = None,
     ) -> Session:
         module = SpecModel(model, weights, dtype)
-        inner = _make_optimizer(module, optimizer)
+        inner = make_optimizer(module, optimizer)
         return TorchSession(module, inner, inner if options is None else gradaccum.wrap(inner, **options))
 
     def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
@@ -236,6 +247,3 @@ class TorchHarness(BaseHarness):
 
     def bad_gradients(self, session: Session, fault: Fault) -> None:
         raise AssertionError(f"torch lets no gradient with the fault {fault!r} through")
-
-
-harness = TorchHarness()

@@ -2,28 +2,78 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import cast, get_args
 
-from gradaccum.kit import Options
-from gradaccum_torch.torch_private import is_sharded
-from gradaccum_torch.workers.module import group_of
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum.kit import Options, explain
+from gradaccum_torch.fsdp_private import units_holding, units_of
+from gradaccum_torch.torch_private import is_sharded, mesh_of
+from gradaccum_torch.workers.deferred import Deferred, GradientSync
+from gradaccum_torch.workers.deferred_checks import require_deferrable
+from gradaccum_torch.workers.module import group_of, require_parameters, require_same_options
 from gradaccum_torch.workers.sharded import ShardGroup
+from gradaccum_torch.workers.shards import Shards
 from gradaccum_torch.workers.workers import Alone, Workers
 
+_SYNCS = get_args(GradientSync)
 
-def workers_of(optimizer: torch.optim.Optimizer, module: object, options: Options) -> Workers:
+
+def workers_of(optimizer: torch.optim.Optimizer, module: object, options: Options, gradient_sync: object = "micro_batch") -> Workers:
     """The workers that a window of `optimizer` is added up over.
 
     Args:
         optimizer: the optimizer that is wrapped.
         module: the ``module=`` of `gradaccum.wrap`, or None.
         options: the checked options.
+        gradient_sync: the ``gradient_sync=`` of `gradaccum.wrap`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError, UsageError: as `group_of`.
+        ArgumentTypeError, ArgumentValueError, UsageError: as `group_of`, `Shards` and `require_deferrable`.
     """
-    if module is not None:
-        return group_of(module, optimizer, options)
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    meshes = [parameter.device_mesh for parameter in parameters if is_sharded(parameter)]
-    return ShardGroup(max(meshes, key=lambda mesh: mesh.size())) if meshes else Alone()
+    sync = _require_sync(gradient_sync)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if _shares_parameters(module, parameters):
+        return _shard_group(optimizer, parameters, module, options, sync)
+    if sync != "micro_batch":
+        fix = "Leave it out: with a DistributedDataParallel module gradients are reduced once per window."
+        raise explain(ArgumentValueError, "gradient_sync", expected="to stand beside a module= of fully_shard", got=sync, fix=fix)
+    return Alone() if module is None else group_of(module, optimizer, options)
+
+
+def _shares_parameters(module: object, parameters: Sequence[Tensor]) -> bool:
+    """Whether its parameters are split over processes; not where `DistributedDataParallel` has copies of the parts."""
+    if isinstance(module, DistributedDataParallel):
+        return False
+    return any(map(is_sharded, module.parameters() if isinstance(module, torch.nn.Module) else parameters if module is None else ()))
+
+
+def _shard_group(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], module: object, options: Options, sync: GradientSync
+) -> ShardGroup:
+    units = units_holding(parameters)
+    mesh = max((mesh_of(parameter) for parameter in parameters if is_sharded(parameter)), key=DeviceMesh.size)
+    if isinstance(module, torch.nn.Module):
+        within = [each for unit in units_of(module) for each in unit.parameters]
+        require_parameters(module, [*module.parameters(), *within], parameters)
+        require_same_options(options, *map(mesh.get_group, range(mesh.ndim)), gradient_sync=sync)
+    shards = Shards(optimizer, units)
+    deferred = None
+    if sync != "micro_batch":
+        require_deferrable(units, parameters, options, sync, module)
+        deferred = Deferred(units, mesh, sync)
+    return ShardGroup(mesh, shards, options.reduction == "sum", deferred)
+
+
+def _require_sync(sync: object) -> GradientSync:
+    if not isinstance(sync, str):
+        fix = 'Write gradient_sync="window".'
+        raise explain(ArgumentTypeError, "gradient_sync", expected=f"one of {_SYNCS}", got=sync, fix=fix)
+    if sync not in _SYNCS:
+        raise explain(ArgumentValueError, "gradient_sync", expected=f"one of {_SYNCS}", got=sync, fix="Check its spelling.")
+    return cast(GradientSync, sync)

@@ -1,7 +1,16 @@
-"""The end of a window over all workers: first its few numbers, then its sums, one reduction each.
+"""The end of a window over all workers: its numbers and small sums in one reduction, its large sums in one each.
 
-Workers may hold different numbers of micro-batches, or none, and a parameter may have a gradient on some of them only. So the first
-reduction tells each worker which sums exist anywhere, and a worker without one of these adds zeros.
+Workers may hold different numbers of micro-batches, or none, and a parameter may have a gradient on some of them only. So the numbers tell
+each worker which sums exist anywhere, and a worker without one of these adds zeros. The small sums that ride with the numbers are guessed
+to be those of the last window, which all workers know. After a wrong guess, numbers and small sums are sent once more. So what is added up,
+and in which layout, depends on this window alone, and a resumed run has the same bits.
+
+A parameter that is sharded over the same workers, such as the head of a large classifier, has the gradient of all items on each of them.
+Its sum is left as it is, and its norm is that of all shards.
+
+`DistributedDataParallel` reduces while the last backward pass still runs. Here no backward pass is known to be the last: the user may call
+``backward`` again, or clear its gradients, and a worker may flush instead. On CPUs the overlap gains nothing anyway: the backward pass
+keeps the cores busy.
 
 A worker that runs out of data calls ``flush``. It then takes part in the windows of the others, with nothing, until they flush too: so all
 make the same updates, however many micro-batches each has.
@@ -9,7 +18,7 @@ make the same updates, however many micro-batches each has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, final
 
 import torch
@@ -19,7 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError
 from gradaccum.kit import Fields, State, explain, joined
-from gradaccum_torch.workers.reduction import all_reduce
+from gradaccum_torch.torch_private import is_sharded
+from gradaccum_torch.workers.numbers import Numbers, decode, encode
+from gradaccum_torch.workers.reduction import FirstBucket, all_reduce, riders
 from gradaccum_torch.workers.workers import Sums, Workers
 
 
@@ -36,24 +47,27 @@ class WorkerGroup(Workers):
         self._group, self._module = group, module
         self._flushing = self._all_flush = False
         self.several, self._device = True, next(module.parameters()).device
+        self.place = self._rank, self._workers = dist.get_rank(group), dist.get_world_size(group)
+        self._riders: list[int] = []
+        """The positions of the sums that rode with the numbers in the last window: the same on all workers, as each end is collective."""
         self._hold("own")
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
         if self.joined:
             return fields, sums
         _require_dense(sums)
+        if any(each.grad is not None and each.grad.requires_grad for each in self._module.parameters()):
+            self.require_no_graph()
         try:
-            weight, overflows, micro_batches, flushes, *present = self._added_up(fields, sums)
-            whole = [zeros(index) if total is None and present[index] else total for index, total in enumerate(sums)]
-            all_reduce([total for total in whole if total is not None], self._group)
+            numbers, whole = self._added_up(fields, sums, zeros)
         except RuntimeError as error:
             self._hold("torn")
-            raise _alone_error(fields, dist.get_rank(self._group)) from error
-        self._all_flush = flushes == dist.get_world_size(self._group)
-        self._hold("of all" if micro_batches else "own")
+            raise alone_error(fields, self._rank) from error
+        self._all_flush = numbers.flushes == self._workers
+        self._hold("of all" if numbers.micro_batches else "own")
         # The next forward pass sends the buffers, as after a reduction of the module's own.
         self._module.require_forward_param_sync = True
-        return joined(fields, weight, overflows > 0), whole
+        return joined(fields, numbers.weight, numbers.overflow), whole
 
     def flush(self, close: Callable[[], None], is_open: bool) -> None:
         self._flushing = True
@@ -90,13 +104,32 @@ class WorkerGroup(Workers):
         """The open window's sum is this worker's; or that of all workers, until their update is made; or neither: the reduction failed."""
         self.joined, self.not_own = held == "of all", held != "own"
 
-    def _added_up(self, fields: State, sums: Sums) -> list[float]:
-        present = (total is not None for total in sums)
-        numbers = [fields.weight, fields.overflow, fields.micro_step, self._flushing, *present]
-        vector = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        dist.all_reduce(vector, group=self._group)
-        added: list[float] = vector.tolist()
-        return added
+    @torch.no_grad()
+    def _added_up(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Numbers, Sums]:
+        own = encode(fields, self._flushing, [total is not None for total in sums], self._rank, self._workers)
+        whole, guess = sums, [index for index in self._riders if index < len(sums)]
+        while True:
+            whole = _filled(whole, guess, zeros)
+            bucket = FirstBucket(own, [total for index in guess if (total := whole[index]) is not None], self._device, self._group)
+            numbers = decode(bucket.numbers(), self._workers)
+            whole = _filled(whole, [index for index, there in enumerate(numbers.present) if there], zeros, others=False)
+            self._riders = riders(whole, self._device)
+            if self._riders == guess:
+                break
+            guess = self._riders
+        bucket.unpack()
+        rode, rest = set(guess), enumerate(whole)
+        all_reduce([total for index, total in rest if total is not None and index not in rode and not is_sharded(total)], self._group)
+        return numbers, whole
+
+
+def _filled(sums: Sums, positions: Sequence[int], zeros: Callable[[int], Tensor], others: bool = True) -> list[Tensor | None]:
+    """`sums` with one at each of `positions`, empty where there was none; without `others` none elsewhere."""
+    filled: list[Tensor | None] = list(sums) if others else [None] * len(sums)
+    for index in positions:
+        total = sums[index]
+        filled[index] = zeros(index) if total is None else total
+    return filled
 
 
 def _require_dense(sums: Sums) -> None:
@@ -110,7 +143,8 @@ def _require_dense(sums: Sums) -> None:
         raise explain(UsageError, ".grad", expected="dense gradients beside module=", found="a sparse one", fix=fix)
 
 
-def _alone_error(fields: State, rank: int) -> UsageError:
+def alone_error(fields: State, rank: int) -> UsageError:
+    """The error for a window's end to which another worker did not come."""
     here = f"{fields.micro_step} micro-batches of update {fields.optimizer_step + 1}"
     return explain(
         UsageError,

@@ -1,11 +1,13 @@
 """One sum over all workers for many tensors, without a second copy of the model.
 
 Large tensors are reduced one by one, in place. Small ones travel together in buckets, which have the size of those of
-`torch.nn.parallel.DistributedDataParallel` (``bucket_cap_mb``); while one is on its way the next is packed.
+`torch.nn.parallel.DistributedDataParallel` (``bucket_cap_mb``); while one is on its way the next is packed. The first bucket takes numbers
+with it, because a collective of their own takes longer than all else that the end of a small model's window does.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -13,11 +15,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradaccum_torch.torch_private import foreach_copy_, is_sharded
+from gradaccum_torch.workers.workers import Sums
+
 BUCKET_BYTES = 25 * 2**20
-LARGE_BYTES = 2**20
-"""From here on a collective of its own costs less than packing and unpacking."""
+LARGE_BYTES = 4 * 2**20
+"""From here on a collective of its own costs less than packing and unpacking (measured with gloo, two processes)."""
 IN_FLIGHT = 2
 """Buckets packed at a time: they take at most this much memory beside the tensors."""
+_EXACT = (torch.float32, torch.float64)
+
+
+def riders(sums: Sums, device: torch.device) -> list[int]:
+    """The positions of the sums that ride in the first bucket: small ones of one dtype that holds counts exactly."""
+    whole = [(index, total) for index, total in enumerate(sums) if total is not None and not is_sharded(total)]
+    small = [(index, total) for index, total in whole if total.nbytes < LARGE_BYTES]
+    exact = [(index, total) for index, total in small if total.dtype in _EXACT and total.device == device]
+    alike = [(index, total) for index, total in exact if total.dtype == exact[0][1].dtype]
+    ends = itertools.accumulate(total.nbytes for _, total in alike)
+    return [index for (index, _), end in zip(alike, ends, strict=True) if end <= BUCKET_BYTES]
+
+
+class FirstBucket:
+    """Numbers and tensors on their way together. The tensors keep their values until `unpack`."""
+
+    def __init__(self, numbers: Sequence[float], tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> None:
+        head = torch.tensor(numbers, dtype=tensors[0].dtype if tensors else torch.float32, device=device)
+        self._tensors, self._count = tensors, len(numbers)
+        self._packed = torch.cat([head, *(tensor.reshape(-1) for tensor in tensors)]) if tensors else head
+        dist.all_reduce(self._packed, group=group)
+
+    def numbers(self) -> list[float]:
+        """The numbers of all workers; waits for the device."""
+        added: list[float] = self._packed[: self._count].tolist()
+        return added
+
+    def unpack(self) -> None:
+        """Replace each tensor by its sum over the workers."""
+        _unpack(self._packed[self._count :], self._tensors)
 
 
 @torch.no_grad()
@@ -62,6 +97,10 @@ class _Reduction:
         assert self._work is not None
         self._work.wait()
         if self._packed is not None:
-            parts = torch.split(self._packed, [tensor.numel() for tensor in self._tensors])
-            for tensor, part in zip(self._tensors, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+            _unpack(self._packed, self._tensors)
+
+
+def _unpack(packed: Tensor, tensors: list[Tensor]) -> None:
+    if tensors:
+        parts = torch.split(packed, [tensor.numel() for tensor in tensors])
+        foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])

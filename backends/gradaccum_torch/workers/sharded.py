@@ -1,7 +1,8 @@
 """Workers that hold parts of the same parameters (FSDP2, tensor parallel). The engine reduces the gradients; the weight is reduced here.
 
-FSDP2 averages gradients over its workers. The window's sum is then the average of w_i g_i, so its weight is the average too. Workers of
-tensor parallelism see the same items: the average of their weights is the weight.
+FSDP2 averages gradients over its workers, unless the user has set another divisor. The window's sum is then the average of w_i g_i, so its
+weight is the average too. Workers of tensor parallelism see the same items: the average of their weights is the weight. Where FSDP2 divides
+by something else, or where the sum itself is wanted, the sum is multiplied once, at the window's end.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradaccum.kit import Fields, State, joined
-from gradaccum_torch.workers.workers import OwnSum, Sums
+from gradaccum import UsageError
+from gradaccum.kit import Fields, State, explain, joined
+from gradaccum_torch.sums import multiply
+from gradaccum_torch.workers.deferred import Deferred
+from gradaccum_torch.workers.group import alone_error
+from gradaccum_torch.workers.shards import Shards
+from gradaccum_torch.workers.workers import OwnSum, Shares, Sums
 
 
 @final
@@ -24,17 +30,95 @@ class ShardGroup(OwnSum):
 
     Args:
         mesh: the mesh of the sharded parameters; of all of its dimensions.
+        shards: what FSDP2 makes of their gradients.
+        undivided: ``reduction="sum"``: the sum over the workers is wanted, not their average.
+        deferred: holds what FSDP2 is to reduce at the window's end; None: it reduces each micro-batch.
     """
 
     several = True
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: DeviceMesh, shards: Shards, undivided: bool, deferred: Deferred | None = None) -> None:
+        self._mesh, self._shards, self._undivided, self.deferred = mesh, shards, undivided, deferred
+        self.not_own, self._index = False, _index(mesh)
+        self.place = self._index, mesh.size()
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
-        # After an update that raised this comes again, and changes nothing: the average of averages.
-        numbers = torch.tensor([fields.weight, fields.overflow], dtype=torch.float64, device=self._mesh.device_type)
+        if self.not_own:
+            return fields, sums
+        self._shards.require_reduced()
+        factors = [divisor / (1 if self._undivided else self._shards.workers) for divisor in self._shards.divisors()]
+        weight, overflow = self._added_up(fields)
+        self.not_own = any(factor != 1 for factor in factors)
+        for total, factor in zip(sums, factors, strict=True):
+            multiply([] if total is None else [total], factor)
+        # After an update that raised, this may come again. The average of averages changes nothing.
+        return joined(fields, weight, overflow), list(sums)
+
+    def shares(self, fields: State) -> Shares:
+        size = self._mesh.size()
+        numbers = torch.zeros(size + 1, dtype=torch.float64, device=self._mesh.device_type)
+        numbers[self._index], numbers[size] = fields.weight, fields.overflow
         for dimension in range(self._mesh.ndim):
             dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
-        weight, overflows = numbers.tolist()
-        return joined(fields, weight / self._mesh.size(), overflows > 0), sums
+        *weights, overflows = numbers.tolist()
+        return Shares(weights, self._shards.workers, self._shards.divisors(), overflows > 0)
+
+    def own(self, shares: Shares) -> tuple[float, list[float]]:
+        own = self._shards.divisors()
+        saved = shares.divisors or [1.0] * len(own)
+        weight = shares.weight_of(self._index, self._mesh.size(), self._shards.workers)
+        return weight, [before / now for before, now in zip(saved, own, strict=True)]
+
+    def window_ended(self) -> None:
+        self._shards.drop()
+        self._shards.note()
+        self.not_own = False
+
+    def require_own_sum(self, call: str) -> None:
+        if self.not_own:
+            fix = "Call opt.flush() on every worker to make the update that is due, or opt.discard() on every worker."
+            found = "a window that is multiplied by the workers already, whose update raised"
+            raise explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
+
+    def require_no_closure(self) -> None:
+        if self.deferred is not None or self._undivided:
+            # The inner optimizer reads the gradient of a closure at once.
+            fix = 'Leave gradient_sync= out, and write reduction="mean".'
+            raise explain(UsageError, "closure", expected="gradients that FSDP2 averages in each micro-batch", found="other ones", fix=fix)
+
+    def require_no_copy(self) -> None:
+        if self._shards.workers > 1:
+            fix = "Save opt.state_dict(), and wrap anew where it is loaded."
+            raise explain(UsageError, "copy, pickle", expected="an optimizer whose model can be copied", found="one under FSDP2", fix=fix)
+
+    def _added_up(self, fields: State) -> tuple[float, bool]:
+        """The average weight, and whether any worker has an overflow."""
+        own = [fields.weight, fields.overflow, fields.micro_step, fields.micro_step**2]
+        numbers = torch.tensor(own, dtype=torch.float64, device=self._mesh.device_type)
+        try:
+            for dimension in range(self._mesh.ndim):
+                dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
+            weight, overflows, micro_batches, squares = numbers.tolist()
+        except RuntimeError as error:
+            raise alone_error(fields, dist.get_rank()) from error
+        if self._mesh.size() * squares != micro_batches**2:
+            raise _unequal_error(fields, dist.get_rank())
+        return weight / self._mesh.size(), overflows > 0
+
+
+def _index(mesh: DeviceMesh) -> int:
+    """The place of this worker in `mesh`."""
+    index = 0
+    for place, size in zip(mesh.get_coordinate() or (), mesh.shape, strict=True):
+        index = index * size + place
+    return index
+
+
+def _unequal_error(fields: State, rank: int) -> UsageError:
+    return explain(
+        UsageError,
+        f"the end of a window on rank {rank}",
+        expected="as many micro-batches on every worker that shares parameters",
+        found=f"{fields.micro_step} here, and another number on another worker, as after opt.discard() on one of them",
+        fix="Call opt.discard() on every worker.",
+    )

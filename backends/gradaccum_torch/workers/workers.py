@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
-from gradaccum.kit import Fields, State
+from gradaccum import UsageError
+from gradaccum.kit import Fields, State, explain
+from gradaccum_torch.workers.deferred import Deferred
 
 Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""
+
+
+STATE_DICT = "torch.distributed.checkpoint.state_dict"
+
+
+class Shares(NamedTuple):
+    """What each worker has in an open window, so that other workers can go on with it."""
+
+    weights: list[float]
+    """By worker."""
+    workers: int
+    """Those of them that have different items."""
+    divisors: list[float]
+    """By what the sum over the workers is divided, by the position of the parameter."""
+    overflow: bool
+    """Any worker's flag."""
+
+    def weight_of(self, index: int, size: int, workers: int) -> float:
+        """The weight with which worker `index` goes on, of `size`, of which `workers` have different items.
+
+        Each gets its own back. Among another number of them the first gets the weight of all.
+        """
+        if (size, workers) == (len(self.weights), self.workers):
+            return self.weights[index]
+        total = math.fsum(self.weights) / len(self.weights) * self.workers
+        return 0.0 if index else total * size / workers
 
 
 class Workers(ABC):
@@ -23,6 +52,10 @@ class Workers(ABC):
     """The open window's sum is not this worker's own; see `require_own_sum`."""
     joined: bool
     """After `join`: the window holds a micro-batch."""
+    place: tuple[int, int] | None = None
+    """The rank of this worker and their number, which its part of a saved sum belongs to; None: any worker can load any part."""
+    deferred: Deferred | None = None
+    """What keeps the sum until the window ends; None: it is in ``.grad`` or a buffer."""
 
     @abstractmethod
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
@@ -60,6 +93,32 @@ class Workers(ABC):
     def require_no_closure(self) -> None:
         """Raise `UsageError` where a step with a closure cannot be that of all workers."""
 
+    def require_no_graph(self) -> None:
+        """Raise `UsageError` where gradients that are to be differentiated again would lose their graph."""
+        fix = "Leave create_graph= out; second derivatives over several workers are not supported."
+        found = "gradients with a graph, which a reduction does not have"
+        raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
+
+    def shares(self, fields: State) -> Shares:
+        """What all workers have in the open window; collective.
+
+        Raises:
+            UsageError: each has a sum of its own, which is no part of a larger tensor.
+        """
+        fix = "Save opt.state_dict() on each worker; gradaccum_torch.redistributed gives it to another number of workers."
+        found = "an open window, of which each worker has a sum of its own"
+        raise explain(UsageError, STATE_DICT, expected="to be called between two windows", found=found, fix=fix)
+
+    def own(self, shares: Shares) -> tuple[float, list[float]]:
+        """The weight with which this worker goes on, and by what to multiply each sum.
+
+        Raises:
+            UsageError: as `shares`.
+        """
+        fix = "Load it with fully_shard, or what each worker saved by opt.state_dict()."
+        found = "a state whose window is open, which no worker of these has alone"
+        raise explain(UsageError, STATE_DICT, expected="a state that was saved between two windows", found=found, fix=fix)
+
     @abstractmethod
     def require_no_copy(self) -> None:
         """Raise `UsageError` where a copy of the optimizer would have no part in the others' reductions."""
@@ -88,6 +147,15 @@ class Alone(OwnSum):
     """No other worker."""
 
     several = False
+    place = 0, 1
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
         return fields, sums
+
+    def shares(self, fields: State) -> Shares:
+        return Shares([fields.weight], 1, [], fields.overflow)
+
+    def own(self, shares: Shares) -> tuple[float, list[float]]:
+        return shares.weight_of(0, 1, 1), shares.divisors
+
+    def require_no_graph(self) -> None: ...

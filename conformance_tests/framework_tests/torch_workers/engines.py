@@ -7,7 +7,6 @@ import math
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
@@ -62,6 +61,8 @@ def zero_redundancy_optimizer_is_an_inner_optimizer(rank: int) -> None:
 @check
 def pipeline_schedule_must_not_scale_gradients(rank: int) -> None:
     """One schedule step of two chunks is a micro-batch, if it leaves its gradients alone and the loss is divided by the chunks."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe  # Importing it takes a second, in each process of each job.
+
     for scale_grads in (True, False):
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()

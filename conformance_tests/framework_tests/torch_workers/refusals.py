@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,23 @@ def copies_and_closures_are_refused(rank: int) -> None:
         pickle.dumps(opt)
     with refused(gradaccum.UsageError, "module="):
         opt.step(lambda: torch.zeros(()))
+
+
+@check
+def second_derivatives_are_refused(rank: int) -> None:
+    """The sum of all workers has no graph."""
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=1, module=parallel)
+    loss = parallel(micro_batches(rank)[0][0]).square().mean()
+    with refused(gradaccum.UsageError, "create_graph"):
+        opt.backward(loss, create_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss.backward(create_graph=True)
+    with refused(gradaccum.UsageError, "create_graph"):
+        opt.step()
+    opt.discard()
 
 
 @check

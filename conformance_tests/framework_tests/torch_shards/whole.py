@@ -1,9 +1,8 @@
-"""Two processes run this: a sharded model against the same model whole, in windows of two micro-batches; and DDP with ``steps=1``."""
+"""A sharded model against the same model whole, in windows of two micro-batches, without ``module=``; and DDP with ``steps=1``."""
 
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gradaccum
+from conformance_tests.framework_tests.torch_shards.common import check, whole
 
 WORLD = 2
 X = torch.arange(32 * 6, dtype=torch.float32).reshape(32, 6) / 100 - 1
@@ -36,10 +36,6 @@ def shard(model: nn.Module, kind: str, mesh: DeviceMesh) -> nn.Module:
     if kind == "fsdp":
         return fully_shard(model, mesh=mesh)
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return,operator]
 
 
 def compare(kind: str, dtype: torch.dtype, options: dict[str, Any], bad: bool, rank: int, mesh: DeviceMesh) -> None:
@@ -103,23 +99,36 @@ def train_together(dtype: torch.dtype, options: dict[str, Any], rank: int) -> No
     assert torch.equal(*both), "the processes train apart"
 
 
-def main(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+def each_kind(rank: int, kind: str) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
-    for kind in ("fsdp", "tensor parallel"):
-        for options in OPTIONS:
-            compare(kind, torch.float32, options, False, rank, mesh)
-        compare(kind, torch.bfloat16, {}, False, rank, mesh)
-        compare(kind, torch.float32, {}, True, rank, mesh)
-        refuse(kind, rank, mesh)
+    for options in OPTIONS:
+        compare(kind, torch.float32, options, False, rank, mesh)
+    compare(kind, torch.bfloat16, {}, False, rank, mesh)
+    compare(kind, torch.float32, {}, True, rank, mesh)
+    refuse(kind, rank, mesh)
+
+
+@check
+def sharded_data_parallel_trains_as_one(rank: int) -> None:
+    each_kind(rank, "fsdp")
+
+
+@check
+def tensor_parallel_trains_as_one(rank: int) -> None:
+    """`reduction="sum"` too: its workers see the same items."""
+    each_kind(rank, "tensor parallel")
+    compare("tensor parallel", torch.float32, {"reduction": "sum"}, False, rank, init_device_mesh("cpu", (WORLD,)))
+
+
+@check
+def workers_hold_unequal_numbers_of_items(rank: int) -> None:
     for options in ({}, {"clip_norm": 0.01}, {"loss_scale": 64.0}):
-        compare_unequal(options, rank, mesh)
+        compare_unequal(options, rank, init_device_mesh("cpu", (WORLD,)))
+
+
+@check
+def replicas_train_together_in_windows_of_one(rank: int) -> None:
     train_together(torch.float32, {}, rank)
     train_together(torch.float32, {"accumulate_dtype": "float64"}, rank)
     train_together(torch.bfloat16, {}, rank)
     train_together(torch.bfloat16, {"master_weights": True}, rank)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,173 @@
+"""The private names of torch's FSDP2, beside those of `torch_private`, and what breaks if torch drops them.
+
+`fully_shard` puts the parameters of a module into a group, which gathers and reduces together. Here such a group is a `Unit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+Private = Any
+"""An object of torch that has no public type."""
+
+
+class Sync(NamedTuple):
+    """What FSDP2 does after a backward pass, of one unit."""
+
+    reduce: bool
+    """Reduce the gradients; `FSDPModule.set_requires_gradient_sync`."""
+    all_reduce: bool
+    """All-reduce what is reduce-scattered, on a mesh of two dimensions; `FSDPModule.set_requires_all_reduce`."""
+    unused: bool
+    """A parameter without a gradient takes part, with zeros; `FSDPModule.set_reduce_scatter_unused_params`."""
+
+
+class Unit:
+    """Parameters that FSDP2 reduces together.
+
+    Without the private names that its methods use, FSDP2 would have to reduce in each micro-batch, and ``reduction="sum"`` would be the
+    average of the workers.
+    """
+
+    def __init__(self, group: Private) -> None:
+        self.group = group
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The sharded parameters, as the optimizer has them."""
+        return [each.sharded_param for each in self.group.fsdp_params]
+
+    @property
+    def shards(self) -> int:
+        """The workers that share one copy of the parameters."""
+        return int(getattr(self.group.mesh_info, "shard_mesh_size", 1))
+
+    @property
+    def copies(self) -> int:
+        """The copies of the parameters, of `shards` workers each."""
+        return int(getattr(self.group.mesh_info, "replicate_mesh_size", 1))
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What `FSDPModule.set_gradient_divide_factor` was given; None: the number of workers."""
+        factor: float | None = self.group.gradient_divide_factor
+        return factor
+
+    @property
+    def reduces_by_hook(self) -> bool:
+        """`FSDPModule.set_all_reduce_hook` was called."""
+        return self.group._all_reduce_hook is not None
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which FSDP2 adds up the micro-batches that it does not reduce."""
+        policy, own = self.group.mp_policy, self.group.fsdp_params[0].sharded_param.dtype
+        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or own
+        return dtype
+
+    @property
+    def only_sums(self) -> bool:
+        """The factor is a division of its own, not a part of the reduction."""
+        wide = (torch.float32, torch.bfloat16)
+        return bool(self.group.force_sum_reduction_for_comms) or self.sum_dtype not in wide
+
+    @property
+    def sync(self) -> Sync:
+        """What it does after a backward pass."""
+        group = self.group
+        return Sync(group.reduce_grads, group.all_reduce_grads, group.reduce_scatter_unused_params)
+
+    @sync.setter
+    def sync(self, sync: Sync) -> None:
+        self.group.reduce_grads, self.group.all_reduce_grads, self.group.reduce_scatter_unused_params = sync
+
+    def trainable(self) -> Iterator[Private]:
+        """Its trainable parameters, as FSDP2 has them."""
+        return (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
+
+    def held(self) -> list[Tensor]:
+        """The gradients that are not reduced: one for each parameter that has one, or one of all."""
+        found = [gradient for each in self.group.fsdp_params for gradient in _unreduced(each)]
+        partial = self.group._partial_reduce_output
+        return found if partial is None else [*found, partial]
+
+    def drop(self) -> None:
+        """Forget the gradients that are not reduced."""
+        self.group._partial_reduce_output = None
+        for each in self.group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+
+    def fill(self, parameter: Private) -> None:
+        """Zeros for a gradient of one of its parameters, because another worker has one."""
+        parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
+
+    def after_forward(self, hook: Callable[..., None]) -> list[RemovableHandle]:
+        """Have `hook` called after the forward pass of each of its modules: from the first one on `whole_parameters` has them all."""
+        return [module.register_forward_hook(hook) for module in self.group.modules]
+
+    def whole_parameters(self) -> list[tuple[Private, Tensor]]:
+        """The trainable parameters that were gathered once: as FSDP2 has them, and whole, as autograd accumulates into them."""
+        return [(each, each._unsharded_param) for each in self.trainable() if hasattr(each, "_unsharded_param")]
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """The units of `module` and of what is in it."""
+    return _units(_states(module.modules()))
+
+
+def units_holding(parameters: Sequence[Tensor]) -> list[Unit]:
+    """The units that have any of `parameters`, whatever the module.
+
+    Without the table of modules, a divide factor and forgotten gradients are seen only where ``module=`` is given.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    own = set(map(id, parameters))
+    modules = [module for each in _module_state_mapping.keyrefs() if (module := each()) is not None]
+    return [unit for unit in _units(_states(modules)) if any(id(each) in own for each in unit.parameters)]
+
+
+def reduce(units: Sequence[Unit]) -> None:
+    """Reduce what `units` hold into ``.grad``, as FSDP2 does for a module that a backward pass did not reach.
+
+    Without the private method the sum of a window could be reduced only by a backward pass, which must know that it is the last one.
+    """
+    # The first state of a module that has run is the outermost one, whose pass ends those of all in it.
+    modules = (module for unit in units for module in unit.group.modules)
+    for root in {id(root): root for state in _states(modules) for root in state._state_ctx.all_states[:1]}.values():
+        _reduce_under(root)
+
+
+def _reduce_under(root: Private) -> None:
+    context = root._state_ctx
+    found, context.is_last_backward = context.is_last_backward, True
+    try:
+        root._root_post_backward_final_callback()
+    finally:
+        context.is_last_backward = found
+
+
+def _unreduced(parameter: Private) -> Iterator[Tensor]:
+    whole = getattr(parameter, "_unsharded_param", None)
+    if whole is not None and whole.grad is not None:
+        yield whole.grad
+    if parameter.unsharded_accumulated_grad is not None:
+        yield parameter.unsharded_accumulated_grad
+
+
+def _units(states: Iterable[Private]) -> list[Unit]:
+    groups = {id(group): group for state in states for group in state._fsdp_param_groups}
+    return [Unit(group) for group in groups.values() if group.fsdp_params]
+
+
+def _states(modules: Iterable[nn.Module]) -> Iterator[Private]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))

@@ -1,0 +1,234 @@
+"""FSDP2 told to wait: it keeps the gradients of a window, and reduces them when the window ends.
+
+FSDP2 would reduce them in a window's last backward pass. But nobody knows the last one before it is over: a window ends early by ``flush``,
+or has no last one (``steps=None``). So FSDP2 waits for good, and reduces without a backward pass when the sum is asked for.
+
+A parameter may have a gradient on some workers only. So the workers first tell each other which have one, and the others add zeros.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from gradaccum import UsageError
+from gradaccum.kit import explain
+from gradaccum_torch.fsdp_private import Private, Sync, Unit, reduce
+from gradaccum_torch.misuse import changed_gradients_error
+from gradaccum_torch.torch_private import local, untraced, version
+from gradaccum_torch.watched import Arrivals
+
+GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
+"""When FSDP2 reduces: all of it in each micro-batch, all of it once per window, or only the all-reduce once per window."""
+
+_FOUND: WeakKeyDictionary[Private, list[Sync]] = WeakKeyDictionary()
+"""What a unit did when it was first told to wait, once for each that told it: the last one to let go restores it."""
+
+
+class _Notes:
+    """What autograd has delivered since the window began. The hooks hold this, and not the object that owns them."""
+
+    def __init__(self) -> None:
+        self.arrivals = Arrivals()
+        self.arrived: set[int] = set()
+
+    def note(self, number: int, _: Tensor) -> None:
+        self.arrived.add(number)
+        if not self.arrivals.under_way:
+            self.arrivals.begin()
+
+
+class Deferred:
+    """Units of FSDP2 that wait, for as long as this object lives.
+
+    Args:
+        units: those of the optimizer's parameters.
+        mesh: that of all workers.
+        sync: what waits.
+    """
+
+    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, sync: GradientSync) -> None:
+        self._units, self._mesh, self._waits_for_all = units, mesh, sync == "window"
+        self._notes, self._torn = _Notes(), False
+        self._kept: list[tuple[Unit, list[Tensor], list[int]]] = []
+        self._handles: dict[int, RemovableHandle] = {}
+        forward_handles = self._look_after_forward()
+        for unit in units:
+            _FOUND.setdefault(unit.group, []).append(unit.sync)
+        weakref.finalize(self, _let_go, units, forward_handles, self._handles).atexit = False
+        self._wait()
+
+    def watch(self, arrivals: Arrivals) -> None:
+        """Tell `arrivals` of what autograd delivers to whole parameters: nothing arrives in ``.grad``."""
+        self._notes.arrivals = arrivals
+
+    def count(self) -> None:
+        """The micro-batch is a part of the sum.
+
+        Raises:
+            UsageError: FSDP2 no longer has an earlier part, or something changed the part in ``.grad``; or its reduction failed.
+        """
+        self.require_whole()
+        self._require_kept()
+        self.note()
+
+    def note(self) -> None:
+        """Take the sum as it is now for what autograd and FSDP2 left there."""
+        self._kept = [(unit, unit.held(), _versions(unit)) for unit in self._units]
+
+    def reduce(self) -> None:
+        """Add what FSDP2 keeps to ``.grad``, reduced; collective.
+
+        Raises:
+            UsageError: a worker did not come before the process group's timeout; or as `count`.
+        """
+        self._require_kept()
+        try:
+            self._reduce_present()
+        except RuntimeError as error:
+            self._torn = True
+            raise _alone_error(dist.get_rank()) from error
+        self._forget()
+
+    def require_whole(self) -> None:
+        """No reduction failed.
+
+        Raises:
+            UsageError: one did, and a part of the sum is gone.
+        """
+        if self._torn:
+            fix = "Load the last checkpoint on every worker, or call opt.discard()."
+            raise explain(UsageError, "the window", expected="a whole sum", found="one whose reduction over the workers failed", fix=fix)
+
+    def _reduce_present(self) -> None:
+        trainable = [(unit, each) for unit in self._units for each in unit.trainable()]
+        here = [has for unit in self._units for has in self._here(unit)]
+        anywhere = self._anywhere(here)
+        if not any(anywhere):
+            return
+        if self._waits_for_all:
+            for (unit, each), own, some in zip(trainable, here, anywhere, strict=True):
+                if some and not own:
+                    unit.fill(each)
+            return self._reduce_all(unused=False)
+        empty = [each.sharded_param for (_, each), some in zip(trainable, anywhere, strict=True) if not some]
+        empty = [parameter for parameter in empty if parameter.grad is None]
+        self._reduce_all(unused=True)
+        for parameter in empty:  # FSDP2 has filled it with zeros, which momentum and weight decay would take for a gradient.
+            parameter.grad = None
+
+    def drop(self) -> None:
+        """Forget what FSDP2 keeps."""
+        for unit in self._units:
+            unit.drop()
+        self._torn = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._notes.arrived.clear()
+        self.note()
+
+    def _require_kept(self) -> None:
+        """All parts are where they were, or reduced: by FSDP2, where the user told it to."""
+        for unit, tensors, versions in self._kept:
+            held = unit.held()
+            written = versions != _versions(unit)
+            if written and (held or not any(self._here(unit))):
+                raise changed_gradients_error()
+            if not written and not set(map(id, held)).issuperset(map(id, tensors)):
+                raise _lost_error()
+
+    def _reduce_all(self, unused: bool) -> None:
+        for unit in self._units:
+            unit.sync = Sync(True, True, unused)
+        try:
+            reduce(self._units)
+        finally:
+            self._wait()
+
+    def _wait(self) -> None:
+        for unit in self._units:
+            if self._waits_for_all:
+                unit.sync = Sync(False, False, _FOUND[unit.group][0].unused)
+            else:  # FSDP2 adds reduced gradients up side by side, and so needs the same ones in each micro-batch.
+                unit.sync = Sync(True, False, True)
+
+    def _here(self, unit: Unit) -> list[bool]:
+        """Whether this worker has a gradient, for each trainable parameter of a unit."""
+        arrived = [id(each) in self._notes.arrived for each in unit.trainable()]
+        # A backward pass that went around the hooks: rather zeros for a gradient than a gradient lost.
+        return arrived if any(arrived) or not unit.held() else [True] * len(arrived)
+
+    def _anywhere(self, here: Sequence[bool]) -> list[bool]:
+        """Whether any worker has a gradient, by parameter."""
+        numbers = torch.tensor(here, dtype=torch.int32, device=self._mesh.device_type)
+        for dimension in range(self._mesh.ndim):
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._mesh.get_group(dimension))
+        return [bool(some) for some in numbers.tolist()]
+
+    def _look_after_forward(self) -> list[RemovableHandle]:
+        """The whole parameters exist from the first forward pass on."""
+        alive = weakref.ref(self)
+
+        def look(unit: Unit, *_: object) -> None:
+            living = alive()
+            if living is not None:
+                living._hook(unit)
+
+        untraced(look)
+        return [handle for unit in self._units for handle in unit.after_forward(partial(look, unit))]
+
+    def _hook(self, unit: Unit) -> None:
+        for each, whole in unit.whole_parameters():
+            if id(each) not in self._handles:
+                hook = whole.register_post_accumulate_grad_hook(partial(self._notes.note, id(each)))  # type: ignore[no-untyped-call]
+                self._handles[id(each)] = cast(RemovableHandle, hook)
+
+
+def _let_go(units: Sequence[Unit], forward_handles: Sequence[RemovableHandle], handles: dict[int, RemovableHandle]) -> None:
+    for handle in (*forward_handles, *handles.values()):
+        handle.remove()
+    for unit in units:
+        found = _FOUND[unit.group]
+        first = found[0]
+        found.pop()
+        if not found:
+            unit.sync = first
+
+
+def _versions(unit: Unit) -> list[int]:
+    """Move when FSDP2 reduces into ``.grad``."""
+    gradients = [parameter.grad for parameter in unit.parameters]
+    return [-1 if gradient is None else version(local(gradient)) for gradient in gradients]
+
+
+def _lost_error() -> UsageError:
+    return explain(
+        UsageError,
+        "fsdp_model.reset_iter_state()",
+        expected="a call between two windows, or after opt.discard()",
+        found="an open window whose sum FSDP2 has dropped",
+        fix="Call opt.discard() on every worker.",
+    )
+
+
+def _alone_error(rank: int) -> UsageError:
+    return explain(
+        UsageError,
+        f"the reduction of a window on rank {rank}",
+        expected="every worker to come to it too, by step(), flush() or state_dict()",
+        found="one that failed or timed out",
+        fix="Give every worker as many micro-batches, and save on every worker.",
+    )
+
+
+untraced(_Notes.note)

@@ -1,0 +1,221 @@
+"""A window that two workers saved goes on with one, two or four. Here no process is started: the state dicts say it all."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.torch_workers.common import (  # noqa: E402
+    alone,
+    build,
+    learn,
+    micro_batches,
+    require_equal,
+    sgd,
+)
+from gradaccum_torch import redistributed  # noqa: E402
+
+HALF = {"dtype": torch.bfloat16, "master_weights": True}
+ROOT = Path(__file__).parents[2]
+
+
+def saved(rank: int, dtype: torch.dtype = torch.float64, count: int = 2, **options: Any) -> Any:
+    """What worker number `rank` saves in mid-window, after an update that all workers have made alike."""
+    model = build(dtype)
+    opt = gradaccum.wrap(sgd(model), **{"steps": 4} | options)
+    for batch in micro_batches(0, dtype)[:4]:
+        learn(model, opt, batch)
+    opt.flush()
+    for batch in micro_batches(rank, dtype)[:count]:
+        learn(model, opt, batch)
+    states = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    states[1]["gradaccum"]["worker"] = [rank, 2]  # As with module=.
+    return states
+
+
+def loaded(state: Any, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    model = build(dtype)
+    opt = gradaccum.wrap(sgd(model), **{"steps": 4} | options)
+    model.load_state_dict(state[0])
+    opt.load_state_dict(state[1])
+    return model, opt
+
+
+def open_window(opt: Any) -> Any:
+    entry = opt.state_dict()["gradaccum"]
+    return entry["weight"], {index: total.clone() for index, total in entry["sums"].items()}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"loss_scale": gradaccum.DynamicLossScale(1024.0)}, HALF], ids=str)
+def test_sum_and_weight_stay(workers: int, options: Any) -> None:
+    """All sums of those that go on, and of those that saved, make the same; the first has everything."""
+    states = [saved(rank, **options) for rank in range(2)]
+    entries = [state["gradaccum"] for _, state in states]
+    new = redistributed([state for _, state in states], workers)
+    assert [state["gradaccum"]["worker"] for state in new] == [[rank, workers] for rank in range(workers)]
+    for state in new:
+        state["gradaccum"]["worker"] = [0, 1]  # Each is loaded here by a process alone.
+    held = [open_window(loaded((states[0][0], copy.deepcopy(state)), **options)[1]) for state in new]
+    assert [weight for weight, _ in held] == [sum(entry["weight"] for entry in entries)] + [0.0] * (workers - 1)
+    assert [sorted(sums) for _, sums in held] == [list(range(6))] + [[]] * (workers - 1), "the second worker alone has the rare branch"
+    for index, total in held[0][1].items():
+        parts = [entry["sums"][index] for entry in entries if index in entry["sums"]]
+        assert total.dtype is parts[0].dtype
+        torch.testing.assert_close(total, sum(parts), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05}, {"on_overflow": "drop_micro_batch"}, HALF], ids=str)
+def test_window_ends_as_the_large_batch_on_one_worker(options: Any) -> None:
+    states = [saved(rank, **options) for rank in range(2)]
+    model, opt = loaded((states[0][0], redistributed([state for _, state in states], 1)[0]), **options)
+    dtype = options.get("dtype", torch.float64)
+    rest = micro_batches(0, dtype)[2:4]
+    for batch in rest:
+        learn(model, opt, batch)
+    assert opt.result.applied
+    both = [*micro_batches(0, dtype)[:2], *micro_batches(1, dtype)[:2]]
+    reference, other = alone([micro_batches(0, dtype)[:4], [*both, *rest]], **options)
+    require_equal(model, reference, off=0 if dtype is torch.bfloat16 else 1e-13)
+    assert opt.result.grad_norm == pytest.approx(other.result.grad_norm, rel=1e-6 if dtype is torch.bfloat16 else 1e-12)
+
+
+def test_grad_scaler_goes_on() -> None:
+    """Its scale and tracker in mid-window are the window's, also in a scaler that is new."""
+    states = [saved(rank, loss_scale=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)) for rank in range(2)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=2)
+    model, opt = loaded((states[0][0], redistributed([state for _, state in states], 1)[0]), loss_scale=scaler)
+    assert scaler.get_scale() == 8.0
+    for batch in micro_batches(0)[2:4]:
+        learn(model, opt, batch)
+    assert (opt.result.applied, scaler.get_scale()) == (True, 16.0), "the second clean window"
+
+
+def test_worker_without_a_window_takes_part() -> None:
+    """It saved between two windows, and so has no size of one."""
+    states = [saved(0)[1], saved(1, count=0)[1]]
+    for order in (states, states[::-1]):
+        entry = redistributed(order, 1)[0]["gradaccum"]
+        assert (entry["micro_step"], entry["terms"]["steps"]) == (2, 4)
+        assert entry["weight"] == states[0]["gradaccum"]["weight"]
+
+
+def test_overflow_of_one_worker_is_kept() -> None:
+    options: Any = {"on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale(64.0)}
+    states = [saved(rank, **options)[1] for rank in range(2)]
+    states[1]["gradaccum"]["overflow"] = True
+    assert [state["gradaccum"]["overflow"] for state in redistributed(states, 2)] == [True, False]
+
+
+def test_given_state_dicts_stay() -> None:
+    states = [saved(rank)[1] for rank in range(2)]
+    before = copy.deepcopy(states)
+    new = redistributed(states, 1)[0]
+    new["gradaccum"]["sums"][0].zero_()
+    for state, old in zip(states, before, strict=True):
+        for index, total in old["gradaccum"]["sums"].items():
+            assert torch.equal(state["gradaccum"]["sums"][index], total)
+
+
+def _spoil(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    inner = state
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return state
+
+
+SPOILED = {
+    "optimizer_step": (("gradaccum", "optimizer_step"), 7),
+    "loss_scale": (("gradaccum", "loss_scale"), 2.0),
+    "reduction": (("gradaccum", "terms", "reduction"), "sum"),
+    "on_overflow": (("gradaccum", "terms", "on_overflow"), "ignore"),
+    "steps": (("gradaccum", "terms", "steps"), 8),
+    "parameters": (("gradaccum", "parameters", 0, 0), [9, 9]),
+    "param_groups": (("param_groups", 0, "lr"), 0.25),
+    "state": (("state", 0, "momentum_buffer"), torch.zeros(8, 4, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_other_runs_are_refused(name: str) -> None:
+    states = [saved(0)[1], _spoil(saved(1)[1], *SPOILED[name])]
+    with pytest.raises(gradaccum.CheckpointError, match=f"^{name}: "):
+        redistributed(states, 1)
+
+
+def test_part_of_a_window_is_not_the_window() -> None:
+    """Every worker saves its own sum: the first one's alone, or twice, would pass for that of all."""
+    states = [saved(rank)[1] for rank in range(2)]
+    with pytest.raises(gradaccum.CheckpointError, match=r"^worker: .* rank 0 of 1; got that of rank 1 of 2"):
+        loaded(saved(1))
+    for given in (states[:1], states[:1] * 2):
+        with pytest.raises(gradaccum.CheckpointError, match=r"^state_dicts: .* ranks \[0"):
+            redistributed(given, 1)
+    whole = redistributed(states, 1)
+    assert redistributed(whole, 2)[1]["gradaccum"]["worker"] == [1, 2]
+    between = saved(0, count=0)
+    assert loaded(between)[1].result.optimizer_step == 1, "between two windows any worker's state will do"
+
+
+def test_bad_arguments_are_refused() -> None:
+    state = saved(0)[1]
+    with pytest.raises(gradaccum.ArgumentValueError, match="states, workers"):
+        redistributed([], 1)
+    with pytest.raises(gradaccum.ArgumentValueError, match="states, workers"):
+        redistributed([state, state], 0)
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"^workers"):
+        redistributed([state], 2.0)  # type: ignore[arg-type]
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"^state_dicts"):
+        redistributed(state, 2)
+    with pytest.raises(gradaccum.CheckpointError, match=r"^gradaccum"):
+        redistributed([sgd(build()).state_dict()], 2)
+
+
+@pytest.mark.deep
+def test_four_processes_go_on(tmp_path: Path) -> None:
+    """Each loads its own of four; the end of the window is that of the large batch, with the two micro-batches that each adds."""
+    program = "from conformance_tests.framework_tests.test_torch_workers_resuming import one_of_four as run; run({rank}, {folder!r})"
+    running = [
+        subprocess.Popen([sys.executable, "-c", program.format(rank=rank, folder=str(tmp_path))], cwd=ROOT, env={**os.environ})
+        for rank in range(4)
+    ]
+    try:
+        assert [process.wait(timeout=240) for process in running] == [0] * 4
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def one_of_four(rank: int, folder: str) -> None:
+    import datetime
+
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=datetime.timedelta(seconds=60))
+    states = [saved(each) for each in range(2)]
+    model = build()
+    model.load_state_dict(states[0][0])
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+    opt.load_state_dict(redistributed([state for _, state in states], 4)[rank])
+    rests = [micro_batches(0)[2:4], micro_batches(0)[4:6], micro_batches(1)[1:3], micro_batches(0)[:2]]
+    for batch in rests[rank]:
+        learn(parallel, opt, batch)
+    assert opt.result.applied
+    both = [*micro_batches(0)[:2], *micro_batches(1)[:2]]
+    reference, _ = alone([micro_batches(0)[:4], [*both, *(batch for rest in rests for batch in rest)]])
+    require_equal(model, reference)
+    dist.destroy_process_group()

@@ -1,0 +1,184 @@
+"""What a user does around a window that FSDP2 keeps: end it early, forget it, clear it, fail in it, let the optimizer go."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import gradaccum
+from conformance_tests.framework_tests.torch_shards.common import (
+    WAYS,
+    Branches,
+    Way,
+    alone,
+    batches,
+    check,
+    learn,
+    refused,
+    require_equal,
+    sgd,
+    sharded,
+    train,
+    windows_of,
+    wrap,
+)
+from gradaccum_torch.fsdp_private import units_of
+
+
+def each_way(**options: Any) -> Iterator[tuple[Way, Branches, Any]]:
+    for way in WAYS:
+        model = sharded(way)
+        yield way, model, wrap(model, way, **options)
+
+
+@check
+def short_and_open_windows(rank: int) -> None:
+    for _, model, opt in each_way(steps=4):
+        train(model, opt, rank, 5)
+        opt.flush()
+        require_equal(model, alone(windows_of((4, 1)))[0])
+    for _, model, opt in each_way(steps=None):
+        for batch in batches(rank, 3):
+            learn(model, opt, batch)
+        opt.flush()
+        opt.flush()
+        assert opt.result.optimizer_step == 1
+        require_equal(model, alone(windows_of((3,)))[0])
+    for _, model, opt in each_way(steps=gradaccum.until_weight(6) if hasattr(gradaccum, "until_weight") else ((0, 3),)):
+        train(model, opt, rank, 3)
+        require_equal(model, alone(windows_of((3,)))[0])
+
+
+@check
+def discarded_window_leaves_nothing(rank: int) -> None:
+    for _, model, opt in each_way():
+        train(model, opt, rank, 2)
+        opt.discard()
+        assert not any(unit.held() for unit in units_of(model))
+        train(model, opt, rank, 3)
+        require_equal(model, alone(windows_of((3,)))[0])
+
+
+@check
+def weight_of_zero_ends_a_window(rank: int) -> None:
+    """The last micro-batch has no backward pass, in which FSDP2 could reduce."""
+    for _, model, opt in each_way():
+        train(model, opt, rank, 2)
+        opt.backward(torch.zeros(()), weight=0)
+        opt.step()
+        assert opt.result.applied
+        require_equal(model, alone(windows_of((2,)))[0])
+
+
+@check
+def calls_between_backward_and_step(rank: int) -> None:
+    for _, model, opt in each_way():
+        model(batches(rank)[0][0]).square().mean().backward()
+        opt.zero_grad()
+        assert not any(unit.held() for unit in units_of(model))
+        opt.step()
+        for batch in batches(rank, 1):
+            learn(model, opt, batch)
+        model(batches(rank)[0][0]).square().mean().backward()
+        for call in (opt.flush, opt.zero_grad, opt.state_dict):
+            with refused(gradaccum.UsageError, "between backward() and step()"):
+                call()
+        opt.discard()
+        train(model, opt, rank, 3)
+        require_equal(model, alone(windows_of((3,)))[0])
+
+
+@check
+def backward_pass_that_raises(rank: int) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    for _, model, opt in each_way():
+        hidden = model.first(batches(rank)[0][0]) if False else None
+        assert hidden is None
+        train(model, opt, rank, 1)
+        out = model(batches(rank)[0][0])
+        handle = out.grad_fn.next_functions[0][0].register_prehook(fail)
+        with refused(ZeroDivisionError):
+            out.square().mean().backward()
+        handle.remove()
+        model.reset_iter_state()
+        opt.discard()
+        train(model, opt, rank, 3)
+        require_equal(model, alone(windows_of((3,)))[0])
+
+
+@check
+def failed_update_is_made_once(rank: int) -> None:
+    """Not "mean" alone: twice the sum over twice the weight would be the same."""
+    for reduction in ("mean", "sum"):
+        for _, model, opt in each_way(reduction=reduction):
+            hook = opt.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+            with refused(ZeroDivisionError):
+                train(model, opt, rank, 3)
+            hook.remove()
+            if reduction == "sum":
+                for call in (opt.state_dict, opt.step):
+                    with refused(gradaccum.UsageError, "flush()"):
+                        call()
+            opt.flush()
+            require_equal(model, alone(windows_of((3,)), reduction=reduction)[0])
+
+
+@check
+def found_settings_come_back(rank: int) -> None:
+    way = Way("window", (2,))
+    model = sharded(way)
+    model.set_requires_all_reduce(False)
+    model.first.set_reduce_scatter_unused_params(True)
+    found = [unit.sync for unit in units_of(model)]
+    opt = wrap(model, way)
+    again = wrap(model, way)
+    train(model, again, rank, 1)
+    assert not any(unit.sync.reduce for unit in units_of(model))
+    again.discard()
+    del opt, again
+    gc.collect()
+    assert [unit.sync for unit in units_of(model)] == found
+    assert not any(module._forward_hooks and "look" in str(module._forward_hooks) for module in model.modules())
+
+
+@check
+def user_s_own_switches(rank: int) -> None:
+    """FSDP2's idiom of the last micro-batch: harmless beside `gradient_sync`, refused without it where a window would lose gradients."""
+    way = Way("window", (2,))
+    model = sharded(way)
+    opt = wrap(model, way)
+    for index, batch in enumerate(batches(rank, 6)):
+        model.set_requires_gradient_sync(index % 3 == 2)
+        learn(model, opt, batch)
+    require_equal(model, alone(windows_of())[0])
+    model = sharded(way)
+    plain = gradaccum.wrap(sgd(model), steps=3)
+    for index, batch in enumerate(batches(rank, 6)):
+        model.set_requires_gradient_sync(index % 3 == 2)
+        learn(model, plain, batch)
+    require_equal(model, alone(windows_of())[0])
+    model.set_requires_gradient_sync(False)
+    learn(model, plain, batches(rank)[0])
+    with refused(gradaccum.UsageError, "set_requires_gradient_sync", 'gradient_sync="window"'):
+        plain.flush()
+    plain.discard()
+    assert not any(unit.held() for unit in units_of(model))
+
+
+@check
+def sum_that_fsdp_dropped_is_missed(rank: int) -> None:
+    way = Way("all_reduce_per_window", (2, 1))
+    model = sharded(way)
+    opt = wrap(model, way)
+    learn(model, opt, batches(rank)[0])
+    model.reset_iter_state()
+    with refused(gradaccum.UsageError, "reset_iter_state", "opt.discard()"):
+        learn(model, opt, batches(rank)[0])
+    opt.discard()
+    train(model, opt, rank, 3)
+    require_equal(model, alone(windows_of((3,)))[0])
