@@ -53,20 +53,17 @@ class Saved(NamedTuple):
     place: Place = None
     """The worker that saved it."""
 
-    def resumed(self, options: Options) -> State:
-        """The fields to go on with under `options`.
+    def resumed(self, options: Options, place: Place) -> State:
+        """The fields to go on with under `options`, for the worker at `place`.
 
         Raises:
-            CheckpointError: it is an open window under other options.
+            CheckpointError: it is an open window under other options, or another worker's.
         """
+        self._require_place(place)
         return initial_state(options.scale_rule.init_scale) if self.terms is None else resumed(self.fields, self.terms, options)
 
-    def require_place(self, own: Place) -> None:
-        """An open window is that of the worker whose place is `own`: its sum is a part of that of all workers.
-
-        Raises:
-            CheckpointError: another worker saved it, or one of another number of workers.
-        """
+    def _require_place(self, own: Place) -> None:
+        # The sum of an open window is a part of that of all workers.
         if self.fields.micro_step and self.place and own and tuple(self.place) != own:
             expected, found = ("that of rank {} of {}".format(*place) for place in (own, self.place))
             fix = "Load what this rank saved, or gradaccum_torch.redistributed(state_dicts, workers)[rank] from what all ranks saved."

@@ -208,10 +208,9 @@ class Window:
 
     def resumed(self, saved: Saved) -> State:
         """The fields to go on with; an open window under other options, or of another worker, is refused."""
-        saved.require_place(self._workers.place)
         if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
             return self._scaler.current(saved.fields)  # The scaler is the user's, and may have been loaded from a file of its own.
-        return saved.resumed(self._options)
+        return saved.resumed(self._options, self._workers.place)
 
     def restore(self, saved: Saved) -> None:
         """Go on with `saved`, whose fields `resumed` gave and whose sums become this window's own."""

@@ -18,6 +18,7 @@ from conformance_tests.framework_tests.torch_workers import CHECKS, WORLD  # noq
 from conformance_tests.framework_tests.torch_workers.processes import run_workers  # noqa: E402
 from gradaccum.kit import initial_state  # noqa: E402
 from gradaccum_torch.workers.numbers import decode, encode  # noqa: E402
+from gradaccum_torch.workers.reduction import LARGE_BYTES, riders  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("torch_workers")
 PACKAGE = "conformance_tests.framework_tests.torch_workers"
@@ -47,6 +48,15 @@ def test_numbers_are_exact_in_float32() -> None:
         for numbers in order:
             total += torch.tensor(numbers)
         assert decode(total.tolist(), len(weights)) == (math.fsum(weights), True, 15, 2, [False, True])
+
+
+def test_riders_are_small_and_alike() -> None:
+    """As many of the first dtype as a bucket holds; no large one, none that rounds counts, none that nobody has."""
+    meta = torch.device("meta")
+    small, large = torch.empty(2**18, device=meta), torch.empty(LARGE_BYTES // 4, device=meta)
+    sums = [None, small.bfloat16(), large, small, small.double(), *[small] * 40]
+    assert riders(sums, meta) == [3, *range(5, 29)], "25 of a mebibyte"
+    assert riders(sums, torch.device("cpu")) == riders([], meta) == []
 
 
 def test_job_of_a_killed_worker_goes_on(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ pool.ask([Request("hang"), Request("hang")])
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    pool = Pool("none", 3, command=COMMAND, limit=20)
+    pool = Pool("none", 3, command=COMMAND, limit=60)
     yield pool
     pool.close()
 
@@ -68,7 +68,7 @@ def test_worker_that_dies_is_named(pool: Pool) -> None:
 
 
 def test_worker_that_hangs_is_named(pool: Pool) -> None:
-    pool.limit = 0.5
+    pool.limit = 1.5
     error = fail(pool, "hang", "work", "work")
     assert list(error.failures) == [0]
     assert "rank 0 gave no answer in time" in str(error)
@@ -135,7 +135,7 @@ def test_real_workers_that_fail_are_replaced() -> None:
         pool = pools.pool("numpy", 2)
         crew = pools.crew(pool, LINEAR, Optimizer("capture"), "float32", "eager", {"steps": None})
         crew.gradients([tree, tree])
-        pool.limit = 0.5
+        pool.limit = 1.0
         flush, idle = (Request("call", (0, method)) for method in ("flush", "idle"))
         with pytest.raises(WorkerError, match="rank 0 gave no answer in time") as caught:
             pool.ask([flush, idle])

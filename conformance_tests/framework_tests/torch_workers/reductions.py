@@ -64,6 +64,20 @@ def one_reduction_per_window(rank: int) -> None:
 
 
 @check
+def numbers_ride_with_every_dtype(rank: int) -> None:
+    """A bucket of bfloat16 could not hold a count, so there the numbers travel alone."""
+    expected, _ = alone(all_windows(torch.float32), torch.float32)
+    size = sum(p.numel() for p in Branches().parameters())
+    numbers = 4 * WORLD + 3 + 6
+    for dtype, rides, off in (("float64", True, 1e-6), ("bfloat16", False, 2**-5)):
+        with counted() as called:
+            model, opt, _ = together(rank, torch.float32, accumulate_dtype=dtype)
+        assert called[:2] == ([numbers, numbers + size] if rides else [numbers, size])
+        assert opt.result.optimizer_step == 2
+        require_equal(model, expected, off=off)
+
+
+@check
 def sums_come_and_go(rank: int) -> None:
     """A branch that the workers take in some windows only, one of them or both; then a window that is empty on both."""
     taken = [(False, True), (False, False), (True, True), (False, False), (False, False), (True, False)]
@@ -76,6 +90,26 @@ def sums_come_and_go(rank: int) -> None:
             learn(parallel, opt, window[rank])
         opt.flush()
         require_equal(model, alone(windows, **options)[0])
+
+
+@check
+def model_is_cast_between_windows(rank: int) -> None:
+    """What rode in the last window has another dtype now, and rides again."""
+    model, reference = build(torch.float32), build(torch.float32)
+    parallel = DistributedDataParallel(model)
+    opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, reduction="item_mean")
+    other = gradaccum.wrap(sgd(reference), steps=2, reduction="item_mean")
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype), reference.to(dtype)
+        x = torch.ones(1, 4, dtype=dtype)
+        with counted() as called:
+            opt.backward(parallel(x * (1 + rank)).sum() + 0 * model.rare(model.first(x)).sum(), weight=70001.0 + rank)
+            opt.step()
+        for each in range(WORLD):
+            other.backward(reference(x * (1 + each)).sum() + 0 * reference.rare(reference.first(x)).sum(), weight=70001.0 + each)
+            other.step()
+    assert len(called) == 1
+    require_equal(model, reference)
 
 
 @check

@@ -15,7 +15,8 @@ from gradaccum_conformance.runner import LOG_LINES, ONE_THREAD
 from gradaccum_conformance.workers.messages import Answer, Lost
 
 EXIT_SECONDS = 5.0
-STACK_SECONDS = 0.5
+STACK_SECONDS = 5.0
+POLL_SECONDS = 0.05
 
 
 class Process:
@@ -63,9 +64,12 @@ class Process:
 
     def stuck(self) -> Lost:
         """The failure of one that does not answer, with the stacks of its threads, from its log."""
+        written, deadline = self._log.stat().st_size, time.monotonic() + STACK_SECONDS
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-        time.sleep(STACK_SECONDS)
+        while self._log.stat().st_size == written and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
         return Lost("gave no answer in time" + self._log_tail())
 
     def stop(self) -> None:
