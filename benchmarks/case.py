@@ -80,6 +80,7 @@ QUESTIONS = {
     "jax_workers": Entry("JAX: one window on each of 2 devices of the CPU, float32, AdamW", ("jax", "optax"), "micro-batches per window"),
     "mindspore_window_length": Entry("MindSpore: 256 micro-batches in windows of 1 to 256", ("mindspore",), "micro-batches per window"),
     "mindspore_tensors": Entry("MindSpore: a window of 4 micro-batches, 1 M parameters in ever more tensors", ("mindspore",), "tensors"),
+    "mindspore_workers": Entry("MindSpore: a window over two workers, Adam, GRAPH_MODE", ("mindspore",), "micro-batches per window"),
     "quality": Entry("Held-out accuracy and loss on digits, where an epoch's last window is short and uneven", ("sklearn",)),
 }
 

@@ -62,8 +62,20 @@ def run_recipe(recipe: Recipe, directory: Path, **environment: str) -> None:
         said, _ = running.communicate(timeout=SECONDS)
     finally:
         if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
+            _end(running)
     assert running.returncode == 0, said[-3000:]
+
+
+def _end(running: subprocess.Popen[str]) -> None:
+    """`msrun` has each worker in a process group of its own, and ends them when it is interrupted."""
+    running.send_signal(signal.SIGINT)
+    try:
+        running.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
 
 
 def _free_port() -> int:

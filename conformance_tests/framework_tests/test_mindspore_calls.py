@@ -12,28 +12,12 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode, two_parameters, values  # noqa: E402, F401
 from gradaccum_mindspore import Accumulator, load_checkpoint_into  # noqa: E402
-
-MODES = ("pynative", "jit", "graph")
-
-
-@pytest.fixture(autouse=True)
-def pynative_after(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-
-
-def two_parameters():
-    return [Parameter(Tensor(np.ones(3, np.float32)), name="a"), Parameter(Tensor(np.ones(2, np.float32)), name="b")]
 
 
 def ones(a=1.0, b=1.0):
     return (None if a is None else Tensor(np.full(3, a, np.float32)), None if b is None else Tensor(np.full(2, b, np.float32)))
-
-
-def set_mode(mode):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -64,10 +48,6 @@ def wrapped(compiled):
     set_mode(mode)
     load_checkpoint_into(optimizer, start)
     return optimizer, call
-
-
-def values(optimizer):
-    return [float(p.asnumpy()[0]) for p in optimizer.parameters]
 
 
 def test_none_gradient_keeps_the_sum(wrapped):

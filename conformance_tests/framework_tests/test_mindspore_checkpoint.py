@@ -10,32 +10,13 @@ os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Tensor, nn, ops  # noqa: E402
+from mindspore import Tensor, nn  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
 
-RNG = np.random.RandomState(0)
-X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
-WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
 MODES = ("pynative", "graph")
-
-
-@pytest.fixture(autouse=True)
-def pynative_after():
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-
-
-def make_net():
-    net = nn.Dense(4, 2)
-    ops.assign(net.weight, Tensor(WEIGHT))
-    ops.assign(net.bias, Tensor(BIAS))
-    return net
-
-
-def set_mode(mode):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
 
 
 def cell(mode, steps=4, **options):

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -15,13 +13,11 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import set_mode  # noqa: E402
+from conformance_tests.framework_tests.mindspore_graphs import saved_graphs  # noqa: E402
 
 SHAPES = ((24, 24), (24,), (40, 24))
-SCRIPT = """
-import mindspore as ms
-import numpy as np
-from mindspore import Parameter, Tensor, nn
-import gradaccum
+
 
 class Step(nn.Cell):
     def __init__(self, optimizer):
@@ -31,32 +27,26 @@ class Step(nn.Cell):
     def construct(self, *gradients):
         return self.optimizer(gradients)
 
-ms.set_context(mode=ms.GRAPH_MODE)
-shapes = {shapes}
-parameters = [Parameter(Tensor(np.ones(shape, np.float32)), name=f"p{{i}}") for i, shape in enumerate(shapes)]
-step = Step(gradaccum.wrap(nn.Adam(parameters, 0.1), steps=2))
-for _ in range(2):
-    closed = step(*(Tensor(np.ones(shape, np.float32)) for shape in shapes))
-assert closed
-assert abs(parameters[0].asnumpy().flat[0] - 0.9) < 1e-5
-"""
 
-
-def dumped(folder, shapes, stage):
-    """Calls a wrapped Adam in graph mode; returns the graphs after one compiler stage. It writes no others, which halves the time."""
-    script = folder / "step.py"
-    script.write_text(SCRIPT.format(shapes=shapes))
-    saving = {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"), "MS_DEV_DUMP_IR_PASSES": stage}
-    subprocess.run([sys.executable, str(script)], cwd=folder, env=os.environ | saving, check=True)
-    texts = [path.read_text() for path in (folder / "ir").glob(f"*{stage}_*.ir")]
+def dumped(shapes, stage):
+    """Calls a wrapped Adam in graph mode; returns the graphs after one compiler stage."""
+    parameters = [Parameter(Tensor(np.ones(shape, np.float32)), name=f"p{i}") for i, shape in enumerate(shapes)]
+    with saved_graphs(stage) as texts:
+        set_mode("graph")
+        step = Step(gradaccum.wrap(nn.Adam(parameters, 0.1), steps=2))
+        for _ in range(2):
+            closed = step(*(Tensor(np.ones(shape, np.float32)) for shape in shapes))
+        set_mode("pynative")
+    assert closed
+    assert abs(parameters[0].asnumpy().flat[0] - 0.9) < 1e-5
     assert texts, "no graphs were saved, so the tests would count nothing"
     return texts
 
 
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory):
+def graphs():
     """The text of each graph of kernels."""
-    return dumped(tmp_path_factory.mktemp("graphs"), SHAPES, "graph_build")
+    return dumped(SHAPES, "graph_build")
 
 
 def operators(text):
@@ -85,12 +75,9 @@ def test_window_end_measures_and_divides_once(graphs):
     assert decided[0]["Reshape"] == decided[0]["MatMul"] == 0
 
 
-def test_graphs_grow_slowly_with_parameters(tmp_path_factory):
+def test_graphs_grow_slowly_with_parameters():
     """MindSpore compiles at most two more graphs for each further parameter."""
-    few, many = (
-        sum(text.count("\nsubgraph @") for text in dumped(tmp_path_factory.mktemp("ir"), ((3,),) * count, "type_inference"))
-        for count in (2, 8)
-    )
+    few, many = (sum(text.count("\nsubgraph @") for text in dumped(((3,),) * count, "type_inference")) for count in (2, 8))
     assert few > 100, "the pattern finds no graphs"
     assert many - few <= 2 * 6, "MindSpore unrolls a loop over parameters into nested graphs; Adam's own adds one for each"
 

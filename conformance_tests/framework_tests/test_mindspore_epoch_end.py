@@ -9,38 +9,27 @@ os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Tensor, nn, ops  # noqa: E402
+from mindspore import Tensor, nn  # noqa: E402
 from mindspore.dataset import NumpySlicesDataset  # noqa: E402
 from mindspore.train import Callback, CheckpointConfig, Model, ModelCheckpoint  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import BIAS, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import FlushAtEpochEnd, load_checkpoint_into  # noqa: E402
 
 MODES = ("pynative", "graph")
-RNG = np.random.RandomState(0)
-X, Y = RNG.randn(18, 4).astype(np.float32), RNG.randn(18, 2).astype(np.float32)
-WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def pynative_after(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 def make(mode):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
-    net = nn.Dense(4, 2)
-    ops.assign(net.weight, Tensor(WEIGHT))
-    ops.assign(net.bias, Tensor(BIAS))
+    set_mode(mode)
+    net = make_net()
     optimizer = gradaccum.wrap(nn.Momentum(net.trainable_params(), 0.1, 0.9), steps=4)
     return Model(net, nn.MSELoss(), optimizer, metrics={"loss": nn.Loss()}), net, optimizer
 
 
 def data():
     """Six micro-batches: a window of four and a tail of two."""
-    return NumpySlicesDataset((X, Y), ["x", "y"], shuffle=False).batch(3)
+    return NumpySlicesDataset((X[:18], Y[:18]), ["x", "y"], shuffle=False).batch(3)
 
 
 def saver(directory, steps=6):

@@ -12,20 +12,9 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_driver import driver  # noqa: E402
 from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
-
-MODES = ("pynative", "jit", "graph")
-
-
-@pytest.fixture(autouse=True)
-def pynative_after():
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-
-
-def set_mode(mode):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
 
 
 def state_of(optimizer):
@@ -138,7 +127,7 @@ class Step(nn.Cell):
 @pytest.mark.parametrize(("loss_dtype", "applied"), [(ms.float16, 1), (ms.float32, 2)], ids=["float16", "float32"])
 def test_default_scale_overflows_float16_loss(mode, loss_dtype, applied):
     """2^16 is inf in float16: the first window overflows, and 2^15 fits. The gradients, 2^14 and less, fit either way."""
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     parameter = Parameter(Tensor(np.ones(8), ms.float16), name="p")
     optimizer = gradaccum.wrap(nn.SGD([parameter], 0.5), steps=2, loss_scale=gradaccum.DynamicLossScale(), master_weights=True)
     cell = Step(parameter, optimizer, loss_dtype)

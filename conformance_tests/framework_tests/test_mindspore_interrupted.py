@@ -8,10 +8,11 @@ os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn  # noqa: E402
+from mindspore import Tensor, nn  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import two_parameters, values  # noqa: E402
 from gradaccum_mindspore import load_checkpoint_into, masters, pynative_sums, pynative_window  # noqa: E402
 
 
@@ -19,16 +20,8 @@ class Stop(BaseException):
     """Ctrl-C."""
 
 
-def two_parameters(dtype=ms.float32):
-    return [Parameter(Tensor(np.ones(shape), dtype), name=name) for name, shape in (("a", 3), ("b", 2))]
-
-
 def gradients(value, dtype=ms.float32):
     return tuple(Tensor(np.full(shape, value), dtype) for shape in (3, 2))
-
-
-def values(optimizer):
-    return [float(p.asnumpy()[0]) for p in optimizer.parameters]
 
 
 def counted(optimizer):

@@ -15,6 +15,7 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import Accumulator  # noqa: E402
 
 WINDOWS = 200
@@ -37,13 +38,6 @@ def held():
     libc.mallinfo2.restype = Malloc
     malloc = libc.mallinfo2()
     return malloc.uordblks + malloc.hblkhd
-
-
-@pytest.fixture(autouse=True)
-def pynative_after(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 class Step(nn.Cell):
@@ -117,7 +111,7 @@ def by_hand(parameters):
 
 
 def kept_per_window(cell, mode):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     step = cell if mode == "graph" else ms.jit(cell.construct)
     finite, infinite = ([Tensor(np.full((4, 4), value, np.float32)) for _ in range(2)] for value in (1.0, np.inf))
     for window in range(-20, WINDOWS):

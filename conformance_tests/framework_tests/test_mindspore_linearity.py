@@ -12,15 +12,10 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 from mindspore.common import _Function  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import verify_loss_scaling  # noqa: E402
 
 X = Tensor(np.random.RandomState(0).randn(5, 3), ms.float32)
-
-
-@pytest.fixture(autouse=True)
-def pynative_after():
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 class Doubling(nn.Cell):
@@ -124,7 +119,7 @@ def test_culprits_are_named(kind):
 @pytest.mark.parametrize("how", ["jit", "graph"])
 def test_culprits_in_compiled_functions_are_named(kind, how):
     net = make_net(kind)
-    ms.set_context(mode=ms.GRAPH_MODE if how == "graph" else ms.PYNATIVE_MODE)
+    set_mode(how)
     report = verify_loss_scaling(ms.jit(net.construct) if how == "jit" else net, ms.ParameterTuple(net.trainable_params()), X)
     assert report.culprits == BLAMED[kind][1]
     assert ms.get_context("mode") == (ms.GRAPH_MODE if how == "graph" else ms.PYNATIVE_MODE)

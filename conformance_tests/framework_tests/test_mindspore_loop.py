@@ -13,30 +13,12 @@ from mindspore import Tensor, nn, ops  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import BIAS, MODES, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import AccumulatingOptimizer  # noqa: E402
-
-MODES = ("pynative", "jit", "graph")
-RNG = np.random.RandomState(0)
-X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
-WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def pynative_after(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 def four(optimizer_step):
     return 4 + 0 * optimizer_step
-
-
-def make_net():
-    net = nn.Dense(4, 2)
-    ops.assign(net.weight, Tensor(WEIGHT))
-    ops.assign(net.bias, Tensor(BIAS))
-    return net
 
 
 class TrainStep(nn.Cell):
@@ -60,7 +42,7 @@ class TrainStep(nn.Cell):
 
 def train(make_inner, size, mode, **options):
     """Trains on all 24 rows, `size` at a time; returns the parameters, the wrapped or bare optimizer, and the inner one."""
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     net = make_net()
     inner = make_inner(net)
     optimizer = gradaccum.wrap(inner, **options) if options else inner

@@ -18,21 +18,15 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, amp, nn  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_driver import driver  # noqa: E402
 from gradaccum.kit import State, close, make_options  # noqa: E402
 from gradaccum_mindspore import backend  # noqa: E402
 
-MODES = ("pynative", "jit", "graph")
 PATTERNS, WINDOWS = 400, 40
 CONSTANTS = [
     (factor, interval, init) for factor in (2, 4, 16) for interval, init in ((1, 1.0), (2, 2.0**126), (3, 2.0**10), (7, 2.0**16), (40, 8.0))
 ]
-
-
-@pytest.fixture(autouse=True)
-def pynative_after():
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 def theirs_for_many(scale, factor, interval):
@@ -52,7 +46,7 @@ def ours_for_many(scale):
 def test_result_does_not_count_as_asking(mode, monkeypatch, tmp_path):
     """A loop that prints ``result`` has not scaled its loss: its gradients are refused. ``loss_scale`` counts."""
     monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     parameter = Parameter(Tensor(np.ones(3, np.float32)), name="p")
     optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=1, loss_scale=8.0)
 

@@ -11,17 +11,10 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, amp, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import Accumulator, TrainOneStepCell  # noqa: E402
 
-MODES = ("pynative", "jit", "graph")
 X = np.random.RandomState(0).randn(8, 3).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def pynative_after(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 def wrapped(scaler, name="p"):
@@ -53,7 +46,7 @@ class Loop(nn.Cell):
 
 
 def stepping(mode, cell):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     return ms.jit(cell.construct) if mode == "jit" else cell
 
 
@@ -95,7 +88,7 @@ def test_unscaled_loss_is_refused(mode):
     def step(x):
         return optimizer(backward(x)[1])
 
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     with pytest.raises(gradaccum.UsageError, match="loss scale"):
         (ms.jit(step) if mode == "jit" else step)(Tensor(X[:2]))
 

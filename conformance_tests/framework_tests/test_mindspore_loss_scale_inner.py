@@ -14,24 +14,14 @@ from mindspore.dataset import NumpySlicesDataset  # noqa: E402
 from mindspore.train import Model  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import MODES, WEIGHT, X, Y, pynative_after, set_mode  # noqa: E402, F401
 
-MODES = ("pynative", "jit", "graph")
 SCALE = 1024.0
-RNG = np.random.RandomState(0)
-X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
-WEIGHT = RNG.randn(2, 4).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def pynative_after(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 def trained(mode, scale, **options):
     """The weight and the wrapped optimizer after two windows of `Model.train`."""
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     net = nn.Dense(4, 2, has_bias=False)
     ops.assign(net.weight, Tensor(WEIGHT))
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1, loss_scale=scale), steps=4, **options)
@@ -54,7 +44,7 @@ def test_fixed_manager_changes_no_result(mode, options):
 
 
 def driver(mode, dtype, **options):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     parameter = Parameter(Tensor(np.ones(3), dtype), name="p")
     optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0, loss_scale=SCALE), steps=2, **options)
 

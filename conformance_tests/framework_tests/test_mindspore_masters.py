@@ -13,20 +13,14 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import Accumulator, load_checkpoint_into  # noqa: E402
 
-MODES = ("pynative", "jit", "graph")
 HALF = {"float16": ms.float16, "bfloat16": ms.bfloat16}
 RNG = np.random.default_rng(0)
 START = {"weight": RNG.integers(-64, 64, (3, 2)) / 64, "bias": RNG.integers(-64, 64, 2) / 64}
 GRADIENTS = [[RNG.integers(-64, 64, array.shape) / 64 for array in START.values()] for _ in range(6)]
 MASTER = ".gradaccum.master"
-
-
-@pytest.fixture(autouse=True)
-def pynative_after():
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 def make_parameters(dtype):
@@ -62,7 +56,7 @@ CASES = [(kind, mode) for mode in MODES for kind in OPTIMIZERS if mode == "pynat
 
 def run(kind, dtype, mode, gradients=GRADIENTS, **options):
     """Trains three windows of two; returns the parameters, the wrapped optimizer and the inner one."""
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     parameters = make_parameters(dtype)
     inner = OPTIMIZERS[kind](parameters)
     optimizer = gradaccum.wrap(inner, steps=2, **options)
@@ -149,7 +143,7 @@ class Squares(nn.Cell):
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
 def test_train_cell_differentiates_the_model(mode):
     """`nn.TrainOneStepCell` differentiates by the model's parameters, not by their masters."""
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     net = Squares()
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.5), steps=2, master_weights=True)
     step = nn.TrainOneStepCell(net, optimizer)

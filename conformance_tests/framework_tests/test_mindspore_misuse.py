@@ -10,22 +10,12 @@ os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn  # noqa: E402
+from mindspore import Tensor, nn  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode, two_parameters, values  # noqa: E402, F401
 from gradaccum_mindspore import Accumulator, FlushAtEpochEnd, load_checkpoint_into  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def pynative_after(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-
-
-def two_parameters():
-    return [Parameter(Tensor(np.ones(3, np.float32)), name="a"), Parameter(Tensor(np.ones(2, np.float32)), name="b")]
 
 
 def ones(a=1.0, b=1.0):
@@ -34,10 +24,6 @@ def ones(a=1.0, b=1.0):
 
 def wrapped(steps=2):
     return gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=steps)
-
-
-def values(optimizer):
-    return [float(p.asnumpy()[0]) for p in optimizer.parameters]
 
 
 def test_bytecode_capture_runs_as_pynative():
@@ -103,7 +89,7 @@ def test_constant_weight_is_checked_at_compilation(weight):
 @pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 def test_weight_of_one_element_is_taken(mode, shape):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     optimizer = wrapped()
 
     @ms.jit
@@ -173,7 +159,7 @@ class Inside(nn.Cell):
 @pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
 def test_dict_takes_old_and_new_names(mode):
     """A training cell renames the parameters; a dict of gradients may use either names."""
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     net = nn.Dense(3, 2)
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 1.0), steps=4)
     before = [p.name for p in optimizer.parameters]

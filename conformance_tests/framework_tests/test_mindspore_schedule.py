@@ -11,16 +11,8 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
-
-MODES = ("pynative", "jit", "graph")
-
-
-@pytest.fixture(autouse=True)
-def pynative_after(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 def of_tensors_alone(optimizer_step):
@@ -51,7 +43,7 @@ def from_a_table(optimizer_step):
 
 
 def driver(mode, steps, **options):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    set_mode(mode)
     optimizer = gradaccum.wrap(nn.SGD([Parameter(Tensor(np.ones(3, np.float32)), name="p")], 1.0), steps=steps, **options)
 
     @ms.jit

@@ -8,34 +8,15 @@ os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Tensor, nn, ops  # noqa: E402
+from mindspore import Tensor, nn  # noqa: E402
 from mindspore.dataset import NumpySlicesDataset  # noqa: E402
 from mindspore.train import CheckpointConfig, LearningRateScheduler, LossMonitor, Model, ModelCheckpoint  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import BIAS, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import FlushAtEpochEnd, TrainOneStepCell  # noqa: E402
 
-RNG = np.random.RandomState(0)
-X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
-WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
 MODES = ("pynative", "graph")
-
-
-@pytest.fixture(autouse=True)
-def pynative_after():
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-
-
-def make_net():
-    net = nn.Dense(4, 2)
-    ops.assign(net.weight, Tensor(WEIGHT))
-    ops.assign(net.bias, Tensor(BIAS))
-    return net
-
-
-def set_mode(mode):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
 
 
 def fit(size, rows, epochs=1, callbacks=(), **options):
@@ -67,10 +48,18 @@ def test_model_trains_with_callbacks(mode, tmp_path):
     assert saved["weight.gradaccum.grad_sum"].asnumpy().any()
 
 
+def logged_warnings(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(ms.log, "warning", lambda message, *rest: warnings.append(message))
+    return warnings
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_epochs_tail_is_an_update(mode):
+def test_epochs_tail_is_an_update(mode, monkeypatch):
+    warnings = logged_warnings(monkeypatch)
     set_mode(mode)
     net, optimizer = fit(3, 18, epochs=2, callbacks=[FlushAtEpochEnd], steps=4)
+    assert not warnings
     assert (optimizer.result.optimizer_step, optimizer.result.micro_step) == (4, 0)
     set_mode("pynative")  # the truth for both modes
     large = make_net()
@@ -84,12 +73,10 @@ def test_epochs_tail_is_an_update(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_training_logs_no_warning(mode, monkeypatch):
     """MindSpore warns at each call of something that a later version drops."""
-    warnings = []
-    monkeypatch.setattr(ms.log, "warning", lambda message, *rest: warnings.append(message))
+    warnings = logged_warnings(monkeypatch)
     set_mode(mode)
-    for options in ({}, {"loss_scale": 4.0}):
-        _, optimizer = fit(3, 18, callbacks=[FlushAtEpochEnd], steps=4, clip_norm=1.0, **options)
-        assert optimizer.result.optimizer_step == 2
+    _, optimizer = fit(3, 18, callbacks=[FlushAtEpochEnd], steps=4, clip_norm=1.0, loss_scale=4.0)
+    assert optimizer.result.optimizer_step == 2
     assert not warnings
 
 

@@ -15,38 +15,16 @@ from mindspore.dataset import NumpySlicesDataset  # noqa: E402
 from mindspore.train import Callback, LearningRateScheduler, Model  # noqa: E402
 
 import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import MODES, WEIGHT, X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into  # noqa: E402
 
-MODES = ("pynative", "jit", "graph")
-RNG = np.random.RandomState(0)
-X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
-WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
 SCALES = {"none": None, "static": 1024.0, "dynamic": gradaccum.DynamicLossScale()}
-
-
-@pytest.fixture(autouse=True)
-def pynative_after(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-
-
-def set_mode(mode):
-    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
-
-
-def make_net():
-    net = nn.Dense(4, 2)
-    ops.assign(net.weight, Tensor(WEIGHT))
-    ops.assign(net.bias, Tensor(BIAS))
-    return net
 
 
 @cache
 def large_batches(*bounds):
     """A network after one plain update for each pair of bounds, and the losses; in PyNative, the truth for every mode."""
     set_mode("pynative")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
     net = make_net()
     step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.Momentum(net.trainable_params(), 0.1, 0.9))
     losses = [step(Tensor(X[first:last]), Tensor(Y[first:last])).asnumpy().item() for first, last in bounds]

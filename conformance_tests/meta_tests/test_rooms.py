@@ -55,7 +55,7 @@ TOPICS = {
     "schedule": {JAX, MINDSPORE},
     "sharded_cross_entropy": ALL,
     "sharding": {TORCH, JAX},
-    "workers": {TORCH, JAX},
+    "workers": ALL,
 }
 """The topics that two or three frameworks are tested for by themselves, each in files of one stem."""
 

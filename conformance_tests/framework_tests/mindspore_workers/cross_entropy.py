@@ -1,20 +1,18 @@
-"""Cross-entropy over class shards against the dense loss: run by `test_mindspore_sharded_cross_entropy`, in two processes under msrun."""
+"""Cross-entropy over class shards against the dense loss."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
-
-os.environ.setdefault("GLOG_v", "4")
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from mindspore.communication import create_group, get_rank, init
+from mindspore.communication import create_group
 
 import gradaccum
+from conformance_tests.framework_tests.mindspore_workers.checks import check
 from gradaccum_mindspore import sharded_cross_entropy
 
 ROUNDOFF = {ms.float64: 2.0**-53, ms.float32: 2.0**-24, ms.float16: 2.0**-11, ms.bfloat16: 2.0**-8}
@@ -97,7 +95,8 @@ class Calls:
         return make
 
 
-def check_counts(rank: int) -> None:
+@check
+def sharded_loss_gathers_once(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         calls = Calls()
         for name in ("AllGather", "AllReduce"):
@@ -106,7 +105,8 @@ def check_counts(rank: int) -> None:
         assert calls.names == ["AllGather"], "forward and backward together"
 
 
-def check_compiled(rank: int) -> None:
+@check
+def compiled_sharded_loss_is_the_same(rank: int) -> None:
     logits, labels = Tensor(LOGITS[:, columns((5, 3), rank)], ms.float32), Tensor(LABELS)
     losses, each = dense(LOGITS.astype(np.float32).astype(np.float64), LABELS, label_smoothing=0.1)
     count = (LABELS != -100).sum()
@@ -120,7 +120,8 @@ def check_compiled(rank: int) -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
-def check_labels(rank: int) -> None:
+@check
+def labels_that_are_no_class_make_nan(rank: int) -> None:
     logits = Tensor(np.zeros((2, 4)), ms.float32)
     for labels, sound in (([0, 7], True), ([0, 8], False), ([0, -1], False), ([5 * rank, 5], False), ([-100, -100], False)):
         assert np.isfinite(sharded_cross_entropy(logits, Tensor(labels, ms.int32)).asnumpy()) == sound, labels
@@ -128,7 +129,8 @@ def check_labels(rank: int) -> None:
     assert not gradient.asnumpy().any(), "nothing but ignored labels"
 
 
-def check_groups(rank: int) -> None:
+@check
+def sharded_loss_within_a_group(rank: int) -> None:
     create_group(f"alone {rank}", [rank])
     logits, labels = Tensor(LOGITS, ms.float32), Tensor(LABELS)
     alone = sharded_cross_entropy(logits, labels, group=f"alone {rank}", reduction="sum")
@@ -137,19 +139,11 @@ def check_groups(rank: int) -> None:
         sharded_cross_entropy(logits, labels, group="nobody")
 
 
-if __name__ == "__main__":
-    with pytest.raises(gradaccum.UsageError, match=r"^group: .*communication\.init"):
-        sharded_cross_entropy(Tensor(LOGITS, ms.float32), Tensor(LABELS))
-    init()
-    rank = get_rank()
+@check
+def sharded_losses_equal_the_dense_ones(rank: int) -> None:
     for sizes in ((4, 4), (7, 1), (8, 0)):
         for reduction in ("mean", "sum", "none"):
             compare(sizes, rank, ms.float32, reduction, pynative, label_smoothing=0.1)
     for dtype in ROUNDOFF:
         compare((5, 3), rank, dtype, "mean", pynative)
         compare((5, 3), rank, dtype, "mean", pynative, label_smoothing=0.1)
-    check_counts(rank)
-    check_compiled(rank)
-    check_labels(rank)
-    check_groups(rank)
-    print("all is equal")

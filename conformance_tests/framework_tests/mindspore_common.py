@@ -1,0 +1,39 @@
+"""What MindSpore's tests share: its modes, a network of one layer with its data, and two bare parameters."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+
+MODES = ("pynative", "jit", "graph")
+RNG = np.random.RandomState(0)
+X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
+WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def pynative_after(tmp_path, monkeypatch):
+    """For each test of a module that imports it."""
+    monkeypatch.chdir(tmp_path)  # a failed compilation writes a folder into the current one
+    yield
+    set_mode("pynative")
+
+
+def set_mode(mode):
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+
+
+def make_net():
+    net = nn.Dense(4, 2)
+    ops.assign(net.weight, Tensor(WEIGHT))
+    ops.assign(net.bias, Tensor(BIAS))
+    return net
+
+
+def two_parameters(dtype=ms.float32):
+    return [Parameter(Tensor(np.ones(shape), dtype), name=name) for name, shape in (("a", 3), ("b", 2))]
+
+
+def values(optimizer):
+    """The first element of each of its parameters."""
+    return [float(p.asnumpy()[0]) for p in optimizer.parameters]

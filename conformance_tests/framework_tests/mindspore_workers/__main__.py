@@ -1,0 +1,42 @@
+"""One of the two processes: ``msrun --worker_num=2 --local_worker_num=2 mindspore_workers/__main__.py FOLDER``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+os.environ.setdefault("GLOG_v", "4")
+
+from mindspore.communication import init
+
+from conformance_tests.framework_tests.mindspore_common import set_mode
+from conformance_tests.framework_tests.mindspore_workers import CHECKS
+
+
+def main(rank: int, folder: Path) -> int:
+    if os.environ["MS_ROLE"] == "MS_SCHED":
+        init()  # msrun runs the script in a third process too, which waits here for the workers' end.
+        return 0
+    report, seconds = {}, {}
+    for name, run in CHECKS.items():
+        begin = time.perf_counter()
+        set_mode("pynative")
+        try:
+            run(rank)
+            report[name] = "passed"
+        except Exception:
+            report[name] = traceback.format_exc()
+        seconds[name] = round(time.perf_counter() - begin, 1)
+        (folder / f"{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+        if report[name] != "passed":
+            return 1  # The workers may be at different calls now. msrun then ends the other one, which may wait for this one.
+    print(seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(os.environ["RANK_ID"]), Path(sys.argv[1])))

@@ -1,0 +1,107 @@
+"""The same in every mode, with one program for each: a schedule of events over one wrapped optimizer."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from mindspore import Tensor
+
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import MODES, set_mode
+from conformance_tests.framework_tests.mindspore_workers.checks import check
+from conformance_tests.framework_tests.mindspore_workers.common import (
+    WORLD,
+    Truth,
+    Worker,
+    all_windows,
+    micro_batches,
+    numbers,
+    require_same_everywhere,
+    require_truth,
+)
+from conformance_tests.framework_tests.mindspore_workers.counting import Graph, compiled_graphs, require_one_branch
+from gradaccum_mindspore import load_checkpoint_into
+
+CLIP = 0.05
+
+
+@cache
+def compiled(mode: str) -> tuple[Worker, dict[str, Tensor], list[Graph]]:
+    """A worker, compiled once for each mode; the state it starts from; and its graphs."""
+    worker = Worker(mode, clip_norm=CLIP, loss_scale=gradaccum.DynamicLossScale(1024.0, growth_interval=2))
+    start = {p.name: Tensor(p.asnumpy(), p.dtype) for p in worker.cell.get_parameters()}
+    with compiled_graphs() as graphs:
+        worker.learn(micro_batches(0)[0])
+    return worker, start, graphs
+
+
+def restarted(mode: str) -> Worker:
+    worker, start, _ = compiled(mode)
+    set_mode(mode)
+    load_checkpoint_into(worker.cell, start)
+    return worker
+
+
+@check
+def every_mode_makes_the_large_batch(rank: int) -> None:
+    """The first window ends in compiled code on one worker, while the other flushes from Python."""
+    truth, norms = Truth(), []
+    for window in all_windows():
+        truth.window(window, clip_norm=CLIP)
+        norms.append(truth.norm)
+    for mode in MODES:
+        worker, found = restarted(mode), []
+        for batch in micro_batches(rank):
+            worker.learn(batch)
+            found += [worker.opt.result.grad_norm] if worker.opt.result.closed else []
+        worker.opt.flush()
+        np.testing.assert_allclose([*found, worker.opt.result.grad_norm], norms if rank == 0 else norms[1:], rtol=1e-5)
+        require_truth(worker, truth)
+        result = worker.opt.result
+        assert (result.optimizer_step, result.loss_scale) == (2, 2048.0)
+        require_same_everywhere((numbers(worker), result))
+
+
+@check
+def compiled_micro_batch_reduces_nothing(rank: int) -> None:
+    for mode in ("jit", "graph"):
+        require_one_branch(compiled(mode)[2])
+
+
+@check
+def overflow_on_one_worker_skips_on_all(rank: int) -> None:
+    batches, truth = micro_batches(rank), Truth()
+    truth.window([micro_batches(one)[index % 3] for one in range(WORLD) for index in range(4)], clip_norm=CLIP)
+    for mode in MODES:
+        worker = restarted(mode)
+        before = numbers(worker)
+        for index in range(4):
+            worker.learn(batches[index % 3], math.inf if rank == 1 and index == 0 else 1.0)
+        assert (worker.opt.result.skipped, worker.opt.result.overflow, worker.opt.result.loss_scale) == (True, True, 512.0), mode
+        assert numbers(worker) == before
+        set_mode(mode)
+        for index in range(4):
+            worker.learn(batches[index % 3])
+        assert worker.opt.result.applied
+        assert math.isclose(worker.opt.result.grad_norm, truth.norm, rel_tol=1e-5)
+        require_truth(worker, truth)
+        require_same_everywhere((numbers(worker), worker.opt.result))
+
+
+@check
+def float64_sums_and_a_dropped_micro_batch(rank: int) -> None:
+    """In graph mode: the dropped one backs the scale off on both workers, and its worker's part is smaller."""
+    scale = gradaccum.DynamicLossScale(64.0)
+    worker = Worker("graph", reduction="sum", accumulate_dtype="float64", on_overflow="drop_micro_batch", loss_scale=scale)
+    for index, batch in enumerate(micro_batches(rank)):
+        worker.learn(batch, math.nan if rank == 0 and index == 0 else 1.0)
+    worker.opt.flush()
+    truth = Truth()
+    first, second = all_windows()
+    truth.window(first[1:], reduction="sum")
+    truth.window(second, reduction="sum")
+    require_truth(worker, truth)
+    assert worker.opt.result.loss_scale == 32.0
+    require_same_everywhere((numbers(worker), worker.opt.result))

@@ -1,0 +1,54 @@
+"""Two processes under msrun: windows over both of them, and a loss whose classes they share."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+pytest.importorskip("mindspore", reason="needs MindSpore")
+
+from conformance_tests.framework_tests import mindspore_workers
+from conformance_tests.framework_tests.mindspore_msrun import run_workers
+from conformance_tests.framework_tests.mindspore_workers.common import WORLD
+
+pytestmark = pytest.mark.xdist_group("mindspore_workers")
+FOLDER = Path(mindspore_workers.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each process says of each check; one run for all tests."""
+    folder = tmp_path_factory.mktemp("workers")
+    run_workers(FOLDER / "__main__.py", folder, str(folder), seconds=400)
+    return [read(folder / f"{rank}.json") for rank in range(WORLD)]
+
+
+def read(report: Path) -> dict[str, str]:
+    return json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+
+
+@pytest.mark.parametrize("name", mindspore_workers.CHECKS)
+def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
+    for rank, report in enumerate(reports):
+        assert report.get(name, "not run: a check before it failed, or took too long") == "passed", f"rank {rank}:\n{report.get(name)}"
+
+
+def said(folder: Path) -> str:
+    return "\n".join(log.read_text() for log in sorted(folder.glob("worker_*.log")))[-3000:]
+
+
+@pytest.mark.deep
+def test_killed_worker_resumes_bitwise(tmp_path: Path) -> None:
+    """Msrun ends the worker that is left. The job that is started anew goes on from the last checkpoint that both had written."""
+    assert run_workers(FOLDER / "killed.py", tmp_path, "killed", seconds=150) not in (0, None), said(tmp_path)
+    assert run_workers(FOLDER / "killed.py", tmp_path, "resumed", seconds=150) == 0, said(tmp_path)
+
+
+@pytest.mark.deep
+def test_missing_worker_ends_in_an_error(tmp_path: Path) -> None:
+    """After the engine's own timeout."""
+    assert run_workers(FOLDER / "missing.py", tmp_path, seconds=150, for_one_reduction=10) == 0, said(tmp_path)
