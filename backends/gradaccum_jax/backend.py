@@ -11,7 +11,7 @@ from gradaccum_jax.masters import on_masters, without_masters
 from gradaccum_jax.optimizer import Accumulation
 from gradaccum_jax.sizes import probe
 from gradaccum_jax.workers.checks import require_names
-from gradaccum_jax.workers.shards import require_shard_axes
+from gradaccum_jax.workers.shard_axes import require_shard_axes
 
 
 class JaxBackend:

@@ -34,7 +34,7 @@ from gradaccum_jax.update import Update
 from gradaccum_jax.varying import vary_like
 from gradaccum_jax.workers.kinds import require_axes, require_own, require_same, require_same_params, require_shared, shared_window
 from gradaccum_jax.workers.replicated import replicated
-from gradaccum_jax.workers.shards import ShardAxes, like_params, require_in_scope, require_told
+from gradaccum_jax.workers.shard_axes import ShardAxes, like_params, require_in_scope, require_told
 
 
 @dataclass(frozen=True, eq=False)

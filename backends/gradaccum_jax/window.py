@@ -23,7 +23,7 @@ from gradaccum_jax.types import Gradients, Tree, Updates
 from gradaccum_jax.update import Traced, Update
 from gradaccum_jax.varying import axes_of, vary
 from gradaccum_jax.workers.reduction import Window, all_reduce
-from gradaccum_jax.workers.shards import ShardAxes, everywhere, require_told
+from gradaccum_jax.workers.shard_axes import ShardAxes, everywhere, require_told
 
 Look = Callable[[Fields, Tree], tuple[Scalar, Scalar]]
 """The norm of a window's sum, and whether all of it is finite and fits the gradient's dtype."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import mindspore as ms
 from mindspore import Tensor
 
 from gradaccum import UsageError
@@ -87,7 +88,7 @@ class PyNativeWindow:
         before = update.witness.look() if decision.apply else None
         try:
             if decision.apply:
-                update(self.gradients(decision.divisor))
+                update(ms.mutable(self.gradients(decision.divisor)))
             self.finish(state, decision)
         except BaseException:
             if before is None or update.witness.look() != before:

@@ -22,14 +22,14 @@ ROOMS = {
     "update": ("the inner optimizer's call", ALL),
     "window": ("the open window: add, close, discard", {TORCH, JAX}),
     "harness/session": ("a model under an optimizer, as the suite drives it", ALL),
+    "harness/workers": ("the engine's workers, as the suite drives them", ALL),
     "linearity/check": ("whether a loss is linear in its scale", ALL),
     "linearity/custom_rules": ("which custom derivative is to blame", {JAX, MINDSPORE}),
     "workers/checks": ("what is refused of a call that workers make together", ALL),
     "workers/found": ("whether a window is that of several workers", {TORCH, MINDSPORE}),
     "workers/group": ("the end of a window over all workers", {TORCH, MINDSPORE}),
-    "workers/reduction": ("many sums added up over workers at once", {TORCH, MINDSPORE}),
     "workers/cross_entropy": ("softmax cross-entropy of logits sharded by class", ALL),
-    "workers/reduction": ("one sum over all workers for many tensors", {TORCH, JAX}),
+    "workers/reduction": ("one sum over all workers for many tensors", ALL),
 }
 
 
