@@ -13,7 +13,14 @@ from gradaccum.errors import explain
 from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report, relative_error
 from gradaccum.loss_scale import ScalerDriver, ScaleRule
 from gradaccum.options import Options, make_options
-from gradaccum.refusals import accumulate_dtype_error, optimizer_error, wrapped_twice_error
+from gradaccum.refusals import (
+    accumulate_dtype_error,
+    missing_worker_error,
+    optimizer_error,
+    torn_window_error,
+    update_due_error,
+    wrapped_twice_error,
+)
 from gradaccum.registry import Backend, GatingBackend
 from gradaccum.resuming import Terms, decode_terms, encode_terms, redistributed, resumed, terms_of
 from gradaccum.schedule import Schedule, require_steps
@@ -69,6 +76,7 @@ __all__ = [
     "largest_number",
     "linearity_report",
     "make_options",
+    "missing_worker_error",
     "optimizer_error",
     "redistributed",
     "relative_error",
@@ -81,6 +89,8 @@ __all__ = [
     "select",
     "steps_at",
     "terms_of",
+    "torn_window_error",
+    "update_due_error",
     "usable",
     "wrapped_twice_error",
 ]

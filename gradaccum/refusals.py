@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradaccum.errors import ArgumentTypeError, ArgumentValueError, GradAccumError, explain
+from gradaccum.errors import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError, explain
+from gradaccum.state import State
 
 
 def optimizer_error(expected: str, got: object, fix: str) -> GradAccumError:
@@ -23,3 +24,35 @@ def accumulate_dtype_error(got: object) -> GradAccumError:
     kind = ArgumentValueError if isinstance(got, str) else ArgumentTypeError
     expected, fix = "a floating dtype of the framework or its name", "Write accumulate_dtype='float32'."
     return explain(kind, "accumulate_dtype", expected=expected, got=got, fix=fix)
+
+
+def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageError:
+    """The error for a window's end whose reduction over the workers failed: most often one of them did not come.
+
+    Args:
+        state: this worker's.
+        rank: its place among the workers.
+        more_time: how to wait for slow workers, as a sentence.
+    """
+    here = f"{state.micro_step} micro-batches of update {state.optimizer_step + 1}"
+    fix = "Call flush() on every worker when its data end: it takes part in the windows of the others until they flush too."
+    return explain(
+        UsageError,
+        f"the end of a window on rank {rank}",
+        expected="every worker to end its window too, by a micro-batch or by flush()",
+        found=f"a reduction that failed or timed out, with {here} here",
+        fix=f"{fix} {more_time}".rstrip(),
+    )
+
+
+def update_due_error(call: str) -> UsageError:
+    """The error for a `call` that needs this worker's own sum, where the update of a window raised that is added up over all workers."""
+    fix = "Call flush() on every worker to make the update that is due, or discard() on every worker."
+    found = "a window that is added up over all workers, whose update raised"
+    return explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
+
+
+def torn_window_error(call: str) -> UsageError:
+    """The error for a `call` on a window whose reduction over the workers failed in the middle."""
+    fix = "Load the last checkpoint on every worker, or call discard()."
+    return explain(UsageError, call, expected="a whole sum", found="one whose reduction over the workers failed", fix=fix)

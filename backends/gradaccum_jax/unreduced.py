@@ -149,8 +149,9 @@ def _axes_reduced(leaf: Array) -> Axes:
 
 
 def _spec(leaf: Array) -> Any:
+    """That of its type; None for what is no array, such as a function in an equinox model."""
     typeof: Any = jax.typeof
-    return getattr(typeof(leaf).sharding, "spec", None)
+    return getattr(typeof(leaf).sharding, "spec", None) if hasattr(leaf, "dtype") else None
 
 
 def _mesh(leaf: Array) -> Any:

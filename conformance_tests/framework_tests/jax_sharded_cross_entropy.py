@@ -236,8 +236,7 @@ if __name__ == "__main__":
         check_equal(dtype, offset)
     check_inside_and_around()
     check_program()
-    if jax.__version_info__ < (0, 8):
-        check_linearity()  # Newer versions type the axes of a custom rule's arguments, and run it nowhere but inside of the mesh.
+    check_linearity()
     check_accumulation()
     check_extremes()
     check_refusals()

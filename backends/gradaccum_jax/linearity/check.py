@@ -42,7 +42,7 @@ def verify_loss_scaling(loss_fn: Callable[..., Any], params: Params, *args: Tree
     params, args = _in_float32(loss_fn, params, args)
     program = jax.make_jaxpr(loss_fn)(params, *args)
     _require_scalar(program.out_avals)
-    kinds = [variable.aval for eqn in equations(program.jaxpr) for variable in eqn.outvars]
+    kinds = [variable.aval for found in equations(program.jaxpr) for variable in found.eqn.outvars]
     dtypes = {kind.dtype for kind in (*program.in_avals, *kinds) if hasattr(kind, "dtype") and is_float(kind)}
     value, pull_back = jax.vjp(lambda tree: loss_fn(tree, *args), params)
     gradients = unscaled_gradients(pull_back, jnp.ones_like(value))

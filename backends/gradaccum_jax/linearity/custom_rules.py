@@ -1,13 +1,15 @@
 """The `jax.custom_vjp` functions in a traced program, and whether the pull-back of each is linear in its cotangent.
 
 A pull-back that JAX derives is linear by construction, so only these can go wrong. Each is checked by itself, with made-up inputs of its
-shapes, however deep it is nested: linearity in the cotangent must not depend on the inputs.
+shapes, however deep it is nested: linearity in the cotangent must not depend on the inputs. Inside of `jax.shard_map` it is run on the same
+mesh, because its types and its collectives mean something only there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jax.extend import core
 
 from gradaccum_jax.linearity.errors import is_float, report, unscaled_gradients
 from gradaccum_jax.types import Array
+from gradaccum_jax.varying import axes_of
 
 Program = Any
 """A `jax.extend.core.Jaxpr` or ``ClosedJaxpr``."""
@@ -25,20 +28,29 @@ Equation = Any
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
-def equations(jaxpr: Program) -> Iterator[Any]:
-    """Every equation of a jaxpr and of those inside it, but not of functions with derivatives of their own."""
+class Found(NamedTuple):
+    """An equation of a program."""
+
+    eqn: Equation
+    mesh: Any
+    """That of the `jax.shard_map` around it, None outside of one."""
+
+
+def equations(jaxpr: Program, mesh: Any = None) -> Iterator[Found]:
+    """Every equation of a jaxpr on a mesh, and of those inside it, but not of functions with derivatives of their own."""
     for eqn in jaxpr.eqns:
-        yield eqn
+        yield Found(eqn, mesh)
         if "custom" not in eqn.primitive.name:
+            within = eqn.params["mesh"] if eqn.primitive.name == "shard_map" else mesh
             for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
                 if _is_jaxpr(value):
-                    yield from equations(getattr(value, "jaxpr", value))
+                    yield from equations(getattr(value, "jaxpr", value), within)
 
 
 def non_linear_rules(jaxpr: Program) -> list[str]:
     """The names of the functions under `jax.custom_vjp` or `jax.custom_gradient` whose pull-back does not scale."""
-    custom = [eqn for eqn in equations(jaxpr) if "custom_vjp" in eqn.primitive.name]
-    return [_name(eqn) for eqn in custom if not _is_linear(eqn)]
+    custom = [found for found in equations(jaxpr) if "custom_vjp" in found.eqn.primitive.name]
+    return [_name(found.eqn) for found in custom if not _is_linear(found)]
 
 
 def _name(eqn: Equation) -> str:
@@ -46,13 +58,37 @@ def _name(eqn: Equation) -> str:
     return str(_debug_info(eqn).func_src_info).split(" at ")[0]
 
 
-def _is_linear(eqn: Equation) -> bool:
-    rng = np.random.default_rng(0)
+def _is_linear(found: Found) -> bool:
+    rng, eqn = np.random.default_rng(0), found.eqn
     inputs = list(dict.fromkeys(variable for variable in eqn.invars if not isinstance(variable, core.Literal)))
-    outputs, pull_back = jax.vjp(_alone(eqn, inputs), *(_made_up(variable.aval, rng) for variable in inputs))
+    function = _alone(eqn, inputs) if found.mesh is None else _on_mesh(_alone(eqn, inputs), inputs, eqn.outvars, found.mesh)
+    outputs, pull_back = jax.vjp(function, *(_made_up(variable.aval, rng, _copies(variable, found.mesh)) for variable in inputs))
     dtypes = [variable.aval.dtype for variable in (*inputs, *eqn.outvars) if is_float(variable.aval)]
     gradients = unscaled_gradients(lambda scaled: (pull_back(scaled),), [_cotangent(output, rng) for output in outputs])
     return report(gradients, (), dtypes).linear
+
+
+def _on_mesh(function: Callable[..., Any], inputs: list[Any], outputs: list[Any], mesh: Any) -> Callable[..., Any]:
+    """`function` of each device's own values, as one of arrays with an axis before all others where devices differ."""
+    spec, lift = cast(Any, jax.sharding.PartitionSpec), cast(Any, jax.shard_map)
+    specs = [[spec(axes) if (axes := _axes(variable)) else spec() for variable in variables] for variables in (inputs, outputs)]
+
+    def body(*given: Array) -> list[Array]:
+        made = function(*(leaf[0] if _axes(variable) else leaf for leaf, variable in zip(given, inputs, strict=True)))
+        return [leaf[None] if _axes(variable) else leaf for leaf, variable in zip(made, outputs, strict=True)]
+
+    lifted: Callable[..., Any] = jax.jit(lift(body, mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1]))
+    return lifted
+
+
+def _axes(variable: Any) -> tuple[str, ...]:
+    return tuple(sorted(axes_of(variable.aval)))
+
+
+def _copies(variable: Any, mesh: Any) -> tuple[int, ...]:
+    """The length of the axis before all others."""
+    axes = _axes(variable)
+    return (math.prod(mesh.shape[axis] for axis in axes),) if mesh is not None and axes else ()
 
 
 def _alone(eqn: Equation, inputs: list[Any]) -> Callable[..., Any]:
@@ -68,11 +104,12 @@ def _debug_info(eqn: Equation) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr).debug_info
 
 
-def _made_up(kind: Array, rng: np.random.Generator) -> Array:
+def _made_up(kind: Array, rng: np.random.Generator, copies: tuple[int, ...] = ()) -> Array:
     """Numbers in (1/4, 3/4), where most functions are defined; zeros of other dtypes, since index 0 always exists."""
+    shape = (*copies, *kind.shape)
     if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0, impl=KEY_IMPLEMENTATIONS.get(str(kind.dtype))), kind.shape)
-    return jnp.asarray(rng.uniform(0.25, 0.75, kind.shape) if is_float(kind) else np.zeros(kind.shape), kind.dtype)
+        return jnp.broadcast_to(jax.random.key(0, impl=KEY_IMPLEMENTATIONS.get(str(kind.dtype))), shape)
+    return jnp.asarray(rng.uniform(0.25, 0.75, shape) if is_float(kind) else np.zeros(shape), kind.dtype)
 
 
 def _cotangent(output: Array, rng: np.random.Generator) -> Array:

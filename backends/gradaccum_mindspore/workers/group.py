@@ -16,13 +16,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from gradaccum import UsageError
-from gradaccum.kit import State, at_rest, explain, joined
+from gradaccum.kit import State, at_rest, joined, missing_worker_error, torn_window_error, update_due_error
 from gradaccum_mindspore.notes import NUMBERS
 from gradaccum_mindspore.pynative_sums import ARRAYS
 from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage, hidden_parameter
 from gradaccum_mindspore.workers.exchange import NoAnswerError, added_up, compiled_added_up
 from gradaccum_mindspore.workers.reduction import buckets
+
+_MORE_TIME = "Give slow workers more time: MS_CPU_COMM_OP_TIMEOUT=600, in seconds."
 
 
 class Joined(NamedTuple):
@@ -75,7 +76,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
                 for bucket in self.buckets:
                     bucket.add_up()
         except NoAnswerError as error:
-            raise alone_error(state, self.rank) from error
+            raise missing_worker_error(state, self.rank, _MORE_TIME) from error
         whole = at_rest(State(*joined(state, weight, overflows > 0)), float64_weight=self.float_dtype == ms.float64)
         if micro_batches:
             self.storage.push(whole, state)
@@ -125,22 +126,6 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """
         held = self.storage.held()
         if held == OF_ALL:
-            fix = "Call optimizer.flush() to make the update that is due, or optimizer.discard() on every worker."
-            found = "a window that is added up over all workers, whose update raised"
-            raise explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
+            raise update_due_error(call)
         if held == TORN:
-            fix = "Load the last checkpoint on every worker, or call optimizer.discard()."
-            raise explain(UsageError, call, expected="a whole sum", found="one whose reduction over the workers failed", fix=fix)
-
-
-def alone_error(state: State, rank: int) -> UsageError:
-    """The error for a reduction that failed: most often a worker did not come."""
-    here = f"{state.micro_step} micro-batches of update {state.optimizer_step + 1}"
-    return explain(
-        UsageError,
-        f"the end of a window on rank {rank}",
-        expected="every worker to end its window too, by a micro-batch or by flush()",
-        found=f"a reduction that failed or timed out, with {here} here",
-        fix="Call flush() on every worker when its data end: it takes part in the windows of the others until they flush too. Give slow "
-        "workers more time: MS_CPU_COMM_OP_TIMEOUT=600, in seconds.",
-    )
+            raise torn_window_error(call)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum import UsageError
-from gradaccum.kit import explain
+from gradaccum.kit import explain, torn_window_error
 from gradaccum_torch.fsdp_private import Private, Sync, Unit, reduce
 from gradaccum_torch.misuse import changed_gradients_error
 from gradaccum_torch.torch_private import local, untraced, version
@@ -106,8 +106,7 @@ class Deferred:
             UsageError: one did, and a part of the sum is gone.
         """
         if self._torn:
-            fix = "Load the last checkpoint on every worker, or call opt.discard()."
-            raise explain(UsageError, "the window", expected="a whole sum", found="one whose reduction over the workers failed", fix=fix)
+            raise torn_window_error("the window")
 
     def _reduce_present(self) -> None:
         trainable = [(unit, each) for unit in self._units for each in unit.trainable()]

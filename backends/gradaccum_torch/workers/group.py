@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError
-from gradaccum.kit import Fields, State, explain, joined
+from gradaccum.kit import Fields, State, explain, joined, missing_worker_error, torn_window_error, update_due_error
 from gradaccum_torch.torch_private import is_sharded
 from gradaccum_torch.workers.numbers import Numbers, decode, encode
 from gradaccum_torch.workers.reduction import FirstBucket, all_reduce, riders
@@ -62,7 +62,7 @@ class WorkerGroup(Workers):
             numbers, whole = self._added_up(fields, sums, zeros)
         except RuntimeError as error:
             self._hold("torn")
-            raise alone_error(fields, self._rank) from error
+            raise missing_worker_error(fields, self._rank) from error
         self._all_flush = numbers.flushes == self._workers
         self._hold("of all" if numbers.micro_batches else "own")
         # The next forward pass sends the buffers, as after a reduction of the module's own.
@@ -83,12 +83,9 @@ class WorkerGroup(Workers):
 
     def require_own_sum(self, call: str) -> None:
         if self.joined:
-            fix = "Call opt.flush() on every worker to make the update that is due, or opt.discard() on every worker."
-            found = "a window that is added up over all workers, whose update raised"
-            raise explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
+            raise update_due_error(call)
         if self.not_own:
-            fix = "Load the last checkpoint on every worker, or call opt.discard()."
-            raise explain(UsageError, call, expected="a whole sum", found="one whose reduction over the workers failed", fix=fix)
+            raise torn_window_error(call)
 
     def require_no_closure(self) -> None:
         # The inner optimizer reads the gradient of a closure at once, before any worker could add its own.
@@ -141,15 +138,3 @@ def _require_dense(sums: Sums) -> None:
     if any(total is not None and total.is_sparse for total in sums):
         fix = "Build the layer with dense gradients: torch.nn.Embedding(..., sparse=False)."
         raise explain(UsageError, ".grad", expected="dense gradients beside module=", found="a sparse one", fix=fix)
-
-
-def alone_error(fields: State, rank: int) -> UsageError:
-    """The error for a window's end to which another worker did not come."""
-    here = f"{fields.micro_step} micro-batches of update {fields.optimizer_step + 1}"
-    return explain(
-        UsageError,
-        f"the end of a window on rank {rank}",
-        expected="every worker of the process group to end its window too, by step() or flush()",
-        found=f"a reduction that failed or timed out, with {here} here",
-        fix="Call flush() on every worker when its data end: it takes part in the windows of the others until they flush too.",
-    )

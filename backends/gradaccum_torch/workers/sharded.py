@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradaccum import UsageError
-from gradaccum.kit import Fields, State, explain, joined
+from gradaccum.kit import Fields, State, explain, joined, missing_worker_error
 from gradaccum_torch.sums import multiply
 from gradaccum_torch.workers.deferred import Deferred
-from gradaccum_torch.workers.group import alone_error
 from gradaccum_torch.workers.shards import Shards
 from gradaccum_torch.workers.workers import OwnSum, Shares, Sums
 
@@ -100,7 +99,7 @@ class ShardGroup(OwnSum):
                 dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
             weight, overflows, micro_batches, squares = numbers.tolist()
         except RuntimeError as error:
-            raise alone_error(fields, dist.get_rank()) from error
+            raise missing_worker_error(fields, dist.get_rank()) from error
         if self._mesh.size() * squares != micro_batches**2:
             raise _unequal_error(fields, dist.get_rank())
         return weight / self._mesh.size(), overflows > 0

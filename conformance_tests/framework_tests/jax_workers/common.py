@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -136,14 +135,3 @@ def require_same(result: Any, other: Any, off: float) -> None:
 
 def as_double(leaf: Any) -> Any:
     return np.asarray(leaf).astype(np.float64)
-
-
-@contextmanager
-def refused(kind: type[Exception], *words: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        said = str(error)
-    else:
-        raise AssertionError(f"no {kind.__name__} about {words}")
-    assert all(word in said for word in words), said

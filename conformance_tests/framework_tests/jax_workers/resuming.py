@@ -10,7 +10,8 @@ import numpy as np
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_workers.common import DEVICES, adam, closer, events, over, parameters, refused, stepper
+from conformance_tests.framework_tests.jax_workers.common import DEVICES, adam, closer, events, over, parameters, stepper
+from conformance_tests.framework_tests.refusing import refused
 
 OPTIONS: dict[str, Any] = {"steps": 4, "clip_norm": 1.0, "on_overflow": "drop_micro_batch"}
 

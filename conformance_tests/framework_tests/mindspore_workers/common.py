@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -132,14 +131,3 @@ def require_same_everywhere(value: Any) -> None:
 
 def numbers(worker: Worker) -> list[list[float]]:
     return [p.astype(ms.float32).asnumpy().tolist() for p in (worker.net.weight, worker.net.bias)]
-
-
-@contextmanager
-def refused(kind: type[Exception], *words: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        said = str(error)
-    else:
-        raise AssertionError(f"no {kind.__name__} about {words}")
-    assert all(word in said for word in words), said

@@ -8,7 +8,8 @@ from pathlib import Path
 from mindspore.communication import get_rank, init
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_workers.common import Worker, micro_batches, refused
+from conformance_tests.framework_tests.mindspore_workers.common import Worker, micro_batches
+from conformance_tests.framework_tests.refusing import refused
 
 RAISED = Path("raised")
 SECONDS = 100

@@ -8,7 +8,8 @@ from mindspore import Parameter, Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_workers.checks import check
-from conformance_tests.framework_tests.mindspore_workers.common import Worker, micro_batches, numbers, refused
+from conformance_tests.framework_tests.mindspore_workers.common import Worker, micro_batches, numbers
+from conformance_tests.framework_tests.refusing import refused
 from gradaccum_mindspore import Accumulator
 
 

@@ -15,10 +15,10 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
     Worker,
     micro_batches,
     numbers,
-    refused,
     require_same_everywhere,
     require_truth,
 )
+from conformance_tests.framework_tests.refusing import refused
 from gradaccum_mindspore import load_checkpoint_into, redistributed
 
 Saved = dict[str, Tensor]

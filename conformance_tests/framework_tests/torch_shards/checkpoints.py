@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_shards.common import (
     Branches,
     Way,
@@ -28,7 +29,6 @@ from conformance_tests.framework_tests.torch_shards.common import (
     check,
     learn,
     numbers,
-    refused,
     require_equal,
     sharded,
     train,

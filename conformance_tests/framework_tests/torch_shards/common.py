@@ -14,9 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradaccum
-from conformance_tests.framework_tests.torch_workers.common import refused
-
-__all__ = ["refused"]
 
 Check = Callable[[int], None]
 CHECKS: dict[str, Check] = {}

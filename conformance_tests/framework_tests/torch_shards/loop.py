@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_shards.common import (
     WAYS,
     Branches,
@@ -17,7 +18,6 @@ from conformance_tests.framework_tests.torch_shards.common import (
     batches,
     check,
     learn,
-    refused,
     require_equal,
     sgd,
     sharded,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_shards.common import (
     WAYS,
     Way,
@@ -20,7 +21,6 @@ from conformance_tests.framework_tests.torch_shards.common import (
     check,
     learn,
     mesh_of,
-    refused,
     require_equal,
     sgd,
     sharded,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_shards.common import (
     WAYS,
     Way,
@@ -11,7 +12,6 @@ from conformance_tests.framework_tests.torch_shards.common import (
     check,
     counted,
     learn,
-    refused,
     require_equal,
     sgd,
     sharded,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.checks import check
 from conformance_tests.framework_tests.torch_workers.common import (
     WORLD,
@@ -18,7 +19,6 @@ from conformance_tests.framework_tests.torch_workers.common import (
     learn,
     micro_batches,
     numbers,
-    refused,
     require_equal,
     sgd,
     together,

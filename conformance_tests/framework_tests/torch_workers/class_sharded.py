@@ -14,8 +14,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.checks import check
-from conformance_tests.framework_tests.torch_workers.common import WORLD, numbers, refused, require_same_everywhere
+from conformance_tests.framework_tests.torch_workers.common import WORLD, numbers, require_same_everywhere
 from gradaccum_torch import sharded_cross_entropy
 
 CLASSES, SIZE, ITEMS, STEPS = 7, 8, 6, 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,14 +103,3 @@ def require_same_everywhere(value: Any) -> None:
 
 def numbers(model: nn.Module) -> list[list[float]]:
     return [p.detach().double().flatten().tolist() for p in model.parameters()]
-
-
-@contextmanager
-def refused(kind: type[Exception], *words: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        said = str(error)
-    else:
-        raise AssertionError(f"no {kind.__name__} about {words}")
-    assert all(word in said for word in words), said

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.checks import check
 from conformance_tests.framework_tests.torch_workers.common import (
     WORLD,
@@ -19,7 +20,6 @@ from conformance_tests.framework_tests.torch_workers.common import (
     learn,
     micro_batches,
     numbers,
-    refused,
     require_equal,
     require_same_everywhere,
     sgd,

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from conformance_tests.framework_tests.torch_workers.common import WORLD, build, learn, micro_batches, refused
+from conformance_tests.framework_tests.refusing import refused
+from conformance_tests.framework_tests.torch_workers.common import WORLD, build, learn, micro_batches
 
 MICRO_BATCHES, SAVED_AFTER, KILLED_AFTER = 12, 6, 7
 """In windows of four: a whole window, then a checkpoint after two micro-batches of the next, and the end after three."""

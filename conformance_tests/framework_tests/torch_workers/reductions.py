@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.checks import check
 from conformance_tests.framework_tests.torch_workers.common import (
     WORLD,
@@ -21,7 +22,6 @@ from conformance_tests.framework_tests.torch_workers.common import (
     build,
     learn,
     micro_batches,
-    refused,
     require_equal,
     sgd,
     together,

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
+from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.checks import check
 from conformance_tests.framework_tests.torch_workers.common import (
     build,
     learn,
     micro_batches,
-    refused,
     sgd,
 )
 
