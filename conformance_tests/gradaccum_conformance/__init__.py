@@ -3,7 +3,20 @@
 Run it with ``python -m gradaccum_conformance --backend NAME``. A backend takes part by registering a `Harness`.
 """
 
-from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Option, Session, Snapshot, WrapOptions
+from gradaccum_conformance.harness import (
+    Captured,
+    Dtype,
+    Fault,
+    GradientTree,
+    Harness,
+    Loss,
+    Option,
+    Session,
+    Setup,
+    Snapshot,
+    WorkersHarness,
+    WrapOptions,
+)
 from gradaccum_conformance.specs import (
     ATTENTION,
     LENET,
@@ -53,8 +66,10 @@ __all__ = [
     "Optimizer",
     "Option",
     "Session",
+    "Setup",
     "Snapshot",
     "Tanh",
+    "WorkersHarness",
     "WrapOptions",
     "make_batch",
     "make_weights",

@@ -30,6 +30,20 @@ Snapshot = Any
 """A session's copy of itself. Only sessions of the same backend look into it."""
 
 
+class Setup(NamedTuple):
+    """What a session is started with."""
+
+    model: Model
+    weights: Arrays
+    """The model's parameters at the start."""
+    optimizer: Optimizer
+    dtype: Dtype = "float32"
+    mode: str | None = None
+    """One of the harness's `modes`; None: the default."""
+    options: WrapOptions | None = None
+    """`gradaccum.wrap`'s, with ``steps``; None: do not wrap."""
+
+
 class Captured(NamedTuple):
     """The calls that a ``capture`` optimizer received."""
 
@@ -122,46 +136,12 @@ class Harness(ABC):
     """Ways to run a training step (``"eager"``, ``"jit"``, ``"graph"``); the first is the default."""
     deep_modes: ClassVar[tuple[str, ...]] = ()
     """The `modes` that only ``--deep`` runs."""
-    worker_modes: ClassVar[tuple[str, ...]] = ()
-    """The `modes` in which several workers can share their windows."""
     gradient_faults: ClassVar[tuple[Fault, ...]] = ("structure", "shape", "dtype")
     """The mistakes in a gradient tree that reach gradaccum: the framework itself does not refuse them first."""
 
     @abstractmethod
-    def start(
-        self,
-        model: Model,
-        weights: Arrays,
-        optimizer: Optimizer,
-        *,
-        dtype: Dtype = "float32",
-        mode: str | None = None,
-        options: WrapOptions | None = None,
-    ) -> Session:
-        """A session over a fresh model that holds `weights`. `options` are `gradaccum.wrap`'s (with ``steps``); None: do not wrap."""
-
-    def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
-        """Make this process, in which nothing has run yet, worker number `rank`.
-
-        The workers meet in the empty `folder` that they share, or at the free `port` of this machine: as the engine wants it.
-        """
-        raise NotImplementedError(f"{self.name} has no workers")
-
-    def start_shared(
-        self,
-        model: Model,
-        weights: Arrays,
-        optimizer: Optimizer,
-        *,
-        dtype: Dtype = "float32",
-        mode: str | None = None,
-        options: WrapOptions,
-    ) -> Session:
-        """In a process that joined: as `start`, but a window is that of all workers.
-
-        Every worker makes the same calls in the same order, this one and those of the session; `idle` stands for a micro-batch.
-        """
-        raise NotImplementedError(f"{self.name} has no workers")
+    def start(self, setup: Setup) -> Session:
+        """A session over a fresh model."""
 
     @abstractmethod
     def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
@@ -174,3 +154,24 @@ class Harness(ABC):
     @abstractmethod
     def bad_gradients(self, session: Session, fault: Fault) -> None:
         """Hand `session` a gradient tree with one of `gradient_faults`, past the harness's own conversions; must raise."""
+
+
+class WorkersHarness(Harness):
+    """A backend whose windows several workers can share, one process each."""
+
+    worker_modes: ClassVar[tuple[str, ...]]
+    """The `modes` in which they can."""
+
+    @abstractmethod
+    def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
+        """Make this process, in which nothing has run yet, worker number `rank`.
+
+        The workers meet in the empty `folder` that they share, or at the free `port` of this machine: as the engine wants it.
+        """
+
+    @abstractmethod
+    def start_shared(self, setup: Setup) -> Session:
+        """In a process that joined: as `start`, wrapped, but a window is that of all workers.
+
+        Every worker makes the same calls in the same order, this one and those of the session; `idle` stands for a micro-batch.
+        """

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import FLOAT64_RELATIVE, additions_in_gradient, gamma, worst
-from gradaccum_conformance.harness import Dtype, Harness, Loss, Option, Session
+from gradaccum_conformance.harness import Dtype, Harness, Loss, Option, Session, Setup
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.specs import LINEAR, Arrays, Batch, Model, Optimizer, make_batch, make_weights
 
@@ -44,7 +44,7 @@ def start(
     **options: Option,
 ) -> Session:
     """A session on the model's standard weights, wrapped with these options; without ``steps``, the caller closes each window."""
-    return backend.start(model, make_weights(model), optimizer, dtype=dtype, mode=mode, options={"steps": None, **options})
+    return backend.start(Setup(model, make_weights(model), optimizer, dtype, mode, {"steps": None, **options}))
 
 
 def feed(session: Session, pieces: Sequence[Batch], reduction: str = "mean") -> None:

@@ -38,10 +38,10 @@ def test_declared_gap_is_no_skip(tmp_path) -> None:
 
 def test_backend_without_workers_has_no_case(tmp_path) -> None:
     """Nor a skipped one."""
-    harness = "from gradaccum_conformance.loading import load_harness\n\ntype(load_harness('numpy')).worker_modes = {}\n"
     code = "def test_one(crews):\n    pass\n"
-    for modes, passed in (("()", 1), ("('eager',)", 2)):
-        (tmp_path / "conftest.py").write_text(harness.format(modes), encoding="utf-8")
+    for kind, passed in (("type('Other', (), {})", 1), ("plugin.WorkersHarness", 2)):
+        conftest = f"from gradaccum_conformance.workers import plugin\n\nplugin.WorkersHarness = {kind}\n"
+        (tmp_path / "conftest.py").write_text(conftest, encoding="utf-8")
         done = run(tmp_path, code, "--no-skips")
         assert done.returncode == 0, done.stdout
         assert f"{passed} passed" in done.stdout

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State
-from gradaccum_conformance import Captured, Dtype, Fault, Harness, Loss, Model, Optimizer, Session
+from gradaccum_conformance import Captured, Dtype, Fault, Harness, Loss, Model, Session, Setup
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Array, Arrays, Batch
 from gradaccum_jax.checkpoint import check_state, rebuild
@@ -119,18 +119,9 @@ class JaxHarness(Harness):
     modes = ("jit", "eager", "scan")
     deep_modes = ("scan",)
 
-    def start(
-        self,
-        model: Model,
-        weights: Arrays,
-        optimizer: Optimizer,
-        *,
-        dtype: Dtype = "float32",
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> JaxSession:
-        kept = program(model, optimizer, options, dtype, mode or self.modes[0])
-        return JaxSession(model, weights, kept, dtype, needs_x64(dtype, options))
+    def start(self, setup: Setup) -> JaxSession:
+        kept = program(setup.model, setup.optimizer, setup.options, setup.dtype, setup.mode or self.modes[0])
+        return JaxSession(setup.model, setup.weights, kept, setup.dtype, needs_x64(setup.dtype, setup.options))
 
     def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
         with x64(dtype == "float64"):

@@ -18,7 +18,7 @@ import optax
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State
-from gradaccum_conformance import Captured, Dtype, Loss, Model, Optimizer
+from gradaccum_conformance import Captured, Dtype, Loss, Model, Optimizer, Setup, WorkersHarness
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Arrays, Batch
 from gradaccum_jax.checkpoint import check_state
@@ -162,7 +162,7 @@ class SharedSession(JaxSession):
         return jax.tree.map(lambda leaf: put(sharding, np.asarray(leaf)), tree)
 
 
-class JaxWorkers(JaxHarness):
+class JaxWorkers(JaxHarness, WorkersHarness):
     """The harness, with processes that `join`."""
 
     worker_modes = ("jit",)
@@ -173,17 +173,9 @@ class JaxWorkers(JaxHarness):
         config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", workers, rank, initialization_timeout=SECONDS)
 
-    def start_shared(
-        self,
-        model: Model,
-        weights: Arrays,
-        optimizer: Optimizer,
-        *,
-        dtype: Dtype = "float32",
-        mode: str | None = None,
-        options: Mapping[str, Any],
-    ) -> SharedSession:
-        return SharedSession(model, weights, SharedProgram(model, optimizer, options, mode or "jit"), dtype, needs_x64(dtype, options))
+    def start_shared(self, setup: Setup) -> SharedSession:
+        program = SharedProgram(setup.model, setup.optimizer, setup.options or {}, setup.mode or "jit")
+        return SharedSession(setup.model, setup.weights, program, setup.dtype, needs_x64(setup.dtype, setup.options))
 
 
 harness = JaxWorkers()

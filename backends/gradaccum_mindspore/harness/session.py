@@ -7,7 +7,7 @@ same shape starts from its initial values.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,11 +19,10 @@ from mindspore import Tensor, nn
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State, require_weight
-from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session
+from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session, Setup
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 from gradaccum_mindspore.checkpoint import load_checkpoint_into
 from gradaccum_mindspore.harness.trainer import MASTER, Trainer, plain
-from gradaccum_mindspore.harness.workers import join
 
 FILE = "session.ckpt"
 REPORTS = TemporaryDirectory()
@@ -142,51 +141,27 @@ class MindSporeHarness(Harness):
     """Drives the adapter in its three modes."""
 
     name = "mindspore"
-    modes = worker_modes = ("pynative", "jit", "graph")
+    modes = ("pynative", "jit", "graph")
 
     def __init__(self) -> None:
         self.pool: dict[Any, list[Trainer]] = {}
 
-    def start(
-        self,
-        model: Model,
-        weights: Arrays,
-        optimizer: Optimizer,
-        *,
-        dtype: Dtype = "float32",
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> MindSporeSession:
+    def start(self, setup: Setup) -> MindSporeSession:
         # Many small operators: handing each to another thread and waiting costs more than running it, and most on a busy machine.
         ms.set_context(pynative_synchronize=True)
-        mode = mode or self.modes[0]
-        key = (model, optimizer, dtype, mode, repr(sorted((options or {"": None}).items())))
+        mode = setup.mode or self.modes[0]
+        key = (setup.model, setup.optimizer, setup.dtype, mode, repr(sorted((setup.options or {"": None}).items())))
         with context_mode(mode):
             free = self.pool.setdefault(key, [])
-            trainer = free.pop() if free else Trainer(model, optimizer, dtype, mode, options)
-            trainer.reset(weights)
+            trainer = free.pop() if free else Trainer(setup.model, setup.optimizer, setup.dtype, mode, setup.options)
+            trainer.reset(setup.weights)
         session = MindSporeSession(trainer)
         if mode != "pynative":
             weakref.finalize(session, free.append, trainer)
         return session
 
-    def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
-        join(rank, workers, port)
-
-    def start_shared(
-        self,
-        model: Model,
-        weights: Arrays,
-        optimizer: Optimizer,
-        *,
-        dtype: Dtype = "float32",
-        mode: str | None = None,
-        options: Mapping[str, Any],
-    ) -> MindSporeSession:
-        return self.start(model, weights, optimizer, dtype=dtype, mode=mode, options={**options, "data_parallel": True})
-
     def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
-        session = self.start(model, weights, Optimizer("capture"), dtype=dtype)
+        session = self.start(Setup(model, weights, Optimizer("capture"), dtype))
         session.micro_batch(batch, loss=loss)
         gradient = session.captured().gradient
         assert gradient is not None
@@ -202,6 +177,3 @@ class MindSporeHarness(Harness):
         wrong = {"structure": rest, "shape": [first[:1], *rest], "dtype": [first.astype(ms.int32), *rest]}
         with context_mode(session.trainer.mode):
             session.trainer.apply(tuple(wrong[fault]))
-
-
-harness = MindSporeHarness()

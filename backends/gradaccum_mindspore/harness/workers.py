@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import mindspore as ms
 from mindspore.communication import init
+
+from gradaccum_conformance import Setup, WorkersHarness
+from gradaccum_mindspore.harness.session import MindSporeHarness, MindSporeSession
 
 HOST = "127.0.0.1"
 SECONDS = "120"
@@ -23,12 +27,22 @@ _held: list[subprocess.Popen[bytes]] = []
 """The open end of the scheduler's standard input: it closes when this process ends, however that is."""
 
 
-def join(rank: int, workers: int, port: int) -> None:
-    """Become worker number `rank` of those that meet at `port`; the first starts the scheduler."""
-    meeting = {"MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": HOST, "MS_SCHED_PORT": str(port), "MS_CPU_COMM_OP_TIMEOUT": SECONDS}
-    if rank == 0:
-        environment = {**os.environ, **meeting, "MS_ROLE": "MS_SCHED"}
-        _held.append(subprocess.Popen([sys.executable, "-c", SCHEDULER], stdin=subprocess.PIPE, env=environment))
-    os.environ.update(meeting, MS_ROLE="MS_WORKER", MS_NODE_ID=str(rank))
-    ms.set_context(device_target="CPU")
-    init()
+class MindSporeWorkers(MindSporeHarness, WorkersHarness):
+    """The harness, with processes that `join`."""
+
+    worker_modes = MindSporeHarness.modes
+
+    def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
+        meeting = {"MS_WORKER_NUM": str(workers), "MS_SCHED_HOST": HOST, "MS_SCHED_PORT": str(port), "MS_CPU_COMM_OP_TIMEOUT": SECONDS}
+        if rank == 0:
+            environment = {**os.environ, **meeting, "MS_ROLE": "MS_SCHED"}
+            _held.append(subprocess.Popen([sys.executable, "-c", SCHEDULER], stdin=subprocess.PIPE, env=environment))
+        os.environ.update(meeting, MS_ROLE="MS_WORKER", MS_NODE_ID=str(rank))
+        ms.set_context(device_target="CPU")
+        init()
+
+    def start_shared(self, setup: Setup) -> MindSporeSession:
+        return self.start(setup._replace(options={**(setup.options or {}), "data_parallel": True}))
+
+
+harness = MindSporeWorkers()

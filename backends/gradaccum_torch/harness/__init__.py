@@ -1,7 +1,5 @@
 """What the conformance suite drives: models from neutral specs, sessions over them, and the second door through which it looks."""
 
-from gradaccum_torch.harness.workers import WorkersHarness
+from gradaccum_torch.harness.workers import harness
 
 __all__ = ["harness"]
-
-harness = WorkersHarness()

@@ -15,7 +15,7 @@ from torch.nn import functional
 import gradaccum
 from gradaccum import StepResult
 from gradaccum.kit import State
-from gradaccum_conformance import Array, Arrays, Batch, Captured, Dtype, Fault, GradientTree, Loss, Model, Optimizer, Session
+from gradaccum_conformance import Array, Arrays, Batch, Captured, Dtype, Fault, GradientTree, Loss, Model, Optimizer, Session, Setup
 from gradaccum_conformance import Harness as BaseHarness
 from gradaccum_conformance.specs import Attention, AvgPool, Conv, Dense, Flatten, Layer, MeanOverLength, Tanh
 
@@ -223,19 +223,10 @@ class TorchHarness(BaseHarness):
     name: ClassVar[str] = "torch"
     gradient_faults: ClassVar[tuple[Fault, ...]] = ()
 
-    def start(
-        self,
-        model: Model,
-        weights: Arrays,
-        optimizer: Optimizer,
-        *,
-        dtype: Dtype = "float32",
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> Session:
-        module = SpecModel(model, weights, dtype)
-        inner = make_optimizer(module, optimizer)
-        return TorchSession(module, inner, inner if options is None else gradaccum.wrap(inner, **options))
+    def start(self, setup: Setup) -> Session:
+        module = SpecModel(setup.model, setup.weights, setup.dtype)
+        inner = make_optimizer(module, setup.optimizer)
+        return TorchSession(module, inner, inner if setup.options is None else gradaccum.wrap(inner, **setup.options))
 
     def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
         module = SpecModel(model, weights, dtype)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from gradaccum_conformance import Arrays, Dtype, Model, Optimizer, Session
+from gradaccum_conformance import Session, Setup, WorkersHarness
 from gradaccum_torch.harness.session import SpecModel, TorchHarness, TorchSession, make_optimizer
 
 TIMEOUT = datetime.timedelta(seconds=60)
 """For a worker that another one waits for."""
 
 
-class WorkersHarness(TorchHarness):
-    """Builds sessions of one worker alone, and of one among several."""
+class TorchWorkers(TorchHarness, WorkersHarness):
+    """The harness, with processes that `join`."""
 
     worker_modes: ClassVar[tuple[str, ...]] = ("eager",)
 
@@ -29,17 +28,11 @@ class WorkersHarness(TorchHarness):
         store = (folder / "store").resolve().as_uri()
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=workers, timeout=TIMEOUT)
 
-    def start_shared(
-        self,
-        model: Model,
-        weights: Arrays,
-        optimizer: Optimizer,
-        *,
-        dtype: Dtype = "float32",
-        mode: str | None = None,
-        options: Mapping[str, Any],
-    ) -> Session:
-        module = SpecModel(model, weights, dtype)
+    def start_shared(self, setup: Setup) -> Session:
+        module = SpecModel(setup.model, setup.weights, setup.dtype)
         parallel = DistributedDataParallel(module, find_unused_parameters=True)
-        inner = make_optimizer(module, optimizer)
-        return TorchSession(module, inner, gradaccum.wrap(inner, **options, module=parallel), forward=parallel)
+        inner = make_optimizer(module, setup.optimizer)
+        return TorchSession(module, inner, gradaccum.wrap(inner, **(setup.options or {}), module=parallel), forward=parallel)
+
+
+harness = TorchWorkers()

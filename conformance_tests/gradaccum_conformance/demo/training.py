@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gradaccum_conformance.demo.batches import Digits, large_batches
 from gradaccum_conformance.demo.recipes import LARGE, RECIPES, STEPS, Recipe
-from gradaccum_conformance.harness import Harness, Session
+from gradaccum_conformance.harness import Harness, Session, Setup
 from gradaccum_conformance.specs import LENET, Array, Arrays, Optimizer, make_weights
 
 Labels = NDArray[np.int64]
@@ -68,7 +68,7 @@ def accuracy(logits: Array, labels: Labels) -> float:
 def _start(harness: Harness, recipe: Recipe) -> Session:
     options = {"steps": STEPS} if recipe.wrapped else None
     mode = next((mode for mode in COMPILED if mode in harness.modes), harness.modes[0])
-    return harness.start(LENET, make_weights(LENET), OPTIMIZER, dtype="float32", mode=mode, options=options)
+    return harness.start(Setup(LENET, make_weights(LENET), OPTIMIZER, mode=mode, options=options))
 
 
 def _measure(session: Session, digits: Digits, run: str, epoch: int, difference: float) -> Measured:

@@ -14,7 +14,7 @@ import gradaccum
 from gradaccum import GradientError, StepResult
 from gradaccum.kit import State, explain, require_weight, resumed, terms_of
 from gradaccum_conformance import oracle
-from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session, Snapshot, WrapOptions
+from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Loss, Session, Setup, Snapshot, WorkersHarness, WrapOptions
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer, make_optimizer
 from gradaccum_conformance.reference.workers import Workers, meet
@@ -98,40 +98,22 @@ class NumpySession(Session):
         self.weights, self.inner, self.wrapped = weights, inner, wrapped
 
 
-class NumpyHarness(Harness):
+class NumpyHarness(WorkersHarness):
     """Drives the reference."""
 
     name = "numpy"
     worker_modes = ("eager",)
     workers: Workers | None = None
 
-    def start(
-        self,
-        model: Model,
-        weights: Arrays,
-        optimizer: Optimizer,
-        *,
-        dtype: Dtype = "float32",
-        mode: str | None = None,
-        options: WrapOptions | None = None,
-    ) -> NumpySession:
-        parameters = {name: w.astype(_DTYPES[dtype]) for name, w in weights.items()}
-        return NumpySession(model, self.make_inner(optimizer, parameters), options)
+    def start(self, setup: Setup) -> NumpySession:
+        parameters = {name: w.astype(_DTYPES[setup.dtype]) for name, w in setup.weights.items()}
+        return NumpySession(setup.model, self.make_inner(setup.optimizer, parameters), setup.options)
 
     def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
         self.workers = meet(rank, workers, folder)
 
-    def start_shared(
-        self,
-        model: Model,
-        weights: Arrays,
-        optimizer: Optimizer,
-        *,
-        dtype: Dtype = "float32",
-        mode: str | None = None,
-        options: WrapOptions,
-    ) -> NumpySession:
-        return self.start(model, weights, optimizer, dtype=dtype, mode=mode, options={**options, "workers": self.workers})
+    def start_shared(self, setup: Setup) -> NumpySession:
+        return self.start(setup._replace(options={**(setup.options or {}), "workers": self.workers}))
 
     def make_inner(self, spec: Optimizer, parameters: Arrays) -> NumpyOptimizer:
         """The inner optimizer; another NumPy backend's harness overrides this alone."""

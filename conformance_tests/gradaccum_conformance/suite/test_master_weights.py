@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import Dtype, Harness, Option
+from gradaccum_conformance.harness import Dtype, Harness, Option, Setup
 from gradaccum_conformance.scenarios import random_tree, same
 from gradaccum_conformance.specs import LINEAR, Arrays, Optimizer
 
@@ -22,8 +22,8 @@ def ones(value: float = 1.0) -> Arrays:
 
 def begin(backend: Harness, dtype: Dtype, **options: Option):
     settings = {"steps": 2, "master_weights": True, **options}
-    arguments = {"mode": settings.pop("mode")} if "mode" in settings else {}
-    return backend.start(LINEAR, ones(), Optimizer("capture", RATE), dtype=dtype, options=settings, **arguments)
+    mode = settings.pop("mode", None)
+    return backend.start(Setup(LINEAR, ones(), Optimizer("capture", RATE), dtype, mode, settings))
 
 
 def elements(tree: Arrays) -> set[float]:
@@ -48,7 +48,7 @@ def test_model_holds_the_rounded_masters(backend: Harness, mode: str, dtype: Dty
         session.gradients(random_tree(LINEAR, seed))
         masters = session.masters()
         assert {array.dtype.name for array in masters.values()} == {"float32"}
-        rounded = backend.start(LINEAR, {name: m.astype(np.float64) for name, m in masters.items()}, Optimizer("capture"), dtype=dtype)
+        rounded = backend.start(Setup(LINEAR, {name: m.astype(np.float64) for name, m in masters.items()}, Optimizer("capture"), dtype))
         assert same(session.parameters(), rounded.parameters())
     assert session.captured().calls == 3
 

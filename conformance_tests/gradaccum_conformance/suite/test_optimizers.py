@@ -3,7 +3,7 @@
 import pytest
 
 from gradaccum_conformance.bounds import additions_in_gradient, gamma, worst
-from gradaccum_conformance.harness import Dtype, Harness, Session
+from gradaccum_conformance.harness import Dtype, Harness, Session, Setup
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import cut, feed
 from gradaccum_conformance.specs import MLP, Optimizer, make_batch, make_weights
@@ -15,7 +15,7 @@ by_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optim
 
 def train(backend: Harness, optimizer: Optimizer, mode: str, dtype: Dtype, sizes: tuple[int, ...] | None) -> Session:
     options = None if sizes is None else {"steps": len(sizes)}
-    session = backend.start(MLP, make_weights(MLP), optimizer, dtype=dtype, mode=mode, options=options)
+    session = backend.start(Setup(MLP, make_weights(MLP), optimizer, dtype, mode, options))
     for window in range(WINDOWS):
         batch = make_batch(MLP, 12, seed=window)
         if sizes is None:

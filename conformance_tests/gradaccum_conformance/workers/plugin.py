@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Harness, WorkersHarness
 from gradaccum_conformance.workers.pools import Crews, Pools
 
 ARGUMENTS = ("backend", "worker_mode", "workers")
@@ -20,12 +20,13 @@ DEEP_WORKERS = 4
 
 def parametrize_crews(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -> None:
     """A case for each backend, mode and number of workers."""
-    cases = [_case(harness, mode, WORKERS) for harness in harnesses for mode in harness.worker_modes]
-    cases += [_case(harness, harness.worker_modes[0], DEEP_WORKERS, pytest.mark.deep) for harness in harnesses if harness.worker_modes]
+    sharing = [harness for harness in harnesses if isinstance(harness, WorkersHarness)]
+    cases = [_case(harness, mode, WORKERS) for harness in sharing for mode in harness.worker_modes]
+    cases += [_case(harness, harness.worker_modes[0], DEEP_WORKERS, pytest.mark.deep) for harness in sharing]
     metafunc.parametrize(ARGUMENTS, cases or [pytest.param(None, "", 0, marks=pytest.mark.no_workers)], scope="session")
 
 
-def _case(harness: Harness, mode: str, workers: int, *marks: Any) -> Any:
+def _case(harness: WorkersHarness, mode: str, workers: int, *marks: Any) -> Any:
     # Apart from the backend's other tests: these run in processes of their own, and the longest group decides how long all take.
     marks = (pytest.mark.xdist_group(f"{harness.name}_workers"), *marks, *([pytest.mark.deep] if mode in harness.deep_modes else []))
     return pytest.param(harness, mode, workers, id=f"{harness.name}-{mode}-{workers}", marks=marks)
@@ -48,6 +49,6 @@ def pools() -> Iterator[Pools]:
 
 
 @pytest.fixture
-def crews(pools: Pools, backend: Harness, worker_mode: str, workers: int) -> Crews:
+def crews(pools: Pools, backend: WorkersHarness, worker_mode: str, workers: int) -> Crews:
     """Starts crews: sessions on several workers that share their windows."""
     return Crews(pools, backend, worker_mode, workers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import NamedTuple
 
-from gradaccum_conformance.harness import Dtype, Harness, Option
+from gradaccum_conformance.harness import Dtype, Option, Setup, WorkersHarness
 from gradaccum_conformance.specs import MLP, Model, Optimizer, make_weights
 from gradaccum_conformance.workers.crew import Crew
 from gradaccum_conformance.workers.messages import Request
@@ -52,21 +52,20 @@ class Pools:
             failures.append(error)
             raise
 
-    def crew(self, pool: Pool, model: Model, optimizer: Optimizer, dtype: Dtype, mode: str, options: dict[str, Option]) -> Crew:
-        """The crew with these options, as it was when it was new."""
-        key = pool, repr((model, optimizer, dtype, mode, sorted(options.items())))
+    def crew(self, pool: Pool, setup: Setup) -> Crew:
+        """The crew with this setup, as it was when it was new."""
+        key = pool, repr(setup._replace(weights={}, options=dict(sorted((setup.options or {}).items()))))
         if key not in self._crews:
-            crew = start_crew(pool, model, optimizer, dtype, mode, options)
+            crew = start_crew(pool, setup)
             self._crews[key] = crew, crew.snapshot()
         crew, fresh = self._crews[key]
         crew.restore(fresh)
         return crew
 
 
-def start_crew(pool: Pool, model: Model, optimizer: Optimizer, dtype: Dtype, mode: str, options: dict[str, Option]) -> Crew:
-    """A new session on every worker, on the model's standard weights."""
-    how = {"dtype": dtype, "mode": mode, "options": options}
-    sessions = pool.ask([Request("start", (model, make_weights(model), optimizer), how)] * pool.workers)
+def start_crew(pool: Pool, setup: Setup) -> Crew:
+    """A new session on every worker."""
+    sessions = pool.ask([Request("start", (setup,))] * pool.workers)
     assert len(set(sessions)) == 1, f"the workers are at different calls: {sessions}"
     return Crew(pool, sessions[0])
 
@@ -75,7 +74,7 @@ class Crews(NamedTuple):
     """The crews of one backend in one mode, for one test. They share one model too, so that as little as possible is compiled."""
 
     pools: Pools
-    backend: Harness
+    backend: WorkersHarness
     mode: str
     workers: int
 
@@ -89,4 +88,4 @@ class Crews(NamedTuple):
     ) -> Crew:
         """The crew with these options of `gradaccum.wrap`, as new; without ``steps``, the caller closes each window."""
         pool = self.pools.pool(self.backend.name, self.workers)
-        return self.pools.crew(pool, model, optimizer, dtype, self.mode, {"steps": None, **options})
+        return self.pools.crew(pool, Setup(model, make_weights(model), optimizer, dtype, self.mode, {"steps": None, **options}))

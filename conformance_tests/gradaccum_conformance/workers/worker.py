@@ -9,11 +9,10 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from gradaccum_conformance.harness import Dtype, Harness, Session, Snapshot, WrapOptions
+from gradaccum_conformance.harness import Session, Setup, Snapshot, WorkersHarness
 from gradaccum_conformance.loading import load_harness
-from gradaccum_conformance.specs import Arrays, Model, Optimizer
 from gradaccum_conformance.workers.messages import Answered, Raised, Request
 
 ENDED_BY_TEST = 3
@@ -29,14 +28,14 @@ class Worker:
         self._snapshots: list[Snapshot] = []
 
     @property
-    def harness(self) -> Harness:
-        return load_harness(self._backend)
+    def harness(self) -> WorkersHarness:
+        return cast(WorkersHarness, load_harness(self._backend))
 
     def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
         self.harness.join(rank, workers, folder, port)
 
-    def start(self, model: Model, weights: Arrays, optimizer: Optimizer, *, dtype: Dtype, mode: str, options: WrapOptions) -> int:
-        self._sessions.append(self.harness.start_shared(model, weights, optimizer, dtype=dtype, mode=mode, options=options))
+    def start(self, setup: Setup) -> int:
+        self._sessions.append(self.harness.start_shared(setup))
         return len(self._sessions) - 1
 
     def call(self, session: int, method: str, *arguments: Any, **options: Any) -> Any:
