@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from gradaccum_conformance.harness import Setup
 from gradaccum_conformance.scenarios import random_tree
-from gradaccum_conformance.specs import LINEAR, Optimizer
+from gradaccum_conformance.specs import LINEAR, Optimizer, make_weights
 from gradaccum_conformance.workers import Pool, Pools, Raised, WorkerError
 from gradaccum_conformance.workers.messages import Request
 
+SETUP = Setup(LINEAR, make_weights(LINEAR), Optimizer("capture"), options={"steps": None})
 COMMAND = (sys.executable, str(Path(__file__).with_name("failing_worker.py")))
 SCRIPT = f"""
 from gradaccum_conformance.workers import Pool
@@ -129,11 +131,11 @@ def test_real_workers_that_fail_are_replaced() -> None:
     """One refuses its weight; one waits in vain for another's end of the window. The next test has new workers."""
     tree = random_tree(LINEAR, 0)
     with Pools() as pools:
-        crew = pools.crew(pools.pool("numpy", 2), LINEAR, Optimizer("capture"), "float32", "eager", {"steps": None})
+        crew = pools.crew(pools.pool("numpy", 2), SETUP)
         with pytest.raises(WorkerError, match="rank 1 raised ArgumentValueError: weight: expected"):
             crew.gradients([tree, tree], [1.0, -1.0])
         pool = pools.pool("numpy", 2)
-        crew = pools.crew(pool, LINEAR, Optimizer("capture"), "float32", "eager", {"steps": None})
+        crew = pools.crew(pool, SETUP)
         crew.gradients([tree, tree])
         pool.limit = 1.0
         flush, idle = (Request("call", (0, method)) for method in ("flush", "idle"))

@@ -56,14 +56,14 @@ class Pools:
         """The crew with this setup, as it was when it was new."""
         key = pool, repr(setup._replace(weights={}, options=dict(sorted((setup.options or {}).items()))))
         if key not in self._crews:
-            crew = start_crew(pool, setup)
+            crew = _start_crew(pool, setup)
             self._crews[key] = crew, crew.snapshot()
         crew, fresh = self._crews[key]
         crew.restore(fresh)
         return crew
 
 
-def start_crew(pool: Pool, setup: Setup) -> Crew:
+def _start_crew(pool: Pool, setup: Setup) -> Crew:
     """A new session on every worker."""
     sessions = pool.ask([Request("start", (setup,))] * pool.workers)
     assert len(set(sessions)) == 1, f"the workers are at different calls: {sessions}"
