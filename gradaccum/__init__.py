@@ -4,6 +4,7 @@
 `gradaccum.kit`. Importing this package imports the standard library only.
 """
 
+from gradaccum.auto_size import AutoMicroBatchSize
 from gradaccum.batch_size import effective_batch_size, scaled_learning_rate
 from gradaccum.errors import (
     ArgumentTypeError,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
+    "AutoMicroBatchSize",
     "BackendNotFoundError",
     "CheckpointError",
     "DynamicLossScale",

@@ -2,17 +2,21 @@
 
 - `accumulate`, `usable`, `contribution`, `ends`, `decide`, `close`, `discard`: the transitions of the `State`, by `Options`;
 - `terms_of`, `resumed`, `redistributed`: what an open window depends on, and how a saved one goes on;
+- `make_division`, `divided`, `leaves_of`, `share`: where a large batch is cut, the nests that it comes in, how other outputs merge;
 - `explain` and the ``require_`` and ``_error`` functions: one mistake has one class and one wording in every backend;
 - `comparable`, `linearity_report`: whether a loss can be scaled;
 - `Backend`, `GatingBackend`, `ScalerDriver`: what the core asks for in return.
 """
 
 from gradaccum._validation import require_weight
+from gradaccum.auto_size import require_micro_batch_size, too_small_error, unknown_limit_error
 from gradaccum.class_shards import require_classes, require_loss_options, require_shard_sizes
 from gradaccum.errors import explain
 from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report, relative_error
 from gradaccum.loss_scale import ScalerDriver, ScaleRule
-from gradaccum.options import Options, make_options
+from gradaccum.merging import KINDS, MergingOps, concatenate_error, finished, kinds_of, merged, require_kind, share
+from gradaccum.nests import Leaf, Nest, children_of, is_column, leaves_of, mapped, spread, with_leaves
+from gradaccum.options import Options, Reduction, make_options, require_reduction
 from gradaccum.refusals import (
     accumulate_dtype_error,
     missing_worker_error,
@@ -24,6 +28,20 @@ from gradaccum.refusals import (
 from gradaccum.registry import Backend, GatingBackend
 from gradaccum.resuming import Terms, decode_terms, encode_terms, redistributed, resumed, terms_of
 from gradaccum.schedule import Schedule, require_steps
+from gradaccum.splitting import (
+    Cut,
+    Division,
+    aux_shape_error,
+    cuts,
+    divided,
+    item_weights_error,
+    make_division,
+    packed,
+    require_items,
+    require_one_size,
+    scalar_loss_error,
+    size_for,
+)
 from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, initial_state, largest_number
 from gradaccum.transitions import (
     Decision,
@@ -44,13 +62,20 @@ from gradaccum.transitions import (
 
 __all__ = [
     "FIELD_DTYPES",
+    "KINDS",
     "ROUNDINGS",
     "SCALES",
     "Backend",
+    "Cut",
     "Decision",
+    "Division",
     "Fields",
     "GatingBackend",
+    "Leaf",
+    "MergingOps",
+    "Nest",
     "Options",
+    "Reduction",
     "Scalar",
     "ScaleRule",
     "ScalerDriver",
@@ -61,36 +86,62 @@ __all__ = [
     "accumulate",
     "accumulate_dtype_error",
     "at_rest",
+    "aux_shape_error",
+    "children_of",
     "close",
     "comparable",
+    "concatenate_error",
     "contribution",
+    "cuts",
     "decide",
     "decode_terms",
     "discard",
+    "divided",
     "divisor",
     "encode_terms",
     "ends",
     "explain",
+    "finished",
     "initial_state",
+    "is_column",
+    "item_weights_error",
     "joined",
+    "kinds_of",
     "largest_number",
+    "leaves_of",
     "linearity_report",
+    "make_division",
     "make_options",
+    "mapped",
+    "merged",
     "missing_worker_error",
     "optimizer_error",
+    "packed",
     "redistributed",
     "relative_error",
     "require_classes",
+    "require_items",
+    "require_kind",
     "require_loss_options",
+    "require_micro_batch_size",
+    "require_one_size",
+    "require_reduction",
     "require_shard_sizes",
     "require_steps",
     "require_weight",
     "resumed",
+    "scalar_loss_error",
     "select",
+    "share",
+    "size_for",
+    "spread",
     "steps_at",
     "terms_of",
+    "too_small_error",
     "torn_window_error",
+    "unknown_limit_error",
     "update_due_error",
     "usable",
+    "with_leaves",
     "wrapped_twice_error",
 ]

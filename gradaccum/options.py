@@ -55,7 +55,7 @@ def make_options(
     rule, scaler = scale_rule(loss_scale, driver)
     return Options(
         steps=make_schedule(steps),
-        reduction=cast(Reduction, require_choice("reduction", reduction, REDUCTIONS)),
+        reduction=require_reduction(reduction),
         clip_norm=None if clip_norm is None else require_number("clip_norm", clip_norm, above=0),
         skip_norm=None if skip_norm is None else require_number("skip_norm", skip_norm, above=0),
         accumulate_dtype=accumulate_dtype,
@@ -64,3 +64,12 @@ def make_options(
         master_weights=require_bool("master_weights", master_weights),
         scaler=scaler,
     )
+
+
+def require_reduction(reduction: object) -> Reduction:
+    """`reduction` if it is one of `REDUCTIONS`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: it is none.
+    """
+    return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))

@@ -8,8 +8,8 @@ import pytest
 
 NAMES = {
     "gradaccum": """
-        ArgumentTypeError ArgumentValueError BackendNotFoundError CheckpointError DynamicLossScale GradAccumError GradientError
-        LinearityReport LossScale StaticLossScale StepResult UsageError available_backends effective_batch_size load_backend
+        ArgumentTypeError ArgumentValueError AutoMicroBatchSize BackendNotFoundError CheckpointError DynamicLossScale GradAccumError
+        GradientError LinearityReport LossScale StaticLossScale StepResult UsageError available_backends effective_batch_size load_backend
         registered_backends scaled_learning_rate wrap
     """,
     "gradaccum.kit": """
@@ -19,6 +19,10 @@ NAMES = {
         optimizer_error relative_error require_classes
         require_loss_options require_shard_sizes require_steps require_weight
         redistributed resumed select steps_at terms_of torn_window_error update_due_error usable wrapped_twice_error
+        KINDS MergingOps concatenate_error finished kinds_of merged require_kind share
+        Leaf Nest children_of is_column leaves_of mapped spread with_leaves
+        Cut Division Reduction aux_shape_error cuts divided item_weights_error make_division packed require_items require_one_size
+        require_reduction scalar_loss_error size_for require_micro_batch_size too_small_error unknown_limit_error
     """,
     "gradaccum_torch": "AccumulatingOptimizer GatedScheduler TorchBackend backend redistributed sharded_cross_entropy verify_loss_scaling",
     "gradaccum_jax": """

@@ -1,0 +1,194 @@
+"""Where a large batch is cut, the nests that it comes in, and how other outputs merge."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import doctest
+import types
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize, UsageError, auto_size, kit, splitting
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: Any
+    y: Any
+    derived: Any = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        assert len(self.x) == len(self.y), "a check that no micro-batch of one leaf could pass"
+
+
+def test_examples_in_docstrings() -> None:
+    for module in (splitting, auto_size):
+        result = doctest.testmod(module)
+        assert result.attempted >= 2
+        assert result.failed == 0
+
+
+@given(items=st.integers(1, 300), steps=st.integers(1, 40))
+def test_each_item_once_in_order(items: int, steps: int) -> None:
+    if steps > items:
+        with pytest.raises(ArgumentValueError, match=f"at most the {items} items"):
+            kit.size_for(items, steps)
+        return
+    made = kit.divided(kit.make_division(steps), items, None)
+    assert [item for cut in made for item in range(cut.start, cut.stop)] == list(range(items))
+    assert len(made) <= steps
+    assert max(cut.items for cut in made) == -(-items // steps)
+    assert len({cut.items for cut in made[:-1]}) <= 1
+
+
+@given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=40), budget=st.integers(9, 30))
+def test_packed_up_to_the_budget(weights: list[int], budget: int) -> None:
+    made = kit.packed(weights, budget)
+    assert [item for cut in made for item in range(cut.start, cut.stop)] == list(range(len(weights)))
+    totals = [sum(weights[cut.start : cut.stop]) for cut in made]
+    assert max(totals) <= budget
+    for total, cut in zip(totals[:-1], made[1:], strict=True):
+        assert total + weights[cut.start] > budget, "the next item would have fitted"
+
+
+def test_item_beyond_the_budget_is_named() -> None:
+    with pytest.raises(ArgumentValueError, match="got 11 for item 2"):
+        kit.packed([1, 2, 11], 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "name"),
+    [
+        ({}, ArgumentValueError, "steps: expected one of"),
+        ({"steps": 2, "micro_batch_size": 3}, ArgumentValueError, "got steps and micro_batch_size"),
+        ({"steps": 0}, ArgumentValueError, "steps: expected an int >= 1"),
+        ({"steps": 2.5}, ArgumentTypeError, "steps: expected an int >= 1"),
+        ({"steps": True}, ArgumentTypeError, "steps: expected an int >= 1"),
+        ({"micro_batch_size": "large"}, ArgumentValueError, "micro_batch_size: expected an int >= 1 or"),
+        ({"micro_batch_size": 0}, ArgumentValueError, "micro_batch_size: expected an int >= 1"),
+        ({"micro_batch_size": 1.5}, ArgumentTypeError, "micro_batch_size: expected an int >= 1"),
+        ({"micro_batch_weight": 0}, ArgumentValueError, "micro_batch_weight: expected a finite number > 0"),
+        ({"micro_batch_weight": "8k"}, ArgumentTypeError, "micro_batch_weight: expected a finite number > 0"),
+        ({"micro_batch_size": 3, "own_split": True}, ArgumentValueError, "split alone or with steps"),
+    ],
+)
+def test_one_way_to_divide(arguments: dict[str, Any], kind: type[Exception], name: str) -> None:
+    with pytest.raises(kind, match=name):
+        kit.make_division(**arguments)
+
+
+def test_nothing_to_divide() -> None:
+    with pytest.raises(ArgumentValueError, match="0 items"):
+        kit.divided(kit.make_division(2), 0, None)
+    with pytest.raises(ArgumentValueError, match="every leaf is given whole"):
+        kit.require_one_size([])
+    with pytest.raises(ArgumentValueError, match=r"batch\[1\]: expected 8 items, as batch\[0\] has; got 7"):
+        kit.require_one_size([("batch[0]", 8), ("batch[1]", 7)])
+    with pytest.raises(ArgumentValueError, match="per-item weights"):
+        kit.divided(kit.make_division(micro_batch_weight=8), 4, None)
+
+
+NESTS: list[tuple[Any, list[str]]] = [
+    (1.0, [""]),
+    ((1, np.zeros(1)), ["[0]", "[1]"]),
+    ({"a": np.ones(1), "b": [np.ones(1), {"c": 2}]}, ["['a']", "['b'][0]", "['b'][1]['c']"]),
+    (Pair(np.ones(1), ["x", "y"]), [".left", ".right"]),
+    (Sample(np.ones(1), np.ones(1)), [".x", ".y", ".derived"]),
+    (collections.OrderedDict(z=np.ones(1), a=np.ones(1)), ["['z']", "['a']"]),
+    (collections.UserDict(z=np.ones(1)), ["['z']"]),
+    (types.MappingProxyType({"k": np.ones(1)}), ["['k']"]),
+    ([], []),
+]
+
+
+@pytest.mark.parametrize(("nest", "paths"), NESTS, ids=lambda value: type(value).__name__)
+def test_nest_and_its_paths(nest: Any, paths: list[str]) -> None:
+    leaves = kit.leaves_of(nest)
+    assert [leaf.path for leaf in leaves] == paths
+    marked = kit.mapped(lambda leaf: (leaf, "seen"), nest)
+    assert type(marked) is type(nest) or paths == [""]
+    assert [leaf.value for leaf in kit.leaves_of(nest)] == [leaf.value for leaf in leaves], "the user's own nest has changed"
+    if paths != [""]:
+        seen = [child for _, child in kit.children_of(marked) or []]
+        assert len(seen) == len(kit.children_of(nest) or [])
+
+
+def test_changed_leaves_stand_in_their_places() -> None:
+    nest = {"a": np.ones(1), "b": Pair(np.ones(2), (np.ones(3),)), "c": Sample(np.ones(4), np.ones(4))}
+    sizes = kit.mapped(lambda leaf: None if leaf is None else leaf.size, nest)  # type: ignore[attr-defined]
+    assert isinstance(sizes, dict)
+    assert sizes["a"] == 1
+    assert sizes["b"] == Pair(2, (3,))
+    assert (sizes["c"].x, sizes["c"].y, sizes["c"].derived) == (4, 4, None)
+
+
+def test_prefix_reaches_every_leaf_below() -> None:
+    nest = (np.ones(1), {"ids": np.ones(1), "grid": (np.ones(1), np.ones(1))})
+    assert kit.spread(0, nest, "axes") == [0, 0, 0, 0]
+    assert kit.spread((1, {"ids": 0, "grid": None}), nest, "axes") == [1, 0, None, None]
+    assert kit.spread([1, {"ids": 0, "grid": (2, 3)}], nest, "axes") == [1, 0, 2, 3]
+    with pytest.raises(ArgumentValueError, match=r"axes\[1\]: expected a prefix of a nest like dict\(\['ids'\], \['grid'\]\)"):
+        kit.spread((1, {"ids": 0}), nest, "axes")
+
+
+class NumpyOps:
+    maximum = staticmethod(np.maximum)
+    minimum = staticmethod(np.minimum)
+    widened = staticmethod(np.asarray)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in kit.KINDS if kind != "concatenate"])
+def test_merged_value_is_that_of_the_large_batch(kind: str) -> None:
+    rows, weights = np.random.default_rng(0).normal(size=(7, 3)), np.array([3.0, 1, 0, 2, 5, 1, 4])
+    whole = {
+        "sum": rows.sum(0),
+        "mean": rows.mean(0),
+        "weighted_mean": (rows * weights[:, None]).sum(0) / weights.sum(),
+        "max": rows.max(0),
+        "min": rows.min(0),
+    }
+    total = None
+    for cut in kit.cuts(7, 3):
+        part, w = rows[cut.start : cut.stop], weights[cut.start : cut.stop]
+        value = {**whole, "sum": part.sum(0), "mean": part.mean(0), "max": part.max(0), "min": part.min(0)}[kind]
+        if kind == "weighted_mean":
+            value = (part * w[:, None]).sum(0) / w.sum()
+        given_part = kit.share(kind, value, cut.items, w.sum(), NumpyOps())
+        total = given_part if total is None else kit.merged(kind, total, given_part, NumpyOps())
+    np.testing.assert_allclose(kit.finished(kind, total, 7, weights.sum()), whole[kind], rtol=1e-14)
+
+
+def test_unknown_kind_of_merging() -> None:
+    with pytest.raises(ArgumentValueError, match="aux: expected one of sum, mean"):
+        kit.kinds_of({"loss": "avg"}, {"loss": 1.0})
+
+
+def test_automatic_size_halves_and_remembers() -> None:
+    sizes = AutoMicroBatchSize(memory_limit=100)
+    tried = [sizes.start("step", 13)]
+    while tried[-1] > 1:
+        tried.append(sizes.after_failure(tried[-1]))
+    assert tried == [13, 7, 4, 2, 1]
+    with pytest.raises(UsageError, match="micro-batch of one item to fit; got one that does not fit into 100 bytes"):
+        sizes.after_failure(1)
+    sizes.remember("step", 4)
+    assert (sizes.size, sizes.start("step", 13), sizes.start("step", 3), sizes.start("other", 13)) == (4, 4, 3, 13)
+    assert dict(sizes.choices) == {"step": 4}
+    sizes.forget()
+    assert (sizes.size, sizes.start("step", 13)) == (None, 13)
+
+
+@pytest.mark.parametrize(("limit", "kind"), [(0, ArgumentValueError), ("2 GiB", ArgumentTypeError), (1.5, ArgumentTypeError)])
+def test_memory_limit_in_bytes(limit: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="memory_limit: expected an int >= 1"):
+        AutoMicroBatchSize(memory_limit=limit)

@@ -1,0 +1,204 @@
+"""Where a large batch is cut: consecutive items, in order, each in one micro-batch.
+
+All of it is arithmetic of plain numbers, so that three frameworks cut the same batch at the same places and refuse the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from gradaccum._validation import require_int, require_number
+from gradaccum.auto_size import AutoMicroBatchSize, require_micro_batch_size
+from gradaccum.errors import ArgumentValueError, GradAccumError, explain
+
+
+class Cut(NamedTuple):
+    """The items of one micro-batch: from `start` up to, not including, `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def items(self) -> int:
+        """How many items it has."""
+        return self.stop - self.start
+
+
+class Division(NamedTuple):
+    """How a batch is to be divided; one of the three is given, or none where the user's own `split` decides."""
+
+    steps: int | None
+    """At most so many micro-batches, of ceil(items / steps) items."""
+    micro_batch_size: int | AutoMicroBatchSize | None
+    """Items of a micro-batch; the last one may be smaller."""
+    micro_batch_weight: float | None
+    """The weight up to which consecutive items are packed."""
+
+
+def make_division(
+    steps: object = None, micro_batch_size: object = None, micro_batch_weight: object = None, *, own_split: bool = False
+) -> Division:
+    """The division that the user asks for, checked.
+
+    Args:
+        steps: an int >= 1.
+        micro_batch_size: an int >= 1, "auto" or an `AutoMicroBatchSize`.
+        micro_batch_weight: a finite number > 0.
+        own_split: whether the user gives a `split` of his own, which may go with `steps` or with nothing.
+
+    Raises:
+        ArgumentValueError: none or several are given, or one has a value that makes no sense.
+        ArgumentTypeError: one has another type.
+    """
+    given = {"steps": steps, "micro_batch_size": micro_batch_size, "micro_batch_weight": micro_batch_weight}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1 or (not names and not own_split) or (own_split and names not in ([], ["steps"])):
+        raise _choice_error(names, own_split)
+    return Division(
+        None if steps is None else require_int("steps", steps, at_least=1),
+        None if micro_batch_size is None else require_micro_batch_size(micro_batch_size),
+        None if micro_batch_weight is None else require_number("micro_batch_weight", micro_batch_weight, above=0),
+    )
+
+
+def cuts(items: int, size: int) -> tuple[Cut, ...]:
+    """`items` cut into micro-batches of `size`; the last one may be smaller.
+
+    >>> cuts(7, 3)
+    (Cut(start=0, stop=3), Cut(start=3, stop=6), Cut(start=6, stop=7))
+    """
+    return tuple(Cut(start, min(start + size, items)) for start in range(0, items, size))
+
+
+def size_for(items: int, steps: int) -> int:
+    """The smallest size of which at most `steps` micro-batches hold `items`: ceil(items / steps).
+
+    It is also the largest size that `steps` equal parts would have, so memory is that of `steps` micro-batches and never more of them
+    run: nine items in four steps are three micro-batches of three.
+
+    Raises:
+        ArgumentValueError: there are fewer items than steps, or none.
+    """
+    require_items(items)
+    if steps > items:
+        fix = f"Write steps={items} or less, or bring a larger batch."
+        raise explain(ArgumentValueError, "steps", expected=f"at most the {items} items of the batch", got=steps, fix=fix)
+    return math.ceil(items / steps)
+
+
+def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
+    """Consecutive items packed into micro-batches of at most `budget` each, in order.
+
+    Args:
+        weights: each item's, finite and >= 0: its number of tokens.
+        budget: the most that a micro-batch may hold, in the same unit.
+
+    Raises:
+        ArgumentValueError: one item alone is heavier than the budget, or there is no item.
+
+    >>> packed([3, 1, 2, 4], 4)
+    (Cut(start=0, stop=2), Cut(start=2, stop=3), Cut(start=3, stop=4))
+    """
+    require_items(len(weights))
+    made, start, held = [], 0, 0.0
+    for place, weight in enumerate(weights):
+        if weight > budget:
+            raise _heavy_item_error(place, weight, budget)
+        if held + weight > budget:
+            made.append(Cut(start, place))
+            start, held = place, 0.0
+        held += weight
+    return (*made, Cut(start, len(weights)))
+
+
+def divided(division: Division, items: int, weights: Sequence[float] | None) -> tuple[Cut, ...]:
+    """The cuts that a `division` makes of `items`; an automatic size has to be an int by now.
+
+    Args:
+        division: how to divide.
+        items: the number of items in the batch.
+        weights: each item's, where they are known.
+
+    Raises:
+        ArgumentValueError: the batch is empty, has fewer items than steps, or is to be packed without weights.
+    """
+    require_items(items)
+    if division.micro_batch_weight is not None:
+        return packed(_require_known(weights), division.micro_batch_weight)
+    if division.steps is not None:
+        return cuts(items, size_for(items, division.steps))
+    assert isinstance(division.micro_batch_size, int)
+    return cuts(items, division.micro_batch_size)
+
+
+def require_one_size(sizes: Iterable[tuple[str, int]]) -> int:
+    """The number of items that all leaves share.
+
+    Args:
+        sizes: for each leaf that is split its path and its length along the batch axis.
+
+    Raises:
+        ArgumentValueError: no leaf is split, or a leaf has another length than the first; it is named.
+    """
+    known = list(sizes)
+    if not known:
+        fix = "Give at least one array with a batch axis, or split= a function of your own."
+        raise explain(ArgumentValueError, "batch", expected="an array to split", found="none: every leaf is given whole", fix=fix)
+    (first, items), *others = known
+    for path, size in others:
+        if size != items:
+            fix = "Write axes=None for a leaf that every micro-batch is given whole, its axis for another one, or split= a function."
+            raise explain(ArgumentValueError, path, expected=f"{items} items, as {first} has", found=f"{size}", fix=fix)
+    return items
+
+
+def require_items(items: int) -> None:
+    """Refuse a batch of no items.
+
+    Raises:
+        ArgumentValueError: `items` is 0.
+    """
+    if items == 0:
+        fix = "Skip a batch that holds nothing: it has no gradient and no mean."
+        raise explain(ArgumentValueError, "batch", expected="at least one item", found="0 items", fix=fix)
+
+
+def item_weights_error(expected: int, found: str) -> GradAccumError:
+    """The error for per-item weights that are not one finite number >= 0 for each of `expected` items."""
+    fix = "Give one number per item, or a callable of the micro-batch that returns its weight."
+    return explain(ArgumentValueError, "weight", expected=f"{expected} finite numbers >= 0, one per item", found=found, fix=fix)
+
+
+def scalar_loss_error(found: str) -> GradAccumError:
+    """The error for a loss that is no scalar; `found` says what it is, in words."""
+    fix = "Reduce it in the loss: loss.mean() goes with reduction='mean', loss.sum() with 'sum' or 'item_mean'."
+    return explain(ArgumentValueError, "loss_fn", expected="a function that returns a scalar loss", found=found, fix=fix)
+
+
+def aux_shape_error(found: str, *, declared: bool) -> GradAccumError:
+    """The error for a loss function that returns an aux nobody declared, or none where one is declared."""
+    expected = "a function that returns (loss, aux)" if declared else "a function that returns a scalar loss"
+    fix = "Declare how it merges, as aux='mean', or return the loss alone." if not declared else "Return both, or leave aux out."
+    return explain(ArgumentValueError, "loss_fn", expected=expected, found=found, fix=fix)
+
+
+def _require_known(weights: Sequence[float] | None) -> Sequence[float]:
+    if weights is None:
+        fix = "Write weight= an array with one number per item, as weight=lengths."
+        raise explain(ArgumentValueError, "weight", expected="per-item weights beside micro_batch_weight", found="none", fix=fix)
+    return weights
+
+
+def _choice_error(names: Sequence[str], own_split: bool) -> GradAccumError:
+    expected = "split alone or with steps" if own_split else "one of steps, micro_batch_size and micro_batch_weight"
+    found = " and ".join(names) or "none"
+    fix = "Write steps=4, or micro_batch_size=8, or micro_batch_size='auto'." if not own_split else "Leave out the others."
+    return explain(ArgumentValueError, "steps", expected=expected, found=found, fix=fix)
+
+
+def _heavy_item_error(place: int, weight: float, budget: float) -> GradAccumError:
+    expected = f"no item heavier than micro_batch_weight={budget:g}"
+    fix = "Raise micro_batch_weight, or shorten the item: an item is never cut."
+    return explain(ArgumentValueError, "weight", expected=expected, found=f"{weight:g} for item {place}", fix=fix)
