@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 from gradaccum._validation import require_int, require_number
 from gradaccum.auto_size import AutoMicroBatchSize, require_micro_batch_size
@@ -163,6 +163,28 @@ def require_items(items: int) -> None:
     if items == 0:
         fix = "Skip a batch that holds nothing: it has no gradient and no mean."
         raise explain(ArgumentValueError, "batch", expected="at least one item", found="0 items", fix=fix)
+
+
+def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[float]:
+    """The weights of all items as floats.
+
+    Args:
+        weights: one number per item; a framework's one-dimensional array can be iterated over, one of another rank cannot be read.
+        items: the number of items in the batch.
+
+    Raises:
+        ArgumentValueError: there are more or fewer, or one is negative or not finite.
+    """
+    try:
+        numbers = [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise item_weights_error(items, "values that are no numbers") from None
+    if len(numbers) != items:
+        raise item_weights_error(items, f"{len(numbers)} numbers")
+    for place, weight in enumerate(numbers):
+        if not 0 <= weight < math.inf:
+            raise item_weights_error(items, f"{weight} for item {place}")
+    return numbers
 
 
 def item_weights_error(expected: int, found: str) -> GradAccumError:

@@ -3,14 +3,18 @@
 Run it with ``python -m gradaccum_conformance --backend NAME``. A backend takes part by registering a `Harness`.
 """
 
+from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
 from gradaccum_conformance.harness import (
     Captured,
     Dtype,
     Fault,
     GradientTree,
     Harness,
+    LargeBatchCall,
+    LargeBatchHarness,
     Loss,
     Option,
+    Outcome,
     Session,
     Setup,
     Snapshot,
@@ -42,10 +46,12 @@ from gradaccum_conformance.specs import (
 
 __all__ = [
     "ATTENTION",
+    "COUPLINGS",
     "LENET",
     "LINEAR",
     "MLP",
     "MODELS",
+    "TEMPERATURE",
     "Array",
     "Arrays",
     "Attention",
@@ -53,18 +59,22 @@ __all__ = [
     "Batch",
     "Captured",
     "Conv",
+    "Coupling",
     "Dense",
     "Dtype",
     "Fault",
     "Flatten",
     "GradientTree",
     "Harness",
+    "LargeBatchCall",
+    "LargeBatchHarness",
     "Layer",
     "Loss",
     "MeanOverLength",
     "Model",
     "Optimizer",
     "Option",
+    "Outcome",
     "Session",
     "Setup",
     "Snapshot",
@@ -73,4 +83,5 @@ __all__ = [
     "WrapOptions",
     "make_batch",
     "make_weights",
+    "mirrored",
 ]

@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from gradaccum import StepResult
 from gradaccum.kit import State
+from gradaccum_conformance.couplings import Coupling
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 
 Loss = Literal["mean", "sum"]
@@ -154,6 +156,61 @@ class Harness(ABC):
     @abstractmethod
     def bad_gradients(self, session: Session, fault: Fault) -> None:
         """Hand `session` a gradient tree with one of `gradient_faults`, past the harness's own conversions; must raise."""
+
+
+class LargeBatchCall(NamedTuple):
+    """A call that takes the large batch, and the model that it is made for."""
+
+    model: Model
+    weights: Arrays
+    dtype: Dtype = "float32"
+    mode: str | None = None
+    """One of the harness's `large_batch_modes`; None: the first."""
+    loss: Loss = "mean"
+    """What the loss function returns of a micro-batch."""
+    options: Mapping[str, Option] = MappingProxyType({})
+    """The call's own: ``steps``, ``micro_batch_size``, ``micro_batch_weight``, ``reduction``, ``weight`` (a NumPy array, one per item)
+    and ``aux``, a kind of merging by the name of an output.
+
+    With ``aux`` the loss function returns those of these outputs that are named, all of the logits (items, classes) of its micro-batch:
+    ``sum``, ``mean``, ``max`` and ``min`` over the items, ``weighted_mean``, the same as ``mean``, and ``concatenate``, the logits.
+    """
+
+
+class Outcome(NamedTuple):
+    """What a call that took the large batch gives back."""
+
+    loss: float
+    gradient: Arrays
+    aux: Arrays
+    """By name; empty where none was asked for."""
+
+
+class LargeBatchHarness(Harness):
+    """A backend that takes the large batch in one call and splits it."""
+
+    large_batch_modes: ClassVar[tuple[str, ...]]
+    """The `modes` in which it can; the first is the default."""
+
+    @abstractmethod
+    def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
+        """The backend's splitting call; `batch` reaches it as a nest of two arrays, ``(x, y)``."""
+
+    @abstractmethod
+    def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
+        """A whole window of `session`'s wrapped optimizer in one call; returns the (unscaled) loss.
+
+        `session` was started with ``steps=None`` in one of the `large_batch_modes`.
+        """
+
+    @abstractmethod
+    def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
+        """The backend's call for losses that couple the items of a batch; its options are ``steps`` and the like.
+
+        The outputs of a micro-batch are a dict: ``left``, the model's of ``x``, and ``right``, the model's of `mirrored` ``x``. The loss
+        of all outputs is that of `coupling`, with its parameter ``temperature``, a scalar that begins at `TEMPERATURE`. The gradient has
+        an entry of that name.
+        """
 
 
 class WorkersHarness(Harness):

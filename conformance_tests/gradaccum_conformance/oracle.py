@@ -12,6 +12,7 @@ from functools import singledispatch
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
 from gradaccum_conformance.harness import Loss
 from gradaccum_conformance.specs import (
     Array,
@@ -33,16 +34,36 @@ Backward = Callable[[Array], tuple[Array, Arrays]]
 
 def loss_and_gradient(model: Model, weights: Arrays, batch: Batch, *, loss: Loss = "mean") -> tuple[float, Arrays]:
     """The loss of the batch, mean or sum over its items, and its gradient by parameter name."""
-    x, backwards = batch.x, []
+    logits, backward = outputs_and_backward(model, weights, batch.x)
+    value, gradient = _cross_entropy(logits, batch.y, loss)
+    return value, backward(gradient)
+
+
+def outputs_and_backward(model: Model, weights: Arrays, x: Array) -> tuple[Array, Callable[[Array], Arrays]]:
+    """The model's output, and the function that maps its gradient to the parameters'."""
+    backwards = []
     for index, layer in enumerate(model.layers):
         x, backward = forward(layer, _own(weights, index), x)
         backwards.append((index, backward))
-    value, dx = _cross_entropy(x, batch.y, loss)
-    gradient: Arrays = {}
-    for index, backward in reversed(backwards):
-        dx, own = backward(dx)
-        gradient |= {f"{index}.{name}": array for name, array in own.items()}
-    return value, {name: gradient[name] for name in weights}
+
+    def parameters_gradient(dx: Array) -> Arrays:
+        gradient: Arrays = {}
+        for index, backward in reversed(backwards):
+            dx, own = backward(dx)
+            gradient |= {f"{index}.{name}": array for name, array in own.items()}
+        return {name: gradient[name] for name in weights}
+
+    return x, parameters_gradient
+
+
+def coupled_loss_and_gradient(model: Model, weights: Arrays, coupling: Coupling, batch: Batch) -> tuple[float, Arrays]:
+    """The coupled loss of the whole batch and its gradient, that of ``temperature`` among it."""
+    left, from_left = outputs_and_backward(model, weights, batch.x)
+    right, from_right = outputs_and_backward(model, weights, mirrored(batch.x))
+    coupled = COUPLINGS[coupling](left, right, TEMPERATURE)
+    one, other = from_left(coupled.left), from_right(coupled.right)
+    gradient = {name: one[name] + other[name] for name in weights}
+    return coupled.loss, gradient | {"temperature": np.asarray(coupled.temperature)}
 
 
 def predict(model: Model, weights: Arrays, x: Array) -> Array:

@@ -6,14 +6,14 @@ Loaded with ``-p gradaccum_conformance.plugin``, never by an entry point: it mus
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradaccum import available_backends, registered_backends
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Harness, LargeBatchHarness
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.no_skips import NoSkips
@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "deep: only with --deep")
     config.addinivalue_line("markers", "xdist_group(name): tests of one backend share a worker process")
+    config.addinivalue_line("markers", "no_such_backend: no chosen backend does what the test is about")
     config.pluginmanager.register(Results(config), "gradaccum-results")
     config.pluginmanager.register(workers, "gradaccum-workers")
     if config.getoption("--no-skips"):
@@ -67,6 +68,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     harnesses = [load_harness(name) for name in chosen_backends(metafunc.config)]
     if "crews" in metafunc.fixturenames:
         workers.parametrize_crews(metafunc, harnesses)
+    elif _asks_for_one_call(metafunc):
+        _parametrize_one_call(metafunc, harnesses)
     elif "mode" in metafunc.fixturenames:
         cases = [(harness, mode) for harness in harnesses for mode in harness.modes]
         parameters = [_parameter(harness, mode) for harness, mode in cases]
@@ -75,12 +78,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", [_parameter(harness) for harness in harnesses], scope="session")
 
 
+def _asks_for_one_call(metafunc: pytest.Metafunc) -> bool:
+    """A test says so by the type of its backend."""
+    return metafunc.function.__annotations__.get("backend") in (LargeBatchHarness, LargeBatchHarness.__name__)
+
+
+def _parametrize_one_call(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -> None:
+    """A case for each backend that takes the large batch, and for each of its modes if the test asks for ``large_batch_mode``."""
+    able = [harness for harness in harnesses if isinstance(harness, LargeBatchHarness)]
+    if "large_batch_mode" in metafunc.fixturenames:
+        cases = [_parameter(harness, mode) for harness in able for mode in harness.large_batch_modes]
+        none = pytest.param(None, "", marks=pytest.mark.no_such_backend)
+        metafunc.parametrize(("backend", "large_batch_mode"), cases or [none], scope="session")
+    else:
+        none = pytest.param(None, marks=pytest.mark.no_such_backend)
+        metafunc.parametrize("backend", [_parameter(harness) for harness in able] or [none], scope="session")
+
+
 def _parameter(harness: Harness, *mode: str) -> Any:
     marks = [pytest.mark.xdist_group(harness.name)] + [pytest.mark.deep for one in mode if one in harness.deep_modes]
     return pytest.param(harness, *mode, id="-".join((harness.name, *mode)), marks=marks)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not item.get_closest_marker("no_such_backend")]
     if not config.getoption("--deep"):
         deep = [item for item in items if item.get_closest_marker("deep")]
         config.hook.pytest_deselected(items=deep)

@@ -61,6 +61,16 @@ def test_packed_up_to_the_budget(weights: list[int], budget: int) -> None:
         assert total + weights[cut.start] > budget, "the next item would have fitted"
 
 
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [([1, 2], "2 numbers"), ([1, 2, -1], "-1.0 for item 2"), ([1, float("nan"), 1], "nan for item 1"), ([[1, 2], 3, 4], "no numbers")],
+)
+def test_one_weight_for_each_item(weights: Any, found: str) -> None:
+    assert kit.require_item_weights(np.array([1, 0, 2]), 3) == [1.0, 0.0, 2.0]
+    with pytest.raises(ArgumentValueError, match=f"weight: expected 3 finite numbers >= 0, one per item; got .*{found}"):
+        kit.require_item_weights(weights, 3)
+
+
 def test_item_beyond_the_budget_is_named() -> None:
     with pytest.raises(ArgumentValueError, match="got 11 for item 2"):
         kit.packed([1, 2, 11], 10)

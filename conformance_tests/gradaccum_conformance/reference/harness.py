@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +16,24 @@ import gradaccum
 from gradaccum import GradientError, StepResult
 from gradaccum.kit import State, explain, require_weight, resumed, terms_of
 from gradaccum_conformance import oracle
-from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Loss, Session, Setup, Snapshot, WorkersHarness, WrapOptions
+from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
+from gradaccum_conformance.harness import (
+    Captured,
+    Dtype,
+    Fault,
+    GradientTree,
+    LargeBatchCall,
+    LargeBatchHarness,
+    Loss,
+    Option,
+    Outcome,
+    Session,
+    Setup,
+    Snapshot,
+    WorkersHarness,
+    WrapOptions,
+)
+from gradaccum_conformance.reference import large_batch
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer, make_optimizer
 from gradaccum_conformance.reference.workers import Workers, meet
@@ -35,7 +54,8 @@ class NumpySession(Session):
 
     def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
         x = batch.x.astype(next(iter(self.weights.values())).dtype)
-        value, gradient = oracle.loss_and_gradient(self.model, self.weights, Batch(x, batch.y), loss=loss)
+        with np.errstate(invalid="ignore"):  # An item may hold inf.
+            value, gradient = oracle.loss_and_gradient(self.model, self.weights, Batch(x, batch.y), loss=loss)
         self.gradients(gradient, weight=weight)
         return value
 
@@ -98,11 +118,14 @@ class NumpySession(Session):
         self.weights, self.inner, self.wrapped = weights, inner, wrapped
 
 
-class NumpyHarness(WorkersHarness):
+class NumpyHarness(WorkersHarness, LargeBatchHarness):
     """Drives the reference."""
 
     name = "numpy"
     worker_modes = ("eager",)
+    large_batch_modes = ("eager",)
+    large_batch: ClassVar[Any] = large_batch
+    """Where `value_and_grad` and `coupled_value_and_grad` are; another NumPy backend's harness has its own."""
     workers: Workers | None = None
 
     def start(self, setup: Setup) -> NumpySession:
@@ -123,6 +146,42 @@ class NumpyHarness(WorkersHarness):
         typed = {name: w.astype(dtype) for name, w in weights.items()}
         return oracle.loss_and_gradient(model, typed, Batch(batch.x.astype(dtype), batch.y), loss=loss)[1]
 
+    def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
+        weights = {name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()}
+        loss_fn = partial(loss_gradient_aux, call.model, weights, call.loss, call.options.get("aux"))
+        return Outcome(*self.large_batch.value_and_grad(loss_fn, batch, **call.options))
+
+    def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
+        assert isinstance(session, NumpySession)
+        scale = session.accumulation.result.loss_scale
+
+        def loss_fn(piece: Batch) -> tuple[float, Arrays, Arrays]:
+            value, gradient, _ = loss_gradient_aux(session.model, session.weights, loss, None, piece)
+            with np.errstate(over="ignore", invalid="ignore"):
+                return value, {name: g * g.dtype.type(scale) for name, g in gradient.items()}, {}
+
+        return float(self.large_batch.update(session.accumulation, loss_fn, batch, **options))
+
+    def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
+        weights = {name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()}
+
+        def outputs_fn(piece: Batch) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
+            views = {"left": piece.x, "right": mirrored(piece.x)}
+            made = {name: oracle.outputs_and_backward(call.model, weights, x) for name, x in views.items()}
+
+            def backward(gradients: Arrays) -> Arrays:
+                own = [made[name][1](gradient) for name, gradient in gradients.items()]
+                return {name: np.sum([part[name] for part in own], axis=0) for name in weights}
+
+            return {name: outputs for name, (outputs, _) in made.items()}, backward
+
+        def loss_fn(outputs: Arrays) -> tuple[float, Arrays, Arrays]:
+            coupled = COUPLINGS[coupling](outputs["left"], outputs["right"], TEMPERATURE)
+            return coupled.loss, {"left": coupled.left, "right": coupled.right}, {"temperature": np.asarray(coupled.temperature)}
+
+        loss, gradient = self.large_batch.coupled_value_and_grad(outputs_fn, loss_fn, batch, **call.options)
+        return Outcome(loss, gradient, {})
+
     def not_an_optimizer(self) -> object:
         return self
 
@@ -138,6 +197,29 @@ class NumpyHarness(WorkersHarness):
 
 
 _DTYPES: dict[Dtype, Any] = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def loss_gradient_aux(
+    model: Model, weights: Arrays, loss: Loss, declared: Mapping[str, str] | None, piece: Batch
+) -> tuple[float, Arrays, Arrays]:
+    """What a loss function of `piece` gives, and the outputs that `LargeBatchCall.options` speaks of."""
+    typed = Batch(piece.x.astype(next(iter(weights.values())).dtype), piece.y)
+    with np.errstate(invalid="ignore"):
+        value, gradient = oracle.loss_and_gradient(model, weights, typed, loss=loss)
+        return value, gradient, aux_of(oracle.predict(model, weights, typed.x), declared)
+
+
+def aux_of(logits: Array, declared: Mapping[str, str] | None) -> Arrays:
+    """The declared outputs of a micro-batch, by name."""
+    made = {
+        "sum": logits.sum(0),
+        "mean": logits.mean(0),
+        "weighted_mean": logits.mean(0),
+        "max": logits.max(0),
+        "min": logits.min(0),
+        "concatenate": logits,
+    }
+    return {name: made[name] for name in declared or {}}
 
 
 def _plain(arrays: Arrays) -> Arrays:

@@ -23,22 +23,13 @@ def parametrize_crews(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -
     sharing = [harness for harness in harnesses if isinstance(harness, WorkersHarness)]
     cases = [_case(harness, mode, WORKERS) for harness in sharing for mode in harness.worker_modes]
     cases += [_case(harness, harness.worker_modes[0], DEEP_WORKERS, pytest.mark.deep) for harness in sharing]
-    metafunc.parametrize(ARGUMENTS, cases or [pytest.param(None, "", 0, marks=pytest.mark.no_workers)], scope="session")
+    metafunc.parametrize(ARGUMENTS, cases or [pytest.param(None, "", 0, marks=pytest.mark.no_such_backend)], scope="session")
 
 
 def _case(harness: WorkersHarness, mode: str, workers: int, *marks: Any) -> Any:
     # Apart from the backend's other tests: these run in processes of their own, and the longest group decides how long all take.
     marks = (pytest.mark.xdist_group(f"{harness.name}_workers"), *marks, *([pytest.mark.deep] if mode in harness.deep_modes else []))
     return pytest.param(harness, mode, workers, id=f"{harness.name}-{mode}-{workers}", marks=marks)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "no_workers: no chosen backend has workers")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = [item for item in items if not item.get_closest_marker("no_workers")]
 
 
 @pytest.fixture(scope="session")

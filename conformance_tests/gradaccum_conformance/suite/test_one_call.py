@@ -1,0 +1,136 @@
+"""The large batch in one call: its loss, its gradient and its other outputs, however it is split."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from gradaccum.kit import KINDS
+from gradaccum_conformance import oracle
+from gradaccum_conformance.bounds import FLOAT64_RELATIVE, additions_in_gradient, gamma, worst
+from gradaccum_conformance.harness import Dtype, LargeBatchCall, LargeBatchHarness, Option, Outcome
+from gradaccum_conformance.measuring import Errors
+from gradaccum_conformance.scenarios import REDUCTIONS, cut, large_loss, micro_loss, standard_batch
+from gradaccum_conformance.specs import MLP, MODELS, Arrays, Batch, Model, make_weights
+
+WAYS: dict[str, tuple[dict[str, int], int]] = {
+    "one step": ({"steps": 1}, 1),
+    "even steps": ({"steps": 3}, 3),
+    "ragged steps": ({"steps": 5}, 4),
+    "size": ({"micro_batch_size": 4}, 3),
+    "ragged size": ({"micro_batch_size": 5}, 3),
+    "single items": ({"micro_batch_size": 1}, 12),
+    "larger than the batch": ({"micro_batch_size": 99}, 1),
+}
+"""Ways to split the twelve items of the standard batch, each with the number of micro-batches that it makes."""
+TOKENS = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7])
+"""An uneven weight for each item of the standard batch, one of them 0."""
+PACKED = (3, 3, 1, 2, 2, 1)
+"""How many items each micro-batch of at most 8 has."""
+
+
+def split(
+    backend: LargeBatchHarness,
+    options: Mapping[str, Option],
+    model: Model = MLP,
+    *,
+    dtype: Dtype = "float32",
+    mode: str | None = None,
+) -> Outcome:
+    reduction = str(options.get("reduction", "mean"))
+    call = LargeBatchCall(model, make_weights(model), dtype, mode, micro_loss(reduction), options)
+    return backend.value_and_grad(call, standard_batch(model))
+
+
+def of_the_definition(model: Model, pieces: Sequence[Batch], weights: Sequence[float], reduction: str) -> tuple[float, Arrays]:
+    """The loss and the gradient in float64, from the definition of the reduction over these micro-batches."""
+    parts = [oracle.loss_and_gradient(model, make_weights(model), piece, loss=micro_loss(reduction)) for piece in pieces]
+    factors = weights if reduction == "mean" else [1.0] * len(parts)
+    divisor = 1.0 if reduction == "sum" else sum(weights)
+    loss = sum(factor * value for factor, (value, _) in zip(factors, parts, strict=True)) / divisor
+    names = parts[0][1]
+    return loss, {n: np.sum([f * g[n] for f, (_, g) in zip(factors, parts, strict=True)], axis=0) / divisor for n in names}
+
+
+def check(errors: Errors, got: Outcome, loss: float, truth: Arrays, model: Model, micro_batches: int, dtype: Dtype) -> None:
+    additions = additions_in_gradient(model, 12, micro_batches)
+    # Twice the bound: of a sum that partly cancels, the error is larger beside the truth.
+    limit = FLOAT64_RELATIVE if dtype == "float64" else 2 * gamma(additions, dtype)
+    errors.check(f"loss, {dtype}", abs(got.loss - loss) / abs(loss), limit)
+    errors.check(f"gradient, {dtype}", worst(got.gradient, truth), limit)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_of_the_large_batch(backend: LargeBatchHarness, errors: Errors, way: str) -> None:
+    options, micro_batches = WAYS[way]
+    loss, truth = oracle.loss_and_gradient(MLP, make_weights(MLP), standard_batch(MLP))
+    check(errors, split(backend, options), loss, truth, MLP, micro_batches, "float32")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_mode(backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, reduction: str) -> None:
+    loss, truth = oracle.loss_and_gradient(MLP, make_weights(MLP), standard_batch(MLP), loss=large_loss(reduction))
+    got = split(backend, {"micro_batch_size": 5, "reduction": reduction}, mode=large_batch_mode)
+    check(errors, got, loss, truth, MLP, 3, "float32")
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_float64_of_every_model(backend: LargeBatchHarness, errors: Errors, model: Model) -> None:
+    loss, truth = oracle.loss_and_gradient(model, make_weights(model), standard_batch(model))
+    check(errors, split(backend, {"micro_batch_size": 5}, model, dtype="float64"), loss, truth, model, 3, "float64")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_weights_of_items(backend: LargeBatchHarness, errors: Errors, reduction: str) -> None:
+    """A micro-batch counts by the sum of its items' weights."""
+    pieces, weights = cut(standard_batch(MLP), (5, 5, 2)), [float(part.sum()) for part in np.split(TOKENS, [5, 10])]
+    got = split(backend, {"micro_batch_size": 5, "reduction": reduction, "weight": TOKENS}, dtype="float64")
+    check(errors, got, *of_the_definition(MLP, pieces, weights, reduction), MLP, 3, "float64")
+
+
+def test_packed_by_weight(backend: LargeBatchHarness, errors: Errors) -> None:
+    """Consecutive items, up to the budget; the outputs of all are there, in order."""
+    edges = np.cumsum(PACKED)[:-1]
+    pieces, weights = cut(standard_batch(MLP), PACKED), [float(part.sum()) for part in np.split(TOKENS, edges)]
+    assert max(weights) <= 8
+    options = {"micro_batch_weight": 8, "weight": TOKENS, "aux": {"mean": "mean", "concatenate": "concatenate"}}
+    got = split(backend, options, dtype="float64")
+    check(errors, got, *of_the_definition(MLP, pieces, weights, "mean"), MLP, len(PACKED), "float64")
+    logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
+    np.testing.assert_allclose(got.aux["concatenate"], logits, rtol=1e-12)
+
+
+def test_outputs_merge_as_declared(backend: LargeBatchHarness, large_batch_mode: str) -> None:
+    """Each of them is what the large batch would have given; a mean by weight is that of the micro-batches."""
+    got = split(backend, {"micro_batch_size": 5, "weight": TOKENS, "aux": {kind: kind for kind in KINDS}}, mode=large_batch_mode)
+    logits = oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x)
+    parts = zip(np.split(logits, [5, 10]), np.split(TOKENS, [5, 10]), strict=True)
+    whole = {
+        "sum": logits.sum(0),
+        "mean": logits.mean(0),
+        "weighted_mean": np.sum([part.mean(0) * tokens.sum() for part, tokens in parts], axis=0) / TOKENS.sum(),
+        "max": logits.max(0),
+        "min": logits.min(0),
+        "concatenate": logits,
+    }
+    assert set(got.aux) == set(whole)
+    for name, value in whole.items():
+        np.testing.assert_allclose(got.aux[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_largest_of_negative_outputs(backend: LargeBatchHarness) -> None:
+    """The neutral element of a maximum is not 0."""
+    weights = make_weights(MLP)
+    call = LargeBatchCall(MLP, {**weights, "2.bias": weights["2.bias"] - 100}, options={"steps": 4, "aux": {"max": "max", "min": "min"}})
+    logits = oracle.predict(MLP, dict(call.weights), standard_batch(MLP).x)
+    assert logits.max() < 0
+    got = backend.value_and_grad(call, standard_batch(MLP))
+    np.testing.assert_allclose(got.aux["max"], logits.max(0), rtol=1e-5)
+    np.testing.assert_allclose(got.aux["min"], logits.min(0), rtol=1e-5)
+
+
+def test_weight_zero_throughout(backend: LargeBatchHarness) -> None:
+    """No item counts: the gradient is zero, and neither it nor the loss is NaN."""
+    got = split(backend, {"steps": 3, "weight": np.zeros(12)})
+    assert got.loss == 0
+    assert all(not gradient.any() for gradient in got.gradient.values())

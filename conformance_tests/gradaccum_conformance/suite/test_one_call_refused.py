@@ -1,0 +1,54 @@
+"""Bad input to a call that splits: a clear error that names what is wrong, before anything is computed."""
+
+import numpy as np
+import pytest
+
+import gradaccum
+from gradaccum_conformance.harness import LargeBatchCall, LargeBatchHarness, Option
+from gradaccum_conformance.scenarios import same, standard_batch, start
+from gradaccum_conformance.specs import LINEAR, Batch, make_weights
+
+BAD: dict[str, tuple[dict[str, Option], str]] = {
+    "no way to split": ({}, "steps: expected one of steps, micro_batch_size"),
+    "two ways": ({"steps": 2, "micro_batch_size": 3}, "steps and micro_batch_size"),
+    "more steps than items": ({"steps": 13}, "steps: expected at most the 12 items"),
+    "no steps": ({"steps": 0}, "steps: expected an int >= 1"),
+    "half a step": ({"steps": 2.5}, "steps: expected an int >= 1"),
+    "size by a wrong name": ({"micro_batch_size": "large"}, 'micro_batch_size: expected an int >= 1 or "auto"'),
+    "budget without weights": ({"micro_batch_weight": 8}, "weight: expected per-item weights"),
+    "an item beyond the budget": ({"micro_batch_weight": 8, "weight": np.full(12, 9.0)}, "item 0"),
+    "too few weights": ({"steps": 2, "weight": np.ones(11)}, "weight: expected 12 finite numbers"),
+    "a negative weight": ({"steps": 2, "weight": np.r_[np.ones(11), -1.0]}, "weight: expected 12 finite numbers"),
+    "unknown reduction": ({"steps": 2, "reduction": "average"}, "reduction: expected one of"),
+    "unknown kind of output": ({"steps": 2, "aux": {"mean": "average"}}, "aux.*expected one of sum, mean"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_argument(backend: LargeBatchHarness, name: str) -> None:
+    options, message = BAD[name]
+    with pytest.raises(gradaccum.GradAccumError, match=message):
+        backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), options=options), standard_batch(LINEAR))
+
+
+def test_leaf_of_another_length(backend: LargeBatchHarness) -> None:
+    """The error names it: the second array of the batch."""
+    x, y = standard_batch(LINEAR)
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"(\[1\]|y): expected 12 items.* got 11"):
+        backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2}), Batch(x, y[:11]))
+
+
+def test_empty_batch(backend: LargeBatchHarness) -> None:
+    empty = standard_batch(LINEAR).rows(0, 0)
+    with pytest.raises(gradaccum.ArgumentValueError, match="at least one item"):
+        backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), options={"micro_batch_size": 2}), empty)
+
+
+def test_refused_window_leaves_the_optimizer_as_it_was(backend: LargeBatchHarness) -> None:
+    session = start(backend, LINEAR)
+    backend.update(session, standard_batch(LINEAR), options={"steps": 3})
+    before, state = session.parameters(), session.state()
+    with pytest.raises(gradaccum.ArgumentValueError, match="steps"):
+        backend.update(session, standard_batch(LINEAR), options={"steps": 13})
+    assert session.state() == state
+    assert same(session.parameters(), before)
