@@ -114,8 +114,8 @@ def _merge(kind: str, parts: Sequence[Part], name: str) -> Array:
         case "concatenate":
             return np.concatenate(values)
         case "max" | "min":
-            return np.max(values, axis=0) if kind == "max" else np.min(values, axis=0)
+            return np.asarray(np.max(values, axis=0) if kind == "max" else np.min(values, axis=0))
         case "sum":
             return _total([1.0] * len(parts), values)
     factors = [part.items if kind == "mean" else part.weight for part in parts]
-    return _total(factors, values) / sum(factors)
+    return _total([factor / sum(factors) for factor in factors], values)

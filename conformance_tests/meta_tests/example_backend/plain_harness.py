@@ -1,5 +1,6 @@
 """The example's harness: the one for NumPy models, with this framework's optimizers in them."""
 
+import plain_large_batch
 from plain import Optimizer
 
 from gradaccum_conformance.reference.harness import NumpyHarness
@@ -8,6 +9,7 @@ from gradaccum_conformance.reference.optimizers import make_optimizer
 
 class PlainHarness(NumpyHarness):
     name = "plain"
+    large_batch = plain_large_batch
 
     def make_inner(self, spec, parameters):
         return Optimizer(make_optimizer(spec, parameters))
