@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
+LIMIT = "limit, MiB"
+"""The count of a curve that is a limit on its y axis."""
+
 
 class Case(NamedTuple):
     """One comparison."""
@@ -81,6 +84,11 @@ QUESTIONS = {
     "mindspore_window_length": Entry("MindSpore: 256 micro-batches in windows of 1 to 256", ("mindspore",), "micro-batches per window"),
     "mindspore_tensors": Entry("MindSpore: a window of 4 micro-batches, 1 M parameters in ever more tensors", ("mindspore",), "tensors"),
     "mindspore_workers": Entry("MindSpore: a window over two workers, Adam, GRAPH_MODE", ("mindspore",), "micro-batches per window"),
+    "torch_split": Entry("torch: the gradient of a large batch in 8 micro-batches, float32", ("torch",)),
+    "jax_split": Entry("JAX: the gradient of a large batch in 8 micro-batches, float32", ("jax", "optax")),
+    "mindspore_split": Entry("MindSpore: the gradient of a large batch in 8 micro-batches, float32, GRAPH_MODE", ("mindspore",)),
+    "torch_memory": Entry("torch: memory and time of one gradient of a BERT-like encoder", ("torch",)),
+    "jax_memory": Entry("JAX: memory and time of one gradient of a BERT-like encoder", ("jax",)),
     "quality": Entry("Held-out accuracy and loss on digits, where an epoch's last window is short and uneven", ("sklearn",)),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib as mpl
 
 from benchmarks.answers import Answers, Record
+from benchmarks.case import LIMIT
 
 mpl.use("Agg")
 
@@ -92,7 +93,9 @@ def _draw_curves(name: str, answers: Answers) -> Any:
     curves = [curve for curve in answers.curves if curve["name"] == name]
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for curve in curves:
-        axes.plot(curve["xs"], curve["ys"], label=curve["contestant"])
+        axes.plot(curve["xs"], curve["ys"], label=curve["contestant"], marker="o" if len(curve["xs"]) < 8 else None)
+    for limit in {curve["counts"][LIMIT] for curve in curves if LIMIT in curve["counts"]}:
+        axes.axhline(limit, color="black", linewidth=1, linestyle="--", label=f"a limit of {limit:.0f} MiB")
     axes.set(title=name, xlabel=curves[0]["x_label"], ylabel=curves[0]["y_label"])
     axes.legend()
     return figure

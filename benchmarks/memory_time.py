@@ -1,0 +1,49 @@
+"""Memory and time of the four ways to make one gradient, as the case and the plot that torch and JAX share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from benchmarks.case import LIMIT, Case, Curve
+from benchmarks.contestants.bert import LARGE, WAYS, Encoder
+from benchmarks.rounds import Plan, measure
+
+PLAN = Plan(rounds=5, least=3, seconds=60.0)
+MakeWindow = Callable[[str, int], Callable[[], object]]
+"""From a way and a size of batch, one run."""
+
+
+def answers(
+    framework: str, shape: Encoder, sizes: Sequence[int], window: MakeWindow, memory: Mapping[tuple[str, int], float]
+) -> Iterator[Case | Curve]:
+    """The largest batch as a case; and a curve for each way, from the smallest batch to the largest.
+
+    Args:
+        framework: its name, for the plot.
+        shape: the encoder's.
+        sizes: sequences in a batch, ascending.
+        window: makes a run.
+        memory: peak MiB by way and size.
+    """
+    largest = sizes[-1]
+    counts = {way: {"peak MiB": memory[way, largest], "of the large batch": memory[way, largest] / memory[LARGE, largest]} for way in WAYS}
+    name = f"{shape.layers} x {shape.width}, {shape.length} tokens x {largest}"
+    yield Case(name, LARGE, {way: window(way, largest) for way in WAYS}, counts)
+    limit = limit_of(memory, sizes)
+    medians = {size: measure({way: window(way, size) for way in WAYS}, LARGE, PLAN) for size in sizes}
+    for way in WAYS:
+        times = [next(t.median_ms for t in medians[size] if t.contestant == way) for size in sizes]
+        counts_of_way = {LIMIT: limit, "largest batch under the limit": largest_under(memory, way, sizes, limit)}
+        peaks = [memory[way, size] for size in sizes]
+        yield Curve(f"{framework}: memory and time", way, times, peaks, "time of one gradient, ms", "peak memory, MiB", counts_of_way)
+
+
+def limit_of(memory: Mapping[tuple[str, int], float], sizes: Sequence[int]) -> float:
+    """A limit at which the large batch runs out half way: midway between what its two middle sizes need."""
+    middle = len(sizes) // 2
+    return (memory[LARGE, sizes[middle - 1]] + memory[LARGE, sizes[middle]]) / 2
+
+
+def largest_under(memory: Mapping[tuple[str, int], float], way: str, sizes: Sequence[int], limit: float) -> int:
+    """The largest batch of `sizes` that needs no more than `limit`; 0 if none does."""
+    return max((size for size in sizes if memory[way, size] <= limit), default=0)
