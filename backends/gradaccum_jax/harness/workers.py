@@ -178,9 +178,6 @@ class JaxWorkers(JaxHarness, WorkersHarness):
         return SharedSession(setup.model, setup.weights, program, setup.dtype, needs_x64(setup.dtype, setup.options))
 
 
-harness = JaxWorkers()
-
-
 def _gradient_of(tree: GradientTree, name: str, shape: tuple[int, ...]) -> Any:
     """Zeros for a parameter that takes no part: the one program of all workers has a gradient for each."""
     gradient = tree.get(name)

@@ -43,6 +43,3 @@ class MindSporeWorkers(MindSporeHarness, WorkersHarness):
 
     def start_shared(self, setup: Setup) -> MindSporeSession:
         return self.start(setup._replace(options={**(setup.options or {}), "data_parallel": True}))
-
-
-harness = MindSporeWorkers()

@@ -1,5 +1,5 @@
 """What the conformance suite drives: models from neutral specs, sessions over them, and the second door through which it looks."""
 
-from gradaccum_torch.harness.workers import harness
+from gradaccum_torch.harness.large_batch import harness
 
 __all__ = ["harness"]

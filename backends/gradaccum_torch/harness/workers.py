@@ -33,6 +33,3 @@ class TorchWorkers(TorchHarness, WorkersHarness):
         parallel = DistributedDataParallel(module, find_unused_parameters=True)
         inner = make_optimizer(module, setup.optimizer)
         return TorchSession(module, inner, gradaccum.wrap(inner, **(setup.options or {}), module=parallel), forward=parallel)
-
-
-harness = TorchWorkers()

@@ -1,0 +1,103 @@
+"""The calls that take the large batch, as the conformance suite makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradaccum_conformance import (
+    TEMPERATURE,
+    Batch,
+    Coupling,
+    LargeBatchCall,
+    LargeBatchHarness,
+    Loss,
+    Model,
+    Option,
+    Outcome,
+    Session,
+    mirrored,
+)
+from gradaccum_jax.harness.couplings import COUPLINGS
+from gradaccum_jax.harness.models import forward, total_loss
+from gradaccum_jax.harness.program import x64
+from gradaccum_jax.harness.session import JaxSession, to_numpy
+from gradaccum_jax.harness.workers import JaxWorkers
+from gradaccum_jax.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
+
+
+class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
+    """The harness, with the calls that split a batch."""
+
+    large_batch_modes = ("jit", "eager")
+
+    def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
+        declared = call.options.get("aux")
+
+        def loss_fn(params: Any, x: Any, y: Any) -> Any:
+            loss = total_loss(call.model, params, x, y, call.loss)
+            return (loss, _aux(forward(call.model, params, x), declared)) if declared else loss
+
+        with x64(call.dtype == "float64"):
+            take = _in_mode(value_and_grad(loss_fn, has_aux=bool(declared), **call.options), call.mode)
+            value, gradient = take(_params(call), *_arrays(batch, call.dtype))
+            loss, aux = value if declared else (value, {})
+            return Outcome(float(loss), to_numpy(gradient), to_numpy(aux))
+
+    def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
+        assert isinstance(session, JaxSession)
+        model: Model = session.model
+
+        def loss_fn(params: Any, x: Any, y: Any) -> Any:
+            return total_loss(model, params, x, y, loss)
+
+        with x64(session.wide):
+            take = _in_mode(value_and_update(loss_fn, session.program.tx, **options), session.program.mode)
+            value, updates, state = take(session.params, session.opt_state, *_arrays(batch, str(session.dtype)))
+            session.params, session.opt_state = optax.apply_updates(session.params, updates), state
+            return float(value)
+
+    def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
+        def outputs_fn(params: Any, left: Any, right: Any) -> Any:
+            return {"left": forward(call.model, params, left), "right": forward(call.model, params, right)}
+
+        def loss_fn(params: Any, outputs: Any) -> Any:
+            return COUPLINGS[coupling](outputs["left"], outputs["right"], params["temperature"])
+
+        with x64(call.dtype == "float64"):
+            dtype = getattr(jnp, call.dtype)
+            params = {**_params(call), "temperature": jnp.asarray(TEMPERATURE, dtype)}
+            take = _in_mode(coupled_value_and_grad(outputs_fn, loss_fn, **call.options), call.mode)
+            loss, gradient = take(params, *(jnp.asarray(x, dtype) for x in (batch.x, mirrored(batch.x))))
+            return Outcome(float(loss), to_numpy(gradient), {})
+
+
+def _in_mode(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
+    return function if mode == "eager" else jax.jit(function)
+
+
+def _params(call: LargeBatchCall) -> dict[str, Any]:
+    return {name: jnp.asarray(call.weights[name], getattr(jnp, call.dtype)) for name in call.model.parameter_shapes()}
+
+
+def _arrays(batch: Batch, dtype: str) -> tuple[Any, Any]:
+    return jnp.asarray(batch.x, getattr(jnp, dtype)), jnp.asarray(batch.y, jnp.int32)
+
+
+def _aux(logits: Any, declared: Mapping[str, str]) -> dict[str, Any]:
+    made = {
+        "sum": logits.sum(0),
+        "mean": logits.mean(0),
+        "weighted_mean": logits.mean(0),
+        "max": logits.max(0),
+        "min": logits.min(0),
+        "concatenate": logits,
+    }
+    return {name: made[name] for name in declared}
+
+
+harness = JaxLargeBatch()

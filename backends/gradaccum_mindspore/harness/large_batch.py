@@ -1,0 +1,159 @@
+"""The calls that take the large batch, as the conformance suite makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from gradaccum_conformance import (
+    TEMPERATURE,
+    Array,
+    Batch,
+    Coupling,
+    LargeBatchCall,
+    LargeBatchHarness,
+    Loss,
+    Option,
+    Outcome,
+    Session,
+    mirrored,
+)
+from gradaccum_mindspore.harness.couplings import COUPLINGS
+from gradaccum_mindspore.harness.session import MindSporeHarness, MindSporeSession, context_mode
+from gradaccum_mindspore.harness.trainer import build_network, ms_dtype, plain
+from gradaccum_mindspore.harness.workers import MindSporeWorkers
+from gradaccum_mindspore.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
+from gradaccum_mindspore.sums import write
+
+
+class Network(nn.Cell):  # type: ignore[misc]
+    """The model of a call, with its loss and its outputs as functions of a micro-batch."""
+
+    def __init__(self, call: LargeBatchCall) -> None:
+        super().__init__(auto_prefix=False)
+        self.dtype, shapes = ms_dtype(call.dtype), call.model.parameter_shapes()
+        self.named = {name: Parameter(Tensor(np.zeros(shape), self.dtype), name=name) for name, shape in shapes.items()}
+        self.weights = ms.ParameterTuple(self.named.values())
+        self.temperature = Parameter(Tensor(TEMPERATURE, self.dtype), name="temperature")
+        self.network = build_network(call.model, self.named, self.dtype)
+        self.mean, self.declared = call.loss == "mean", tuple(call.options.get("aux") or ())
+
+    def loss(self, x: Any, labels: Any) -> Any:
+        """The loss, and after it what is declared of the logits, in that order."""
+        loss = self.network.loss(x, labels)
+        if self.mean:
+            loss = loss / ops.full((), x.shape[0], dtype=loss.dtype)
+        if len(self.declared) == 0:
+            return loss
+        return (loss, *self.of_logits(x))
+
+    def of_logits(self, x: Any) -> Any:
+        """The declared outputs."""
+        logits, found = self.network(x), []
+        for name in self.declared:
+            if name == "sum":
+                found.append(ops.ReduceSum()(logits, 0))
+            elif name == "max":
+                found.append(ops.ReduceMax()(logits, 0))
+            elif name == "min":
+                found.append(ops.ReduceMin()(logits, 0))
+            elif name == "concatenate":
+                found.append(logits)
+            else:
+                found.append(ops.ReduceMean()(logits, 0))
+        return tuple(found)
+
+    def outputs(self, left: Any, right: Any) -> Any:
+        """Those of the two views."""
+        return self.network(left), self.network(right)
+
+    def begin(self, call: LargeBatchCall) -> None:
+        """At the call's weights."""
+        for name, p in self.named.items():
+            write(p, Tensor(call.weights[name], self.dtype))
+
+
+class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
+    """The harness, with the calls that split a batch."""
+
+    large_batch_modes = MindSporeHarness.modes
+
+    def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
+        network, declared = Network(call), call.options.get("aux")
+        network.begin(call)
+        options = {**_options(call.options), "aux": tuple(declared.values())} if declared else _options(call.options)
+        with context_mode(call.mode or self.modes[0]):
+            take = value_and_grad(network.loss, None, network.weights, bool(declared), **options)
+            value, gradients = _in_mode(take, call.mode)(*_tensors(call, batch))
+            loss, *aux = value if declared else (value,)
+            merged = {name: plain(each) for name, each in zip(declared or {}, _flat(aux), strict=True)}
+            return Outcome(float(loss.asnumpy()), _by_name(network.weights, gradients), merged)
+
+    def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
+        assert isinstance(session, MindSporeSession)
+        trainer, mean = session.trainer, loss == "mean"
+
+        def loss_fn(x: Any, labels: Any) -> Any:
+            value = trainer.network.loss(x, labels)
+            return value / ops.full((), x.shape[0], dtype=value.dtype) if mean else value
+
+        with context_mode(trainer.mode):
+            take = _in_mode(value_and_update(loss_fn, session.optimizer, **_options(options)), trainer.mode)
+            classes = int(trainer.parameters[-1].shape[0])
+            return float(take(Tensor(batch.x, trainer.dtype), Tensor(np.eye(classes)[batch.y], trainer.dtype)).asnumpy())
+
+    def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
+        network = Network(call)
+        network.begin(call)
+        loss_of, weights = COUPLINGS[coupling], ms.ParameterTuple([*network.weights, network.temperature])
+
+        def loss_fn(outputs: Any) -> Any:
+            return loss_of(outputs[0], outputs[1], network.temperature)
+
+        with context_mode(call.mode or self.modes[0]):
+            take = _in_mode(coupled_value_and_grad(network.outputs, loss_fn, weights, **_options(call.options)), call.mode)
+            loss, gradients = take(*(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))))
+            return Outcome(float(loss.asnumpy()), _by_name(weights, gradients), {})
+
+
+class Graph(nn.Cell):  # type: ignore[misc]
+    """A call inside a cell."""
+
+    def __init__(self, take: Any) -> None:
+        super().__init__(auto_prefix=False)
+        self.take = take
+
+    def construct(self, *batch: Any) -> Any:
+        return self.take(*batch)
+
+
+def _in_mode(take: Any, mode: str | None) -> Any:
+    if mode == "graph":
+        return Graph(take)
+    return ms.jit(Graph(take).construct) if mode == "jit" else take
+
+
+def _tensors(call: LargeBatchCall, batch: Batch) -> tuple[Tensor, Tensor]:
+    classes = list(call.weights.values())[-1].shape[0]
+    dtype = ms_dtype(call.dtype)
+    return Tensor(batch.x, dtype), Tensor(np.eye(classes)[batch.y], dtype)
+
+
+def _options(options: Mapping[str, Option]) -> dict[str, Option]:
+    return dict(options)
+
+
+def _by_name(weights: Any, gradients: Any) -> dict[str, Array]:
+    return {p.name: plain(gradient) for p, gradient in zip(weights, gradients, strict=True)}
+
+
+def _flat(aux: Any) -> list[Any]:
+    """The outputs one by one, as a tuple of their own or not."""
+    return list(aux[0]) if len(aux) == 1 and isinstance(aux[0], tuple) else list(aux)
+
+
+harness = MindSporeLargeBatch()

@@ -1,0 +1,97 @@
+"""The calls that take the large batch, as the conformance suite makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradaccum_conformance import (
+    TEMPERATURE,
+    Arrays,
+    Batch,
+    Coupling,
+    LargeBatchCall,
+    LargeBatchHarness,
+    Loss,
+    Option,
+    Outcome,
+    Session,
+    mirrored,
+)
+from gradaccum_torch.harness.couplings import COUPLINGS
+from gradaccum_torch.harness.session import SpecModel, TorchSession, to_numpy
+from gradaccum_torch.harness.workers import TorchWorkers
+from gradaccum_torch.large_batch import backward, coupled_backward
+
+
+class TorchLargeBatch(TorchWorkers, LargeBatchHarness):
+    """The harness, with the calls that split a batch."""
+
+    large_batch_modes: ClassVar[tuple[str, ...]] = ("eager",)
+
+    def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
+        module, declared = SpecModel(call.model, call.weights, call.dtype), call.options.get("aux")
+
+        def loss_fn(x: Tensor, y: Tensor) -> Any:
+            logits = module(x)
+            loss = functional.cross_entropy(logits, y, reduction=call.loss)
+            return (loss, _aux(logits, declared)) if declared else loss
+
+        done = backward(loss_fn, *_tensors(batch, module), **_options(call.options))
+        loss, aux = done if declared else (done, {})
+        return Outcome(float(loss), _gradients(module), {name: to_numpy(value) for name, value in aux.items()})
+
+    def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
+        assert isinstance(session, TorchSession)
+        model = session.model
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            return functional.cross_entropy(model(x), y, reduction=loss)
+
+        return float(backward(loss_fn, *_tensors(batch, model), optimizer=session.optimizer, **_options(options)))
+
+    def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
+        module = SpecModel(call.model, call.weights, call.dtype)
+        temperature = torch.tensor(TEMPERATURE, dtype=module.dtype, requires_grad=True)
+        views = [torch.tensor(x, dtype=module.dtype) for x in (batch.x, mirrored(batch.x))]
+
+        def outputs_fn(left: Tensor, right: Tensor) -> dict[str, Tensor]:
+            return {"left": module(left), "right": module(right)}
+
+        def loss_fn(outputs: dict[str, Tensor]) -> Tensor:
+            return COUPLINGS[coupling](outputs["left"], outputs["right"], temperature)
+
+        loss = coupled_backward(outputs_fn, loss_fn, *views, **_options(call.options))
+        assert temperature.grad is not None
+        return Outcome(float(loss), {**_gradients(module), "temperature": to_numpy(temperature.grad)}, {})
+
+
+def _tensors(batch: Batch, module: SpecModel) -> tuple[Tensor, Tensor]:
+    return torch.tensor(batch.x, dtype=module.dtype), torch.tensor(batch.y)
+
+
+def _options(options: Mapping[str, Option]) -> dict[str, Option]:
+    return {name: torch.tensor(value) if name == "weight" else value for name, value in options.items()}
+
+
+def _gradients(module: SpecModel) -> Arrays:
+    return {name: to_numpy(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in module.named.items()}
+
+
+def _aux(logits: Tensor, declared: Mapping[str, str]) -> dict[str, Tensor]:
+    made = {
+        "sum": logits.sum(0),
+        "mean": logits.mean(0),
+        "weighted_mean": logits.mean(0),
+        "max": logits.amax(0),
+        "min": logits.amin(0),
+        "concatenate": logits,
+    }
+    return {name: made[name] for name in declared}
+
+
+harness = TorchLargeBatch()
