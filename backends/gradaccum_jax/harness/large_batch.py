@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ from gradaccum_conformance import (
     LargeBatchCall,
     LargeBatchHarness,
     Loss,
-    Model,
     Option,
     Outcome,
     Session,
@@ -24,7 +24,7 @@ from gradaccum_conformance import (
 )
 from gradaccum_jax.harness.couplings import COUPLINGS
 from gradaccum_jax.harness.models import forward, total_loss
-from gradaccum_jax.harness.program import x64
+from gradaccum_jax.harness.program import Program, x64
 from gradaccum_jax.harness.session import JaxSession, to_numpy
 from gradaccum_jax.harness.workers import JaxWorkers
 from gradaccum_jax.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
@@ -50,13 +50,8 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
 
     def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
         assert isinstance(session, JaxSession)
-        model: Model = session.model
-
-        def loss_fn(params: Any, x: Any, y: Any) -> Any:
-            return total_loss(model, params, x, y, loss)
-
         with x64(session.wide):
-            take = _in_mode(value_and_update(loss_fn, session.program.tx, **options), session.program.mode)
+            take = _whole_window(session.program, loss, tuple(options.items()))
             value, updates, state = take(session.params, session.opt_state, *_arrays(batch, str(session.dtype)))
             session.params, session.opt_state = optax.apply_updates(session.params, updates), state
             return float(value)
@@ -74,6 +69,16 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
             take = _in_mode(coupled_value_and_grad(outputs_fn, loss_fn, **call.options), call.mode)
             loss, gradient = take(params, *(jnp.asarray(x, dtype) for x in (batch.x, mirrored(batch.x))))
             return Outcome(float(loss), to_numpy(gradient), {})
+
+
+@cache
+def _whole_window(program: Program, loss: Loss, options: tuple[tuple[str, Option], ...]) -> Callable[..., Any]:
+    """Kept, as programs are: each would compile anew."""
+
+    def loss_fn(params: Any, x: Any, y: Any) -> Any:
+        return total_loss(program.model, params, x, y, loss)
+
+    return _in_mode(value_and_update(loss_fn, program.tx, **dict(options)), program.mode)
 
 
 def _in_mode(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
