@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
 import optax
 
 import gradaccum
 from benchmarks.case import Case
-from benchmarks.contestants.jax_mlp import STEPS, make_params
+from benchmarks.contestants.bert import LARGE, TINY, WAYS
+from benchmarks.contestants.jax_mlp import STEPS, batches, make_params
 from benchmarks.jax_counts import copies, updates_per_window
-from benchmarks.questions import jax_ensemble, jax_streaming
+from benchmarks.questions import jax_ensemble, jax_memory, jax_split, jax_streaming
 
 WIDTH, WINDOWS = 16, 3
 
@@ -74,3 +77,22 @@ def test_copies_are_counted_by_shape() -> None:
     text = "%a = f32[2,3]{1,0} copy(%b)\n%c = f32[] copy(%d)\n%e = f32[3,2]{1,0} copy(%f)\n%copy.1 = f32[2,3]{1,0} fusion(%copy.2)"
     assert copies(text, {(2, 3)}) == 1
     assert copies(text, {(2, 3), (3, 2)}) == 2
+
+
+def test_splitting_contestants_agree() -> None:
+    params, x = make_params(WIDTH), jnp.concatenate(batches(WIDTH))
+    losses, gradients = zip(*(jax.jit(way)(params, x) for way in jax_split.ways().values()), strict=True)
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+    for own in gradients:
+        for a, b in zip(own, gradients[0], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_memory_contestants_agree() -> None:
+    """On a tiny encoder; recomputation keeps less."""
+    params, x = jax_memory.inputs(4, TINY)
+    found = {way: jax_memory.compiled(way, 4, TINY)(params, x)[1] for way in WAYS}
+    for way in WAYS:
+        for a, b in zip(jax.tree.leaves(found[way]), jax.tree.leaves(found[LARGE]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert jax_memory.peak_of("recompute", 4, TINY) < jax_memory.peak_of(LARGE, 4, TINY)

@@ -191,6 +191,8 @@ class LargeBatchHarness(Harness):
 
     large_batch_modes: ClassVar[tuple[str, ...]]
     """The `modes` in which it can; the first is the default."""
+    half_dtypes: ClassVar[tuple[Dtype, ...]] = ("bfloat16",)
+    """The half-precision dtypes in which the framework runs a model on this machine."""
 
     @abstractmethod
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:

@@ -81,6 +81,8 @@ class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
     """The harness, with the calls that split a batch."""
 
     large_batch_modes = MindSporeHarness.modes
+    half_dtypes = ()
+    """MindSpore has no matrix product of half precision on a CPU."""
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         network, declared = Network(call), call.options.get("aux")

@@ -5,7 +5,7 @@ import pytest
 
 from gradaccum import DynamicLossScale
 from gradaccum_conformance import oracle
-from gradaccum_conformance.bounds import worst
+from gradaccum_conformance.bounds import unit_roundoff, worst
 from gradaccum_conformance.harness import Dtype, LargeBatchHarness, Option, Session
 from gradaccum_conformance.scenarios import REDUCTIONS, cut, feed, large_loss, micro_loss, same, standard_batch, start
 from gradaccum_conformance.specs import LINEAR, Batch, Optimizer, make_weights
@@ -56,14 +56,15 @@ def test_every_mode(backend: LargeBatchHarness, large_batch_mode: str, reduction
 
 
 def test_half_precision_is_summed_in_float32(backend: LargeBatchHarness) -> None:
-    """Micro-batches of one item: in bfloat16 the later ones would be rounded away."""
+    """Micro-batches of one item: in half precision the later ones would be rounded away."""
     batch = standard_batch(LINEAR)
-    sessions = [start(backend, LINEAR, dtype="bfloat16") for _ in range(2)]
-    feed(sessions[0], cut(batch, (1,) * 12))
-    sessions[0].flush()
-    backend.update(sessions[1], batch, options={"micro_batch_size": 1})
-    one_by_one, whole = (session.captured().gradient or {} for session in sessions)
-    assert worst(whole, one_by_one) <= 2.0**-7
+    for dtype in backend.half_dtypes:
+        sessions = [start(backend, LINEAR, dtype=dtype) for _ in range(2)]
+        feed(sessions[0], cut(batch, (1,) * 12))
+        sessions[0].flush()
+        backend.update(sessions[1], batch, options={"micro_batch_size": 1})
+        one_by_one, whole = (session.captured().gradient or {} for session in sessions)
+        assert worst(whole, one_by_one) <= 2 * unit_roundoff(dtype)
 
 
 @pytest.mark.parametrize("policy", ["skip_window", "drop_micro_batch"])
