@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("torch", reason="torch is not installed")
+
+import torch
 
 from benchmarks.contestants.bert import LARGE, TINY, WAYS
 from benchmarks.questions import torch_memory, torch_split
