@@ -73,6 +73,19 @@ when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_e
 raised half-way is noticed, nor in the first window changes that torch does not count."""
 
 
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The node of autograd's graph that adds into a leaf's ``.grad``. Without it the leaves of a loss are not found."""
+
+
+def accumulation_hooks(leaf: Tensor) -> Collection[Callable[[Tensor], None]]:
+    """The hooks that run after each accumulation into `leaf`.
+
+    Without the table the parameters of a wrapped optimizer are not told from others where a large batch is split without it.
+    """
+    table: Mapping[int, Callable[[Tensor], None]] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
+    return () if table is None else table.values()
+
+
 def hook_tables() -> dict[str, OrderedDict[int, Callable[..., Any]]]:
     """Empty tables of hooks, as ``torch.optim.Optimizer.__init__`` makes them."""
     return {name: OrderedDict() for name in (*STEP_HOOK_TABLES, *STATE_HOOK_TABLES)}
