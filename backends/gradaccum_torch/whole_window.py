@@ -57,6 +57,16 @@ class WholeWindow:
         self._window.strategy.sentinels.reset()
 
     @property
+    def parameters(self) -> set[int]:
+        """The ids of the parameters that the window sums over."""
+        return set(map(id, self._parameters.unique()))
+
+    def begin_weightless(self, any_tensor: Tensor) -> None:
+        """A backward pass is about to deliver a part of what the window has counted already: it adds no weight and has the scale."""
+        self._window.backward(any_tensor, 0.0, {})
+        self._window.note_scaled()
+
+    @property
     def arrived(self) -> bool:
         """Autograd has delivered something since the last micro-batch was counted."""
         return self._window.strategy.sentinels.arrived

@@ -58,6 +58,21 @@ def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingO
     return optimizer
 
 
+def require_coupled_optimizer(optimizer: object) -> AccumulatingOptimizer:
+    """Refuse an optimizer whose window cannot hold a coupled loss.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: as `require_optimizer`.
+        UsageError: it drops micro-batches, and a part of a coupled loss's gradient is no gradient.
+    """
+    wrapped = require_optimizer(optimizer, None)
+    if wrapped.whole_window().options.on_overflow == "drop_micro_batch":
+        fix = 'Write on_overflow="skip_window".'
+        found = 'on_overflow="drop_micro_batch"'
+        raise explain(UsageError, "optimizer", expected="one that keeps or skips a coupled loss whole", found=found, fix=fix)
+    return wrapped
+
+
 def touched_error() -> UsageError:
     """The error for a loss function that writes into the gradients which the call collects."""
     fix = "Return the loss, and leave backward() and zero_grad() to the caller."

@@ -56,11 +56,8 @@ class InGrad:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        try:
+        with self._gradients.kept():
             yield
-        except BaseException:
-            self._gradients.put_back()
-            raise
 
     def expect(self, leaves: Iterable[Tensor]) -> None:
         self._gradients.expect(leaves)
@@ -109,16 +106,12 @@ class InWindow:
     def __init__(self, optimizer: AccumulatingOptimizer, shares: Shares) -> None:
         self._optimizer, self._shares = optimizer, shares
         self._window = optimizer.whole_window()
-        self._others = Gradients(others=(id(parameter) for group in optimizer.param_groups for parameter in group["params"]))
+        self._others = Gradients(others=self._window.parameters)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        try:
-            with self._window:
-                yield
-        except BaseException:
-            self._others.put_back()
-            raise
+        with self._others.kept(), self._window:
+            yield
 
     def expect(self, leaves: Iterable[Tensor]) -> None:
         self._others.expect(leaves)

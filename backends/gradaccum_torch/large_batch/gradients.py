@@ -7,7 +7,8 @@ precision move on into float32 sums as autograd produces them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -42,6 +43,7 @@ class Gradients:
         """What was in ``.grad`` of each leaf."""
         self._wide: dict[Tensor, Tensor] = {}
         """The sums that have another dtype than their gradient."""
+        self._left: list[Tensor] = []
         self._hooks = Hooks()
         self._noted: list[tuple[Tensor, Mark | None]] = []
         """What the last `backward` left in some leaves."""
@@ -64,6 +66,20 @@ class Gradients:
             if _is_wrapped(leaf):
                 raise _wrapped_error(leaf)
         self._take(new)
+
+    def leave(self, leaves: Iterable[Tensor]) -> None:
+        """Leave the gradients of `leaves` in their ``.grad``."""
+        self._left = list(leaves)  # Alive, so that no other leaf gets the id of one.
+        self._known.update(map(id, self._left))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """If the block raises, every ``.grad`` is what it was, unless the gradients were delivered."""
+        try:
+            yield
+        except BaseException:
+            through(self.put_back)
+            raise
 
     def _take(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:
@@ -117,7 +133,7 @@ class Gradients:
         self.delivered = True
 
     def put_back(self) -> None:
-        """Make every ``.grad`` what it was, unless the gradients were delivered."""
+        """Make every ``.grad`` what it was."""
         for leaf, before in self._before.items():
             leaf.grad = before
         self._before.clear()
@@ -136,7 +152,7 @@ class Gradients:
     def _forget(self) -> None:
         self._hooks.keep({})
         self._wide.clear()
-        self._noted = []
+        self._noted, self._left = [], []
 
     def _sample(self) -> list[Tensor]:
         filled = [leaf for leaf in self._before if self._mark(leaf) is not None]

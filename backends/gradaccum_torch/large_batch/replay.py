@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum_torch.torch_private import version
-
 _DEPTH = 6
 """How many objects deep the look goes: a closure over a trainer over a list of models is three."""
 _ATOMS = (Tensor, str, bytes, int, float, complex, type(None), torch.device, torch.dtype, torch.optim.Optimizer)
@@ -119,16 +117,16 @@ class Buffers:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._noted = [(module._buffers, name, tensor) for module in modules for name, tensor in module._buffers.items()]
-        self._copies = [None if tensor is None else (version(tensor), tensor.detach().clone()) for _, _, tensor in self._noted]
+        self._copies = [None if tensor is None else tensor.detach().clone() for _, _, tensor in self._noted]
 
     def put_back(self) -> None:
         """Make every buffer the tensor that it was, with what was in it."""
         for (table, name, tensor), copied in zip(self._noted, self._copies, strict=True):
             if table.get(name) is not tensor:
                 table[name] = tensor
-            if tensor is not None and copied is not None and version(tensor) != copied[0]:
-                with torch.no_grad():
-                    tensor.copy_(copied[1])
+            if tensor is not None and copied is not None:
+                # A batch norm's kernel moves its statistics without counting a write, so versions cannot tell; nor is one counted here.
+                tensor.data.copy_(copied)
 
 
 class Before:
@@ -147,6 +145,10 @@ class Before:
     def random_state(self) -> RandomState:
         """The random states as they are now."""
         return RandomState(self._devices, self._reached.generators)
+
+    def put_buffers_back(self) -> None:
+        """Undo what was moved since, and leave the random states."""
+        self._buffers.put_back()
 
     def put_back(self) -> None:
         """Undo what was drawn and moved since."""
