@@ -57,12 +57,21 @@ def _per_item(given: Any, items: int | None) -> list[float]:
 
 def _checked(weights: list[Any]) -> list[float]:
     """`weights` as floats; those that are tensors come from the device together."""
-    tensors = [place for place, value in enumerate(weights) if isinstance(value, Tensor) and value.numel() == 1]
+    tensors = [place for place, value in enumerate(weights) if isinstance(value, Tensor)]
+    for place in tensors:
+        if weights[place].numel() != 1 or weights[place].is_complex():
+            raise _no_number_error(weights[place])
     if tensors:
         read = torch.stack([weights[place].detach().double().reshape(()) for place in tensors]).tolist()
         for place, value in zip(tensors, read, strict=True):
             weights[place] = value
     return [require_weight(value) for value in weights]
+
+
+def _no_number_error(given: Tensor) -> GradAccumError:
+    fix = "Return one number per micro-batch: weight=lambda x, mask: mask.sum()."
+    found = f"a tensor of shape {tuple(given.shape)} and {given.dtype}"
+    return explain(ArgumentValueError, "weight", expected="a callable that returns a number", found=found, fix=fix)
 
 
 def _known(number: int | None) -> int:
