@@ -99,7 +99,7 @@ def make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
             return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
 
 
-def _to_numpy(tensor: Tensor) -> Array:
+def to_numpy(tensor: Tensor) -> Array:
     """NumPy has no bfloat16: it becomes float32."""
     tensor = tensor.detach().cpu()
     return np.array((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
@@ -165,13 +165,13 @@ class TorchSession(Session):
     def accumulator(self) -> Arrays:
         sums = self.optimizer.state_dict()["gradaccum"]["sums"]
         named = enumerate(self.model.named.items())
-        return {name: _to_numpy(sums.get(index, torch.zeros_like(parameter))) for index, (name, parameter) in named}
+        return {name: to_numpy(sums.get(index, torch.zeros_like(parameter))) for index, (name, parameter) in named}
 
     def parameters(self) -> Arrays:
-        return {name: _to_numpy(parameter) for name, parameter in self.model.named.items()}
+        return {name: to_numpy(parameter) for name, parameter in self.model.named.items()}
 
     def masters(self) -> Arrays:
-        return {name: _to_numpy(own) for name, own in self._worked_on().items()}
+        return {name: to_numpy(own) for name, own in self._worked_on().items()}
 
     def _worked_on(self) -> dict[str, Tensor]:
         """What the inner optimizer works on in each parameter's place."""
@@ -181,7 +181,7 @@ class TorchSession(Session):
     def optimizer_state(self) -> Arrays:
         state = self.inner.state_dict()["state"]
         return {
-            f"{index}.{name}": _to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
+            f"{index}.{name}": to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
             for index, entries in state.items()
             for name, value in entries.items()
             if value is not None
@@ -190,11 +190,11 @@ class TorchSession(Session):
     def captured(self) -> Captured:
         entries = {name: self.inner.state.get(own, {}) for name, own in self.model.named.items()}
         calls = max(entry.get("calls", 0) for entry in entries.values())
-        return Captured(calls, {name: _to_numpy(entry["gradient"]) for name, entry in entries.items()} if calls else None)
+        return Captured(calls, {name: to_numpy(entry["gradient"]) for name, entry in entries.items()} if calls else None)
 
     def predict(self, x: Array) -> Array:
         with torch.no_grad():
-            return _to_numpy(self.model(torch.tensor(x, dtype=self.model.dtype)))
+            return to_numpy(self.model(torch.tensor(x, dtype=self.model.dtype)))
 
     def snapshot(self) -> Any:
         return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
@@ -231,7 +231,7 @@ class TorchHarness(BaseHarness):
     def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
         module = SpecModel(model, weights, dtype)
         gradients = torch.autograd.grad(module.loss(batch, loss), list(module.named.values()))
-        return {name: _to_numpy(gradient) for name, gradient in zip(module.named, gradients, strict=True)}
+        return {name: to_numpy(gradient) for name, gradient in zip(module.named, gradients, strict=True)}
 
     def not_an_optimizer(self) -> Any:
         return torch.nn.Linear(2, 2)

@@ -12,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from gradaccum_conformance import Session, Setup, WorkersHarness
-from gradaccum_torch.harness.session import SpecModel, TorchHarness, TorchSession, make_optimizer
+from gradaccum_torch.harness.large_batch import TorchLargeBatch
+from gradaccum_torch.harness.session import SpecModel, TorchSession, make_optimizer
 
 TIMEOUT = datetime.timedelta(seconds=60)
 """For a worker that another one waits for."""
 
 
-class TorchWorkers(TorchHarness, WorkersHarness):
+class TorchWorkers(TorchLargeBatch, WorkersHarness):
     """The harness, with processes that `join`."""
 
     worker_modes: ClassVar[tuple[str, ...]] = ("eager",)
