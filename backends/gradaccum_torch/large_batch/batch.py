@@ -64,6 +64,7 @@ class LargeBatch:
         self._leaves = leaves_of(batch, "batch")
         for leaf in self._leaves:
             _require_own_graph(leaf)
+        self._is_flat = [id(leaf.value) for leaf in self._leaves] == list(map(id, batch))
         self._places = [] if split else [_axis_of(*pair) for pair in zip(self._leaves, spread(axes, batch, "axes"), strict=True)]
         self.items = None if split else self._count()
         """The number of items; None beside the user's own split."""
@@ -80,7 +81,7 @@ class LargeBatch:
             return self._weighed(given, [self._items_of(arguments) for arguments in given], None)
         assert self.items is not None
         cuts = divided(division, self.items, self._weights.per_item)
-        return self._weighed([self._cut(cut) for cut in cuts], [cut.items for cut in cuts], cuts)
+        return self._weighed(self._cut(cuts), [cut.items for cut in cuts], cuts)
 
     def devices(self) -> set[torch.device]:
         """Where its tensors are."""
@@ -90,19 +91,19 @@ class LargeBatch:
         return list(map(MicroBatch, given, items, self._weights.of(given, items, cuts)))
 
     def _count(self) -> int:
-        lengths = [
-            (leaf.path, _length(leaf.value, axis)) for leaf, axis in zip(self._leaves, self._places, strict=True) if axis is not None
-        ]
-        items = require_one_size(lengths)
+        placed = zip(self._leaves, self._places, strict=True)
+        items = require_one_size((leaf.path, _length(leaf.value, axis)) for leaf, axis in placed if axis is not None)
         require_items(items)
         return items
 
-    def _cut(self, cut: Cut) -> tuple[Any, ...]:
-        pieces = (
-            leaf.value if axis is None else _piece(leaf.value, axis, cut) for leaf, axis in zip(self._leaves, self._places, strict=True)
-        )
-        whole: Any = with_leaves(self._batch, pieces)
-        return tuple(whole)
+    def _cut(self, cuts: Sequence[Cut]) -> list[tuple[Any, ...]]:
+        """The arguments of each micro-batch."""
+        pieces = [_pieces(leaf.value, axis, cuts) for leaf, axis in zip(self._leaves, self._places, strict=True)]
+        rows = list(zip(*pieces, strict=True))
+        if self._is_flat:
+            return rows
+        wholes: list[Any] = [with_leaves(self._batch, iter(row)) for row in rows]
+        return wholes
 
     def _items_of(self, arguments: tuple[Any, ...]) -> int | None:
         """The length that all leaves share along their batch axes; None where they share none."""
@@ -149,11 +150,17 @@ def _length(value: Any, axis: int) -> int:
     return len(value) if is_column(value) else int(value.shape[axis])
 
 
-def _piece(value: Any, axis: int, cut: Cut) -> Any:
-    """The items of `cut`: a view of a tensor or an array."""
-    if isinstance(value, Tensor):
-        return value.narrow(axis, cut.start, cut.items)
-    return value[(slice(None),) * axis + (slice(cut.start, cut.stop),)] if axis else value[cut.start : cut.stop]
+def _pieces(value: Any, axis: int | None, cuts: Sequence[Cut]) -> Sequence[Any]:
+    """The items of each cut: views of a tensor or an array, or the value itself where it is given whole."""
+    if axis is None:
+        return [value] * len(cuts)
+    if isinstance(value, Tensor) and not value.requires_grad:
+        views: Sequence[Tensor] = torch.split(value, [cut.items for cut in cuts], axis)
+        return views
+    if isinstance(value, Tensor):  # Views that come of one call cannot be written into under autograd.
+        return [value.narrow(axis, cut.start, cut.items) for cut in cuts]
+    before = (slice(None),) * axis
+    return [value[(*before, slice(*cut)) if axis else slice(*cut)] for cut in cuts]
 
 
 def _no_axis_error(leaf: Leaf, axis: int) -> GradAccumError:

@@ -22,7 +22,7 @@ from gradaccum_torch.sums import add, divide, gradient_dtype, narrowed, sum_dtyp
 from gradaccum_torch.torch_private import AccumulateGrad, Node, accumulation_hooks, untraced, version
 from gradaccum_torch.update import through
 
-_SAMPLE = 8
+_SAMPLE = 4
 """How many leaves are looked at for a backward pass that the loss function ran itself: such a pass reaches nearly all."""
 
 Mark = tuple[int, int]
@@ -105,9 +105,9 @@ class Gradients:
 
     def note(self) -> None:
         """Take what is in ``.grad`` now for what the call itself has left there."""
-        leaves = [leaf for leaf, _ in self._noted] if self._begun else self._sample()
-        self._noted = [(leaf, self._mark(leaf)) for leaf in leaves]
-        self._begun = True
+        if not self._begun:
+            self._noted, self._begun = [(leaf, None) for leaf in self._sample()], True
+        self._noted = [(leaf, self._mark(leaf)) for leaf, _ in self._noted]
 
     def require_untouched(self) -> None:
         """Nothing but `backward` has added to the gradients.
@@ -159,7 +159,7 @@ class Gradients:
         return filled[:: max(1, len(filled) // _SAMPLE)]
 
     def _mark(self, leaf: Tensor) -> Mark | None:
-        held = self._wide.get(leaf, leaf.grad)
+        held = self._wide.get(leaf, leaf.grad) if self._wide else leaf.grad
         return None if held is None else (id(held), version(held))
 
 
