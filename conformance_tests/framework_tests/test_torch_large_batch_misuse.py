@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,35 @@ def test_error_leaves_everything(kind: type[BaseException], place: str, before: 
     assert torch.equal(first, run())
     if handle is not None:
         handle.remove()
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_interrupt_at_the_end_waits(coupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while the sums are added to what was in `.grad` is raised when all are."""
+    model, other = make_model(), make_model()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    module = sys.modules["gradaccum_torch.large_batch.gradients"]
+    plain, calls = module.add, []
+
+    def interrupted(held: Tensor, gradient: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return plain(held, gradient)
+
+    def run(model: nn.Module) -> None:
+        if coupled:
+            coupled_backward(lambda x: model(x), lambda o: o.std(), X, steps=3)
+        else:
+            backward(lambda x, y: cross_entropy(model(x), y), X, Y, steps=3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(model)
+    run(other)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("precision", [nn.Module.float, nn.Module.bfloat16])

@@ -39,10 +39,13 @@ def backward(
 ) -> Any:
     """Add the large batch's gradient to ``.grad``, one micro-batch at a time, and return its loss.
 
-    The result is that of ``loss_fn(*batch).backward()``. Every leaf that the loss reaches gets its gradient: parameters, and a batch
-    tensor that requires one. Hooks on them run once per micro-batch and see its share, as in a loop written by hand. Half-precision
-    gradients are summed in float32 and cast once. The sum is added to what was in ``.grad`` at the end. If something raises, Ctrl-C
-    included, ``.grad``, random states and module buffers are what they were; modules are found through what `loss_fn` closes over.
+    The result is that of ``loss_fn(*batch).backward()`` where the loss is a mean or sum over items. A batch norm in training takes its
+    statistics from each micro-batch, and a loss that couples items needs `gradaccum_torch.coupled_backward`.
+
+    Every leaf that the loss reaches gets its gradient: parameters, and a batch tensor that requires one. Hooks on them run once per
+    micro-batch and see its share, as in a loop written by hand. Half-precision gradients are summed in float32 and cast once. The sum is
+    added to what was in ``.grad`` at the end. If something raises, Ctrl-C included, ``.grad``, random states and module buffers are what
+    they were; modules are found through what `loss_fn` closes over.
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a scalar loss, a real floating-point tensor of shape ``()``, or ``(loss, aux)`` if `aux`
@@ -111,7 +114,8 @@ class _Call:
                 collector.expect(parameters_of(self._reached))
                 returned = self._accumulate(micro_batches, shares, collector)
         except BaseException:
-            before.put_back()
+            if not collector.delivered():
+                before.put_back()
             raise
         collector.flush()
         return returned

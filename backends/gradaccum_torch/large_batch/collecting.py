@@ -37,6 +37,9 @@ class Collector(Protocol):
     def close(self) -> None:
         """All micro-batches were added: hand the gradients over."""
 
+    def delivered(self) -> bool:
+        """Whether `close` has handed them over, though an interrupt came meanwhile."""
+
     def flush(self) -> None:
         """Make the update, if there is one to be made."""
 
@@ -74,6 +77,9 @@ class InGrad:
 
     def close(self) -> None:
         self._gradients.deliver(1.0 if self._unit is None else self._shares.divisor / self._unit)
+
+    def delivered(self) -> bool:
+        return self._gradients.delivered
 
     def flush(self) -> None:
         return
@@ -130,6 +136,9 @@ class InWindow:
 
     def close(self) -> None:
         self._others.deliver(self._shares.divisor * self._window.scale() if self._others else 1.0)
+
+    def delivered(self) -> bool:
+        return False  # Before the window is flushed an error makes it forgotten.
 
     def flush(self) -> None:
         self._optimizer.flush()

@@ -106,7 +106,8 @@ class _CoupledCall:
                 coupler.expect(parameters_of(self._reached))
                 loss = self._two_passes(micro_batches, coupler, before)
         except BaseException:
-            before.put_back()
+            if not coupler.delivered():
+                before.put_back()
             raise
         coupler.flush()
         return loss

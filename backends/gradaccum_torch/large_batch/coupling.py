@@ -40,6 +40,9 @@ class Coupler(Protocol):
     def close(self) -> None:
         """All micro-batches were added: hand the gradients over."""
 
+    def delivered(self) -> bool:
+        """Whether `close` has handed them over, though an interrupt came meanwhile."""
+
     def flush(self) -> None:
         """Make the update, if there is one to be made."""
 
@@ -72,6 +75,9 @@ class CoupledInGrad:
 
     def close(self) -> None:
         self._gradients.deliver(1.0)
+
+    def delivered(self) -> bool:
+        return self._gradients.delivered
 
     def flush(self) -> None:
         return
@@ -112,6 +118,9 @@ class CoupledInWindow:
 
     def close(self) -> None:
         self._others.deliver(self._window.scale() if self._others else 1.0)
+
+    def delivered(self) -> bool:
+        return False  # Before the window is flushed an error makes it forgotten.
 
     def flush(self) -> None:
         self._optimizer.flush()

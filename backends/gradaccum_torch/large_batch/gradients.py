@@ -127,10 +127,12 @@ class Gradients:
         with torch.no_grad():
             self._finish(divisor)
             pairs = [(leaf, before, version(before)) for leaf, before in self._before.items() if before is not None]
-            through(partial(_give_back, pairs))
-        self._before.clear()
-        self._forget()
-        self.delivered = True
+            try:
+                through(partial(_give_back, pairs))
+            finally:  # An interrupt comes when all is delivered, and nothing is left to put back.
+                self._before.clear()
+                self._forget()
+                self.delivered = True
 
     def put_back(self) -> None:
         """Make every ``.grad`` what it was."""
