@@ -44,6 +44,9 @@ def recompute(
     autocast and the ``train()`` or ``eval()`` mode of the first. It leaves the buffers as they are: BatchNorm's statistics move once. Hooks
     of submodules inside run twice, because they may change what the submodule returns. Under `torch.no_grad` nothing is recomputed.
 
+    Under `torch.compile` the compiler recomputes, and policies and random numbers are its own. Only ``backend="eager"``, which is there to
+    debug Dynamo, draws new random numbers.
+
     A module stays the same object, with the same parameters and keys of its ``state_dict()``: only its ``forward`` is replaced.
 
     Args:
