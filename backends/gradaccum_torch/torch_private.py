@@ -50,6 +50,13 @@ buffers_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
 without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """Runs operations that a policy of recomputation must not count. Without it a policy over modules with buffers is off by these."""
 
+Operation: type = torch._ops.OpOverload
+"""An operation of ``torch.ops`` with its overload. Without it a list of other things would be a policy that keeps nothing."""
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""What an operation takes, gives and writes into. Without it a draw in place that has to be kept is refused by torch, late."""
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that a view is of. Without it the transposed weight of a layer counts as memory that the loss keeps."""
+
 flatten_nest: Callable[[Any], tuple[list[Any], Any]] = tree_flatten
 unflatten_nest: Callable[[Iterable[Any], Any], Any] = tree_unflatten
 """The leaves of a nest of tuples, lists and dicts. Without them autograd does not notice a change of a tensor in a nest."""

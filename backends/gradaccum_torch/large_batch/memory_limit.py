@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum_torch.torch_private import version
+from gradaccum_torch.torch_private import base_of, version
 
 
 def within(limit: int | None, existing: Iterable[Tensor]) -> AbstractContextManager[object]:
@@ -92,5 +92,6 @@ def _address(tensor: Tensor) -> int:
 
 def _is_of_parameter(tensor: Tensor) -> bool:
     """Whether it is a leaf that trains, or a view of one, such as the transposed weight of a layer."""
-    base = tensor if tensor._base is None else tensor._base
+    base = base_of(tensor)
+    base = tensor if base is None else base
     return base.is_leaf and base.requires_grad

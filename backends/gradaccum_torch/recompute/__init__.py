@@ -7,7 +7,7 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from gradaccum_torch.recompute.checks import require_callable, require_no_parts, require_options
+from gradaccum_torch.recompute.checks import recomputed_twice_error, require_callable, require_no_parts, require_options
 from gradaccum_torch.recompute.function import Recomputed
 from gradaccum_torch.recompute.module import recompute_module
 from gradaccum_torch.recompute.policy import Policy
@@ -69,5 +69,7 @@ def recompute(
     if isinstance(function, nn.Module):
         return recompute_module(function, segments, submodules, rules)
     require_no_parts(segments, submodules)
+    if isinstance(function, Recomputed):
+        raise recomputed_twice_error("function", "one that recompute() returned")
     require_callable(function)
     return Recomputed(function, rules)

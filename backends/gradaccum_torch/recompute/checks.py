@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
+from gradaccum_torch.torch_private import Operation
 
 
 def require_options(policy: object, preserve_rng_state: object) -> None:
@@ -16,18 +17,14 @@ def require_options(policy: object, preserve_rng_state: object) -> None:
     if not isinstance(preserve_rng_state, bool):
         fix = "Write preserve_rng_state=True, or leave it out."
         raise explain(ArgumentTypeError, "preserve_rng_state", expected="a bool", got=preserve_rng_state, fix=fix)
-    listed = isinstance(policy, (list, tuple, set, frozenset)) and all(isinstance(each, torch._ops.OpOverload) for each in policy)
+    listed = isinstance(policy, (list, tuple, set, frozenset)) and all(isinstance(each, Operation) for each in policy)
     if policy is not None and not callable(policy) and not listed:
         expected = "a list of operations of torch.ops with their overload, or a function of (context, operation, *args, **kwargs)"
         raise explain(ArgumentTypeError, "policy", expected=expected, got=policy, fix="Write policy=[torch.ops.aten.mm.default].")
 
 
 def require_callable(function: object) -> None:
-    """Raises ArgumentTypeError: `function` cannot be called; UsageError: it is recomputed already."""
-    from gradaccum_torch.recompute.function import Recomputed
-
-    if isinstance(function, Recomputed):
-        raise recomputed_twice_error("function", "one that recompute() returned")
+    """Raises ArgumentTypeError: `function` cannot be called."""
     if not callable(function):
         fix = "Write recompute(function) and call what it returns, or recompute(model)."
         raise explain(ArgumentTypeError, "function", expected="a function or a torch.nn.Module", got=function, fix=fix)
@@ -59,12 +56,8 @@ def require_segments(segments: object, module: nn.Module) -> None:
 
 
 def require_replaceable(module: nn.Module, argument: str) -> None:
-    """Raises ArgumentTypeError: `module` has no ``forward`` to replace; UsageError: it is recomputed already, or is a parallel wrapper."""
-    from gradaccum_torch.recompute.module import is_recomputed
-
+    """Raises ArgumentTypeError: `module` has no ``forward`` to replace; UsageError: it is a parallel wrapper."""
     kind = type(module).__name__
-    if is_recomputed(module):
-        raise recomputed_twice_error(argument, f"a {kind} that is recomputed")
     if isinstance(module, nn.parallel.DistributedDataParallel):
         fix = "Write DistributedDataParallel(recompute(model, ...))."
         raise explain(UsageError, argument, expected="the model inside of the parallel wrapper", found=kind, fix=fix)

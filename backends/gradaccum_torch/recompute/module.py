@@ -17,7 +17,7 @@ from torch import nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import explain
-from gradaccum_torch.recompute.checks import require_replaceable, require_segments
+from gradaccum_torch.recompute.checks import recomputed_twice_error, require_replaceable, require_segments
 from gradaccum_torch.recompute.run import Rules, run
 
 M = TypeVar("M", bound=nn.Module)
@@ -32,7 +32,7 @@ def recompute_module(module: M, segments: int | None, submodules: Iterable[str |
         for each in _parts_of(module, submodules):
             _replace(each, _Whole(each, rules))
         return module
-    require_replaceable(module, "function")
+    _require_ordinary(module, "function")
     if segments is None and type(module).forward is not nn.Sequential.forward:
         _replace(module, _Whole(module, rules))
         return module
@@ -40,11 +40,6 @@ def recompute_module(module: M, segments: int | None, submodules: Iterable[str |
     require_segments(number, module)
     _replace(module, _Segments(module, number, rules))
     return module
-
-
-def is_recomputed(module: nn.Module) -> bool:
-    """Whether its ``forward`` is replaced."""
-    return isinstance(module.__dict__.get("forward"), _Whole)
 
 
 class _Whole:
@@ -76,6 +71,13 @@ class _Segments(_Whole):
         for part in _cut(_layers(self._module), self._segments):
             input = run(functools.partial(_chain, part), part, (input,), {}, self._rules)
         return input
+
+
+def _require_ordinary(module: nn.Module, argument: str) -> None:
+    """It has a ``forward`` of its own, and no stand-in for it."""
+    if isinstance(module.__dict__.get("forward"), _Whole):
+        raise recomputed_twice_error(argument, f"a {type(module).__name__} that is recomputed")
+    require_replaceable(module, argument)
 
 
 def _replace(module: nn.Module, forward: _Whole) -> None:
@@ -110,7 +112,7 @@ def _parts_of(module: nn.Module, submodules: Iterable[str | nn.Module]) -> list[
     for index, wanted in enumerate(submodules):
         argument = f"submodules[{index}]"
         part = _part(wanted, named, own, argument)
-        require_replaceable(part, argument)
+        _require_ordinary(part, argument)
         if id(part) in parts:
             fix = "Give each submodule once."
             raise explain(ArgumentValueError, argument, expected="another submodule than before", found="the same one again", fix=fix)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from gradaccum_torch.recompute.checks import drawing_in_place_error
-from gradaccum_torch.torch_private import without_dispatch_modes
+from gradaccum_torch.torch_private import schema_of, without_dispatch_modes
 
 Policy = Sequence[Any] | Callable[..., CheckpointPolicy | bool]
 """A list of operations to keep, or a function ``(context, operation, *args, **kwargs)`` that says what to do with each."""
@@ -47,7 +47,7 @@ class _Aligned:
         self._keeping = self._keeping or decision in _KEPT
         if not self._keeping:
             return decision
-        if operation._schema.is_mutable:
+        if schema_of(operation).is_mutable:
             raise drawing_in_place_error(operation)
         return CheckpointPolicy.MUST_SAVE
 
