@@ -83,20 +83,41 @@ def test_function_of_statistics() -> None:
     assert same(trained(got, recompute(lambda x: normalised(got, x))), trained(expected, functools.partial(normalised, expected)))
 
 
+by_change = pytest.mark.parametrize("inplace", [True, False])
+
+
+def both_orders(call: Callable[[Tensor], Tensor], model: nn.Module, size: int) -> list[Tensor]:
+    """Two forward passes before the backward passes, one of which comes twice."""
+    x = torch.linspace(0, 1, 2 * size).reshape(2, size).requires_grad_()
+    first, second = call(x).sum(), call(2 * x).sum()
+    for loss in (first, second, first):
+        loss.backward(retain_graph=True)
+    assert x.grad is not None
+    return [x.grad, *model.buffers()]
+
+
+@by_change
 @pytest.mark.parametrize("size", [4, surroundings.SMALL + 1])
-def test_changing_buffers_with_several_forwards(size: int) -> None:
-    """Two forward passes before two backward passes: each replay finds its own average."""
+def test_each_replay_finds_its_own_average(size: int, inplace: bool) -> None:
+    got, expected = Average(size, inplace), Average(size, inplace)
+    assert same(both_orders(recompute(got), got, size), both_orders(expected, expected, size))
 
-    def both(make_part: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
-        model = Average(size)
-        part, x = make_part(model), torch.linspace(0, 1, 2 * size).reshape(2, size).requires_grad_()
-        losses = [part(x).sum(), part(2 * x).sum()]
-        for loss in losses:
-            loss.backward()
-        assert x.grad is not None
-        return [x.grad, model.mean]
 
-    assert same(both(recompute), both(lambda model: model))
+@by_change
+@pytest.mark.parametrize("shared", ["module", "buffer"])
+@pytest.mark.parametrize("way", ["known", "hidden"])
+def test_average_used_twice(inplace: bool, shared: str, way: str) -> None:
+    """By one module that is called twice, or by two modules; found beforehand, or as they are called."""
+
+    def pair() -> nn.Sequential:
+        average = Average(4, inplace)
+        other = average if shared == "module" else Average(4, inplace)
+        other.mean = average.mean
+        return nn.Sequential(average, nn.Tanh(), other)
+
+    got, expected = pair(), pair()
+    part = recompute(got, segments=1) if way == "known" else of_hidden(got)
+    assert same(both_orders(part, got, 4), both_orders(expected, expected, 4))
 
 
 def test_written_large_buffer_without_version() -> None:

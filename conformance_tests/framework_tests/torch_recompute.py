@@ -14,15 +14,17 @@ MM = torch.ops.aten.addmm.default
 
 
 class Average(nn.Module):
-    """Normalises by an average that its forward pass reads, and then moves."""
+    """Normalises by an average that its forward pass reads, and then moves: in place, or to another tensor."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, inplace: bool = True) -> None:
         super().__init__()
+        self.inplace = inplace
         self.register_buffer("mean", torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.tanh(x - self.mean)
-        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        moved = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        self.mean = self.mean.copy_(moved) if self.inplace else moved
         return out
 
 
