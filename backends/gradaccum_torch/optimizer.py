@@ -141,7 +141,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
 
     def whole_window(self) -> WholeWindow:
         """The next window as one call fills it; `gradaccum_torch.backward` asks for it."""
-        return WholeWindow(self._window, self._parameters, self._options)
+        return WholeWindow(self._window, self._parameters, self._options, self._workers.group)
 
     def expect_open_window(self) -> None:
         """The checkpoint that `torch.distributed.checkpoint` is about to load was saved in mid-window.

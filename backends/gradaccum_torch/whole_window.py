@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum import UsageError
@@ -23,9 +24,11 @@ class WholeWindow:
         window: the window to fill.
         parameters: those that it sums over.
         options: those of `gradaccum.wrap`.
+        process_group: of the workers that share the window, if they make one.
     """
 
-    def __init__(self, window: Window, parameters: Parameters, options: Options) -> None:
+    def __init__(self, window: Window, parameters: Parameters, options: Options, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group
         self._window, self._parameters, self.options = window, parameters, options
         self._before: list[tuple[Tensor, Tensor]] = []
 

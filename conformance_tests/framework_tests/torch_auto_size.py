@@ -16,7 +16,7 @@ from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.common import require_same_everywhere
 from conformance_tests.framework_tests.torch_workers.reporting import run_checks
 from gradaccum import AutoMicroBatchSize, UsageError
-from gradaccum_torch import backward
+from gradaccum_torch.large_batch import backward
 
 NO_LIMIT = 2**40
 X = torch.linspace(-1, 2, 64, dtype=torch.float64).reshape(8, 8).sin()

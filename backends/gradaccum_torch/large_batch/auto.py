@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum import AutoMicroBatchSize, UsageError
-from gradaccum.kit import unknown_limit_error
+from gradaccum.kit import Division, unknown_limit_error
+from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.large_batch.memory_limit import within
-from gradaccum_torch.large_batch.vote import ElsewhereShortError, Vote
+from gradaccum_torch.large_batch.vote import ElsewhereShortError, Vote, workers_of_call
+from gradaccum_torch.optimizer import AccumulatingOptimizer
 
 T = TypeVar("T")
 Attempt = Callable[[int, Callable[[], None]], T]
@@ -29,6 +31,37 @@ before it delivers anything. If anything raises, it puts back all that it has mo
 
 _TEXTS = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 """Memory that runs out elsewhere than in a device's caching allocator is told by the text alone."""
+
+
+def run_divided(
+    run: Callable[[Division, Callable[[], None]], T],
+    division: Division,
+    function: Callable[..., Any],
+    large: LargeBatch,
+    optimizer: AccumulatingOptimizer | None,
+) -> T:
+    """What ``run(division, agreed)`` returns; where `division` leaves the size open, with the largest micro-batch that fits.
+
+    Args:
+        run: the window, as `Attempt`.
+        division: what the user asks for.
+        function: what is called with each micro-batch.
+        large: the batch.
+        optimizer: whose window is filled, if there is one.
+
+    Raises:
+        ArgumentValueError, UsageError: as `with_largest_size`.
+    """
+    sizes = division.micro_batch_size
+    if not isinstance(sizes, AutoMicroBatchSize):
+        return run(division, _at_once)
+
+    def attempt(size: int, agreed: Callable[[], None]) -> T:
+        return run(division._replace(micro_batch_size=size), agreed)
+
+    assert large.items is not None
+    tensors = large.tensors()
+    return with_largest_size(attempt, sizes, key_of(function, tensors), large.items, tensors, workers_of_call(optimizer))
 
 
 def with_largest_size(
@@ -127,6 +160,10 @@ def _free() -> None:
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+def _at_once() -> None:
+    """Nobody else is asked where the size is given."""
 
 
 def _require_limit(sizes: AutoMicroBatchSize, batch: Sequence[Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradaccum import AutoMicroBatchSize
 from gradaccum.kit import Division, Nest, make_division, make_options
+from gradaccum_torch.large_batch.auto import run_divided
 from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split
 from gradaccum_torch.large_batch.checks import require_alone, require_function, require_optimizer
 from gradaccum_torch.large_batch.collecting import Collector, InGrad, InWindow
@@ -53,7 +54,10 @@ def backward(
         batch: the arguments of `loss_fn` for the large batch: tensors, arrays and any nest of tuples, lists, dicts and dataclasses of
             them. They are cut into views and not changed. A plain number, text or None is given whole to each micro-batch.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
-        micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`: the most that fit into memory.
+        micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`: the most that fit into memory. When it
+            runs out, the call starts over with half as many, as if it had never begun. A CPU needs
+            ``AutoMicroBatchSize(memory_limit=)``, in bytes that autograd may keep. All workers of the optimizer's group, or of
+            the default process group, make such a call together.
         micro_batch_weight: consecutive items are packed up to this weight, by `weight`, an array.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight; ``"sum"``: losses are added; ``"item_mean"``:
             `loss_fn` returns a sum, and the total is divided by the total weight.
@@ -86,7 +90,7 @@ def backward(
     """
     division = make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
     call = _Call(loss_fn, LargeBatch(batch, axes, weight, split), reduction, aux, optimizer)
-    return call.run(division)
+    return run_divided(call.run, division, loss_fn, call.large, optimizer)
 
 
 class _Call:
@@ -103,8 +107,8 @@ class _Call:
         if optimizer is None:
             require_alone(self._reached.modules)
 
-    def run(self, division: Division) -> Any:
-        """Differentiate the micro-batches that `division` makes."""
+    def run(self, division: Division, agreed: Callable[[], None]) -> Any:
+        """Differentiate the micro-batches that `division` makes; `agreed` is called before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         shares = shares_of([each.weight for each in micro_batches], self._options)
         collector: Collector = InGrad(shares) if self._optimizer is None else InWindow(self._optimizer, shares)
@@ -112,7 +116,7 @@ class _Call:
         try:
             with collector.kept():
                 collector.expect(parameters_of(self._reached))
-                returned = self._accumulate(micro_batches, shares, collector)
+                returned = self._accumulate(micro_batches, shares, collector, agreed)
         except BaseException:
             if not collector.delivered():
                 before.put_back()
@@ -120,12 +124,13 @@ class _Call:
         collector.flush()
         return returned
 
-    def _accumulate(self, micro_batches: Sequence[MicroBatch], shares: Shares, collector: Collector) -> Any:
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], shares: Shares, collector: Collector, agreed: Callable[[], None]) -> Any:
         merged = None if self._aux is None else Merged(self._aux)
         pairs = zip(micro_batches, shares.contributions, strict=True)
         losses = [self._differentiated(*pair, collector, merged) for pair in pairs]
         loss = large_batch_loss(losses, shares)
         returned = loss if merged is None else (loss, merged.result())
+        agreed()
         collector.close()
         return returned
 

@@ -83,9 +83,13 @@ class LargeBatch:
         cuts = divided(division, self.items, self._weights.per_item)
         return self._weighed(self._cut(cuts), [cut.items for cut in cuts], cuts)
 
+    def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors."""
+        return [leaf.value for leaf in self._leaves if isinstance(leaf.value, Tensor)]
+
     def devices(self) -> set[torch.device]:
         """Where its tensors are."""
-        return {leaf.value.device for leaf in self._leaves if isinstance(leaf.value, Tensor)}
+        return {tensor.device for tensor in self.tensors()}
 
     def _weighed(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[Cut] | None) -> list[MicroBatch]:
         return list(map(MicroBatch, given, items, self._weights.of(given, items, cuts)))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradaccum import ArgumentTypeError, AutoMicroBatchSize
 from gradaccum.kit import Division, Nest, explain, make_division
+from gradaccum_torch.large_batch.auto import run_divided
 from gradaccum_torch.large_batch.backward import parameters_of
 from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split
 from gradaccum_torch.large_batch.checks import require_alone, require_coupled_optimizer, require_function
@@ -81,7 +82,7 @@ def coupled_backward(
         found = "a weight that nothing is packed by"
         raise explain(ArgumentTypeError, "weight", expected="one number per item, to pack by", found=found, fix=fix)
     large = LargeBatch(batch, axes, _one if weight is None else weight, split)
-    return _CoupledCall(outputs_fn, loss_fn, large, optimizer).run(division)
+    return run_divided(_CoupledCall(outputs_fn, loss_fn, large, optimizer).run, division, outputs_fn, large, optimizer)
 
 
 class _CoupledCall:
@@ -96,15 +97,15 @@ class _CoupledCall:
         if optimizer is None:
             require_alone(self._reached.modules)
 
-    def run(self, division: Division) -> Tensor:
-        """Make both passes over the micro-batches that `division` makes."""
+    def run(self, division: Division, agreed: Callable[[], None]) -> Tensor:
+        """Make both passes over the micro-batches that `division` makes; `agreed` is called before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         coupler: Coupler = CoupledInGrad() if self._optimizer is None else CoupledInWindow(self._optimizer)
         before = Before(self._reached, self.large.devices())
         try:
             with coupler.kept():
                 coupler.expect(parameters_of(self._reached))
-                loss = self._two_passes(micro_batches, coupler, before)
+                loss = self._two_passes(micro_batches, coupler, before, agreed)
         except BaseException:
             if not coupler.delivered():
                 before.put_back()
@@ -112,7 +113,7 @@ class _CoupledCall:
         coupler.flush()
         return loss
 
-    def _two_passes(self, micro_batches: Sequence[MicroBatch], coupler: Coupler, before: Before) -> Tensor:
+    def _two_passes(self, micro_batches: Sequence[MicroBatch], coupler: Coupler, before: Before, agreed: Callable[[], None]) -> Tensor:
         outputs, states = self._first_pass(micro_batches, before)
         loss, _ = evaluated(self._loss_fn, MicroBatch((outputs.whole(),), None, 1.0), has_aux=False)
         coupler.require_untouched()
@@ -127,6 +128,7 @@ class _CoupledCall:
         outputs.require_same()
         final_random.put_back()
         final_buffers.put_back()
+        agreed()
         coupler.close()
         return value
 

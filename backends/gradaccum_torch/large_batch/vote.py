@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
+from gradaccum_torch.optimizer import AccumulatingOptimizer
 
 _FITS, _SHORT, _RAISED = range(3)
 
@@ -85,8 +86,10 @@ class Vote:
         return int(worst), -int(smallest)
 
 
-def workers_here() -> dist.ProcessGroup | None:
-    """The default process group if it has several workers; None without one."""
+def workers_of_call(optimizer: AccumulatingOptimizer | None) -> dist.ProcessGroup | None:
+    """Who chooses together: the workers of the wrapped optimizer's window, or else all of the default process group; None: nobody else."""
+    if optimizer is not None and (group := optimizer.whole_window().process_group) is not None:
+        return group
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return dist.group.WORLD if several else None
 
