@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
@@ -84,6 +85,15 @@ def test_copies_recompute_themselves(how: Callable[[nn.Module], nn.Module], way:
     assert same(trained(twin), trained(make()))
     assert same(state(model)[:-1], before[:-1])
     assert kept_bytes(twin) == kept_bytes(model) < kept_bytes(make())
+
+
+def test_own_forward_of_an_instance_is_kept() -> None:
+    model, other = make(), make()
+    for each in (model[0], other[0]):
+        each.forward = functools.partial(nn.Bilinear(8, 8, 8).requires_grad_(False).forward, torch.ones(5, 8))
+        torch.manual_seed(0)
+        each.forward.func.__self__.reset_parameters()
+    assert same(trained(recompute(model, submodules=["0"])), trained(other))
 
 
 def test_module_stays_as_it_was() -> None:
