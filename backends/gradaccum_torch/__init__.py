@@ -4,6 +4,7 @@ from gradaccum_torch.backend import TorchBackend, backend
 from gradaccum_torch.large_batch import backward, coupled_backward
 from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.recompute import recompute
 from gradaccum_torch.scheduler import GatedScheduler
 from gradaccum_torch.workers import redistributed, sharded_cross_entropy
 
@@ -14,6 +15,7 @@ __all__ = [
     "backend",
     "backward",
     "coupled_backward",
+    "recompute",
     "redistributed",
     "sharded_cross_entropy",
     "verify_loss_scaling",
