@@ -89,18 +89,20 @@ class Surroundings:
         """
         self._require_unchanged()
         copies = {key: held.copy.detach().clone() for key, held in self._held.items() if held.copy is not None}
-        now = [(each.module.training, dict(parameters_of(each.module)), dict(buffers_of(each.module))) for each in self._noted.values()]
+        now = [(each.module.training, dict(buffers_of(each.module))) for each in self._noted.values()]
+        lent: list[tuple[Table, Table]] = []
         try:
             for module, training, parameters, buffers in self._noted.values():
                 module.training = training
-                _exchange(parameters_of(module), parameters)
+                lent.append((parameters_of(module), _exchanged(parameters_of(module), parameters)))
                 _put(buffers_of(module), {name: copies.get(id(buffer), buffer) for name, buffer in buffers.items()})
             yield
         finally:
-            for (module, _, noted, _), (training, parameters, buffers) in zip(self._noted.values(), now, strict=True):
-                module.training = training
-                _take_out(parameters_of(module), noted, parameters)
-                _put(buffers_of(module), buffers)
+            for table, taken in lent:
+                table.update(taken)
+            for each, (training, buffers) in zip(self._noted.values(), now, strict=True):
+                each.module.training = training
+                _put(buffers_of(each.module), buffers)
 
     def _note(self, module: nn.Module) -> None:
         if id(module) in self._noted:
@@ -135,17 +137,12 @@ def _put(table: Table, tensors: Table) -> None:
     table.update(tensors)
 
 
-def _exchange(table: Table, tensors: Table) -> None:
-    """Put in the tensors that differ. FSDP exchanges parameters itself while a replay runs; a table that is alike is left to it."""
-    for name, tensor in tensors.items():
-        if table.get(name) is not tensor:
-            table[name] = tensor
+def _exchanged(table: Table, noted: Table) -> Table:
+    """Put in the parameters that were noted; returns those whose place they take.
 
-
-def _take_out(table: Table, noted: Table, before: Table) -> None:
-    """Undo ``_exchange(table, noted)``, where the table was as `before`."""
-    for name in noted:
-        if name not in before:
-            del table[name]
-        elif before[name] is not noted[name]:
-            table[name] = before[name]
+    FSDP exchanges its parameters itself, sharded ones for whole ones and back, also while a replay runs: they are left to it.
+    """
+    taken = {name: table[name] for name, tensor in noted.items() if name in table and table[name] is not tensor}
+    taken = {name: now for name, now in taken.items() if not any(each is not None and is_sharded(each) for each in (now, noted[name]))}
+    table.update({name: noted[name] for name in taken})
+    return taken
