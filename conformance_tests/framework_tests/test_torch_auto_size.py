@@ -183,21 +183,25 @@ def test_freed_before_retry(kept: bool) -> None:
     """A tensor of the failed frames, and of an error that somebody else still holds."""
     model, alive, errors = make(), [], []
 
+    def first(x: Tensor) -> None:
+        large = model(x)
+        alive.append(weakref.ref(large))
+        raise Failure
+
     def loss_fn(x: Tensor) -> Tensor:
         if len(x) < len(X):
-            assert alive[0]() is None
+            assert [each() for each in alive] == [None, None]
             return model(x).square().mean()
         large = model(x)
         alive.append(weakref.ref(large))
         try:
-            raise Failure
+            first(x)
         except Failure as error:
-            if kept:
-                errors.append(error)
+            errors.extend([error] if kept else [])
             raise torch.OutOfMemoryError from error
 
     backward(loss_fn, X.float(), micro_batch_size=AutoMicroBatchSize(NO_LIMIT))
-    assert len(alive) == 1
+    assert len(alive) == 2
 
 
 def wide_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -218,6 +222,26 @@ def test_memory_limit_on_a_cpu(items: int, expected: int) -> None:
     assert sizes.size == expected
     assert torch.equal(got, backward(wide_loss(other), X, micro_batch_size=expected))
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_memory_limit_counts_no_frozen_parameter() -> None:
+    """A layer's weight is kept for the gradient of its input."""
+    model = wide()
+    model[2].requires_grad_(False)
+    sizes = AutoMicroBatchSize(memory_limit=(512 + 8) * 8 * 2)
+    backward(wide_loss(model), X, micro_batch_size=sizes)
+    assert sizes.size == 2
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_memory_limit_of_sparse_tensors(layout: torch.layout) -> None:
+    weight = torch.ones(8, 2, dtype=torch.float64, requires_grad=True)
+    sizes = AutoMicroBatchSize(memory_limit=1000)
+    backward(lambda x: torch.sparse.mm(x.to_sparse(layout=layout), weight).mean(), X, micro_batch_size=sizes)
+    assert sizes.size == 8
+    with pytest.raises(UsageError):
+        backward(lambda x: torch.sparse.mm(x.to_sparse(layout=layout), weight).mean(), X, micro_batch_size=AutoMicroBatchSize(8))
 
 
 def test_memory_limit_too_small() -> None:
@@ -245,9 +269,8 @@ def test_memory_limit_notices_writes() -> None:
 
 
 @pytest.mark.parametrize("size", ["auto", AutoMicroBatchSize()])
-def test_unknown_limit_is_refused(size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_limit_is_refused(size: Any) -> None:
     run = Run("no optimizer")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ArgumentValueError, match=r"micro_batch_size: .*memory_limit="):
         run.call(size)
     assert run.trouble.calls == 0

@@ -67,7 +67,20 @@ def of_hidden(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
     return recompute(lambda x: hidden.model(x))
 
 
-@pytest.mark.parametrize("way", [of_self, of_closure, of_partial, of_argument, of_hidden])
+def of_method(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        @recompute
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    return Outer()
+
+
+@pytest.mark.parametrize("way", [of_method, of_self, of_closure, of_partial, of_argument, of_hidden])
 def test_functions_same_bits(way: Any) -> None:
     model = make()
     assert same(trained(model, way(model)), trained(make()))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradaccum import AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, unknown_limit_error
@@ -38,6 +38,7 @@ def run_divided(
     division: Division,
     function: Callable[..., Any],
     large: LargeBatch,
+    modules: Iterable[nn.Module],
     optimizer: AccumulatingOptimizer | None,
 ) -> T:
     """What ``run(division, agreed)`` returns; where `division` leaves the size open, with the largest micro-batch that fits.
@@ -47,6 +48,7 @@ def run_divided(
         division: what the user asks for.
         function: what is called with each micro-batch.
         large: the batch.
+        modules: those that `function` is known to use.
         optimizer: whose window is filled, if there is one.
 
     Raises:
@@ -61,7 +63,8 @@ def run_divided(
 
     assert large.items is not None
     tensors = large.tensors()
-    return with_largest_size(attempt, sizes, key_of(function, tensors), large.items, tensors, workers_of_call(optimizer))
+    existing = [*tensors, *(each for module in modules for each in (*module.parameters(recurse=False), *module.buffers(recurse=False)))]
+    return with_largest_size(attempt, sizes, key_of(function, tensors), large.items, existing, workers_of_call(optimizer))
 
 
 def with_largest_size(
@@ -69,7 +72,7 @@ def with_largest_size(
     sizes: AutoMicroBatchSize,
     key: Hashable,
     items: int,
-    batch: Sequence[Tensor],
+    existing: Sequence[Tensor],
     workers: dist.ProcessGroup | None = None,
 ) -> T:
     """What `attempt` returns with the largest micro-batch that fits; the size is noted in `sizes`.
@@ -79,7 +82,7 @@ def with_largest_size(
         sizes: remembers what fitted `key`.
         key: what the need of memory depends on; see `key_of`.
         items: in the batch.
-        batch: its tensors, whose memory is there in any case.
+        existing: the tensors of the batch and of modules, whose memory is there in any case.
         workers: the process group whose workers choose together; None: this process alone.
 
     Raises:
@@ -87,12 +90,12 @@ def with_largest_size(
         UsageError: not even one item fits; or another worker raised.
         BaseException: whatever else `attempt` raises.
     """
-    _require_limit(sizes, batch)
+    _require_limit(sizes, existing)
     vote, size = Vote(workers), sizes.start(key, items)
     while True:
         vote.begin(size)
         try:
-            with within(sizes.memory_limit, batch):
+            with within(sizes.memory_limit, existing):
                 made = attempt(size, vote.fits)
         except BaseException as error:
             smaller = _after(error, size, sizes, vote)
@@ -166,7 +169,7 @@ def _at_once() -> None:
     """Nobody else is asked where the size is given."""
 
 
-def _require_limit(sizes: AutoMicroBatchSize, batch: Sequence[Tensor]) -> None:
+def _require_limit(sizes: AutoMicroBatchSize, existing: Sequence[Tensor]) -> None:
     """A CPU's memory is the whole machine's, and the system kills who asks for more of it."""
-    if sizes.memory_limit is None and all(each.is_cpu for each in batch) and not torch.accelerator.is_available():
+    if sizes.memory_limit is None and all(each.is_cpu for each in existing):
         raise unknown_limit_error("the CPU")

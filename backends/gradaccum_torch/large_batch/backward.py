@@ -90,7 +90,7 @@ def backward(
     """
     division = make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
     call = _Call(loss_fn, LargeBatch(batch, axes, weight, split), reduction, aux, optimizer)
-    return run_divided(call.run, division, loss_fn, call.large, optimizer)
+    return run_divided(call.run, division, loss_fn, call.large, call.reached.modules, optimizer)
 
 
 class _Call:
@@ -103,19 +103,19 @@ class _Call:
         self._loss_fn, self._aux, self.large = loss_fn, aux, large
         self._options = make_options(None, reduction=reduction)
         self._optimizer = None if optimizer is None else require_optimizer(optimizer, reduction)
-        self._reached = reached_by(loss_fn)
+        self.reached = reached_by(loss_fn)
         if optimizer is None:
-            require_alone(self._reached.modules)
+            require_alone(self.reached.modules)
 
     def run(self, division: Division, agreed: Callable[[], None]) -> Any:
         """Differentiate the micro-batches that `division` makes; `agreed` is called before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         shares = shares_of([each.weight for each in micro_batches], self._options)
         collector: Collector = InGrad(shares) if self._optimizer is None else InWindow(self._optimizer, shares)
-        before = Before(self._reached, self.large.devices())
+        before = Before(self.reached, self.large.devices())
         try:
             with collector.kept():
-                collector.expect(parameters_of(self._reached))
+                collector.expect(parameters_of(self.reached))
                 returned = self._accumulate(micro_batches, shares, collector, agreed)
         except BaseException:
             if not collector.delivered():

@@ -82,7 +82,8 @@ def coupled_backward(
         found = "a weight that nothing is packed by"
         raise explain(ArgumentTypeError, "weight", expected="one number per item, to pack by", found=found, fix=fix)
     large = LargeBatch(batch, axes, _one if weight is None else weight, split)
-    return run_divided(_CoupledCall(outputs_fn, loss_fn, large, optimizer).run, division, outputs_fn, large, optimizer)
+    call = _CoupledCall(outputs_fn, loss_fn, large, optimizer)
+    return run_divided(call.run, division, outputs_fn, large, call.reached.modules, optimizer)
 
 
 class _CoupledCall:
@@ -93,18 +94,18 @@ class _CoupledCall:
         require_function("loss_fn", loss_fn)
         self._outputs_fn, self._loss_fn, self.large = outputs_fn, loss_fn, large
         self._optimizer = None if optimizer is None else require_coupled_optimizer(optimizer)
-        self._reached = reached_by(outputs_fn, loss_fn)
+        self.reached = reached_by(outputs_fn, loss_fn)
         if optimizer is None:
-            require_alone(self._reached.modules)
+            require_alone(self.reached.modules)
 
     def run(self, division: Division, agreed: Callable[[], None]) -> Tensor:
         """Make both passes over the micro-batches that `division` makes; `agreed` is called before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         coupler: Coupler = CoupledInGrad() if self._optimizer is None else CoupledInWindow(self._optimizer)
-        before = Before(self._reached, self.large.devices())
+        before = Before(self.reached, self.large.devices())
         try:
             with coupler.kept():
-                coupler.expect(parameters_of(self._reached))
+                coupler.expect(parameters_of(self.reached))
                 loss = self._two_passes(micro_batches, coupler, before, agreed)
         except BaseException:
             if not coupler.delivered():
@@ -117,7 +118,7 @@ class _CoupledCall:
         outputs, states = self._first_pass(micro_batches, before)
         loss, _ = evaluated(self._loss_fn, MicroBatch((outputs.whole(),), None, 1.0), has_aux=False)
         coupler.require_untouched()
-        final_random, final_buffers = before.random_state(), Buffers(self._reached.modules)
+        final_random, final_buffers = before.random_state(), Buffers(self.reached.modules)
         coupler.differentiate(loss, outputs.leaves())
         value = loss.detach()
         del loss  # And with it the graph of all items.

@@ -1,7 +1,7 @@
 """A limit in bytes where the device has none to ask for: the memory that autograd keeps is counted, and is refused past the limit.
 
-Counted is what the loss function's graph keeps for its backward pass. Each memory counts once, and those of the batch and of parameters do
-not count: they are there whatever the size of a micro-batch. What a recomputed part makes anew in the backward pass is not seen.
+Counted is what the loss function's graph keeps for its backward pass. Each memory counts once, and those of the batch and of modules do not
+count: they are there whatever the size of a micro-batch. What a recomputed part makes anew in the backward pass is not seen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum_torch.torch_private import base_of, version
+from gradaccum_torch.torch_private import base_of, elements, local, version
 
 
 def within(limit: int | None, existing: Iterable[Tensor]) -> AbstractContextManager[object]:
@@ -47,7 +47,7 @@ class Ledger:
         address = _address(tensor)
         if address in self._existing or _is_of_parameter(tensor):
             return Kept(tensor, None, 0)
-        size = tensor.untyped_storage().nbytes()
+        size = _memory(tensor).nbytes()
         with self._lock:
             added = 0 if address in self._users else size
             if self._bytes + added > self._limit:
@@ -86,8 +86,16 @@ class Kept:
             self._ledger.release(_address(self._tensor), self._size)
 
 
+def _memory(tensor: Tensor) -> torch.UntypedStorage:
+    """Where the numbers of `tensor` are, of a sharded or a sparse one too; a sparse one's indices do not count."""
+    tensor = local(tensor)
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage()
+    return (elements(tensor) if tensor.is_sparse else tensor.values()).untyped_storage()
+
+
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return _memory(tensor).data_ptr()
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
