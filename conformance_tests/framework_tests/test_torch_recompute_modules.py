@@ -27,6 +27,7 @@ from conformance_tests.framework_tests.torch_recompute import (
     state,
     trained,
 )
+from gradaccum_torch.large_batch import backward, coupled_backward
 from gradaccum_torch.recompute import recompute, run, surroundings
 
 
@@ -114,6 +115,20 @@ def test_hooks() -> None:
     model[3].register_forward_hook(lambda *_: calls.append("inside"))
     trained(recompute(model, segments=1))
     assert calls == ["inside", "own", "inside"]
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_large_batch_in_one_call(coupled: bool) -> None:
+    def split(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        x = torch.cat([data(), -data()])
+        if coupled:
+            loss = coupled_backward(model, lambda out: torch.logsumexp(out, 0).sum(), x, steps=3)
+        else:
+            loss = backward(lambda x: model(x).square().mean(), x, steps=3)
+        return [loss, *state(model)]
+
+    assert same(split(recompute(make())), split(make()))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
