@@ -204,6 +204,17 @@ def test_freed_before_retry(kept: bool) -> None:
     assert len(alive) == 2
 
 
+def test_allocator_of_the_cpu() -> None:
+    """Its own error, of 128 TiB."""
+    model, sizes = make(), AutoMicroBatchSize(NO_LIMIT)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x.float()).square().mean() + (torch.empty(2**45).sum() if len(x) > 2 else 0)
+
+    backward(loss_fn, X, micro_batch_size=sizes)
+    assert sizes.size == 2
+
+
 def test_coupled_loss() -> None:
     """Both passes may run out of memory."""
 

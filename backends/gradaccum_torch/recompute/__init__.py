@@ -63,6 +63,13 @@ def recompute(
         ArgumentTypeError: `function` can not be called, or an argument is of the wrong type.
         ArgumentValueError: more segments than layers, a submodule that is none of the module's, or both `segments` and `submodules`.
         UsageError: it is recomputed already, or cannot be replaced. The second run raises it, too, for parameters that changed since.
+
+    Example:
+        >>> import torch
+        >>> model = recompute(torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(9)]))  # In three segments of three.
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> len(model.state_dict())
+        18
     """
     require_options(policy, preserve_rng_state)
     rules = Rules(policy, preserve_rng_state)
