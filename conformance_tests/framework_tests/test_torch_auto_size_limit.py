@@ -49,6 +49,14 @@ def test_memory_limit_counts_no_frozen_parameter() -> None:
     assert sizes.size == 2
 
 
+def test_memory_limit_counts_no_leaf() -> None:
+    """Of no module, and kept as a view."""
+    scale, weight = (torch.ones(*shape, dtype=torch.float64, requires_grad=True) for shape in ((8,), (512, 8)))
+    sizes = AutoMicroBatchSize(memory_limit=8 * 8 * 8)
+    backward(lambda x: nn.functional.linear(x * scale, weight).mean(), X, micro_batch_size=sizes)
+    assert sizes.size == 8
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_memory_limit_of_sparse_tensors(layout: torch.layout) -> None:
