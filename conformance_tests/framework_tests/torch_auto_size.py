@@ -54,9 +54,9 @@ def both_halve(rank: int) -> None:
 
 
 def unequal_batches(rank: int) -> None:
-    """The smaller of two unequal sizes is that of both."""
+    """Half of three is two, and so is the size of eight elsewhere."""
     model, sizes = make(), AutoMicroBatchSize(NO_LIMIT)
-    backward(failing(model, 8 if rank == 0 else 2), X[: 8 - 3 * rank], micro_batch_size=sizes)
+    backward(failing(model, 8 if rank == 0 else 2), X[: 8 - 5 * rank], micro_batch_size=sizes)
     require_same_everywhere(sizes.size)
     assert sizes.size == 2
 
