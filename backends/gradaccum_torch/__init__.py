@@ -1,8 +1,10 @@
 """The PyTorch adapter of gradaccum. ``gradaccum.wrap(optimizer, steps=4)`` finds it; nothing here needs to be imported for that."""
 
 from gradaccum_torch.backend import TorchBackend, backend
+from gradaccum_torch.large_batch import backward, coupled_backward
 from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.recompute import recompute
 from gradaccum_torch.scheduler import GatedScheduler
 from gradaccum_torch.workers import redistributed, sharded_cross_entropy
 
@@ -11,6 +13,9 @@ __all__ = [
     "GatedScheduler",
     "TorchBackend",
     "backend",
+    "backward",
+    "coupled_backward",
+    "recompute",
     "redistributed",
     "sharded_cross_entropy",
     "verify_loss_scaling",

@@ -25,6 +25,7 @@ from gradaccum_torch.loss import require_loss
 from gradaccum_torch.masters import Group, Parameters
 from gradaccum_torch.torch_private import LocalVariables, initialize_state
 from gradaccum_torch.update import Update
+from gradaccum_torch.whole_window import WholeWindow
 from gradaccum_torch.window import Window
 from gradaccum_torch.workers import Workers, workers_of
 
@@ -137,6 +138,10 @@ class AccumulatingOptimizer(DelegatingOptimizer):
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way: no update, nothing counted, the loss scale as it was."""
         self._window.discard()
+
+    def whole_window(self) -> WholeWindow:
+        """The next window as one call fills it; `gradaccum_torch.backward` asks for it."""
+        return WholeWindow(self._window, self._parameters, self._options, self._workers.group)
 
     def expect_open_window(self) -> None:
         """The checkpoint that `torch.distributed.checkpoint` is about to load was saved in mid-window.

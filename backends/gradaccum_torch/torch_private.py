@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch._utils import _flatten_dense_tensors
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Node = Any
 """A node of autograd's graph, for which torch has no common type."""
@@ -39,6 +42,24 @@ foreach_sub_ = torch._foreach_sub_
 """Subtracts many tensors in place. Without it master weights on an accelerator are compared one by one."""
 foreach_copy_ = torch._foreach_copy_
 """Copies many tensors into others. Without it master weights are rounded one by one."""
+
+parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")
+buffers_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
+"""A module's own tables, to put other tensors in for the time of a replay. Public ``setattr`` does it too, more slowly, with its checks."""
+
+without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
+"""Runs operations that a policy of recomputation must not count. Without it a policy over modules with buffers is off by these."""
+
+Operation: type = torch._ops.OpOverload
+"""An operation of ``torch.ops`` with its overload. Without it a list of other things would be a policy that keeps nothing."""
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""What an operation takes, gives and writes into. Without it a draw in place that has to be kept is refused by torch, late."""
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that a view is of. Without it the transposed weight of a layer counts as memory that the loss keeps."""
+
+flatten_nest: Callable[[Any], tuple[list[Any], Any]] = tree_flatten
+unflatten_nest: Callable[[Iterable[Any], Any], Any] = tree_unflatten
+"""The leaves of a nest of tuples, lists and dicts. Without them autograd does not notice a change of a tensor in a nest."""
 
 flatten_dense: Callable[[Iterable[Tensor]], Tensor] = _flatten_dense_tensors
 """Copies dense tensors side by side into a vector. `torch.cat` of flat views does the same with more calls."""
@@ -71,6 +92,19 @@ CHILDREN_OF_SEQUENCE = "_schedulers"
 when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Has a function called as the running backward pass ends; torch forgets it if the pass raises. Without it neither a backward pass that
 raised half-way is noticed, nor in the first window changes that torch does not count."""
+
+
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The node of autograd's graph that adds into a leaf's ``.grad``. Without it the leaves of a loss are not found."""
+
+
+def accumulation_hooks(leaf: Tensor) -> Collection[Callable[[Tensor], None]]:
+    """The hooks that run after each accumulation into `leaf`.
+
+    Without the table the parameters of a wrapped optimizer are not told from others where a large batch is split without it.
+    """
+    table: Mapping[int, Callable[[Tensor], None]] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
+    return () if table is None else table.values()
 
 
 def hook_tables() -> dict[str, OrderedDict[int, Callable[..., Any]]]:

@@ -199,7 +199,7 @@ class Window:
         self._require_whole("state_dict()")
         if self._fields.micro_step:
             self.strategy.require_counted("state_dict()", self._micro_batch.noted)
-        fields = self._fields_to_save()
+        fields = self.fields_to_save()
         # Between two windows the schedule, which may have come to its end, is not asked.
         terms = terms_of(self._options._replace(steps=self._size if fields.micro_step else None), fields.optimizer_step)
         sums = enumerate(self.strategy.sums() if fields.micro_step else ())
@@ -222,7 +222,7 @@ class Window:
 
     def pickled(self) -> dict[str, Any]:
         """The state for `unpickle` of a copy, in the midst of a micro-batch too."""
-        state = {"fields": self._fields_to_save(), "grad_norm": self._grad_norm, "micro_batch": self._micro_batch}
+        state = {"fields": self.fields_to_save(), "grad_norm": self._grad_norm, "micro_batch": self._micro_batch}
         return {**state, "strategy": self.strategy.pickled()}
 
     def unpickle(self, pickled: Mapping[str, Any]) -> None:
@@ -281,7 +281,7 @@ class Window:
     def _set(self, fields: Fields, event: tuple[bool, bool, bool] = _NOTHING_CLOSED) -> None:
         self._fields, self._event = at_rest(fields, float64_weight=self._plan.float64_weight), event
 
-    def _fields_to_save(self) -> State:
+    def fields_to_save(self) -> State:
         """The state, with a `torch.amp.GradScaler`'s scale and tracker as they are now; may wait for the device."""
         return self._fields if self._scaler is None else self._scaler.current(self._fields)
 

@@ -44,7 +44,8 @@ class WorkerGroup(Workers):
     """
 
     def __init__(self, group: dist.ProcessGroup, module: DistributedDataParallel) -> None:
-        self._group, self._module = group, module
+        self.group: dist.ProcessGroup = group
+        self._module = module
         self._flushing = self._all_flush = False
         self.several, self._device = True, next(module.parameters()).device
         self.place = self._rank, self._workers = dist.get_rank(group), dist.get_world_size(group)
@@ -107,7 +108,7 @@ class WorkerGroup(Workers):
         whole, guess = sums, [index for index in self._riders if index < len(sums)]
         while True:
             whole = _filled(whole, guess, zeros)
-            bucket = FirstBucket(own, [total for index in guess if (total := whole[index]) is not None], self._device, self._group)
+            bucket = FirstBucket(own, [total for index in guess if (total := whole[index]) is not None], self._device, self.group)
             numbers = decode(bucket.numbers(), self._workers)
             whole = _filled(whole, [index for index, there in enumerate(numbers.present) if there], zeros, others=False)
             self._riders = riders(whole, self._device)
@@ -116,7 +117,7 @@ class WorkerGroup(Workers):
             guess = self._riders
         bucket.unpack()
         rode, rest = set(guess), enumerate(whole)
-        all_reduce([total for index, total in rest if total is not None and index not in rode and not is_sharded(total)], self._group)
+        all_reduce([total for index, total in rest if total is not None and index not in rode and not is_sharded(total)], self.group)
         return numbers, whole
 
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
+import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum import UsageError
@@ -54,6 +55,8 @@ class Workers(ABC):
     """After `join`: the window holds a micro-batch."""
     place: tuple[int, int] | None = None
     """The rank of this worker and their number, which its part of a saved sum belongs to; None: any worker can load any part."""
+    group: dist.ProcessGroup | None = None
+    """The process group that they make; None: this worker is alone, or a mesh of several groups shares its parameters."""
     deferred: Deferred | None = None
     """What keeps the sum until the window ends; None: it is in ``.grad`` or a buffer."""
 

@@ -1,0 +1,153 @@
+"""``gradaccum_torch.backward``: the large batch's gradient and loss from one call, with the activations of one micro-batch.
+
+The call lists the micro-batches, then runs loss and backward pass for each. A loss is differentiated with its share as the incoming
+gradient: no operation is added to the user's graph, and nothing is left to divide at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradaccum import AutoMicroBatchSize
+from gradaccum.kit import Division, Nest, make_division, make_options
+from gradaccum_torch.large_batch.auto import run_divided
+from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split
+from gradaccum_torch.large_batch.checks import require_alone, require_function, require_optimizer
+from gradaccum_torch.large_batch.collecting import Collector, InGrad, InWindow
+from gradaccum_torch.large_batch.loss import Shares, evaluated, large_batch_loss, shares_of
+from gradaccum_torch.large_batch.merging import Merged, require_kinds
+from gradaccum_torch.large_batch.replay import Before, Reached, reached_by
+from gradaccum_torch.large_batch.weights import Weight
+from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.torch_private import untraced
+
+
+def backward(
+    loss_fn: Callable[..., Any],
+    *batch: Any,
+    steps: int | None = None,
+    micro_batch_size: int | str | AutoMicroBatchSize | None = None,
+    micro_batch_weight: float | None = None,
+    reduction: str = "mean",
+    weight: Weight = None,
+    axes: Nest = 0,
+    split: Split | None = None,
+    aux: Nest = None,
+    optimizer: AccumulatingOptimizer | None = None,
+) -> Any:
+    """Add the large batch's gradient to ``.grad``, one micro-batch at a time, and return its loss.
+
+    The result is that of ``loss_fn(*batch).backward()`` where the loss is a mean or sum over items. A batch norm in training takes its
+    statistics from each micro-batch, and a loss that couples items needs `gradaccum_torch.coupled_backward`.
+
+    Every leaf that the loss reaches gets its gradient: parameters, and a batch tensor that requires one. Hooks on them run once per
+    micro-batch and see its share, as in a loop written by hand. Half-precision gradients are summed in float32 and cast once. The sum is
+    added to what was in ``.grad`` at the end. If something raises, Ctrl-C included, ``.grad``, random states and module buffers are what
+    they were; modules are found through what `loss_fn` closes over.
+
+    Args:
+        loss_fn: ``loss_fn(*micro_batch)`` returns a scalar loss, a real floating-point tensor of shape ``()``, or ``(loss, aux)`` if `aux`
+            is given. It must not call ``backward()`` itself.
+        batch: the arguments of `loss_fn` for the large batch: tensors, arrays and any nest of tuples, lists, dicts and dataclasses of
+            them. They are cut into views and not changed. A plain number, text or None is given whole to each micro-batch.
+        steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
+        micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`: the most that fit into memory. When it
+            runs out, the call starts over with half as many, as if it had never begun. A CPU needs
+            ``AutoMicroBatchSize(memory_limit=)``, in bytes that autograd may keep. All workers of the optimizer's group, or of
+            the default process group, make such a call together.
+        micro_batch_weight: consecutive items are packed up to this weight, by `weight`, an array.
+        reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight; ``"sum"``: losses are added; ``"item_mean"``:
+            `loss_fn` returns a sum, and the total is divided by the total weight.
+        weight: the weight of a micro-batch: a callable, ``weight(*micro_batch)``, called for all of them before the first one runs; or one
+            number per item, shape ``(items,)``, which are summed. Its number of items if not given. A micro-batch of weight 0 is run, and
+            adds nothing; where all have weight 0, ``.grad`` stays as it is and the loss is 0.
+        axes: a prefix nest of `batch`: the batch axis of each leaf, or None for a leaf that every micro-batch is given whole.
+        split: your own division: ``split(*batch)``, or ``split(*batch, steps=steps)``, returns the micro-batches, each a tuple of
+            arguments; anything else than a tuple is its only argument.
+        aux: a prefix nest of kinds, by which the aux merges per leaf: ``"sum"``, ``"mean"`` (over items), ``"weighted_mean"``, ``"max"``,
+            ``"min"``, ``"concatenate"``. Leaves are detached.
+        optimizer: an optimizer wrapped with ``steps=None``. The micro-batches are then its window, which the call closes with one update;
+            see ``optimizer.result``. If the update itself raises, the window stays full, as after ``flush()``.
+
+    Returns:
+        The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or ``(loss, aux)``. With several workers it is this worker's.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be divided so, or `loss_fn` returns something else.
+        UsageError: `loss_fn` calls ``backward()``, or its parameters are a wrapped optimizer's or several workers' and `optimizer` is not
+            given.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
+        >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
+        >>> loss = backward(lambda x, y: (model(x) - y).square().mean(), x, y, steps=4)
+        >>> model.weight.grad.shape
+        torch.Size([1, 3])
+    """
+    division = make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
+    call = _Call(loss_fn, LargeBatch(batch, axes, weight, split), reduction, aux, optimizer)
+    return run_divided(call.run, division, loss_fn, call.large, call.reached.modules, optimizer)
+
+
+class _Call:
+    """One call, checked; `run` can be started over with another size, since it leaves everything as it was if it raises."""
+
+    def __init__(self, loss_fn: Callable[..., Any], large: LargeBatch, reduction: str, aux: Nest, optimizer: object) -> None:
+        require_function("loss_fn", loss_fn)
+        if aux is not None:
+            require_kinds(aux)
+        self._loss_fn, self._aux, self.large = loss_fn, aux, large
+        self._options = make_options(None, reduction=reduction)
+        self._optimizer = None if optimizer is None else require_optimizer(optimizer, reduction)
+        self.reached = reached_by(loss_fn)
+        if optimizer is None:
+            require_alone(self.reached.modules)
+
+    def run(self, division: Division, agreed: Callable[[], None]) -> Any:
+        """Differentiate the micro-batches that `division` makes; `agreed` is called before their gradients are delivered."""
+        micro_batches = self.large.micro_batches(division)
+        shares = shares_of([each.weight for each in micro_batches], self._options)
+        collector: Collector = InGrad(shares) if self._optimizer is None else InWindow(self._optimizer, shares)
+        before = Before(self.reached, self.large.devices())
+        try:
+            with collector.kept():
+                collector.expect(parameters_of(self.reached))
+                returned = self._accumulate(micro_batches, shares, collector, agreed)
+        except BaseException:
+            if not collector.delivered():
+                before.put_back()
+            raise
+        collector.flush()
+        return returned
+
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], shares: Shares, collector: Collector, agreed: Callable[[], None]) -> Any:
+        merged = None if self._aux is None else Merged(self._aux)
+        pairs = zip(micro_batches, shares.contributions, strict=True)
+        losses = [self._differentiated(*pair, collector, merged) for pair in pairs]
+        loss = large_batch_loss(losses, shares)
+        returned = loss if merged is None else (loss, merged.result())
+        agreed()
+        collector.close()
+        return returned
+
+    def _differentiated(self, micro_batch: MicroBatch, contribution: float, collector: Collector, merged: Merged | None) -> Tensor:
+        """The loss of one micro-batch; its graph and its aux are freed as this returns."""
+        loss, aux = evaluated(self._loss_fn, micro_batch, has_aux=merged is not None)
+        collector.require_untouched()
+        if merged is not None:
+            merged.add(aux, micro_batch)
+        collector.add(loss, micro_batch.weight, contribution)
+        return loss.detach()
+
+
+def parameters_of(reached: Reached) -> list[Tensor]:
+    """The trainable parameters of modules, each once."""
+    held = {id(each): each for module in reached.modules for each in module._parameters.values() if each is not None and each.requires_grad}
+    return list(held.values())
+
+
+untraced(backward)

@@ -1,0 +1,183 @@
+"""The large batch and its micro-batches: consecutive items along each leaf's batch axis, as views of the user's own tensors.
+
+The core decides where to cut. This module measures and narrows tensors. It lists all micro-batches before the first one runs: their weights
+have to be known by then, and views take no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError
+from gradaccum.kit import (
+    Cut,
+    Division,
+    Leaf,
+    Nest,
+    divided,
+    explain,
+    is_column,
+    leaves_of,
+    require_items,
+    require_one_size,
+    spread,
+    with_leaves,
+)
+from gradaccum_torch.large_batch.weights import Weight, Weights
+
+PLAIN = (str, bytes, bool, int, float, complex, type(None))
+"""A leaf that is one plain value has no items, and is given whole to each micro-batch."""
+
+Split = Callable[..., Iterable[Any]]
+"""The user's own ``split(*batch)``, or ``split(*batch, steps=steps)`` where steps are given."""
+
+
+class MicroBatch(NamedTuple):
+    """What the loss function is called with, and what that counts for."""
+
+    arguments: tuple[Any, ...]
+    items: int | None
+    """None: the user's own split gave leaves of several lengths."""
+    weight: float
+
+
+class LargeBatch:
+    """The arguments that are to be divided.
+
+    Args:
+        batch: the arguments of the loss function.
+        axes: a prefix nest of `batch`: the batch axis of each leaf, None for a leaf that is given whole.
+        weight: a callable of the micro-batch, a number for each item, or None: its number of items.
+        split: the user's own division, or None.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: `axes` does not fit `batch`, a leaf cannot be split, leaves have several lengths, or the
+            batch holds no item.
+    """
+
+    def __init__(self, batch: tuple[Any, ...], axes: Nest, weight: Weight, split: Split | None) -> None:
+        self._batch, self._axes, self._split = batch, axes, split
+        self._leaves = leaves_of(batch, "batch")
+        for leaf in self._leaves:
+            _require_own_graph(leaf)
+        self._is_flat = [id(leaf.value) for leaf in self._leaves] == list(map(id, batch))
+        self._places = [] if split else [_axis_of(*pair) for pair in zip(self._leaves, spread(axes, batch, "axes"), strict=True)]
+        self.items = None if split else self._count()
+        """The number of items; None beside the user's own split."""
+        self._weights = Weights(weight, self.items)
+
+    def micro_batches(self, division: Division) -> list[MicroBatch]:
+        """Its micro-batches, in order.
+
+        Raises:
+            ArgumentValueError: the batch does not suit `division`, or the user's split or weights are wrong.
+        """
+        if self._split is not None:
+            given = _own(self._split, self._batch, division.steps)
+            return self._weighed(given, [self._items_of(arguments) for arguments in given], None)
+        assert self.items is not None
+        cuts = divided(division, self.items, self._weights.per_item)
+        return self._weighed(self._cut(cuts), [cut.items for cut in cuts], cuts)
+
+    def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors."""
+        return [leaf.value for leaf in self._leaves if isinstance(leaf.value, Tensor)]
+
+    def devices(self) -> set[torch.device]:
+        """Where its tensors are."""
+        return {tensor.device for tensor in self.tensors()}
+
+    def _weighed(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[Cut] | None) -> list[MicroBatch]:
+        return list(map(MicroBatch, given, items, self._weights.of(given, items, cuts)))
+
+    def _count(self) -> int:
+        placed = zip(self._leaves, self._places, strict=True)
+        items = require_one_size((leaf.path, _length(leaf.value, axis)) for leaf, axis in placed if axis is not None)
+        require_items(items)
+        return items
+
+    def _cut(self, cuts: Sequence[Cut]) -> list[tuple[Any, ...]]:
+        """The arguments of each micro-batch."""
+        pieces = [_pieces(leaf.value, axis, cuts) for leaf, axis in zip(self._leaves, self._places, strict=True)]
+        rows = list(zip(*pieces, strict=True))
+        if self._is_flat:
+            return rows
+        wholes: list[Any] = [with_leaves(self._batch, iter(row)) for row in rows]
+        return wholes
+
+    def _items_of(self, arguments: tuple[Any, ...]) -> int | None:
+        """The length that all leaves share along their batch axes; None where they share none."""
+        pairs = zip(leaves_of(arguments, "batch"), spread(self._axes, arguments, "axes"), strict=True)
+        lengths = {_length(leaf.value, axis) for leaf, wanted in pairs if (axis := _axis_or_none(leaf.value, wanted)) is not None}
+        return lengths.pop() if len(lengths) == 1 else None
+
+
+def _own(split: Split, batch: tuple[Any, ...], steps: int | None) -> list[tuple[Any, ...]]:
+    """What the user's `split` gives; anything but a plain tuple is the only argument of its micro-batch."""
+    made: Any = split(*batch) if steps is None else split(*batch, steps=steps)
+    if not isinstance(made, Iterable) or isinstance(made, Tensor):
+        fix = "Return a list of tuples of arguments: split=lambda x, y: list(zip(x.split(4), y.split(4)))."
+        raise explain(ArgumentTypeError, "split", expected="a function that returns an iterable of micro-batches", got=made, fix=fix)
+    given = [part if type(part) is tuple else (part,) for part in made]
+    if not given or (steps is not None and len(given) > steps):
+        bound = "at least one micro-batch" if steps is None else f"1 to {steps} micro-batches"
+        fix = "Return what the batch holds, in at most as many parts as steps= says."
+        raise explain(ArgumentValueError, "split", expected=bound, found=f"{len(given)}", fix=fix)
+    return given
+
+
+def _axis_of(leaf: Leaf, axis: object) -> int | None:
+    """The batch axis of `leaf`, counted from the front; None where it is given whole."""
+    if axis is None or isinstance(leaf.value, PLAIN):
+        return None
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise explain(ArgumentTypeError, "axes", expected="an int or None for each leaf", got=axis, fix="Write axes=0, or axes=(0, None).")
+    found = _axis_or_none(leaf.value, axis)
+    if found is None:
+        raise _no_axis_error(leaf, axis)
+    return found
+
+
+def _axis_or_none(value: Any, axis: Any) -> int | None:
+    """`axis` counted from the front if `value` has it."""
+    if axis is None:
+        return None
+    dimensions = 1 if is_column(value) else len(shape) if isinstance(shape := getattr(value, "shape", None), tuple) else 0
+    return axis % dimensions if -dimensions <= axis < dimensions else None
+
+
+def _length(value: Any, axis: int) -> int:
+    return len(value) if is_column(value) else int(value.shape[axis])
+
+
+def _pieces(value: Any, axis: int | None, cuts: Sequence[Cut]) -> Sequence[Any]:
+    """The items of each cut: views of a tensor or an array, or the value itself where it is given whole."""
+    if axis is None:
+        return [value] * len(cuts)
+    if isinstance(value, Tensor) and not value.requires_grad:
+        views: Sequence[Tensor] = torch.split(value, [cut.items for cut in cuts], axis)
+        return views
+    if isinstance(value, Tensor):  # Views that come of one call cannot be written into under autograd.
+        return [value.narrow(axis, cut.start, cut.items) for cut in cuts]
+    before = (slice(None),) * axis
+    return [value[(*before, slice(*cut)) if axis else slice(*cut)] for cut in cuts]
+
+
+def _no_axis_error(leaf: Leaf, axis: int) -> GradAccumError:
+    shape = getattr(leaf.value, "shape", None)
+    found = f"a {type(leaf.value).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
+    fix = "Write axes=None for a leaf that every micro-batch is given whole, its axis for another one, or split= a function."
+    return explain(ArgumentValueError, leaf.path, expected=f"an array with an axis {axis} to split", found=found, fix=fix)
+
+
+def _require_own_graph(leaf: Leaf) -> None:
+    """A tensor that was computed with a graph is refused: the first micro-batch's backward pass would free that graph for the others."""
+    if isinstance(leaf.value, Tensor) and leaf.value.grad_fn is not None:
+        fix = "Compute it in the loss function, or give it .detach()."
+        raise explain(
+            ArgumentValueError, leaf.path, expected="a tensor without a graph", found="one that was computed with gradients", fix=fix
+        )

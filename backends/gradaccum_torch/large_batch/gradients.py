@@ -1,0 +1,221 @@
+"""The gradient of the large batch as it grows, in the ``.grad`` of every leaf that the loss reaches.
+
+Autograd adds micro-batch to micro-batch in ``.grad``, so no second buffer is needed. What was in ``.grad`` before stands aside until the
+call has succeeded; then the large batch's gradient is added to it once, and after an error it is put back untouched. Gradients of half
+precision move on into float32 sums as autograd produces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradaccum import UsageError
+from gradaccum.kit import explain
+from gradaccum_torch.hooks import Hooks, can_be_hooked
+from gradaccum_torch.large_batch.checks import touched_error
+from gradaccum_torch.sums import add, divide, gradient_dtype, narrowed, sum_dtype
+from gradaccum_torch.torch_private import AccumulateGrad, Node, accumulation_hooks, untraced, version
+from gradaccum_torch.update import through
+
+_SAMPLE = 4
+"""How many leaves are looked at for a backward pass that the loss function ran itself: such a pass reaches nearly all."""
+
+Mark = tuple[int, int]
+"""Which tensor a ``.grad`` is, and how often it was written into."""
+
+
+class Gradients:
+    """The sum of gradients of one call.
+
+    Args:
+        others: the ids of leaves whose gradients somebody else collects.
+    """
+
+    def __init__(self, others: Iterable[int] = ()) -> None:
+        self._known = set(others)
+        """The ids of leaves that need not be looked at again; `_before` keeps its leaves alive."""
+        self._before: dict[Tensor, Tensor | None] = {}
+        """What was in ``.grad`` of each leaf."""
+        self._wide: dict[Tensor, Tensor] = {}
+        """The sums that have another dtype than their gradient."""
+        self._left: list[Tensor] = []
+        self._hooks = Hooks()
+        self._noted: list[tuple[Tensor, Mark | None]] = []
+        """What the last `backward` left in some leaves."""
+        self._begun = False
+        self.delivered = False
+        """`deliver` has come to its end."""
+
+    def expect(self, leaves: Iterable[Tensor]) -> None:
+        """Collect the gradients of `leaves` in case they get one; those of a wrapped optimizer are left to it."""
+        self._take(leaf for leaf in leaves if not _is_wrapped(leaf))
+
+    def reach(self, leaves: Mapping[int, Tensor]) -> None:
+        """Collect the gradients of `leaves`, by id, which a backward pass is about to deliver.
+
+        Raises:
+            UsageError: one belongs to a wrapped optimizer, which collects its gradients itself.
+        """
+        new = [leaves[number] for number in leaves.keys() - self._known]
+        for leaf in new:
+            if _is_wrapped(leaf):
+                raise _wrapped_error(leaf)
+        self._take(new)
+
+    def leave(self, leaves: Iterable[Tensor]) -> None:
+        """Leave the gradients of `leaves` in their ``.grad``."""
+        self._left = list(leaves)  # Alive, so that no other leaf gets the id of one.
+        self._known.update(map(id, self._left))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """If the block raises, every ``.grad`` is what it was, unless the gradients were delivered."""
+        try:
+            yield
+        except BaseException:
+            through(self.put_back)
+            raise
+
+    def _take(self, leaves: Iterable[Tensor]) -> None:
+        for leaf in leaves:
+            if id(leaf) not in self._known:
+                self._known.add(id(leaf))
+                self._before[leaf] = leaf.grad
+                leaf.grad = None
+                if sum_dtype(leaf, None) != gradient_dtype(leaf):
+                    self._hooks.add(leaf, partial(_move, self._wide))
+
+    def __bool__(self) -> bool:
+        """Whether any leaf was reached."""
+        return bool(self._before)
+
+    def are_half(self) -> bool:
+        """Whether some are summed in a wider dtype, and so divided as they are cast at the end."""
+        return any(sum_dtype(leaf, None) != gradient_dtype(leaf) for leaf in self._before)
+
+    def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        """Add the gradient of the sum of ``tensor * seed``; every leaf of the graphs has to be reached."""
+        torch.autograd.backward(tensors, seeds)
+        self.note()
+
+    def note(self) -> None:
+        """Take what is in ``.grad`` now for what the call itself has left there."""
+        if not self._begun:
+            self._noted, self._begun = [(leaf, None) for leaf in self._sample()], True
+        self._noted = [(leaf, self._mark(leaf)) for leaf, _ in self._noted]
+
+    def require_untouched(self) -> None:
+        """Nothing but `backward` has added to the gradients.
+
+        Raises:
+            UsageError: the loss function has.
+        """
+        noted = self._noted if self._begun else [(leaf, None) for leaf in self._before]
+        if any(self._mark(leaf) != mark for leaf, mark in noted):
+            raise touched_error()
+
+    def deliver(self, divisor: float) -> None:
+        """Divide the sums, and add them to what was in ``.grad``; a leaf that no micro-batch used keeps what it had.
+
+        What may lack memory comes before the first addition, and an interrupt waits until the last one is made.
+        """
+        with torch.no_grad():
+            self._finish(divisor)
+            pairs = [(leaf, before, version(before)) for leaf, before in self._before.items() if before is not None]
+            try:
+                through(partial(_give_back, pairs))
+            finally:  # An interrupt comes when all is delivered, and nothing is left to put back.
+                self._before.clear()
+                self._forget()
+                self.delivered = True
+
+    def put_back(self) -> None:
+        """Make every ``.grad`` what it was."""
+        for leaf, before in self._before.items():
+            leaf.grad = before
+        self._before.clear()
+        self._forget()
+
+    def _finish(self, divisor: float) -> None:
+        divide([leaf.grad for leaf in self._before if leaf.grad is not None], divisor)
+        for leaf in self._wide:
+            leaf.grad = narrowed(self._wide[leaf], divisor, gradient_dtype(leaf))
+            self._wide[leaf] = leaf.grad  # Frees the wide one before the next is cast.
+        for leaf, before in self._before.items():
+            if before is not None and before.is_sparse and leaf.grad is not None:
+                leaf.grad = before + leaf.grad if leaf.grad.is_sparse else leaf.grad + before
+                self._before[leaf] = None
+
+    def _forget(self) -> None:
+        self._hooks.keep({})
+        self._wide.clear()
+        self._noted, self._left = [], []
+
+    def _sample(self) -> list[Tensor]:
+        filled = [leaf for leaf in self._before if self._mark(leaf) is not None]
+        return filled[:: max(1, len(filled) // _SAMPLE)]
+
+    def _mark(self, leaf: Tensor) -> Mark | None:
+        held = self._wide.get(leaf, leaf.grad) if self._wide else leaf.grad
+        return None if held is None else (id(held), version(held))
+
+
+def _give_back(pairs: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+    """Add each gradient to the one before it, of that version; a second run goes on where the first was interrupted."""
+    for leaf, before, noted in pairs:
+        if leaf.grad is not None and leaf.grad is not before and version(before) == noted:
+            add(before, leaf.grad)
+        leaf.grad = before
+
+
+def leaves_of_graph(*tensors: Tensor) -> dict[int, Tensor]:
+    """The leaves that a backward pass through `tensors` would reach, by id."""
+    leaves: dict[int, Tensor] = {}
+    seen: set[Node] = set()
+    waiting: list[Node] = []
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            waiting.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            leaves[id(tensor)] = tensor
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                if type(node) is AccumulateGrad:
+                    leaves[id(node.variable)] = node.variable
+                else:
+                    waiting.append(node)
+    return leaves
+
+
+def _move(wide: dict[Tensor, Tensor], leaf: Tensor) -> None:
+    """Add the gradient that arrived to its wide sum."""
+    gradient = leaf.grad
+    if gradient is not None:
+        held = wide.get(leaf)
+        wide[leaf] = gradient.detach().to(sum_dtype(leaf, None)) if held is None else add(held, gradient)
+        leaf.grad = None
+
+
+def _is_wrapped(leaf: Tensor) -> bool:
+    """Whether a wrapped optimizer watches `leaf`: it would take the gradients of micro-batches for its own, or for tampering."""
+    return can_be_hooked(leaf) and any(getattr(hook, "__module__", None) in _WATCHERS for hook in accumulation_hooks(leaf))
+
+
+def _wrapped_error(leaf: Tensor) -> UsageError:
+    fix = "Write optimizer=opt, wrapped with steps=None; of another optimizer's parameters, call requires_grad_(False) for this call."
+    found = f"one of shape {tuple(leaf.shape)} that a wrapped optimizer collects"
+    return explain(UsageError, "optimizer", expected="parameters whose gradients nobody else collects", found=found, fix=fix)
+
+
+_WATCHERS = ("gradaccum_torch.watched", "gradaccum_torch.buffers")
+"""Where the hooks of wrapped optimizers are written."""
+
+
+untraced(_move)

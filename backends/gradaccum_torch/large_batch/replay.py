@@ -1,0 +1,156 @@
+"""What a forward pass moves besides gradients: random states and the buffers of modules. Noted before it, put back after an error.
+
+A loss function is a closure, so the modules are found by a look into it: what its cells, globals, defaults, ``self`` and partial arguments
+hold. A module that a function fetches from elsewhere (a registry) is not found, and its buffers stay as an interrupted call left them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_DEPTH = 6
+"""How many objects deep the look goes: a closure over a trainer over a list of models is three."""
+_ATOMS = (Tensor, str, bytes, int, float, complex, type(None), torch.device, torch.dtype, torch.optim.Optimizer)
+
+
+class Reached(NamedTuple):
+    """What functions use that remembers."""
+
+    modules: list[nn.Module]
+    """Each once, children included."""
+    generators: list[torch.Generator]
+
+
+def reached_by(*roots: object) -> Reached:
+    """The modules and random generators that functions or other objects reach."""
+    found: dict[int, nn.Module] = {}
+    generators: list[torch.Generator] = []
+    seen: set[int] = set()
+    waiting: list[tuple[object, int]] = [(root, 0) for root in roots]
+    while waiting:
+        each, depth = waiting.pop()
+        if id(each) in seen or depth > _DEPTH or isinstance(each, _ATOMS):
+            continue
+        seen.add(id(each))
+        if isinstance(each, nn.Module):
+            found.update((id(module), module) for module in each.modules())
+        elif isinstance(each, torch.Generator):
+            generators.append(each)
+        else:
+            waiting.extend((inside, depth + 1) for inside in _inside(each))
+    return Reached(list(found.values()), generators)
+
+
+def _inside(each: Any) -> Iterator[object]:
+    """What an object that is no module holds."""
+    if isinstance(each, types.FunctionType):
+        yield from _of_function(each)
+    elif isinstance(each, types.MethodType):
+        yield from (each.__self__, each.__func__)
+    elif isinstance(each, partial):
+        yield from (each.func, *each.args, *each.keywords.values())
+    elif isinstance(each, Mapping):
+        yield from each.values()
+    elif isinstance(each, list | tuple | set | frozenset):
+        yield from each
+    elif not isinstance(each, type | types.ModuleType) and not type(each).__module__.startswith(("torch.", "numpy")):
+        yield from getattr(each, "__dict__", {}).values()
+        yield vars(type(each)).get("__call__")
+
+
+def _of_function(function: types.FunctionType) -> Iterator[object]:
+    if (function.__module__ or "").startswith("torch."):
+        return
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # A name that is not bound yet.
+            continue
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), getattr(function, "__wrapped__", None))
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            yield from (vars(value).get(other) for other in _names(function.__code__) if isinstance(vars(value).get(other), nn.Module))
+        else:
+            yield value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+class RandomState:
+    """The random states of Python, of NumPy where it is loaded, of torch on the CPU and on `devices`, and of `generators`."""
+
+    def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()) -> None:
+        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
+        self._python, self._cpu = random.getstate(), torch.get_rng_state()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._others = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+
+    def put_back(self) -> None:
+        """Go on from here again."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._cpu)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for device, state in zip(self._devices, self._others, strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+class Buffers:
+    """The buffers of `modules` as they are now: which tensors, and copies of what is in them."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._noted = [(module._buffers, name, tensor) for module in modules for name, tensor in module._buffers.items()]
+        self._copies = [None if tensor is None else tensor.detach().clone() for _, _, tensor in self._noted]
+
+    def put_back(self) -> None:
+        """Make every buffer the tensor that it was, with what was in it."""
+        for (table, name, tensor), copied in zip(self._noted, self._copies, strict=True):
+            if table.get(name) is not tensor:
+                table[name] = tensor
+            if tensor is not None and copied is not None:
+                # A batch norm's kernel moves its statistics without counting a write, so versions cannot tell; nor is one counted here.
+                tensor.data.copy_(copied)
+
+
+class Before:
+    """Everything of this kind as it is before a call.
+
+    Args:
+        reached: what the call may move.
+        devices: those of the batch, besides those of the modules' parameters.
+    """
+
+    def __init__(self, reached: Reached, devices: Iterable[torch.device]) -> None:
+        own = (each.device for module in reached.modules for each in module._parameters.values() if each is not None)
+        self._reached, self._devices = reached, {*devices, *own}
+        self._random, self._buffers = self.random_state(), Buffers(reached.modules)
+
+    def random_state(self) -> RandomState:
+        """The random states as they are now."""
+        return RandomState(self._devices, self._reached.generators)
+
+    def put_buffers_back(self) -> None:
+        """Undo what was moved since, and leave the random states."""
+        self._buffers.put_back()
+
+    def put_back(self) -> None:
+        """Undo what was drawn and moved since."""
+        self._random.put_back()
+        self._buffers.put_back()

@@ -1,0 +1,280 @@
+"""Losses that couple the items of a batch: two passes give the large batch's gradient, and plain accumulation does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch import Tensor, nn
+
+import gradaccum
+from gradaccum_torch.large_batch import backward, coupled_backward
+
+ITEMS = 10
+X = torch.randn(ITEMS, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Z = torch.randn(ITEMS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+Outputs = dict[str, Tensor]
+
+
+class Towers(nn.Module):
+    """Two towers with dropout, a gate for experts, and the loss's own temperature."""
+
+    def __init__(self, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
+        self.text = nn.Sequential(nn.Linear(5, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 4))
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+        self.to(dtype)
+
+    def forward(self, x: Tensor, z: Tensor) -> Outputs:
+        return {"image": self.image(x), "text": self.text(z)}
+
+
+def contrast(towers: Towers, outputs: Outputs) -> Tensor:
+    """CLIP's loss with a learned temperature."""
+    a, b = (nn.functional.normalize(outputs[name]) for name in ("image", "text"))
+    scores = towers.temperature.exp() * a @ b.T
+    labels = torch.arange(len(scores))
+    return (nn.functional.cross_entropy(scores, labels) + nn.functional.cross_entropy(scores.T, labels)) / 2
+
+
+def variance_covariance(towers: Towers, outputs: Outputs) -> Tensor:
+    """VICReg's three terms."""
+    a, b = outputs["image"], outputs["text"]
+    loss = towers.temperature.exp() * (a - b).square().mean()
+    for each in (a, b):
+        covariance = torch.cov(each.T)
+        loss = loss + torch.relu(1 - (covariance.diagonal() + 1e-4).sqrt()).mean()
+        loss = loss + (covariance - covariance.diagonal().diag()).square().sum() / 4
+    return loss
+
+
+def balance(towers: Towers, outputs: Outputs) -> Tensor:
+    """The load balance of a mixture of experts (Fedus et al. 2021, equation 4)."""
+    p = (outputs["image"] * towers.temperature.exp()).softmax(1)
+    fraction = nn.functional.one_hot(p.argmax(1), 4).to(p.dtype).mean(0)
+    return 4 * (fraction * p.mean(0)).sum()
+
+
+LOSSES: dict[str, Callable[[Towers, Outputs], Tensor]] = {"contrast": contrast, "vicreg": variance_covariance, "balance": balance}
+
+
+def whole(towers: Towers, loss: Callable[[Towers, Outputs], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The large batch's loss and gradients; zeros for a parameter that has none."""
+    value = loss(towers, towers(X, Z))
+    found = torch.autograd.grad(value, list(towers.parameters()), allow_unused=True)
+    return value.detach(), [torch.zeros_like(p) if g is None else g for p, g in zip(towers.parameters(), found, strict=True)]
+
+
+def error(towers: Towers, expected: list[Tensor]) -> float:
+    """The relative error of what is in ``.grad``, over all parameters."""
+    got = [torch.zeros_like(p) if p.grad is None else p.grad for p in towers.parameters()]
+    differences = [a - b for a, b in zip(got, expected, strict=True)]
+    return float(norm(differences) / norm(expected))
+
+
+def norm(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([each.norm() for each in tensors]).norm()
+
+
+@pytest.mark.parametrize("division", [{"steps": 5}, {"micro_batch_size": 4}, {"steps": 1}, {"micro_batch_size": 1}], ids=str)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_gradient_is_the_large_batchs(loss: Callable[[Towers, Outputs], Tensor], division: dict[str, Any]) -> None:
+    towers = Towers()
+    value, expected = whole(towers, loss)
+    returned = coupled_backward(towers, lambda outputs: loss(towers, outputs), X, Z, **division)
+    assert abs(float(returned - value)) <= 1e-14 * abs(float(value))
+    assert not returned.requires_grad
+    assert error(towers, expected) <= 1e-13
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_plain_accumulation_is_wrong(loss: Callable[[Towers, Outputs], Tensor]) -> None:
+    towers = Towers()
+    _, expected = whole(towers, loss)
+    backward(lambda x, z: loss(towers, towers(x, z)), X, Z, steps=5)
+    assert error(towers, expected) > 1e-3
+
+
+def test_temperature_counted_per_micro_batch_is_wrong() -> None:
+    """The known mistake: the other outputs are cached, and every micro-batch differentiates the whole loss by its temperature."""
+    towers = Towers()
+    _, expected = whole(towers, contrast)
+    cached = {name: output.detach() for name, output in towers(X, Z).items()}
+    for start in range(0, ITEMS, 2):
+        own = towers(X[start : start + 2], Z[start : start + 2])
+        outputs = {name: torch.cat([cached[name][:start], own[name], cached[name][start + 2 :]]) for name in own}
+        contrast(towers, outputs).backward()
+    assert error(towers, expected) > 1e-3
+    assert towers.temperature.grad is not None
+    assert float(towers.temperature.grad / expected[0]) == pytest.approx(5)
+    towers.zero_grad()
+    coupled_backward(towers, lambda outputs: contrast(towers, outputs), X, Z, steps=5)
+    assert towers.temperature.grad is not None
+    assert float(towers.temperature.grad / expected[0]) == pytest.approx(1, rel=1e-13)
+
+
+@pytest.mark.parametrize("source", ["torch", "generator", "numpy", "python"])
+def test_randomness_is_replayed(source: str) -> None:
+    """Dropout and noise of any source are the same in both passes, differ between micro-batches, and go on as after one pass."""
+    import random
+
+    import numpy as np
+
+    towers, generator, seen = Towers(dropout=0.5), torch.Generator().manual_seed(3), []
+    draws: dict[str, Callable[[], Tensor]] = {
+        "torch": lambda: torch.rand(4, dtype=torch.float64),
+        "generator": lambda: torch.rand(4, dtype=torch.float64, generator=generator),
+        "numpy": lambda: torch.from_numpy(np.random.rand(4)),
+        "python": lambda: torch.tensor([random.random() for _ in range(4)], dtype=torch.float64),
+    }
+    draw = draws[source]
+
+    def outputs_fn(x: Tensor, z: Tensor) -> Outputs:
+        noise = draw()
+        outputs = {name: output * noise for name, output in towers(x, z).items()}
+        seen.append([noise, *(output.detach() for output in outputs.values())])
+        return outputs
+
+    def loss_fn(outputs: Outputs) -> Tensor:
+        return contrast(towers, {name: output + draw() for name, output in outputs.items()})
+
+    def start() -> None:
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+        generator.manual_seed(1)
+
+    start()
+    parts = [outputs_fn(X[i : i + 2], Z[i : i + 2]) for i in range(0, ITEMS, 2)]
+    value = loss_fn({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    expected, value, after = list(torch.autograd.grad(value, list(towers.parameters()))), value.detach(), draw()
+    seen.clear()
+    start()
+    assert float(coupled_backward(outputs_fn, loss_fn, X, Z, steps=5)) == pytest.approx(float(value), rel=1e-14)
+    assert torch.equal(draw(), after)
+    assert error(towers, expected) <= 1e-13
+    assert len(seen) == 10
+    assert all(torch.equal(a, b) for first, second in zip(seen[:5], seen[5:], strict=True) for a, b in zip(first, second, strict=True))
+    assert len({tuple(noise.tolist()) for noise, *_ in seen[:5]}) == 5
+
+
+def test_statistics_move_once() -> None:
+    """A batch norm's, and those of the loss's own modules; as in one pass over the micro-batches."""
+
+    def make() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double(), nn.BatchNorm1d(4).double()
+
+    (model, head), (other, other_head) = make(), make()
+    loss = coupled_backward(model, lambda outputs: contrast_of(head(outputs)), X, steps=5)
+    outputs = torch.cat([other(X[i : i + 2]) for i in range(0, ITEMS, 2)])
+    value = contrast_of(other_head(outputs))
+    value.backward()
+    assert float(loss) == pytest.approx(float(value.detach()), rel=1e-14)
+    for a, b in zip([*model.buffers(), *head.buffers()], [*other.buffers(), *other_head.buffers()], strict=True):
+        assert torch.equal(a, b)
+    for p, q in zip([*model.parameters(), *head.parameters()], [*other.parameters(), *other_head.parameters()], strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
+
+
+def contrast_of(outputs: Tensor) -> Tensor:
+    scores = outputs @ outputs.T
+    return nn.functional.cross_entropy(scores, torch.arange(len(scores)).roll(1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_scale": 1024.0},
+        {"loss_scale": gradaccum.DynamicLossScale()},
+        {"reduction": "sum"},
+        {"reduction": "item_mean", "loss_scale": 3.0},
+    ],
+    ids=str,
+)
+def test_wrapped_optimizer(options: dict[str, Any]) -> None:
+    """One update with the large batch's gradient, whatever the reduction; the scale reaches outputs and temperature."""
+    towers, large = Towers(), Towers()
+    opt = gradaccum.wrap(torch.optim.SGD(towers.parameters(), lr=1.0), steps=None, **options)
+    inner = torch.optim.SGD(large.parameters(), lr=1.0)
+    for update in range(2):
+        inner.zero_grad()
+        value = contrast(large, large(X, Z))
+        value.backward()
+        size = float(norm([p.grad for p in large.parameters()]))
+        inner.step()
+        loss = coupled_backward(towers, lambda outputs: contrast(towers, outputs), X, Z, steps=3, optimizer=opt)
+        assert float(loss) == pytest.approx(float(value.detach()), rel=1e-12)
+        assert opt.result.applied
+        assert opt.result.optimizer_step == update + 1
+        assert opt.result.grad_norm == pytest.approx(size, rel=1e-6)
+    for p, q in zip(towers.parameters(), large.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_half_precision_sums(dtype: torch.dtype, wrapped: bool) -> None:
+    """1024 equal parts would stop growing at 256 in bfloat16 and 2048 in float16."""
+    weight = nn.Parameter(torch.zeros(1, dtype=dtype))
+    x = torch.ones(1024, 1, dtype=dtype) * (1 if dtype is torch.bfloat16 else 4)
+    opt = gradaccum.wrap(torch.optim.SGD([weight], lr=1.0), steps=None, loss_scale=2.0) if wrapped else None
+    coupled_backward(lambda x: x * weight, lambda outputs: outputs.float().sum(), x, micro_batch_size=1, optimizer=opt)
+    gradient = -weight.detach() if wrapped else weight.grad
+    assert gradient is not None
+    assert float(gradient) == 1024 * float(x[0])
+
+
+def test_overflow_skips_the_window() -> None:
+    towers = Towers(dtype=torch.float32)
+    before = [p.detach().clone() for p in towers.parameters()]
+    opt = gradaccum.wrap(torch.optim.SGD(towers.parameters(), lr=1.0), steps=None, loss_scale=gradaccum.DynamicLossScale(2.0**100))
+    batch = X.float(), Z.float()
+    coupled_backward(towers, lambda outputs: contrast(towers, outputs) * 1e20, *batch, steps=2, optimizer=opt)
+    assert opt.result.overflow
+    assert opt.result.loss_scale == 2.0**99
+    assert all(torch.equal(p, q) for p, q in zip(towers.parameters(), before, strict=True))
+
+
+def test_outer_autocast() -> None:
+    """Under an outer autocast the first pass leaves weights in its cache that were cast without a graph."""
+    towers, batch = Towers(dtype=torch.float32), (X.float(), Z.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        coupled_backward(towers, lambda outputs: contrast(towers, outputs), *batch, steps=5)
+    got = [p.grad for p in towers.parameters()]
+    assert all(g is not None and float(g.abs().max()) > 0 for g in got)
+    towers.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        contrast(towers, towers(*batch)).backward()
+    norms = [float((p.grad - g).norm() / p.grad.norm()) for p, g in zip(towers.parameters(), got, strict=True)]
+    assert max(norms) < 0.1
+
+
+def test_rows_other_than_items() -> None:
+    """Tokens of all items in one axis, integers among the outputs, a frozen tower, an output the loss does not use."""
+    torch.manual_seed(0)
+    model, frozen = nn.Linear(6, 3).double(), nn.Linear(6, 3).double().requires_grad_(False)
+    lengths = torch.arange(ITEMS) % 3 + 1
+
+    def outputs_fn(x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        tokens = x.repeat_interleave(lengths, 0)
+        return model(tokens), frozen(tokens), lengths, model(x)
+
+    def loss_fn(outputs: tuple[Tensor, ...]) -> Tensor:
+        tokens, other, lengths, _ = outputs
+        assert len(tokens) == int(lengths.sum())
+        return torch.cdist(tokens, other.detach()).logsumexp((0, 1)) * lengths.sum()
+
+    (expected, bias) = torch.autograd.grad(loss_fn(outputs_fn(X, lengths)), [model.weight, model.bias])
+    coupled_backward(outputs_fn, loss_fn, X, lengths, steps=4)
+    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(model.bias.grad, bias, rtol=1e-12, atol=1e-13)
+    assert frozen.weight.grad is None

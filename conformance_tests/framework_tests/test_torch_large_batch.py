@@ -1,0 +1,326 @@
+"""The large batch in one call: what it leaves in `.grad`, and the loss it returns, against one backward pass of the large batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum_torch.large_batch import backward
+
+ITEMS = 10
+X = torch.randn(ITEMS, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(ITEMS) % 3
+TOKENS = torch.tensor([3, 1, 0, 2, 5, 1, 4, 1, 2, 6])
+cross_entropy = nn.functional.cross_entropy
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def truth(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The loss and the gradients of one backward pass of the large batch, in the model's dtype."""
+    value = loss()
+    return value.detach(), list(torch.autograd.grad(value, list(model.parameters())))
+
+
+def assert_close(model: nn.Module, expected: list[Tensor], bound: float = 1e-13) -> None:
+    for p, q in zip(model.parameters(), expected, strict=True):
+        assert p.grad is not None
+        assert float((p.grad - q).abs().max()) <= bound * float(q.abs().max())
+
+
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "one": {"steps": 1},
+    "tail": {"steps": 4},
+    "each": {"steps": ITEMS},
+    "size": {"micro_batch_size": 4},
+    "larger": {"micro_batch_size": 99},
+    "split": {"split": lambda x, y: list(zip(x.split([1, 6, 3]), y.split([1, 6, 3]), strict=True))},
+    "split_steps": {"steps": 3, "split": lambda x, y, steps: zip(x.chunk(steps), y.chunk(steps), strict=True)},
+}
+
+
+@pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
+def test_mean_is_the_large_batchs(division: dict[str, Any]) -> None:
+    model = make_model()
+    loss, expected = truth(model, lambda: cross_entropy(model(X), Y))
+    sizes: list[int] = []
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return cross_entropy(model(x), y)
+
+    returned = backward(loss_fn, X, Y, **division)
+    assert sum(sizes) == ITEMS
+    assert not returned.requires_grad
+    assert returned.shape == ()
+    assert abs(float(returned - loss)) <= 1e-14
+    assert_close(model, expected)
+
+
+@pytest.mark.parametrize("division", [{"steps": 4}, {"micro_batch_size": 3}, {"steps": ITEMS}], ids=str)
+def test_reductions(division: dict[str, Any]) -> None:
+    """A sum adds up. An item mean is the sum over all tokens divided by their number, which differs between micro-batches."""
+    model = make_model()
+
+    def summed(x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
+        return (cross_entropy(model(x), y, reduction="none") * tokens).sum()
+
+    for reduction, by in (("sum", 1), ("item_mean", float(TOKENS.sum()))):
+        model.zero_grad()
+        loss, expected = truth(model, lambda by=by: summed(X, Y, TOKENS) / by)
+        returned = backward(summed, X, Y, TOKENS, reduction=reduction, weight=TOKENS, **division)
+        assert abs(float(returned - loss)) <= 1e-13 * float(loss)
+        assert_close(model, expected)
+
+
+def tokens_of(x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
+    return tokens.sum()
+
+
+@pytest.mark.parametrize("weight", [TOKENS, TOKENS.tolist(), TOKENS.numpy(), tokens_of, lambda x, y, t: int(t.sum())], ids=repr)
+@pytest.mark.parametrize("steps", [3, 5, ITEMS])
+def test_weighted_mean_of_tokens(weight: Any, steps: int) -> None:
+    """A micro-batch's mean over its tokens counts by their number. One without tokens adds nothing, though its mean is NaN."""
+    model = make_model()
+
+    def mean(x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
+        return (cross_entropy(model(x), y, reduction="none") * tokens).sum() / tokens.sum()
+
+    loss, expected = truth(model, lambda: mean(X, Y, TOKENS))
+    assert abs(float(backward(mean, X, Y, TOKENS, steps=steps, weight=weight) - loss)) <= 1e-14
+    assert_close(model, expected)
+
+
+def test_packing_by_tokens() -> None:
+    model, packs = make_model(), []
+
+    def mean(x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
+        packs.append(int(tokens.sum()))
+        return (cross_entropy(model(x), y, reduction="none") * tokens).sum() / tokens.sum()
+
+    _, expected = truth(model, lambda: mean(X, Y, TOKENS))
+    packs.clear()
+    backward(mean, X, Y, TOKENS, micro_batch_weight=7, weight=TOKENS)
+    assert packs == [6, 6, 7, 6], "packed in order by hand: 3+1+0+2, 5+1, 4+1+2, 6"
+    assert_close(model, expected)
+
+
+def test_gradients_there_before_are_added_to() -> None:
+    """Once, at the end, and into the same tensor."""
+    model = make_model()
+    _, expected = truth(model, lambda: cross_entropy(model(X), Y))
+    held = []
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+        held.append(p.grad)
+    backward(lambda x, y: cross_entropy(model(x), y), X, Y, steps=3)
+    assert all(p.grad is before for p, before in zip(model.parameters(), held, strict=True))
+    assert_close(model, [q + 3 for q in expected])
+
+
+class Sample(NamedTuple):
+    x: Tensor
+    extra: Any
+
+
+@dataclasses.dataclass
+class Labels:
+    y: Tensor
+    names: list[str]
+
+
+def test_nests_and_axes() -> None:
+    """Tuples, dicts, dataclasses, named tuples, lists of texts, arrays, flags, another batch axis, and what is given whole."""
+    model = make_model()
+    _, expected = truth(model, lambda: cross_entropy(model(X), Y))
+    names = [str(number) for number in range(ITEMS)]
+    seen: list[str] = []
+
+    def loss_fn(sample: Sample, labels: dict[str, Labels], scale: Tensor, flag: bool, missing: None) -> Tensor:
+        assert isinstance(sample, Sample)
+        assert flag is True
+        assert missing is None
+        assert scale.shape == (7,)
+        inside = labels["a"]
+        seen.extend(inside.names)
+        assert sample.extra["array"].shape == (2, len(inside.y))
+        assert (sample.extra["array"][1] == np.array([int(name) for name in inside.names])).all()
+        return cross_entropy(model(sample.x.T), inside.y)
+
+    batch = Sample(X.T.contiguous(), {"array": np.stack([np.zeros(ITEMS), np.arange(ITEMS)])}), {"a": Labels(Y, names)}, torch.ones(7)
+    axes = (Sample(1, -1), 0, None, 0, 0)
+    backward(loss_fn, *batch, True, None, steps=4, axes=axes)
+    assert seen == names
+    assert_close(model, expected)
+
+
+def test_user_batch_stays() -> None:
+    """Micro-batches are views, so nothing is copied."""
+    model, batch = make_model(), {"x": X.clone(), "y": Y}
+    before, starts = batch["x"].clone(), []
+
+    def loss_fn(piece: dict[str, Tensor]) -> Tensor:
+        starts.append(piece["x"].data_ptr() - batch["x"].data_ptr())
+        return cross_entropy(model(piece["x"]), piece["y"])
+
+    backward(loss_fn, batch, steps=5)
+    assert starts == [place * 2 * 6 * 8 for place in range(5)]
+    assert torch.equal(batch["x"], before)
+    assert list(batch) == ["x", "y"]
+
+
+def test_every_leaf_gets_its_gradient() -> None:
+    """A closed-over tensor and the batch itself, like parameters. What only some micro-batches use counts, what none uses stays None."""
+    model, x = make_model(), X.clone().requires_grad_()
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    rare, unused = nn.Parameter(torch.ones(3, dtype=torch.float64)), nn.Linear(2, 2)
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x) * scale
+        picked = (y == 2) & (x.detach()[:, 0] > 0)
+        return cross_entropy(logits + rare, y) if picked.any() else cross_entropy(logits, y)
+
+    parts = [(x[i : i + 2], Y[i : i + 2]) for i in range(0, ITEMS, 2)]
+    inputs = [*model.parameters(), scale, rare, x]
+    used = [((y == 2) & (part.detach()[:, 0] > 0)).any() for part, y in parts]
+    assert any(used)
+    assert not all(used)
+    expected = torch.autograd.grad(sum(loss_fn(*part) for part in parts) / 5, inputs)
+    backward(loss_fn, x, Y, steps=5)
+    for leaf, gradient in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-13, atol=1e-15)
+    assert unused.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    """1024 equal shares of which each is lost beside the sum of the others, were the sum in half precision."""
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    x = torch.full((1024, 4), 1.0, dtype=dtype)
+    loss = backward(lambda x: (x * weight).sum(1).mean(), x, micro_batch_size=1)
+    assert weight.grad is not None
+    assert weight.grad.dtype == dtype
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    assert float(loss) == 4
+    before = weight.grad
+    backward(lambda x: (x * weight).sum(1).mean(), x, micro_batch_size=4)
+    assert weight.grad is before
+    assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
+
+
+def test_small_half_gradients_do_not_underflow() -> None:
+    """Divided by the number of items before the sum, each float16 gradient would be 0."""
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    x = torch.full((4096, 1), 1e-5, dtype=torch.float16)
+    backward(lambda x: (x * weight).mean(), x, micro_batch_size=1)
+    assert weight.grad is not None
+    assert float(weight.grad) == float(x[0])
+
+
+@pytest.mark.parametrize("before", [None, "sparse", "dense"])
+def test_sparse_gradients(before: str | None) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(7, 3, sparse=True, dtype=torch.float64)
+    rows = torch.tensor([1, 1, 2, 5, 6, 1, 0, 2])
+    (expected,) = torch.autograd.grad(table(rows).square().sum(1).mean(), [table.weight])
+    total = expected.to_dense()
+    if before:
+        ones = torch.ones(7, 3, dtype=torch.float64)
+        table.weight.grad = ones.to_sparse(1) if before == "sparse" else ones
+        total = total + 1
+    backward(lambda rows: table(rows).square().sum(1).mean(), rows, steps=3)
+    assert table.weight.grad is not None
+    torch.testing.assert_close(table.weight.grad.to_dense(), total, rtol=1e-14, atol=1e-14)
+
+
+def test_hooks_see_each_share() -> None:
+    """A hook sees the share of every micro-batch, in order, as in a loop by hand with the losses weighted."""
+    models, seen = (make_model(), make_model()), ([], [])
+    for model, list_ in zip(models, seen, strict=True):
+        model[0].weight.register_hook(lambda g, list_=list_: list_.append(g.clone()))
+        model[0].weight.register_post_accumulate_grad_hook(lambda p, list_=list_: list_.append(p.grad.clone()))
+    backward(lambda x, y: cross_entropy(models[0](x), y), X, Y, micro_batch_size=4)
+    for start, stop in ((0, 4), (4, 8), (8, 10)):
+        (cross_entropy(models[1](X[start:stop]), Y[start:stop]) * ((stop - start) / ITEMS)).backward()
+    assert len(seen[0]) == 6
+    for a, b in zip(*seen, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-16)
+
+
+def test_all_weights_zero() -> None:
+    """No NaN: nothing is added, and the loss is 0."""
+    model = make_model()
+    held = torch.full_like(model[0].weight, 2.0)
+    model[0].weight.grad = held
+    loss = backward(lambda x, y: cross_entropy(model(x), y) * float("nan"), X, Y, steps=2, weight=[0] * ITEMS)
+    assert float(loss) == 0
+    assert model[0].weight.grad is held
+    assert bool((held == 2).all())
+    assert model[0].bias.grad is None
+
+
+def test_randomness_is_fresh_and_reproducible() -> None:
+    """Two micro-batches draw different numbers, and two calls from one seed the same."""
+    model, masks = make_model(), []
+
+    def loss_fn(x: Tensor) -> Tensor:
+        masks.append(torch.rand(2))
+        return nn.functional.dropout(model(x), 0.5).square().mean()
+
+    results = []
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(5)
+        results.append((backward(loss_fn, X, steps=5), gradients(model)))
+    assert len({tuple(mask.tolist()) for mask in masks}) == 5
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_autocast() -> None:
+    """The same as the loop by hand under autocast, to the bit where weights are powers of two."""
+    models = make_model(torch.float32), make_model(torch.float32)
+    x = X.float()[:8]
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cross_entropy(model(x), y)
+
+    backward(functools.partial(loss_fn, models[0]), x, Y[:8], steps=4)
+    for start in range(0, 8, 2):
+        (loss_fn(models[1], x[start : start + 2], Y[start : start + 2]) / 4).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in models), strict=True))
+    model = make_model(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        backward(functools.partial(loss_fn, model), x, Y[:8], steps=4)
+    for p, q in zip(model.parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_model(reentrant: bool) -> None:
+    """The parameters behind a reentrant checkpoint are in no graph that could be walked."""
+    model = make_model()
+    _, expected = truth(model, lambda: cross_entropy(model(X), Y))
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=reentrant)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    backward(lambda x, y: cross_entropy(checkpoint(x.clone().requires_grad_()), y), X, Y, steps=3)
+    assert_close(model, [q + 1 for q in expected])

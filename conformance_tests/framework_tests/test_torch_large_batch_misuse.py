@@ -1,0 +1,305 @@
+"""What a call with the large batch refuses, by name; and after any error everything is what it was."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch import Tensor, nn
+
+import gradaccum
+from conformance_tests.framework_tests.torch_model import X, Y, make_model
+from gradaccum_torch.large_batch import backward, coupled_backward
+
+cross_entropy = nn.functional.cross_entropy
+MODEL = make_model()
+ERROR = gradaccum.GradAccumError
+
+
+def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(MODEL(x), y)
+
+
+BAD: dict[str, tuple[str, Callable[[], Any]]] = {
+    "no_division": ("steps: expected one of", lambda: backward(loss_fn, X, Y)),
+    "two_divisions": ("got steps and micro_batch_size", lambda: backward(loss_fn, X, Y, steps=2, micro_batch_size=2)),
+    "steps_zero": ("steps: expected an int >= 1", lambda: backward(loss_fn, X, Y, steps=0)),
+    "steps_true": ("steps: expected an int >= 1", lambda: backward(loss_fn, X, Y, steps=True)),
+    "too_many_steps": ("at most the 8 items", lambda: backward(loss_fn, X, Y, steps=9)),
+    "empty": ("batch: expected at least one item", lambda: backward(loss_fn, X[:0], Y[:0], steps=1)),
+    "no_batch": ("batch: expected an array to split", lambda: backward(loss_fn, steps=1)),
+    "unequal": (r"batch\[1\]\['y'\]: expected 8 items, as batch\[0\] has; got 7", lambda: backward(loss_fn, X, {"y": Y[:7]}, steps=2)),
+    "no_axis": (r"batch\[2\]: expected an array with an axis 0", lambda: backward(loss_fn, X, Y, torch.tensor(1.0), steps=2)),
+    "object": (r"batch\[2\]: expected an array with an axis 0", lambda: backward(loss_fn, X, Y, object(), steps=2)),
+    "axis_beyond": (r"batch\[1\]: expected an array with an axis 1", lambda: backward(loss_fn, X, Y, steps=2, axes=1)),
+    "axis_text": ("axes: expected an int or None", lambda: backward(loss_fn, X, Y, steps=2, axes="batch")),
+    "axes_structure": ("axes: expected a prefix", lambda: backward(loss_fn, X, Y, steps=2, axes=(0, 0, 0))),
+    "graph": (r"batch\[0\]: expected a tensor without a graph", lambda: backward(loss_fn, MODEL[0](X), Y, steps=2)),
+    "vector_loss": ("a scalar loss; got a tensor of shape", lambda: backward(lambda x, y: MODEL(x), X, Y, steps=2)),
+    "int_loss": ("torch.int64", lambda: backward(lambda x, y: y.sum(), X, Y, steps=2)),
+    "float_loss": ("got a float", lambda: backward(lambda x, y: loss_fn(x, y).item(), X, Y, steps=2)),
+    "no_graph": ("got one without a graph", lambda: backward(lambda x, y: loss_fn(x, y).detach(), X, Y, steps=2)),
+    "not_callable": ("loss_fn: expected a function", lambda: backward(X, Y, steps=2)),
+    "reduction": ("reduction: expected one of", lambda: backward(loss_fn, X, Y, steps=2, reduction="max")),
+    "weight_length": ("weight: expected 8 finite numbers", lambda: backward(loss_fn, X, Y, steps=2, weight=[1] * 7)),
+    "weight_negative": ("-1.0 for item 3", lambda: backward(loss_fn, X, Y, steps=2, weight=[1, 1, 1, -1, 1, 1, 1, 1])),
+    "weight_nan": ("weight", lambda: backward(loss_fn, X, Y, steps=2, weight=torch.full((8,), float("nan")))),
+    "weight_callable": ("weight: expected a finite number >= 0", lambda: backward(loss_fn, X, Y, steps=2, weight=lambda x, y: -1)),
+    "weight_tensor": ("weight", lambda: backward(loss_fn, X, Y, steps=2, weight=lambda x, y: x.sum() * float("nan"))),
+    "weight_vector": ("weight", lambda: backward(loss_fn, X, Y, steps=2, weight=lambda x, y: y)),
+    "pack_unweighted": ("weight: expected per-item weights", lambda: backward(loss_fn, X, Y, micro_batch_weight=2)),
+    "pack_heavy": ("3 for item 0", lambda: backward(loss_fn, X, Y, micro_batch_weight=2, weight=[3] * 8)),
+    "split_no_iterable": ("split: expected a function that returns", lambda: backward(loss_fn, X, Y, split=lambda x, y: 3)),
+    "split_none": ("split: .* got 0", lambda: backward(loss_fn, X, Y, split=lambda x, y: [])),
+    "split_more": (
+        "1 to 2 micro-batches; got 8",
+        lambda: backward(loss_fn, X, Y, steps=2, split=lambda x, y, steps: zip(x, y, strict=True)),
+    ),
+    "split_uneven": ("weight= a callable", lambda: backward(loss_fn, X, Y, split=lambda x, y: [(x, y[:3])])),
+    "split_item_weights": ("a callable beside split=", lambda: backward(loss_fn, X, Y, split=lambda x, y: [(x, y)], weight=[1] * 8)),
+    "split_size": ("split alone or with steps", lambda: backward(loss_fn, X, Y, split=lambda x, y: [(x, y)], micro_batch_size=2)),
+    "bare_optimizer": (
+        "optimizer: expected a wrapped",
+        lambda: backward(loss_fn, X, Y, steps=2, optimizer=torch.optim.SGD(MODEL.parameters())),
+    ),
+    "coupled_outputs": ("outputs_fn: expected a function", lambda: coupled_backward(MODEL(X), X, X, steps=2)),
+    "coupled_scalar": (
+        "outputs: expected an array with a leading axis",
+        lambda: coupled_backward(lambda x: MODEL(x).mean(), torch.mean, X, steps=2),
+    ),
+    "coupled_list": ("outputs: expected a tensor", lambda: coupled_backward(lambda x: len(x), torch.mean, X, steps=2)),
+    "coupled_vector": ("a scalar loss; got a tensor of shape", lambda: coupled_backward(MODEL, torch.relu, X, steps=2)),
+    "coupled_detached": ("got one without a graph", lambda: coupled_backward(MODEL, lambda o: o.detach().mean(), X, steps=2)),
+    "coupled_weight": ("to pack by", lambda: coupled_backward(MODEL, torch.mean, X, steps=2, weight=[1] * 8)),
+    "coupled_structure": (
+        "outputs_fn: expected the outputs",
+        lambda: coupled_backward(lambda x: {str(len(x)): MODEL(x)}, torch.mean, X, micro_batch_size=3),
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "call"), BAD.values(), ids=BAD)
+def test_bad_input_is_refused(words: str, call: Callable[[], Any]) -> None:
+    for p in MODEL.parameters():
+        p.grad = torch.ones_like(p)
+    held = [p.grad for p in MODEL.parameters()]
+    with pytest.raises(ERROR, match=words):
+        call()
+    for p, before in zip(MODEL.parameters(), held, strict=True):
+        assert p.grad is before
+        assert torch.equal(before, torch.ones_like(p))
+
+
+def moving_model() -> nn.Module:
+    """Has a dropout and a batch norm."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def half(model: nn.Module) -> nn.Module:
+    """The last layer in bfloat16: its gradients are moved into float32 sums."""
+    model[3].bfloat16()
+    return nn.Sequential(*model[:3], Cast(), model[3], Cast(torch.float32))
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+KINDS = {"error": RuntimeError, "interrupt": KeyboardInterrupt}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("before", ["none", "some"])
+@pytest.mark.parametrize("precision", [nn.Module.float, half])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_error_leaves_everything(kind: type[BaseException], place: str, before: str, precision: Any, coupled: bool) -> None:
+    """The third micro-batch raises: gradients, random states and statistics are bit-identical to before. Then the call can be repeated."""
+    model = precision(moving_model())
+    if before == "some":
+        for p in list(model.parameters())[:3]:
+            p.grad = torch.full_like(p, 0.1)
+    gradients = [p.grad for p in model.parameters()]
+    contents, state = copy.deepcopy(gradients), copy.deepcopy(model.state_dict())
+    torch.manual_seed(3)
+    random_states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    calls: list[int] = []
+    failing = True
+
+    def fail(*_: Any) -> None:
+        if failing and len(calls) == 3:
+            raise kind
+
+    handle = model[0].weight.register_hook(fail) if place == "backward" else None
+
+    def outputs_fn(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            calls.append(len(x))
+        np.random.rand()
+        random.random()
+        outputs = model(x)
+        if place == "forward":
+            fail()
+        return outputs
+
+    def run() -> Tensor:
+        calls.clear()
+        if coupled:
+            return coupled_backward(outputs_fn, lambda o: o.std(), X, steps=4)
+        return backward(lambda x: outputs_fn(x).std(), X, steps=4)
+
+    with pytest.raises(kind):
+        run()
+    assert len(calls) == 3
+    assert all(a is b for a, b in zip([p.grad for p in model.parameters()], gradients, strict=True))
+    assert all(a is b or torch.equal(a, b) for a, b in zip(gradients, contents, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), state.values(), strict=True))
+    assert torch.equal(torch.get_rng_state(), random_states[0])
+    assert (np.random.get_state()[1] == random_states[1]).all()
+    assert random.getstate() == random_states[2]
+    failing = False
+    other = copy.deepcopy(model)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    first = run()
+    torch.set_rng_state(random_states[0])
+    model = other
+    assert torch.equal(first, run())
+    if handle is not None:
+        handle.remove()
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_interrupt_at_the_end_waits(coupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while the sums are added to what was in `.grad` is raised when all are."""
+    model, other = make_model(), make_model()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    module = sys.modules["gradaccum_torch.large_batch.gradients"]
+    plain, calls = module.add, []
+
+    def interrupted(held: Tensor, gradient: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return plain(held, gradient)
+
+    def run(model: nn.Module) -> None:
+        if coupled:
+            coupled_backward(lambda x: model(x), lambda o: o.std(), X, steps=3)
+        else:
+            backward(lambda x, y: cross_entropy(model(x), y), X, Y, steps=3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(model)
+    run(other)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("precision", [nn.Module.float, nn.Module.bfloat16])
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+def test_own_backward_is_refused(precision: Any, retain: bool, place: int) -> None:
+    model, calls = precision(make_model()), []
+
+    def own(x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        loss = cross_entropy(model(x.to(model[0].weight.dtype)).float(), y)
+        if len(calls) > place:
+            loss.backward(retain_graph=retain)
+        return loss
+
+    with pytest.raises(gradaccum.UsageError, match="loss_fn: expected a function that computes the loss"):
+        backward(own, X, Y, steps=4)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradient_penalty_is_no_own_backward() -> None:
+    """`torch.autograd.grad` leaves `.grad` alone."""
+    model, other = make_model(), make_model()
+
+    def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return cross_entropy(model(x), y) + slope.square().mean()
+
+    backward(lambda x, y: penalised(model, x, y), X, Y, steps=4)
+    penalised(other, X, Y).backward()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_nested_call_is_refused() -> None:
+    model = make_model()
+
+    def nested(x: Tensor, y: Tensor) -> Tensor:
+        backward(lambda x, y: cross_entropy(model(x), y), x, y, steps=2)
+        return cross_entropy(model(x), y)
+
+    with pytest.raises(gradaccum.UsageError, match="loss_fn"):
+        backward(nested, X, Y, steps=2)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_other_outputs_in_second_pass_are_refused() -> None:
+    """A counter that no buffer holds: the gradient would be of another loss."""
+    model, calls = make_model(), []
+
+    def outputs_fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        return model(x) * (1 + 0.01 * len(calls))
+
+    with pytest.raises(gradaccum.UsageError, match="outputs_fn: expected the same outputs in both passes"):
+        coupled_backward(outputs_fn, lambda o: o.std(), X, steps=2)
+    assert all(p.grad is None for p in model.parameters())
+    rows = iter([4, 4, 4, 3])
+    with pytest.raises(gradaccum.UsageError, match="shape"):
+        coupled_backward(lambda x: model(x[: next(rows)]), lambda o: o.std(), X, steps=2)
+
+
+def test_wrapped_parameters_need_their_optimizer() -> None:
+    """Those of another wrapped optimizer too, unless the loss does not reach them."""
+    model, other = make_model(), make_model()
+    opts = [gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.1), steps=None) for m in (model, other)]
+    with pytest.raises(gradaccum.UsageError, match="optimizer=opt"):
+        backward(lambda x, y: cross_entropy(model(x), y), X, Y, steps=2)
+    with pytest.raises(gradaccum.UsageError, match="requires_grad_"):
+        backward(lambda x, y: cross_entropy(model(x) + other(x), y), X, Y, steps=2, optimizer=opts[0])
+    assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))
+    assert [opt.result.micro_step for opt in opts] == [0, 0]
+    backward(lambda x, y: cross_entropy(model(x), y) + 0 * len(list(other.parameters())), X, Y, steps=2, optimizer=opts[0])
+    assert opts[0].result.applied
+    half_model = make_model().bfloat16()
+    opt = gradaccum.wrap(torch.optim.SGD(half_model.parameters(), lr=0.1), steps=None)
+    with pytest.raises(gradaccum.UsageError, match="optimizer=opt"):
+        backward(lambda x: half_model(x.bfloat16()).float().mean(), X, steps=2)
+    assert opt.result.micro_step == 0
+
+
+def test_workers_module_needs_an_optimizer(tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(make_model())
+        with pytest.raises(gradaccum.UsageError, match="module=module"):
+            backward(lambda x, y: cross_entropy(parallel(x), y), X, Y, steps=2)
+        with pytest.raises(gradaccum.UsageError, match="module=module"):
+            coupled_backward(lambda x: parallel(x), lambda o: o.std(), X, steps=2)
+    finally:
+        torch.distributed.destroy_process_group()
