@@ -245,7 +245,7 @@ def test_overflow_skips_the_window() -> None:
 
 
 def test_outer_autocast() -> None:
-    """Under an outer autocast the first pass leaves weights in its cache that were cast without a graph."""
+    """The weights that the first pass has cast without a graph are not those of the second."""
     towers, batch = Towers(dtype=torch.float32), (X.float(), Z.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         coupled_backward(towers, lambda outputs: contrast(towers, outputs), *batch, steps=5)

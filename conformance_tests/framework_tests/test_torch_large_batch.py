@@ -324,3 +324,15 @@ def test_recomputed_model(reentrant: bool) -> None:
         p.grad = torch.ones_like(p)
     backward(lambda x, y: cross_entropy(checkpoint(x.clone().requires_grad_()), y), X, Y, steps=3)
     assert_close(model, [q + 1 for q in expected])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+def test_weight_zero_adds_nothing(reduction: str) -> None:
+    """A micro-batch of weight 0 is not differentiated, whatever its loss is."""
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    x = torch.tensor([[1.0], [float("nan")], [2.0]], dtype=torch.float64)
+    loss = backward(lambda x: (x * weight).sum(), x, reduction=reduction, weight=[1, 0, 1], micro_batch_size=1)
+    expected = 3.0 if reduction == "sum" else 1.5
+    assert float(loss) == expected
+    assert weight.grad is not None
+    assert float(weight.grad) == expected

@@ -139,8 +139,6 @@ class _CoupledCall:
             for micro_batch in micro_batches:
                 states.append(before.random_state())
                 outputs.add(self._outputs_fn(*micro_batch.arguments))
-        # Under autocast the second pass would find weights that were cast without a graph.
-        torch.clear_autocast_cache()
         return outputs, states
 
     def _second_pass(self, place: int, micro_batch: MicroBatch, outputs: Outputs, coupler: Coupler) -> None:
