@@ -61,9 +61,8 @@ class Batch:
 
     def sizes(self) -> list[tuple[str, int]]:
         """For each array that is cut its path and its number of items."""
-        return [
-            (path, np.shape(leaf)[axis]) for path, leaf, axis in zip(self._paths(), self.leaves, self.axes, strict=True) if is_cut(axis)
-        ]
+        held = zip(self._paths(), self.leaves, self.axes, strict=True)
+        return [(path, np.shape(leaf)[axis]) for path, leaf, axis in held if isinstance(axis, int)]
 
     @property
     def items(self) -> int:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentTypeError
+from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Options, Scalar, aux_shape_error, contribution, divisor, explain, scalar_loss_error
 from gradaccum_jax import sums
 from gradaccum_jax.dtypes import takes_part
@@ -44,10 +44,7 @@ class Differentiation:
             ArgumentTypeError: one to differentiate by has a leaf that is no float; names it.
         """
         if max(self.places) >= len(arguments):
-            found, fix = (
-                f"{len(arguments)} arguments",
-                "Call it with the arguments of the loss function, the batch in place of a micro-batch.",
-            )
+            found, fix = f"{len(arguments)} arguments", "Call it as the loss function, with the batch in place of a micro-batch."
             raise explain(ArgumentValueError, "argnums", expected=f"an argument number {max(self.places)}", found=found, fix=fix)
         self._check(tuple(arguments[place] for place in self.places))
         return tuple(arguments[place] for place in self.places), tuple(a for i, a in enumerate(arguments) if i not in self.places)
@@ -154,7 +151,8 @@ def denominator(weight: Scalar, options: Options) -> Scalar:
 
 def _reduced(total: Array, leaf: Array, axis_names: tuple[str, ...]) -> Array:
     axes = frozenset(axis_names) | (axes_of(total) - axes_of(leaf))
-    return lax.psum(total, tuple(sorted(axes))) if axes else total
+    library: Any = lax
+    return library.psum(total, tuple(sorted(axes))) if axes else total
 
 
 def _quotient(total: Array, divides: Scalar, leaf: Array) -> Array:
@@ -170,7 +168,7 @@ def _parted(made: Any) -> tuple[Scalar, Tree]:
 def _scalar(loss: Any) -> Scalar:
     if isinstance(loss, tuple | list | dict):
         raise aux_shape_error(f"one that returns a {type(loss).__name__}", declared=False)
-    if loss is None or np.shape(loss) != () or not hasattr(loss, "dtype") and not isinstance(loss, float):
+    if loss is None or np.shape(loss) != () or not (hasattr(loss, "dtype") or isinstance(loss, float)):
         raise scalar_loss_error("nothing" if loss is None else f"one of shape {np.shape(loss)}")
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise scalar_loss_error(f"one of dtype {jnp.result_type(loss)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +162,8 @@ def _over_devices(carry: Carry[G], merging: Merging, axis_names: tuple[str, ...]
     if not axis_names:
         return carry
     summed = [leaf for leaf, is_sum in zip(carry.aux, merging.is_sum(), strict=True) if is_sum]
-    weight, loss, made = lax.psum((carry.weight, carry.loss, summed), axis_names)
+    library: Any = lax
+    weight, loss, made = library.psum((carry.weight, carry.loss, summed), axis_names)
     given = iter(made)
     extremes = merging.over_devices(carry.aux, axis_names)
     aux = [next(given) if is_sum else leaf for leaf, is_sum in zip(extremes, merging.is_sum(), strict=True)]

@@ -73,7 +73,7 @@ class Merging(NamedTuple):
 
     def over_devices(self, held: list[Array], axes: tuple[str, ...]) -> list[Array]:
         """The maxima and minima of all devices; sums are reduced with the gradients."""
-        reduce = {"max": lax.pmax, "min": lax.pmin}
+        reduce: dict[str, Any] = {"max": lax.pmax, "min": lax.pmin}
         kinds = [kind for kind in self.kinds if kind != ROWS]
         return [reduce[kind](leaf, axes) if kind in reduce else leaf for kind, leaf in zip(kinds, held, strict=True)]
 
@@ -153,7 +153,7 @@ def _neutral(kind: str, like: Any) -> Array:
 
 
 def _extreme(kind: str, dtype: DType) -> Any:
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return kind == "min"
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max
@@ -161,7 +161,7 @@ def _extreme(kind: str, dtype: DType) -> Any:
 
 
 def _sum_dtype(dtype: DType) -> DType:
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return jax.dtypes.canonicalize_dtype(jnp.int64)
     return jnp.dtype("float32") if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 

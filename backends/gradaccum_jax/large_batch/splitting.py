@@ -131,7 +131,7 @@ def _part(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
 
 
 def _items(part: Batch) -> int | None:
-    sizes = {np.shape(leaf)[axis] for leaf, axis in zip(part.leaves, part.axes, strict=True) if is_cut(axis)}
+    sizes = {np.shape(leaf)[axis] for leaf, axis in zip(part.leaves, part.axes, strict=True) if isinstance(axis, int)}
     return sizes.pop() if len(sizes) == 1 else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Options, explain, make_options
+from gradaccum.kit import explain, make_options
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.large_batch import gradients
