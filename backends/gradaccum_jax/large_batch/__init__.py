@@ -4,6 +4,8 @@
 `coupled_value_and_grad` is for losses that compare items across the batch.
 """
 
+from gradaccum_jax.large_batch.coupled import coupled_value_and_grad
 from gradaccum_jax.large_batch.value_and_grad import value_and_grad
+from gradaccum_jax.large_batch.value_and_update import value_and_update
 
-__all__ = ["value_and_grad"]
+__all__ = ["coupled_value_and_grad", "value_and_grad", "value_and_update"]

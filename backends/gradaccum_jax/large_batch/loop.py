@@ -43,6 +43,8 @@ class Gathering(NamedTuple, Generic[G]):
     """``add(held, gradients, weight)``; a Python number as the weight where the program knows it."""
     relative: bool
     """Whether weights may be counted in units of the largest micro-batch, so that most of them are 1 and cost nothing."""
+    axes: Axes = frozenset()
+    """The manual mesh axes along which each device has gradients of its own, to be reduced later."""
     scale: Scalar = None
     """What the loss is multiplied by before differentiation."""
 
@@ -58,13 +60,19 @@ class Made(NamedTuple, Generic[G]):
     aux: Tree
 
 
+class Own(NamedTuple):
+    """What is added up here."""
+
+    weight: Scalar
+    loss: Scalar
+    aux: list[Array]
+
+
 class Carry(NamedTuple, Generic[G]):
     """What goes from one micro-batch to the next."""
 
     held: G
-    weight: Scalar
-    loss: Scalar
-    aux: list[Array]
+    own: Own
 
 
 def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gathering[G]) -> Made[G]:
@@ -79,8 +87,8 @@ def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gat
     Raises:
         ArgumentValueError, ArgumentTypeError: the loss function, the aux or a weight is not as it was declared.
     """
-    groups, axes = groups_in(source), axes_in(by, source, gathering.start, question.axis_names)
-    first, by = _first_number(groups, question.axis_names), copies(by, axes)
+    groups, axes = groups_in(source), axes_in(by, source, question.axis_names)
+    first, by = first_number(groups, question.axis_names), copies(by, gathering.axes)
     sample = groups[0].take(jax.tree.map(lambda leaf: leaf[0], groups[0].places), jnp.int32(0))
     like, aux = jax.eval_shape(lambda by: question.differentiation.value(by, sample.arguments), by)
     merging = make_merging(question.aux, aux)
@@ -89,17 +97,17 @@ def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gat
     def body(carry: Carry[G], micro_batch: MicroBatch) -> tuple[Carry[G], list[Array]]:
         loss, aux, gradients = question.differentiation.value_and_gradients(by, micro_batch.arguments, gathering.scale)
         weight = counting.weight(micro_batch)
-        carry, rows = counting.add(carry, loss, aux, micro_batch, weight)
-        return copies(carry._replace(held=gathering.add(carry.held, gradients, weight)), axes), rows
+        own, rows = counting.add(carry.own, loss, aux, micro_batch, weight)
+        return Carry(gathering.add(carry.held, gradients, weight), copies(own, axes)), rows
 
     nothing = jnp.zeros((), counting.dtype)
-    start = Carry(gathering.start, nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start())
-    carry, rows = over(groups, body, copies(start, axes), first)
-    carry = _over_devices(carry, merging, question.axis_names)
+    start = Carry(gathering.start, copies(Own(nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start()), axes))
+    (held, own), rows = over(groups, body, start, first)
+    own = _over_devices(own, merging, question.axis_names)
     items = _all_items(source, merging, question.axis_names)
-    loss = (carry.loss / denominator(carry.weight, question.options)).astype(like.dtype)
-    by_weight = jnp.where(carry.weight == 0, 1, carry.weight)
-    return Made(carry.held, carry.weight, loss, merging.finish(carry.aux, in_order(groups, rows), items, by_weight))
+    loss = (own.loss / denominator(own.weight, question.options)).astype(like.dtype)
+    by_weight = jnp.where(own.weight == 0, 1, own.weight)
+    return Made(held, own.weight, loss, merging.finish(own.aux, in_order(groups, rows), items, by_weight))
 
 
 class _Counting(NamedTuple):
@@ -113,13 +121,13 @@ class _Counting(NamedTuple):
     def weight(self, micro_batch: MicroBatch) -> Scalar:
         return weight_of(micro_batch, self.question.weight, self.unit, self.dtype)
 
-    def add(self, carry: Carry[G], loss: Scalar, aux: Tree, micro_batch: MicroBatch, weight: Scalar) -> tuple[Carry[G], list[Array]]:
+    def add(self, held: Own, loss: Scalar, aux: Tree, micro_batch: MicroBatch, weight: Scalar) -> tuple[Own, list[Array]]:
         """Loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
         items = known_items(micro_batch.items) if self.merging.counts_items else None
-        merged, rows = self.merging.add(carry.aux, aux, items, weight)
+        merged, rows = self.merging.add(held.aux, aux, items, weight)
         factor = contribution(weight, self.question.options)
-        share = jnp.where(weight == 0, 0, loss.astype(carry.loss.dtype) * factor).astype(carry.loss.dtype)
-        return carry._replace(weight=(carry.weight + weight).astype(self.dtype), loss=carry.loss + share, aux=merged), rows
+        share = jnp.where(weight == 0, 0, loss.astype(held.loss.dtype) * factor).astype(held.loss.dtype)
+        return Own((held.weight + weight).astype(self.dtype), held.loss + share, merged), rows
 
 
 def weight_dtype(by: tuple[Tree, ...], loss: Array) -> DType:
@@ -128,9 +136,9 @@ def weight_dtype(by: tuple[Tree, ...], loss: Array) -> DType:
     return jnp.dtype("float64" if wide else "float32")
 
 
-def axes_in(by: Tree, source: Source, held: Tree, axis_names: tuple[str, ...]) -> Axes:
+def axes_in(by: Tree, source: Source, axis_names: tuple[str, ...]) -> Axes:
     """The manual mesh axes along which anything here may differ from device to device."""
-    return frozenset(axis_names).union(*(axes_of(leaf) for leaf in jax.tree.leaves((by, source, held))))
+    return frozenset(axis_names).union(*(axes_of(leaf) for leaf in jax.tree.leaves((by, source))))
 
 
 def copies(tree: G, axes: Axes) -> G:
@@ -145,7 +153,7 @@ def _unit(question: Question, merging: Merging, source: Source, *, relative: boo
     return known_items(largest_in(source)) if relative and question.weight is None and question.options.reduction == "mean" else 1
 
 
-def _first_number(groups: list[Group], axis_names: tuple[str, ...]) -> Scalar:
+def first_number(groups: list[Group], axis_names: tuple[str, ...]) -> Scalar:
     """The number of this device's first micro-batch among those of all devices."""
     count = sum(len(group.numbers) for group in groups)
     return lax.axis_index(axis_names) * count if axis_names else 0
@@ -157,14 +165,14 @@ def _all_items(source: Source, merging: Merging, axis_names: tuple[str, ...]) ->
     return known_items(items_in(source)) * (lax.axis_size(axis_names) if axis_names else 1)
 
 
-def _over_devices(carry: Carry[G], merging: Merging, axis_names: tuple[str, ...]) -> Carry[G]:
+def _over_devices(own: Own, merging: Merging, axis_names: tuple[str, ...]) -> Own:
     """Weight, loss and merged aux of all devices; the gradients are the caller's."""
     if not axis_names:
-        return carry
-    summed = [leaf for leaf, is_sum in zip(carry.aux, merging.is_sum(), strict=True) if is_sum]
+        return own
+    summed = [leaf for leaf, is_sum in zip(own.aux, merging.is_sum(), strict=True) if is_sum]
     library: Any = lax
-    weight, loss, made = library.psum((carry.weight, carry.loss, summed), axis_names)
+    weight, loss, made = library.psum((own.weight, own.loss, summed), axis_names)
     given = iter(made)
-    extremes = merging.over_devices(carry.aux, axis_names)
+    extremes = merging.over_devices(own.aux, axis_names)
     aux = [next(given) if is_sum else leaf for leaf, is_sum in zip(extremes, merging.is_sum(), strict=True)]
-    return carry._replace(weight=weight, loss=loss, aux=aux)
+    return own._replace(weight=weight, loss=loss, aux=aux)

@@ -15,7 +15,7 @@ from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.large_batch import gradients
 from gradaccum_jax.large_batch.gradients import Differentiation
-from gradaccum_jax.large_batch.loop import Gathering, Question, run
+from gradaccum_jax.large_batch.loop import Gathering, Question, axes_in, copies, run
 from gradaccum_jax.large_batch.merging import check_declared
 from gradaccum_jax.large_batch.splitting import Source, Splitting, make_splitting
 from gradaccum_jax.large_batch.weights import Weight
@@ -117,7 +117,9 @@ class ValueAndGrad:
         def add(held: Any, given: Any, weight: Any) -> Any:
             return gradients.add(held, given, weight, options)
 
-        gathering = Gathering(gradients.start(by, options.accumulate_dtype), add, relative=not names)
+        axes = axes_in(by, source, names)
+        start = copies(gradients.start(by, options.accumulate_dtype), axes)
+        gathering = Gathering(start, add, relative=not names, axes=axes)
         made = run(self.question, by, source, gathering)
         found = gradients.finish(made.held, made.weight, by, options, names)
         value = (made.loss, made.aux) if self.question.differentiation.has_aux else made.loss
