@@ -8,6 +8,7 @@ params = optax.apply_updates(params, updates)
 
 from gradaccum_jax.backend import backend
 from gradaccum_jax.checkpoint import check_state
+from gradaccum_jax.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
 from gradaccum_jax.linearity import verify_loss_scaling
 from gradaccum_jax.masters import apply_updates
 from gradaccum_jax.multisteps import MultiSteps
@@ -21,6 +22,7 @@ __all__ = [
     "apply_updates",
     "backend",
     "check_state",
+    "coupled_value_and_grad",
     "data_parallel",
     "discard",
     "flush",
@@ -28,5 +30,7 @@ __all__ = [
     "result",
     "scale_loss",
     "sharded_cross_entropy",
+    "value_and_grad",
+    "value_and_update",
     "verify_loss_scaling",
 ]
