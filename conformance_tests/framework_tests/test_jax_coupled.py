@@ -79,7 +79,9 @@ CASES = {"info_nce": Case(two_towers, info_nce), "vicreg": Case(two_towers, vicr
 
 
 def parameters() -> Any:
-    towers = {name: {"w": jnp.asarray(numbers(5, 8, seed=i)), "v": jnp.asarray(numbers(8, 4, seed=i))} for i, name in enumerate(("image", "text"))}
+    towers = {
+        name: {"w": jnp.asarray(numbers(5, 8, seed=i)), "v": jnp.asarray(numbers(8, 4, seed=i))} for i, name in enumerate(("image", "text"))
+    }
     return {**towers, "temperature": jnp.asarray(0.7)}
 
 

@@ -62,7 +62,11 @@ def test_item_mean_by_tokens() -> None:
 def test_packing_holds_the_budget() -> None:
     """Items of 3 1 4 1 | 5 | 9 2 | 6 5 | 3 tokens under a budget of 11; the program sees every size once."""
     step = gradaccum_jax.value_and_grad(
-        lambda params, x, tokens: (jnp.sum(params * x), tokens.sum()[None]), has_aux=True, aux="concatenate", weight=TOKENS, micro_batch_weight=11
+        lambda params, x, tokens: (jnp.sum(params * x), tokens.sum()[None]),
+        has_aux=True,
+        aux="concatenate",
+        weight=TOKENS,
+        micro_batch_weight=11,
     )
     (_, counts), _ = step(jnp.ones(()), np.ones(ITEMS), TOKENS)
     np.testing.assert_array_equal(counts, [9, 5, 11, 11, 3])

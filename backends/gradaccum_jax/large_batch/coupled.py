@@ -32,6 +32,7 @@ from gradaccum_jax.large_batch.splitting import Source, Splitting, groups_in, ma
 from gradaccum_jax.large_batch.weights import Weight
 from gradaccum_jax.types import Array, DType, Params, Tree
 from gradaccum_jax.workers.checks import require_names
+from gradaccum_jax.workers.kinds import require_axes, require_same_params
 
 
 def coupled_value_and_grad(
@@ -97,6 +98,8 @@ class Coupled:
 
     def __call__(self, params: Params, *batch: Tree) -> Any:
         """The loss and the gradient; see `coupled_value_and_grad`."""
+        require_axes(self.axis_names)
+        require_same_params(params, self.axis_names)
         by, batch = self.outputs.parted((params, *batch))
         return self.run(by, self.splitting.source(batch))
 

@@ -136,7 +136,7 @@ def finish(held: list[Array], weight: Scalar, by: tuple[Tree, ...], options: Opt
     divides = denominator(weight, options)
     leaves, structure = jax.tree.flatten(by)
     moving = [leaf for leaf in leaves if takes_part(leaf)]
-    whole = [_reduced(total, leaf, axis_names) for total, leaf in zip(held, moving, strict=True)]
+    whole = [_reduced(total, axis_names) for total in held]
     made = iter([_quotient(total, divides, leaf) for total, leaf in zip(whole, moving, strict=True)])
     gradients = [next(made) if takes_part(leaf) else np.zeros(np.shape(leaf), jax.dtypes.float0) for leaf in leaves]
     found: tuple[Tree, ...] = jax.tree.unflatten(structure, gradients)
@@ -149,14 +149,14 @@ def denominator(weight: Scalar, options: Options) -> Scalar:
     return divisor((nothing, nothing, nothing, weight, nothing != 0, nothing + 1, nothing), options, jnp.where)
 
 
-def _reduced(total: Array, leaf: Array, axis_names: tuple[str, ...]) -> Array:
-    axes = frozenset(axis_names) | (axes_of(total) - axes_of(leaf))
+def _reduced(total: Array, axes: tuple[str, ...]) -> Array:
     library: Any = lax
-    return library.psum(total, tuple(sorted(axes))) if axes else total
+    return library.psum(total, axes) if axes else total
 
 
 def _quotient(total: Array, divides: Scalar, leaf: Array) -> Array:
-    return (total / divides).astype(jnp.result_type(leaf))
+    quotient = total / divides
+    return _reduced(quotient, tuple(sorted(axes_of(quotient) - axes_of(leaf)))).astype(jnp.result_type(leaf))
 
 
 def _parted(made: Any) -> tuple[Scalar, Tree]:

@@ -8,19 +8,22 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import explain, make_options
+from gradaccum.kit import Scalar, explain, make_options
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.large_batch import gradients
 from gradaccum_jax.large_batch.gradients import Differentiation
 from gradaccum_jax.large_batch.loop import Gathering, Question, axes_in, copies, run
 from gradaccum_jax.large_batch.merging import check_declared
+from gradaccum_jax.large_batch.sharded import devices_of, over_mesh, require_mesh
 from gradaccum_jax.large_batch.splitting import Source, Splitting, make_splitting
 from gradaccum_jax.large_batch.weights import Weight
 from gradaccum_jax.types import DType, Tree
 from gradaccum_jax.workers.checks import require_names
+from gradaccum_jax.workers.kinds import require_axes, require_same_params
 
 
 def value_and_grad(
@@ -39,6 +42,7 @@ def value_and_grad(
     accumulate_dtype: DType = None,
     allow_int: bool = False,
     axis_name: str | tuple[str, ...] | None = None,
+    mesh: Mesh | None = None,
 ) -> Callable[..., Any]:
     """The loss and the gradient of a large batch, micro-batch by micro-batch: stands in for `jax.value_and_grad`.
 
@@ -75,6 +79,10 @@ def value_and_grad(
         allow_int: as in `jax.value_and_grad`: integers have a float0 as their gradient.
         axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch, each with its own items. Loss, gradient and aux are
             those of all devices' items, reduced once; concatenated rows are the device's own.
+        mesh: with `axis_name`, outside of `jax.shard_map`: the call runs each device's part there, and reduces once. `steps` and `micro_batch_size`
+            are those of one device's part. Micro-batch number i holds the i-th items of every device; concatenated rows
+            come back in the order of the items all the same. Parameters are replicated along `axis_name`. Without a mesh a batch that is
+            sharded gives the same numbers, but XLA gathers it or reduces in every micro-batch.
 
     Returns:
         A function of the same arguments that returns ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is that of the large
@@ -87,8 +95,9 @@ def value_and_grad(
     differentiation = Differentiation(loss_fn, as_places(argnums), has_aux, allow_int, isinstance(argnums, int))
     splitting = make_splitting(steps, micro_batch_size, micro_batch_weight, axes, weight, split)
     options = make_options(None, reduction=reduction, accumulate_dtype=require_dtype(accumulate_dtype))
-    question = Question(differentiation, weight, as_declared(aux, has_aux=has_aux), options, require_names(axis_name))
-    return ValueAndGrad(question, splitting)
+    names = require_names(axis_name)
+    question = Question(differentiation, weight, as_declared(aux, has_aux=has_aux), options, names)
+    return ValueAndGrad(question, splitting, require_mesh(mesh, names, splitting))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +106,21 @@ class ValueAndGrad:
 
     question: Question
     splitting: Splitting
+    mesh: Mesh | None = None
+    """Whose devices each cut their part; None inside `jax.shard_map`, or on one device."""
 
     def __call__(self, *arguments: Tree) -> Any:
         """The loss and the gradient; see `value_and_grad`."""
         by, batch = self.question.differentiation.parted(arguments)
-        return self.run(by, self.splitting.source(batch))
+        if self.mesh is None:
+            require_axes(self.question.axis_names)
+            require_same_params(by, self.question.axis_names)
+        return self.run(by, self.splitting.source(batch, devices=self.devices))
+
+    @property
+    def devices(self) -> int:
+        """How many devices cut the batch."""
+        return devices_of(self.mesh, self.question.axis_names)
 
     def run(self, by: tuple[Tree, ...], source: Source) -> Any:
         """The loss and the gradient of a batch that is cut."""
@@ -112,6 +131,12 @@ class ValueAndGrad:
         return jax.jit(self._run)
 
     def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
+        names, differentiation = self.question.axis_names, self.question.differentiation
+        whole = self._local if self.mesh is None else over_mesh(self._local, self.mesh, names, self.question.aux)
+        (loss, aux), found = whole(by, source)
+        return (loss, aux) if differentiation.has_aux else loss, found[0] if differentiation.single else found
+
+    def _local(self, by: tuple[Tree, ...], source: Source) -> tuple[tuple[Scalar, Tree], tuple[Tree, ...]]:
         options, names = self.question.options, self.question.axis_names
 
         def add(held: Any, given: Any, weight: Any) -> Any:
@@ -121,9 +146,7 @@ class ValueAndGrad:
         start = copies(gradients.start(by, options.accumulate_dtype), axes)
         gathering = Gathering(start, add, relative=not names, axes=axes)
         made = run(self.question, by, source, gathering)
-        found = gradients.finish(made.held, made.weight, by, options, names)
-        value = (made.loss, made.aux) if self.question.differentiation.has_aux else made.loss
-        return value, found[0] if self.question.differentiation.single else found
+        return (made.loss, made.aux), gradients.finish(made.held, made.weight, by, options, names)
 
 
 def as_places(argnums: Any) -> tuple[int, ...]:
