@@ -79,10 +79,10 @@ def value_and_grad(
         allow_int: as in `jax.value_and_grad`: integers have a float0 as their gradient.
         axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch, each with its own items. Loss, gradient and aux are
             those of all devices' items, reduced once; concatenated rows are the device's own.
-        mesh: with `axis_name`, outside of `jax.shard_map`: the call runs each device's part there, and reduces once. `steps` and `micro_batch_size`
-            are those of one device's part. Micro-batch number i holds the i-th items of every device; concatenated rows
+        mesh: with `axis_name`, outside of `jax.shard_map`: the call runs each device's part there, and reduces once. `steps` and
+            `micro_batch_size` are those of one device's part: micro-batch number i holds the i-th items of every device. Concatenated rows
             come back in the order of the items all the same. Parameters are replicated along `axis_name`. Without a mesh a batch that is
-            sharded gives the same numbers, but XLA gathers it or reduces in every micro-batch.
+            sharded gives the same numbers, but XLA gathers it, or reduces in every micro-batch.
 
     Returns:
         A function of the same arguments that returns ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is that of the large
