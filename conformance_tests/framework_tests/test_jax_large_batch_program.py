@@ -62,9 +62,10 @@ def test_one_body_for_each_size() -> None:
 
 
 def test_batch_is_not_copied() -> None:
-    text = compiled(64 * SIZE).as_text()
-    assert re.findall(rf"f32\[{64 * SIZE},{WIDTH}\]\S* (?:copy|transpose|reshape|gather)\(", text) == []
-    assert re.findall(rf"= f32\[{WIDTH},{WIDTH}\]\S* copy\(", text) == []
+    """Nor is a sum; only the zeros that two equal ones start from are, once, before the loop."""
+    text = compiled(40 * SIZE).as_text()
+    assert re.findall(rf"f32\[{40 * SIZE},{WIDTH}\]\S* (?:copy|transpose|reshape|gather)\(", text) == []
+    assert len(re.findall(rf"= f32\[{WIDTH},{WIDTH}\]\S* copy\(", text)) <= 1
 
 
 def test_repeated_calls_compile_once() -> None:
