@@ -59,11 +59,12 @@ def over_mesh(local: Callable[..., Any], mesh: Mesh, axis_names: tuple[str, ...]
         axis_names: the axes over which the items are spread.
         aux: how aux merges, a prefix of it.
     """
-    over, whole = PartitionSpec(axis_names), PartitionSpec()
+    spec: Any = PartitionSpec
+    over, whole = spec(axis_names), spec()
     rows = jax.tree.map(lambda kind: over if kind == ROWS else whole, aux)
 
     def run(by: tuple[Tree, ...], batch: Batch) -> Any:
-        leaves = [PartitionSpec(*[None] * int(axis or 0), axis_names) if is_cut(axis) else whole for axis in batch.axes]
+        leaves = [spec(*[None] * int(axis or 0), axis_names) if is_cut(axis) else whole for axis in batch.axes]
         weights = None if batch.item_weights is None else over
         specs = (whole, dataclasses.replace(batch, leaves=leaves, item_weights=weights))
         lift: Any = jax.shard_map

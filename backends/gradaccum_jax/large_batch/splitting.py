@@ -32,14 +32,15 @@ class Splitting:
     axes: Tree
     weight: Weight
     split: Callable[..., Iterable[Any]] | None
+    devices: int = 1
+    """How many devices the batch is spread over; each cuts its own part."""
 
-    def source(self, arguments: tuple[Tree, ...], division: Division | None = None, devices: int = 1) -> Source:
+    def source(self, arguments: tuple[Tree, ...], division: Division | None = None) -> Source:
         """The batch, cut.
 
         Args:
             arguments: the batch's.
             division: in place of the user's; its size is an int.
-            devices: how many devices the batch is spread over; each cuts its own part.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: the batch cannot be divided so.
@@ -51,7 +52,9 @@ class Splitting:
         items = batch.items
         weights = None if self.weight is None or callable(self.weight) else as_item_weights(self.weight, items)
         known = concrete(self._item_weights(batch, items, weights)) if division.micro_batch_weight is not None else None
-        return Batch(batch.leaves, weights, batch.axes, batch.constants, batch.structure, divided(division, _own(items, devices), known))
+        return Batch(
+            batch.leaves, weights, batch.axes, batch.constants, batch.structure, divided(division, _own(items, self.devices), known)
+        )
 
     def _item_weights(self, batch: Batch, items: int, weights: Any) -> Any:
         """Per-item weights to pack by: the user's array, or his function asked about every item by itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,7 +98,8 @@ def value_and_grad(
     options = make_options(None, reduction=reduction, accumulate_dtype=require_dtype(accumulate_dtype))
     names = require_names(axis_name)
     question = Question(differentiation, weight, as_declared(aux, has_aux=has_aux), options, names)
-    return ValueAndGrad(question, splitting, require_mesh(mesh, names, splitting))
+    found = require_mesh(mesh, names, splitting)
+    return ValueAndGrad(question, dataclasses.replace(splitting, devices=devices_of(found, names)), found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +117,7 @@ class ValueAndGrad:
         if self.mesh is None:
             require_axes(self.question.axis_names)
             require_same_params(by, self.question.axis_names)
-        return self.run(by, self.splitting.source(batch, devices=self.devices))
-
-    @property
-    def devices(self) -> int:
-        """How many devices cut the batch."""
-        return devices_of(self.mesh, self.question.axis_names)
+        return self.run(by, self.splitting.source(batch))
 
     def run(self, by: tuple[Tree, ...], source: Source) -> Any:
         """The loss and the gradient of a batch that is cut."""
