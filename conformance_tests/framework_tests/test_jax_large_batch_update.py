@@ -131,6 +131,16 @@ def test_batch_of_weight_zero_makes_no_update() -> None:
     assert gradaccum_jax.result(state).skipped
 
 
+def test_traced_weight_that_is_negative_makes_no_update() -> None:
+    """Nobody can look at it: the loss is NaN, and the window ends as one that overflowed."""
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=None)
+    step = gradaccum_jax.value_and_update(lambda p, x: p * jnp.mean(x), tx, steps=2, weight=lambda x: x[0] - 3)
+    value, updates, state = step(jnp.ones(()), tx.init(jnp.ones(())), np.ones(4))
+    assert np.isnan(value)
+    assert updates == 0
+    assert gradaccum_jax.result(state).overflow
+
+
 def test_many_windows_in_one_scan_with_donation() -> None:
     """Under jit and scan, parameters and state donated: each window as plain optax makes it."""
     tx = gradaccum.wrap(optax.adam(0.1), steps=None)
