@@ -6,6 +6,7 @@ that are being recomputed. The sum s + n / s is least at s = sqrt(n): Chen et al
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from gradaccum._validation import require_int
@@ -33,4 +34,4 @@ def segment_cuts(depth: int, segments: object = None) -> list[Cut]:
         raise explain(ArgumentValueError, "segments", expected=f"at most {depth}, the number of layers", got=number, fix=fix)
     short, longer = divmod(depth, number)
     starts = [index * short + min(index, longer) for index in range(number + 1)]
-    return [Cut(start, stop) for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+    return [Cut(start, stop) for start, stop in itertools.pairwise(starts)]

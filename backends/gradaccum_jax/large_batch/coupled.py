@@ -25,6 +25,7 @@ from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.dtypes import takes_part
 from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.large_batch import gradients
+from gradaccum_jax.large_batch.auto import Fitting, fitting
 from gradaccum_jax.large_batch.gradients import Differentiation
 from gradaccum_jax.large_batch.groups import Group, MicroBatch, in_order, over
 from gradaccum_jax.large_batch.loop import axes_in, copies, first_number
@@ -101,11 +102,15 @@ class Coupled:
         require_axes(self.axis_names)
         require_same_params(params, self.axis_names)
         by, batch = self.outputs.parted((params, *batch))
-        return self.run(by, self.splitting.source(batch))
+        return self._fitting(by, batch) if self._fitting else self.run(by, self.splitting.source(batch))
 
     def run(self, by: tuple[Tree, ...], source: Source) -> Any:
         """The loss and the gradient of a batch that is cut."""
         return call_jitted(self._jitted, self._run, by, source)
+
+    @cached_property
+    def _fitting(self) -> Fitting | None:
+        return fitting(self._jitted, self.splitting)
 
     @cached_property
     def _jitted(self) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from gradaccum.kit import Scalar, explain, make_options
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.large_batch import gradients
+from gradaccum_jax.large_batch.auto import Fitting, fitting
 from gradaccum_jax.large_batch.gradients import Differentiation
 from gradaccum_jax.large_batch.loop import Gathering, Question, axes_in, copies, run
 from gradaccum_jax.large_batch.merging import check_declared
@@ -117,11 +118,15 @@ class ValueAndGrad:
         if self.mesh is None:
             require_axes(self.question.axis_names)
             require_same_params(by, self.question.axis_names)
-        return self.run(by, self.splitting.source(batch))
+        return self._fitting(by, batch) if self._fitting else self.run(by, self.splitting.source(batch))
 
     def run(self, by: tuple[Tree, ...], source: Source) -> Any:
         """The loss and the gradient of a batch that is cut."""
         return call_jitted(self._jitted, self._run, by, source)
+
+    @cached_property
+    def _fitting(self) -> Fitting | None:
+        return fitting(self._jitted, self.splitting)
 
     @cached_property
     def _jitted(self) -> Callable[..., Any]:

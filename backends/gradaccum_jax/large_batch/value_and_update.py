@@ -15,6 +15,7 @@ from gradaccum import ArgumentValueError
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax.dtypes import takes_part
 from gradaccum_jax.jitted import call_jitted
+from gradaccum_jax.large_batch.auto import Fitting, fitting
 from gradaccum_jax.large_batch.gradients import Differentiation
 from gradaccum_jax.large_batch.loop import Gathering, Question, run
 from gradaccum_jax.large_batch.splitting import Source, Splitting, make_splitting
@@ -95,12 +96,17 @@ class ValueAndUpdate:
         """The loss, the updates and the state; see `value_and_update`."""
         params, state = plain(params), plain(state)
         self.accumulation.check(state, params, extra)
-        return self.run((params, state, extra), self.splitting.source(batch))
+        given = (params, state, extra)
+        return self._fitting(given, batch) if self._fitting else self.run(given, self.splitting.source(batch))
 
     def run(self, given: tuple[Params, AccumulationState, Extra], source: Source) -> tuple[Any, Tree, AccumulationState]:
         """The same of a batch that is cut."""
         made: tuple[Any, Tree, AccumulationState] = call_jitted(self._jitted, self._run, given, source)
         return made
+
+    @cached_property
+    def _fitting(self) -> Fitting | None:
+        return fitting(self._jitted, self.splitting)
 
     @cached_property
     def _jitted(self) -> Callable[..., Any]:

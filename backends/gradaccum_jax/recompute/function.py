@@ -26,6 +26,7 @@ def recompute(
     policy: str | Policy | None = None,
     offload: str | Sequence[str] | None = None,
     prevent_cse: bool = True,
+    hold: bool = False,
     static_argnums: int | Sequence[int] = (),
 ) -> F:
     """`function`, its activations computed again for the gradient in place of being kept.
@@ -44,6 +45,9 @@ def recompute(
         offload: what is moved to the host's memory and back in place of being computed again: names that `function` gives by
             `jax.ad_checkpoint.checkpoint_name`, or "dots", the results of matrix products without batch dimensions.
         prevent_cse: False lets XLA merge both runs. In the body of `jax.lax.scan` it cannot, and False makes a faster program.
+        hold: True is for long chains of calls on a CPU, where memory falls only inside of `jax.lax.scan` otherwise: XLA:CPU starts all
+            second runs early. Each call then is a computation of its own, whose last bits XLA may round otherwise. No other device is
+            changed by it.
         static_argnums: positions of arguments that stay as they are, as `function` needs them to trace. Leaves other than arrays stay
             as they are without it.
 
@@ -63,7 +67,7 @@ def recompute(
         (3, 3)
     """
     layers = _layers(function, segments)
-    rules = Rules(make_policy(policy, offload), _flag(prevent_cse))
+    rules = Rules(make_policy(policy, offload), _flag("prevent_cse", prevent_cse), _flag("hold", hold))
     static = _positions(static_argnums, several=not callable(function))
     parts = [_recomputed(layers[cut.start : cut.stop], rules, static) for cut in segment_cuts(len(layers), segments)]
     return cast(F, parts[0] if callable(function) else functools.partial(applied_in_order, parts))
@@ -110,10 +114,10 @@ def _layers(function: object, segments: object) -> tuple[Layer, ...]:
     return layers
 
 
-def _flag(prevent_cse: object) -> bool:
-    if isinstance(prevent_cse, bool):
-        return prevent_cse
-    raise explain(ArgumentTypeError, "prevent_cse", expected="True or False", got=prevent_cse, fix="Write prevent_cse=True.")
+def _flag(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise explain(ArgumentTypeError, name, expected="True or False", got=value, fix=f"Write {name}=True.")
 
 
 def _positions(static_argnums: object, several: bool) -> tuple[int, ...]:

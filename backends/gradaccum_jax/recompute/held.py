@@ -2,7 +2,8 @@
 
 JAX puts an optimization barrier between the gradient and the second run. XLA's GPU and TPU compilers schedule by it. XLA:CPU drops it
 before it schedules, runs all second runs early and keeps what they compute: in a chain of 16 layers the temporary memory fell by 9 % in
-place of 80 %. XLA:CPU does not look into a conditional, so there the function runs as the branch of one that is always taken.
+place of 83 %. XLA:CPU does not look into a conditional, so there the function runs as the branch of one that is always taken. Inside of
+`jax.lax.scan` nothing of it is needed. Compiled apart, a function may be rounded otherwise in its last bits; so the user asks for it.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ class Rules(NamedTuple):
     """What is kept; None keeps the inputs only."""
     prevent_cse: bool
     """Whether XLA is kept from merging the second run with the first one."""
+    hold: bool
+    """Whether XLA:CPU is kept from starting the second run early: see `held`."""
 
 
 def replay(function: Callable[..., Tree], arguments: Tree, rules: Rules) -> Tree:
@@ -76,7 +78,7 @@ def _run(traced: core.ClosedJaxpr, inputs: Leaves, rules: Rules) -> Leaves:
 
     once_more = jax.checkpoint(again, policy=rules.policy, prevent_cse=rules.prevent_cse)
     numbers = [raw(leaf) for leaf in given]
-    made = held(once_more, numbers) if rules.prevent_cse else once_more(*numbers)
+    made = held(once_more, numbers) if rules.hold else once_more(*numbers)
     return [typed(leaf, kind) for leaf, kind in zip(made, made_kinds, strict=True)]
 
 
