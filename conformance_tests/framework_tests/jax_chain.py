@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-WIDTH, DEPTH = 16, 4
+WIDTH, DEPTH = 16, 3
 
 
 def layer(weights: Any, x: Any, key: Any) -> Any:

@@ -104,7 +104,7 @@ def test_whole_batch_where_it_fits() -> None:
 
 def test_items_of_one_do_not_fit() -> None:
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=1)
-    with pytest.raises(gradaccum.UsageError, match="one item to fit.* 1 bytes"):
+    with pytest.raises(gradaccum.UsageError, match=r"one item to fit.* 1 bytes"):
         large_batch.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
     assert sizes.size is None
 

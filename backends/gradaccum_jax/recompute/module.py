@@ -39,10 +39,7 @@ def applied(layers: Sequence[Layer], owners: Sequence[object], arguments: tuple[
 
 def stateful(nest: Tree) -> bool:
     """Whether `nest` holds an nnx module, a variable or a random stream."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    kinds = () if nnx is None else (nnx.Module, nnx.Variable, nnx.Rngs, nnx.RngStream)
-    nodes = jax.tree.leaves(nest, is_leaf=lambda node: isinstance(node, kinds))
-    return any(isinstance(node, kinds) for node in nodes)
+    return any(map(_is_stateful, jax.tree.leaves(nest, is_leaf=_is_stateful)))
 
 
 def threaded(run: Callable[..., Tree], nest: Tree, replay: Callable[..., Tree]) -> Tree:
@@ -57,19 +54,29 @@ def threaded(run: Callable[..., Tree], nest: Tree, replay: Callable[..., Tree]) 
         UsageError: the run gave a module another structure. The modules are as they were.
     """
     nnx: Any = sys.modules["flax.nnx"]
-    definition, state = nnx.split(nest)
+    nodes, structure = jax.tree.flatten(nest, is_leaf=_is_stateful)
+    places = [place for place, node in enumerate(nodes) if _is_stateful(node)]
+    modules = [nodes[place] for place in places]
+    definition, state = nnx.split(modules)
 
-    def pure(state: Tree) -> Tree:
-        copy = nnx.merge(definition, state)
-        result = run(copy)
-        after, state = nnx.split(copy)
+    def pure(state: Tree, others: list[Any]) -> Tree:
+        copies, filled = nnx.merge(definition, state), list(others)
+        for place, copy in zip(places, copies, strict=True):
+            filled[place] = copy
+        result = run(jax.tree.unflatten(structure, filled))
+        after, state = nnx.split(copies)
         if after != definition:
             raise _structure_error()
         return result, state
 
-    result, state = replay(pure, (state,))
-    nnx.update(nest, state)
+    result, state = replay(pure, (state, [None if place in places else node for place, node in enumerate(nodes)]))
+    nnx.update(modules, state)
     return result
+
+
+def _is_stateful(node: object) -> bool:
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, (nnx.Module, nnx.Variable, nnx.Rngs, nnx.RngStream))
 
 
 def require_functional(layer: Layer) -> None:
