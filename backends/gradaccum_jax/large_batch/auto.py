@@ -66,7 +66,7 @@ class Fitting:
             need = _bytes_of(compiled, (given, source))
             if need > limit:
                 return None, f"{need} bytes"
-            made = jax.block_until_ready(compiled(given, source))  # A device may tell that memory ran out only at the end.
+            made = _awaited(compiled(given, source))  # A device may tell that memory ran out only at the end.
         except jax.errors.JaxRuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
@@ -90,6 +90,11 @@ class Fitting:
     def _compiled(self, given: Tree, source: Source) -> Any:
         with jax.numpy_dtype_promotion("standard"):
             return self._jitted.lower(given, source).compile()
+
+
+def _awaited(made: Any) -> Any:
+    library: Any = jax
+    return library.block_until_ready(made)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -136,7 +141,8 @@ def _free_of(device: Any) -> int:
 
 def _type_of(leaf: Array) -> Hashable:
     """What a compiled program is compiled for."""
-    return jax.typeof(leaf), getattr(leaf, "sharding", None)
+    typeof: Any = jax.typeof
+    return typeof(leaf), getattr(leaf, "sharding", None)
 
 
 def _require_concrete(given: Tree, batch: Tree) -> None:

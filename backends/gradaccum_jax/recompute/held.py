@@ -27,7 +27,8 @@ def held(function: Callable[..., Leaves], inputs: Leaves) -> Leaves:
     Op by op, nothing can be reordered; a conditional would be compiled anew in every call.
     """
     # The barrier hides the constant until XLA has removed the conditionals whose predicate it knows.
-    always = lax.optimization_barrier(jnp.asarray(True)) if jax.default_backend() == "cpu" else None
+    barrier: Any = lax.optimization_barrier
+    always = barrier(jnp.asarray(True)) if jax.default_backend() == "cpu" else None
     if not isinstance(always, jax.core.Tracer) or any(map(explicitly_sharded, inputs)):
         return function(*inputs)
     traced = jax.make_jaxpr(function)(*inputs)

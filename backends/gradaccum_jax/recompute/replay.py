@@ -76,7 +76,8 @@ def _run(traced: core.ClosedJaxpr, inputs: Leaves, rules: Rules) -> Leaves:
         made_kinds[:] = map(kind_of, made)
         return [raw(leaf) for leaf in made]
 
-    once_more = jax.checkpoint(again, policy=rules.policy, prevent_cse=rules.prevent_cse)
+    library: Any = jax
+    once_more = library.checkpoint(again, policy=rules.policy, prevent_cse=rules.prevent_cse)
     numbers = [raw(leaf) for leaf in given]
     made = held(once_more, numbers) if rules.hold else once_more(*numbers)
     return [typed(leaf, kind) for leaf, kind in zip(made, made_kinds, strict=True)]
