@@ -3,6 +3,9 @@
 XLA knows the memory of a program once it is compiled. So the whole batch is compiled first, then half of it, and so on, and only the first
 program that fits the limit is run. What a device has free can change between the two; if it runs out all the same, the size is halved
 again. Nothing has to be restored then: a function of JAX changes none of its arguments.
+
+Spread over the devices of a mesh, a micro-batch is each device's part, and so is the memory. Several processes decide alike by the limit that
+the user gives all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Fitting:
             UsageError: one item does not fit.
         """
         _require_concrete(given, batch)
-        items = make_batch(batch, self._splitting.axes).items
+        items = max(1, make_batch(batch, self._splitting.axes).items // self._splitting.devices)
         limit = self._sizes.memory_limit if self._sizes.memory_limit is not None else _free_bytes((given, batch))
         key = (self._number, *map(_type_of, jax.tree.leaves((given, batch))))
         size, failure = self._sizes.start(key, items), None
@@ -121,8 +124,10 @@ def _free_bytes(arguments: Tree) -> int:
     """The fewest free bytes of the devices that hold the arguments.
 
     Raises:
-        ArgumentValueError: one states no limit.
+        ArgumentValueError: one states no limit, or there are several processes: all of them have to decide alike.
     """
+    if jax.process_count() > 1:
+        raise unknown_limit_error(f"{jax.process_count()} processes, each with free memory of its own")
     return min(_free_of(device) for device in _devices_of(arguments))
 
 
