@@ -120,7 +120,7 @@ def test_unknown_limit() -> None:
 
 def test_limit_of_the_device(between: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is free: the limit less what is in use. A GPU's arguments are in use already."""
-    stats = {"bytes_limit": between + 1000, "bytes_in_use": 1000}
+    stats = {"bytes_limit": between + 10**6, "bytes_in_use": 10**6}
 
     class Device:
         device_kind, platform = "a device", "gpu"
