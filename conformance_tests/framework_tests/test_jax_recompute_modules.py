@@ -100,13 +100,13 @@ def test_nnx_error_changes_nothing() -> None:
 
 
 def test_nnx_new_variables_are_refused() -> None:
-    class Sowing(nnx.Module):  # type: ignore[misc]
+    class Growing(nnx.Module):  # type: ignore[misc]
         def __call__(self, x: Any) -> Any:
-            self.sow(nnx.Intermediate, "seen", x)
+            self.seen = nnx.Intermediate(x)
             return jnp.sin(x)
 
     with pytest.raises(gradaccum.UsageError, match="keep their structure"):
-        recompute(Sowing())(X)
+        recompute(Growing())(X)
 
 
 def test_nnx_closure_is_refused_by_flax() -> None:
