@@ -4,8 +4,8 @@ XLA knows the memory of a program once it is compiled. So the whole batch is com
 program that fits the limit is run. What a device has free can change between the two; if it runs out all the same, the size is halved
 again. Nothing has to be restored then: a function of JAX changes none of its arguments.
 
-Spread over the devices of a mesh, a micro-batch is each device's part, and so is the memory. Several processes decide alike by the limit that
-the user gives all of them.
+Spread over the devices of a mesh, a micro-batch is each device's part, and so is the memory. Several processes decide alike by the limit
+that the user gives all of them.
 """
 
 from __future__ import annotations
