@@ -28,6 +28,7 @@ from gradaccum.refusals import (
 from gradaccum.registry import Backend, GatingBackend
 from gradaccum.resuming import Terms, decode_terms, encode_terms, redistributed, resumed, terms_of
 from gradaccum.schedule import Schedule, require_steps
+from gradaccum.segments import segment_cuts
 from gradaccum.splitting import (
     Cut,
     Division,
@@ -133,6 +134,7 @@ __all__ = [
     "require_weight",
     "resumed",
     "scalar_loss_error",
+    "segment_cuts",
     "select",
     "share",
     "size_for",

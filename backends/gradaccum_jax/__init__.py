@@ -8,10 +8,12 @@ params = optax.apply_updates(params, updates)
 
 from gradaccum_jax.backend import backend
 from gradaccum_jax.checkpoint import check_state
+from gradaccum_jax.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
 from gradaccum_jax.linearity import verify_loss_scaling
 from gradaccum_jax.masters import apply_updates
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, flush
+from gradaccum_jax.recompute import recompute
 from gradaccum_jax.state import AccumulationState, result, scale_loss
 from gradaccum_jax.workers import data_parallel, redistributed, sharded_cross_entropy
 
@@ -21,12 +23,16 @@ __all__ = [
     "apply_updates",
     "backend",
     "check_state",
+    "coupled_value_and_grad",
     "data_parallel",
     "discard",
     "flush",
+    "recompute",
     "redistributed",
     "result",
     "scale_loss",
     "sharded_cross_entropy",
+    "value_and_grad",
+    "value_and_update",
     "verify_loss_scaling",
 ]

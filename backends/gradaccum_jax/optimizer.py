@@ -91,7 +91,7 @@ class Accumulation:
                 device: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``. Or, with ``axis_name``: no such axis is in scope, the
                 gradients are reduced already, something else differs from device to device, or the inner optimizer reduces too.
         """
-        self._check(state, params, extra)
+        self.check(state, params, extra)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         require_whole(aligned, self.options)
@@ -102,7 +102,7 @@ class Accumulation:
 
     def flush(self, state: AccumulationState, params: Params = None, **extra: Any) -> tuple[Updates, AccumulationState]:
         """Close the open window; see `gradaccum_jax.flush`."""
-        self._check(state, params, extra)
+        self.check(state, params, extra)
         flushed: tuple[Updates, AccumulationState] = call_jitted(self._jitted_flush, self._flush, state, params, extra)
         return flushed
 
@@ -111,11 +111,12 @@ class Accumulation:
         require_axes(self.axes)
         return window.discard(require_state(state))
 
-    def _inner_state(self, params: Params) -> InnerState:
-        held = strong(self.inner.init(params))
-        return like_params(self.inner, held, params) if self.shard_axes else held
+    def check(self, state: object, params: Params, extra: Extra) -> None:
+        """Refuse what does not belong to this optimizer, before anything changed.
 
-    def _check(self, state: object, params: Params, extra: Extra) -> None:
+        Raises:
+            ArgumentTypeError, ArgumentValueError, UsageError: see `update`.
+        """
         held = require_state(state)
         require_in_scope(self.shard_axes)
         if self.axes:
@@ -125,6 +126,26 @@ class Accumulation:
             require_same("", extra, self.axes, "Reduce it first, as in jax.lax.pmean(value, axis_name).")
         if self.options.master_weights:
             require_params(params, held.masters)
+
+    def add(self, state: AccumulationState, grads: Tree, weight: Scalar) -> AccumulationState:
+        """`state` with one micro-batch more of a window that the caller closes; nothing else happens.
+
+        Args:
+            state: of an optimizer wrapped with ``steps=None``.
+            grads: as for `update`.
+            weight: a scalar array >= 0.
+
+        Raises:
+            GradientError, UsageError: as for `update`.
+        """
+        aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
+        require_whole(aligned, self.options)
+        require_own(aligned, state.accumulator, self.axes)
+        return window.add(state, aligned, weight, None, self.options, self.shard_axes)[0]
+
+    def _inner_state(self, params: Params) -> InnerState:
+        held = strong(self.inner.init(params))
+        return like_params(self.inner, held, params) if self.shard_axes else held
 
     @cached_property
     def _jitted_update(self) -> Callable[..., Any]:

@@ -1,0 +1,160 @@
+"""The largest micro-batch that fits, decided before anything runs.
+
+XLA knows the memory of a program once it is compiled. So the whole batch is compiled first, then half of it, and so on, and only the first
+program that fits the limit is run. What a device has free can change between the two; if it runs out all the same, the size is halved
+again. Nothing has to be restored then: a function of JAX changes none of its arguments.
+
+Spread over the devices of a mesh, a micro-batch is each device's part, and so is the memory. Several processes decide alike by the limit
+that the user gives all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from gradaccum import ArgumentTypeError, AutoMicroBatchSize
+from gradaccum.kit import explain, unknown_limit_error
+from gradaccum_jax.large_batch.batch import make_batch
+from gradaccum_jax.large_batch.splitting import Source, Splitting
+from gradaccum_jax.types import Array, Tree
+
+_NUMBERS: Iterator[int] = itertools.count()
+
+
+class Fitting:
+    """The programs of one call, compiled for the sizes that were tried.
+
+    Args:
+        jitted: of what the call is given beside its batch, and of the batch, cut.
+        splitting: with an `AutoMicroBatchSize`.
+    """
+
+    def __init__(self, jitted: Any, splitting: Splitting, sizes: AutoMicroBatchSize) -> None:
+        self._jitted, self._splitting, self._sizes = jitted, splitting, sizes
+        self._number = next(_NUMBERS)  # An address would come again: the process's own sizes outlive this call.
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
+
+    def __call__(self, given: Tree, batch: tuple[Tree, ...]) -> Any:
+        """What the call returns, with the largest micro-batches that fit.
+
+        Raises:
+            ArgumentTypeError: an argument is traced, or no array.
+            ArgumentValueError: no limit of memory is known.
+            UsageError: one item does not fit.
+        """
+        _require_concrete(given, batch)
+        items = max(1, make_batch(batch, self._splitting.axes).items // self._splitting.devices)
+        limit = self._sizes.memory_limit if self._sizes.memory_limit is not None else _free_bytes((given, batch))
+        key = (self._number, *map(_type_of, jax.tree.leaves((given, batch))))
+        size, failure = self._sizes.start(key, items), None
+        while True:
+            made, failure = self._attempt((key, size), given, self._source(batch, size), limit)
+            if failure is None:
+                self._sizes.remember(key, size)
+                return made
+            size = self._after(size, failure)
+
+    def _attempt(self, name: Hashable, given: Tree, source: Source, limit: int) -> tuple[Any, Exception | str | None]:
+        """The result, and None; or None, and why it did not fit. The error comes without its frames, which hold arrays."""
+        try:
+            known = self._programs.get(name)
+            if known is not None:
+                return known(given, source), None
+            compiled = self._compiled(given, source)
+            need = _bytes_of(compiled, (given, source))
+            if need > limit:
+                return None, f"{need} bytes"
+            made = _awaited(compiled(given, source))  # A device may tell that memory ran out only at the end.
+        except jax.errors.JaxRuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._programs.pop(name, None)
+            return None, error.with_traceback(None)
+        self._programs[name] = compiled
+        return made, None
+
+    def _after(self, size: int, failure: Exception | str) -> int:
+        """The next size; of the last one, JAX's own error is the cause of the one that the user sees."""
+        if isinstance(failure, Exception) and size == 1:
+            try:
+                return self._sizes.after_failure(size)
+            except Exception as error:
+                raise error from failure
+        return self._sizes.after_failure(size)
+
+    def _source(self, batch: tuple[Tree, ...], size: int) -> Source:
+        return self._splitting.source(batch, self._splitting.division._replace(micro_batch_size=size))
+
+    def _compiled(self, given: Tree, source: Source) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return self._jitted.lower(given, source).compile()
+
+
+def _awaited(made: Any) -> Any:
+    library: Any = jax
+    return library.block_until_ready(made)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """GPUs and TPUs say RESOURCE_EXHAUSTED; XLA:CPU says INTERNAL, and "Out of memory allocating ... bytes" behind it."""
+    return str(error).startswith("RESOURCE_EXHAUSTED") or "out of memory" in str(error).lower()
+
+
+def fitting(jitted: Any, splitting: Splitting) -> Fitting | None:
+    """The `Fitting` of a call with an automatic size; None for any other."""
+    sizes = splitting.division.micro_batch_size
+    return Fitting(jitted, splitting, sizes) if isinstance(sizes, AutoMicroBatchSize) else None
+
+
+def _bytes_of(compiled: Any, arguments: Tree) -> int:
+    """The bytes that a run asks for beside the arguments that are on the device already, on the device that needs most."""
+    stats = compiled.memory_analysis()
+    moved = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(arguments) if not isinstance(leaf, jax.Array))
+    return (
+        int(stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.generated_code_size_in_bytes) + moved
+    )
+
+
+def _free_bytes(arguments: Tree) -> int:
+    """The fewest free bytes of the devices that hold the arguments.
+
+    Raises:
+        ArgumentValueError: one states no limit, or there are several processes: all of them have to decide alike.
+    """
+    if jax.process_count() > 1:
+        raise unknown_limit_error(f"{jax.process_count()} processes, each with free memory of its own")
+    return min(_free_of(device) for device in _devices_of(arguments))
+
+
+def _devices_of(arguments: Tree) -> set[Any]:
+    """The devices that hold the arrays; the first one where there are none."""
+    arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
+    return {device for leaf in arrays for device in leaf.devices()} or {jax.devices()[0]}
+
+
+def _free_of(device: Any) -> int:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise unknown_limit_error(f"{device.device_kind} ({device.platform})")
+    return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+
+
+def _type_of(leaf: Array) -> Hashable:
+    """What a compiled program is compiled for."""
+    typeof: Any = jax.typeof
+    return typeof(leaf), getattr(leaf, "sharding", None)
+
+
+def _require_concrete(given: Tree, batch: Tree) -> None:
+    """Refuse tracers and values that are no data: what a surrounding program needs is known only when that program is compiled."""
+    traced = [leaf for leaf in jax.tree.leaves((given, batch)) if isinstance(leaf, jax.core.Tracer)]
+    others = [leaf for leaf in jax.tree.leaves(given) if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int)]
+    if traced or others:
+        fix = "Call it outside of jax.jit, as it compiles itself, with arrays; or write a number of items."
+        found = f"a traced one: {traced[0]}" if traced else f"a {type(others[0]).__name__}"
+        raise explain(ArgumentTypeError, "micro_batch_size", expected="concrete arrays beside an automatic size", found=found, fix=fix)

@@ -1,0 +1,211 @@
+"""Losses that compare items across the whole batch: contrastive losses, variances and covariances, load balance, ranks.
+
+Such a loss is no mean over micro-batches, and plain accumulation of it is wrong. But it is a function of per-item outputs, which are small.
+So the micro-batches run twice: once for the outputs alone, and once more, after the loss of all outputs has been differentiated, to carry
+the gradient of each output back to the parameters (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
+2021, section 3.2). What the loss itself reads of the parameters, such as a temperature, is differentiated once, with the loss. A random key
+gives the same numbers both times, as `jax.random.fold_in` is a function of key and number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gradaccum.kit import Scalar, concatenate_error, make_options
+from gradaccum_jax import sums
+from gradaccum_jax.checks import require_dtype
+from gradaccum_jax.dtypes import takes_part
+from gradaccum_jax.jitted import call_jitted
+from gradaccum_jax.large_batch import gradients
+from gradaccum_jax.large_batch.auto import Fitting, fitting
+from gradaccum_jax.large_batch.gradients import Differentiation
+from gradaccum_jax.large_batch.groups import Group, MicroBatch, in_order, over
+from gradaccum_jax.large_batch.loop import axes_in, copies, first_number
+from gradaccum_jax.large_batch.splitting import Source, Splitting, groups_in, make_splitting
+from gradaccum_jax.large_batch.weights import Weight
+from gradaccum_jax.types import Array, DType, Params, Tree
+from gradaccum_jax.workers.checks import require_names
+from gradaccum_jax.workers.kinds import require_axes, require_same_params
+
+
+def coupled_value_and_grad(
+    outputs_fn: Callable[..., Tree],
+    loss_fn: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    steps: int | None = None,
+    micro_batch_size: Any = None,
+    micro_batch_weight: float | None = None,
+    weight: Weight = None,
+    axes: Tree = 0,
+    split: Callable[..., Iterable[Any]] | None = None,
+    accumulate_dtype: DType = None,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Callable[..., Any]:
+    """The loss and the gradient of a large batch whose items the loss compares with each other.
+
+        step = gradaccum_jax.coupled_value_and_grad(embed, info_nce, steps=8)
+        loss, grads = step(params, images, texts)
+
+    It costs one forward pass more than `value_and_grad`, and the memory of all outputs. Scale the loss in `loss_fn`, if at all: the scale
+    then reaches the outputs' gradient and that of the loss's own parameters alike.
+
+    Args:
+        outputs_fn: ``outputs_fn(params, *micro_batch)`` returns a tree of arrays with one or more rows per item along the leading axis. It
+            is called twice for each micro-batch and must return the same; randomness comes from a key in the batch.
+        loss_fn: ``loss_fn(params, outputs)`` returns a floating scalar from the rows of the whole batch, in the order of the items; or
+            ``(loss, aux)`` with `has_aux`. It runs once. Outputs of integers, such as chosen experts, get no gradient.
+        has_aux: as in `jax.value_and_grad`. The aux is that of the whole batch already.
+        steps: as for `value_and_grad`.
+        micro_batch_size: as for `value_and_grad`.
+        micro_batch_weight: as for `value_and_grad`.
+        weight: per-item weights to pack by, beside `micro_batch_weight` only; the loss alone decides what an item counts.
+        axes: as for `value_and_grad`.
+        split: as for `value_and_grad`.
+        accumulate_dtype: as for `value_and_grad`.
+        axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch. The outputs of all are gathered, device after
+            device; the loss is theirs; the gradients are reduced once.
+
+    Returns:
+        A function of ``(params, *batch)`` that returns ``(loss, gradients)``, or ``((loss, aux), gradients)``.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call, the batch cannot be divided so, an output has no
+            leading axis, or `loss_fn` returns no scalar.
+    """
+    loss = Differentiation(loss_fn, (0, 1), has_aux, allow_int=True, single=False)
+    outputs = Differentiation(outputs_fn, (0,), has_aux=False, allow_int=False, single=True)
+    splitting = make_splitting(steps, micro_batch_size, micro_batch_weight, axes, weight, split)
+    return Coupled(outputs, loss, splitting, require_dtype(accumulate_dtype), require_names(axis_name))
+
+
+@dataclass(frozen=True, eq=False)
+class Coupled:
+    """What `coupled_value_and_grad` returns."""
+
+    outputs: Differentiation
+    loss: Differentiation
+    splitting: Splitting
+    accumulate_dtype: DType
+    axis_names: tuple[str, ...]
+
+    def __call__(self, params: Params, *batch: Tree) -> Any:
+        """The loss and the gradient; see `coupled_value_and_grad`."""
+        require_axes(self.axis_names)
+        require_same_params(params, self.axis_names)
+        by, batch = self.outputs.parted((params, *batch))
+        return self._fitting(by, batch) if self._fitting else self.run(by, self.splitting.source(batch))
+
+    def run(self, by: tuple[Tree, ...], source: Source) -> Any:
+        """The loss and the gradient of a batch that is cut."""
+        return call_jitted(self._jitted, self._run, by, source)
+
+    @cached_property
+    def _fitting(self) -> Fitting | None:
+        return fitting(self._jitted, self.splitting)
+
+    @cached_property
+    def _jitted(self) -> Callable[..., Any]:
+        return jax.jit(self._run)
+
+    def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
+        groups, axes = groups_in(source), axes_in(by, source, self.axis_names)
+        first, own = first_number(groups, self.axis_names), copies(by, axes)
+        rows, structure = self._forward(groups, own, first)
+        held = in_order(groups, rows)
+        value, aux, by_params, by_rows = self._of_all(own, held, structure)
+        total = self._backward(groups, own, first, rows, by_rows, copies(gradients.start(by, self.accumulate_dtype), axes))
+        total = sums.add(total, by_params, None, True)
+        options, one = make_options(None, reduction="sum"), jnp.ones((), jnp.float32)
+        found = gradients.finish(total, one, by, options, self.axis_names)[0]
+        return ((value, aux), found) if self.loss.has_aux else (value, found)
+
+    def _forward(self, groups: list[Group], by: tuple[Tree, ...], first: Scalar) -> tuple[list[list[Array]], Any]:
+        """The outputs of all micro-batches, and the tree that they are the leaves of."""
+        found: list[Any] = []
+
+        def body(carry: tuple[()], micro_batch: MicroBatch) -> tuple[tuple[()], list[Array]]:
+            made = self.outputs.loss_fn(*by, *micro_batch.arguments)
+            found.append(jax.tree.structure(made))
+            return carry, _rows(made)
+
+        _, rows = over(groups, body, (), first)
+        return rows, found[0]
+
+    def _of_all(self, by: tuple[Tree, ...], rows: list[Array], structure: Any) -> tuple[Scalar, Tree, list[Array], list[Array]]:
+        """The loss of the whole batch, the aux, and the gradients by the parameters and by this device's outputs that take part."""
+        library: Any = lax
+        gathered = [library.all_gather(leaf, self.axis_names, tiled=True) for leaf in rows] if self.axis_names else rows
+        loss, aux, found = self.loss.value_and_gradients((*by, jax.tree.unflatten(structure, gathered)), ())
+        count = len(found) - sum(takes_part(leaf) for leaf in rows)
+        by_params, by_rows = found[:count], found[count:]
+        if not self.axis_names:
+            return loss, aux, by_params, by_rows
+        index, moving = lax.axis_index(self.axis_names), [leaf for leaf in rows if takes_part(leaf)]
+        own = [lax.dynamic_slice_in_dim(g, index * len(leaf), len(leaf)) for g, leaf in zip(by_rows, moving, strict=True)]
+        loss, aux = _same((loss, aux), self.axis_names)
+        return loss, aux, [jnp.where(index == 0, leaf, jnp.zeros_like(leaf)) for leaf in by_params], own
+
+    def _backward(
+        self, groups: list[Group], by: tuple[Tree, ...], first: Scalar, rows: list[list[Array]], by_rows: list[Array], start: list[Array]
+    ) -> list[Array]:
+        """The sum over micro-batches of what the gradient by the outputs is by the parameters."""
+        leaves, structure = jax.tree.flatten(by)
+        moving = [leaf for leaf in leaves if takes_part(leaf)]
+
+        def body(held: list[Array], micro_batch: MicroBatch) -> tuple[list[Array], list[Array]]:
+
+            def outputs(moving: list[Array]) -> list[Array]:
+                given = iter(moving)
+                whole = jax.tree.unflatten(structure, [next(given) if takes_part(leaf) else leaf for leaf in leaves])
+                made = self.outputs.loss_fn(*whole, *micro_batch.arguments)
+                return [leaf for leaf in _rows(made) if takes_part(leaf)]
+
+            made, pull_back = jax.vjp(outputs, moving)
+            given = [lax.dynamic_slice_in_dim(g, at, len(leaf)) for g, at, leaf in zip(by_rows, micro_batch.place, made, strict=True)]
+            return sums.add(held, pull_back(given)[0], None, True), []
+
+        return over(_with_starts(groups, rows), body, start, first)[0]
+
+
+def _rows(outputs: Tree) -> list[Array]:
+    """The leaves, each with a leading axis."""
+    held = jax.tree_util.tree_flatten_with_path(outputs)[0]
+    for path, leaf in held:
+        if np.ndim(leaf) == 0:
+            raise concatenate_error(f"outputs{jax.tree_util.keystr(path)}", "a scalar")
+    return [jnp.asarray(leaf) for _, leaf in held]
+
+
+def _with_starts(groups: list[Group], rows: list[list[Array]]) -> list[Group]:
+    """`groups`, the place of each micro-batch being where its rows begin: int32, one for each array of rows that takes part."""
+    count = sum(len(group.numbers) for group in groups)
+    starts = []
+    for place in [place for place, leaf in enumerate(rows[0]) if takes_part(leaf)]:
+        lengths = np.zeros(count, np.int32)
+        for group, made in zip(groups, rows, strict=True):
+            lengths[list(group.numbers)] = made[place].shape[1]
+        starts.append(np.cumsum(lengths) - lengths)
+    return [_with_places(group, [jnp.asarray(first[list(group.numbers)], jnp.int32) for first in starts]) for group in groups]
+
+
+def _with_places(group: Group, places: list[Array]) -> Group:
+    def take(place: tuple[Tree, list[Array]], index: Scalar) -> MicroBatch:
+        return group.take(place[0], index)._replace(place=place[1])
+
+    return Group(group.numbers, (group.places, places), take)
+
+
+def _same(tree: Tree, axis_names: tuple[str, ...]) -> Tree:
+    """`tree`, which all devices have computed alike, in the type of what is the same on all of them."""
+    library: Any = lax
+    first = lax.axis_index(axis_names) == 0
+    return jax.tree.map(lambda leaf: library.psum(jnp.where(first, leaf, jnp.zeros_like(leaf)), axis_names), tree)

@@ -1,0 +1,182 @@
+"""`jax.value_and_grad` of a large batch with the memory of a micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum.kit import Scalar, explain, make_options
+from gradaccum_jax.checks import require_dtype
+from gradaccum_jax.jitted import call_jitted
+from gradaccum_jax.large_batch import gradients
+from gradaccum_jax.large_batch.auto import Fitting, fitting
+from gradaccum_jax.large_batch.gradients import Differentiation
+from gradaccum_jax.large_batch.loop import Gathering, Question, axes_in, copies, run
+from gradaccum_jax.large_batch.merging import check_declared
+from gradaccum_jax.large_batch.sharded import devices_of, over_mesh, require_mesh
+from gradaccum_jax.large_batch.splitting import Source, Splitting, make_splitting
+from gradaccum_jax.large_batch.weights import Weight
+from gradaccum_jax.types import DType, Tree
+from gradaccum_jax.workers.checks import require_names
+from gradaccum_jax.workers.kinds import require_axes, require_same_params
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    steps: int | None = None,
+    micro_batch_size: Any = None,
+    micro_batch_weight: float | None = None,
+    reduction: str = "mean",
+    weight: Weight = None,
+    axes: Tree = 0,
+    split: Callable[..., Iterable[Any]] | None = None,
+    aux: Tree = None,
+    accumulate_dtype: DType = None,
+    allow_int: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
+    mesh: Mesh | None = None,
+) -> Callable[..., Any]:
+    """The loss and the gradient of a large batch, micro-batch by micro-batch: stands in for `jax.value_and_grad`.
+
+        step = gradaccum_jax.value_and_grad(loss_fn, steps=8)
+        loss, grads = step(params, x, y)
+
+    All micro-batches of one size are one `jax.lax.scan`, with the activations of one micro-batch and one sum of gradients. A smaller last
+    micro-batch is compiled beside it. Called outside of `jax.jit`, the whole is jitted; so keep the returned function, and hand over what
+    changes from call to call: what `loss_fn` reads from elsewhere is a constant of the compiled program, as under `jax.jit`.
+
+    Args:
+        loss_fn: ``loss_fn(params, *micro_batch)`` returns a floating scalar, or ``(loss, aux)`` with `has_aux`.
+        argnums: the argument to differentiate by, or a tuple of several. They are given whole to every micro-batch. All other arguments are
+            the batch, in their order.
+        has_aux: as in `jax.value_and_grad`; then `aux` says how it merges.
+        steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
+        micro_batch_size: items of a micro-batch; the last one may be smaller. "auto" or a `gradaccum.AutoMicroBatchSize`: the largest that
+            fits.
+        micro_batch_weight: consecutive items are packed up to this weight, by per-item weights: those of an array, or of a `weight`
+            function that is asked about each item. Each new pattern of cuts is compiled.
+        reduction: "mean": `loss_fn` takes a mean over weights; "sum": a sum; "item_mean": a sum, to be divided by the batch's weight.
+        weight: the weight of a micro-batch: a function of its arguments, such as its number of tokens, or an array of one number per item.
+            None: its number of items. A traced weight that is negative or not finite makes loss and gradient NaN. A batch whose weights are
+            all 0 has loss 0 and gradient 0; a micro-batch of weight 0 adds nothing, even where its gradient is NaN.
+        axes: a prefix of the tuple of the batch's arguments: an axis of items for all leaves below, None for what every micro-batch is
+            given whole, or "key" for a random key, of which micro-batch number i gets ``jax.random.fold_in(key, i)``. A scalar typed key is
+            "key" unless it is None.
+        split: the user's own function in place of axes and cuts: ``split(*batch)`` returns the micro-batches, each a tuple of arguments or
+            the only one; ``split(*batch, steps=steps)`` where `steps` is given. `axes` then tells where their items and keys are.
+        aux: a prefix of the aux, how each leaf merges: "sum", "mean", "weighted_mean", "max", "min" or "concatenate" (in the order of the
+            items). See `gradaccum.merging.KINDS`.
+        accumulate_dtype: dtype of the sum; float32 for half precision unless given, else the gradient's own. The gradient has the dtype of
+            its parameter, cast once.
+        allow_int: as in `jax.value_and_grad`: integers have a float0 as their gradient.
+        axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch, each with its own items. Loss, gradient and aux are
+            those of all devices' items, reduced once; concatenated rows are the device's own.
+        mesh: with `axis_name`, outside of `jax.shard_map`: the call runs each device's part there, and reduces once. `steps` and
+            `micro_batch_size` are those of one device's part: micro-batch number i holds the i-th items of every device. Concatenated rows
+            come back in the order of the items all the same. Parameters are replicated along `axis_name`. Without a mesh a batch that is
+            sharded gives the same numbers, but XLA gathers it, or reduces in every micro-batch.
+
+    Returns:
+        A function of the same arguments that returns ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is that of the large
+        batch, shape (), in the dtype that `loss_fn` returns.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call, the batch cannot be divided so, or `loss_fn` returns
+            something else than was declared. The batch and the parameters are never changed.
+    """
+    differentiation = Differentiation(loss_fn, as_places(argnums), has_aux, allow_int, isinstance(argnums, int))
+    splitting = make_splitting(steps, micro_batch_size, micro_batch_weight, axes, weight, split)
+    options = make_options(None, reduction=reduction, accumulate_dtype=require_dtype(accumulate_dtype))
+    names = require_names(axis_name)
+    question = Question(differentiation, weight, as_declared(aux, has_aux=has_aux), options, names)
+    found = require_mesh(mesh, names, splitting)
+    return ValueAndGrad(question, dataclasses.replace(splitting, devices=devices_of(found, names)), found)
+
+
+@dataclass(frozen=True, eq=False)
+class ValueAndGrad:
+    """What `value_and_grad` returns."""
+
+    question: Question
+    splitting: Splitting
+    mesh: Mesh | None = None
+    """Whose devices each cut their part; None inside `jax.shard_map`, or on one device."""
+
+    def __call__(self, *arguments: Tree) -> Any:
+        """The loss and the gradient; see `value_and_grad`."""
+        by, batch = self.question.differentiation.parted(arguments)
+        if self.mesh is None:
+            require_axes(self.question.axis_names)
+            require_same_params(by, self.question.axis_names)
+        return self._fitting(by, batch) if self._fitting else self.run(by, self.splitting.source(batch))
+
+    def run(self, by: tuple[Tree, ...], source: Source) -> Any:
+        """The loss and the gradient of a batch that is cut."""
+        return call_jitted(self._jitted, self._run, by, source)
+
+    @cached_property
+    def _fitting(self) -> Fitting | None:
+        return fitting(self._jitted, self.splitting)
+
+    @cached_property
+    def _jitted(self) -> Callable[..., Any]:
+        return jax.jit(self._run)
+
+    def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
+        names, differentiation = self.question.axis_names, self.question.differentiation
+        whole = self._local if self.mesh is None else over_mesh(self._local, self.mesh, names, self.question.aux)
+        (loss, aux), found = whole(by, source)
+        return (loss, aux) if differentiation.has_aux else loss, found[0] if differentiation.single else found
+
+    def _local(self, by: tuple[Tree, ...], source: Source) -> tuple[tuple[Scalar, Tree], tuple[Tree, ...]]:
+        options, names = self.question.options, self.question.axis_names
+
+        def add(held: Any, given: Any, weight: Any) -> Any:
+            return gradients.add(held, given, weight, options)
+
+        axes = axes_in(by, source, names)
+        start = copies(gradients.start(by, options.accumulate_dtype), axes)
+        gathering = Gathering(start, add, relative=not names, axes=axes)
+        made = run(self.question, by, source, gathering)
+        return (made.loss, made.aux), gradients.finish(made.held, made.weight, by, options, names)
+
+
+def as_places(argnums: Any) -> tuple[int, ...]:
+    """`argnums` as a tuple of places.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: it is no int >= 0 and no tuple of different ones.
+    """
+    places = (argnums,) if isinstance(argnums, int) else tuple(argnums) if isinstance(argnums, tuple | list) else None
+    fix = "Write argnums=0, or argnums=(0, 1)."
+    if places is None or not all(isinstance(place, int) and not isinstance(place, bool) for place in places):
+        raise explain(ArgumentTypeError, "argnums", expected="an int or a tuple of ints", got=argnums, fix=fix)
+    if not places or len(set(places)) < len(places) or min(places) < 0:
+        raise explain(ArgumentValueError, "argnums", expected="different places, counted from 0", got=argnums, fix=fix)
+    return places
+
+
+def as_declared(aux: Tree, *, has_aux: bool) -> Tree:
+    """How aux merges, checked as far as it can be without one; "sum" where there is none.
+
+    Raises:
+        ArgumentValueError: a kind is unknown, or only one of `aux` and `has_aux` is given.
+    """
+    if has_aux and aux is None:
+        fix = "Write aux='mean', or a kind for each leaf: aux={'correct': 'sum', 'logits': 'concatenate'}."
+        raise explain(ArgumentValueError, "aux", expected="how aux merges, as has_aux=True", got=aux, fix=fix)
+    if aux is not None and not has_aux:
+        fix = "Write has_aux=True beside it."
+        raise explain(ArgumentValueError, "has_aux", expected="True, as aux says how it merges", got=has_aux, fix=fix)
+    check_declared(aux)
+    return "sum" if aux is None else aux

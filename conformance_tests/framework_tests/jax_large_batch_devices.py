@@ -1,0 +1,170 @@
+"""A program on four devices: a large batch that is spread over them is cut by each and reduced once per call.
+
+    python jax_large_batch_devices.py
+
+The tests run it in a process of its own, since JAX fixes the number of devices when it starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gradaccum
+import gradaccum_jax
+from conformance_tests.framework_tests.jax_large_batch import close, data, errors, mean_loss, model, numbers
+from conformance_tests.framework_tests.refusing import refused
+
+jax.config.update("jax_enable_x64", True)
+ITEMS, DEVICES, TENSORS = 24, 4, 3
+WHOLE, SPREAD = PartitionSpec(), PartitionSpec("data")
+MESH = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+OVER: Any = {"mesh": MESH, "axis_name": "data"}
+ALL_IN_ONE = jax.__version_info__ >= (0, 10)
+"""XLA for the CPU makes one collective of many from JAX 0.10 on; before, one for each tensor, one for the loss and one for the weight."""
+
+
+def spread(*arrays: Any) -> list[Any]:
+    return [jax.device_put(array, NamedSharding(MESH, SPREAD)) for array in arrays]
+
+
+def collectives(compiled: Any) -> list[str]:
+    return re.findall(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", compiled.as_text())
+
+
+def inside(function: Any, batch: int = 2) -> Any:
+    """`function` of replicated parameters and a spread batch, on each device."""
+    lift: Any = jax.shard_map
+    return jax.jit(lift(function, mesh=MESH, in_specs=(WHOLE, *[SPREAD] * batch), out_specs=WHOLE))
+
+
+def one_reduction_per_call() -> None:
+    x, y = data(ITEMS)
+    for steps in (1, 2, 6):
+        compiled = jax.jit(gradaccum_jax.value_and_grad(mean_loss, steps=steps, **OVER)).lower(model(), *spread(x, y)).compile()
+        assert collectives(compiled) == ["all-reduce"] * (1 if ALL_IN_ONE else TENSORS + 2), collectives(compiled)
+        close(compiled(model(), *spread(x, y)), jax.value_and_grad(mean_loss)(model(), x, y))
+    made = gradaccum_jax.value_and_grad(mean_loss, steps=4, **OVER)(model(), x, y)  # Bare, of arrays that are not spread, and ragged.
+    close(made, jax.value_and_grad(mean_loss)(model(), x, y))
+
+
+def in_parts_of_a_program() -> None:
+    """Inside `jax.shard_map`: with the axis, the gradient is that of all items; without it, what `jax.value_and_grad` gives there."""
+    x, y = data(ITEMS)
+    step = inside(gradaccum_jax.value_and_grad(mean_loss, steps=3, axis_name="data"))
+    close(step(model(), *spread(x, y)), jax.value_and_grad(mean_loss)(model(), x, y))
+
+    def with_(value_and_grad: Any) -> Any:
+        def local(params: Any, x: Any, y: Any) -> Any:
+            loss, gradient = value_and_grad(params, x, y)
+            return jax.lax.pmean(loss, "data"), gradient
+
+        return inside(local)
+
+    mine = with_(gradaccum_jax.value_and_grad(mean_loss, steps=3))
+    close(mine(model(), x, y), with_(jax.value_and_grad(mean_loss))(model(), x, y))
+    assert collectives(mine.lower(model(), x, y).compile()) == ["all-reduce"] * (1 if ALL_IN_ONE else TENSORS + 1)
+
+
+def weights_and_aux() -> None:
+    """Tokens differ between devices; extremes, sums and rows are those of all items, along another axis too."""
+    x, y = data(ITEMS)
+    tokens = np.arange(ITEMS) % 7
+
+    def loss(params: Any, x: Any, y: Any, tokens: Any) -> Any:
+        found = errors(params, x.T, y)
+        aux = {"max": y.max(), "mean": y.mean(), "sum": tokens.sum(), "rows": found, "weighted": jnp.sum(y * tokens) / tokens.sum()}
+        return jnp.sum(found * tokens) / jnp.sum(tokens), aux
+
+    kinds = {"max": "max", "mean": "mean", "sum": "sum", "rows": "concatenate", "weighted": "weighted_mean"}
+    wanted = jax.value_and_grad(loss, has_aux=True)(model(), x.T, y, tokens)
+    for weight in (tokens, lambda x, y, tokens: tokens.sum()):
+        options: Any = {"has_aux": True, "aux": kinds, "axes": (1, 0, 0), "weight": weight}
+        close(gradaccum_jax.value_and_grad(loss, micro_batch_size=4, **options, **OVER)(model(), x.T, y, tokens), wanted)
+
+
+def keys_differ_between_devices() -> None:
+    def loss(params: Any, x: Any, key: Any) -> Any:
+        return jnp.mean(params * x), jax.random.key_data(key)[None]
+
+    key, x = jax.random.key(5), np.ones(16)
+    (_, drawn), _ = gradaccum_jax.value_and_grad(loss, has_aux=True, aux="concatenate", steps=2, **OVER)(jnp.ones(()), x, key)
+    wanted = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(2 * DEVICES)]
+    np.testing.assert_array_equal(drawn, wanted)
+
+
+def shared_window() -> None:
+    """`value_and_update` in `data_parallel`: the devices share the window, and the update is that of one large batch."""
+    x, y = data(ITEMS)
+    tx = gradaccum.wrap(optax.adam(0.1), steps=None, clip_norm=0.1, axis_name="data")
+    call = gradaccum_jax.value_and_update(mean_loss, tx, steps=3)
+
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        loss, updates, state = call(params, state, x, y)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = gradaccum_jax.data_parallel(tx.init, MESH, "data")(model())
+    params, state, loss = gradaccum_jax.data_parallel(step, MESH, "data")(model(), state, x, y)
+    inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+    wanted, gradient = jax.value_and_grad(mean_loss)(model(), x, y)
+    close(params, optax.apply_updates(model(), inner.update(gradient, inner.init(model()), model())[0]), 1e-12)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-13)
+    assert gradaccum_jax.result(state).applied
+
+
+def coupled() -> None:
+    """The outputs of all devices are gathered; the loss's own parameter is differentiated once, not once per device."""
+    x = numbers(ITEMS, 3)
+    params = {"w": jnp.asarray(numbers(3, 2)), "temperature": jnp.asarray(0.3)}
+
+    def outputs(params: Any, x: Any) -> Any:
+        return jnp.tanh(x @ params["w"])
+
+    def loss(params: Any, z: Any) -> Any:
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(z @ z.T * jnp.exp(params["temperature"])))), z.std()
+
+    call = gradaccum_jax.coupled_value_and_grad(outputs, loss, has_aux=True, steps=2, axis_name="data")
+    made = inside(call, 1)(params, *spread(x))
+    close(made, jax.value_and_grad(lambda params: loss(params, outputs(params, x)), has_aux=True)(params))
+
+
+def refusals() -> None:
+    x, y = data(ITEMS)
+    value, wrong = gradaccum.ArgumentValueError, gradaccum.ArgumentTypeError
+    with refused(value, "batch", "that 4 devices divide", "22 items"):
+        gradaccum_jax.value_and_grad(mean_loss, steps=2, **OVER)(model(), x[:22], y[:22])
+    with refused(value, "axis_name", "axes of the mesh"):
+        gradaccum_jax.value_and_grad(mean_loss, steps=2, mesh=MESH)
+    with refused(value, "axis_name", "axes of the mesh"):
+        gradaccum_jax.value_and_grad(mean_loss, steps=2, mesh=MESH, axis_name="model")
+    with refused(wrong, "mesh", "jax.sharding.Mesh"):
+        gradaccum_jax.value_and_grad(mean_loss, steps=2, mesh=4, axis_name="data")
+    with refused(wrong, "mesh", "micro_batch_weight"):
+        gradaccum_jax.value_and_grad(mean_loss, micro_batch_weight=2, mesh=MESH, axis_name="data")
+    with refused(gradaccum.UsageError, "axis_name"):
+        gradaccum_jax.value_and_grad(mean_loss, steps=2, axis_name="data")(model(), x, y)
+
+
+if __name__ == "__main__":
+    for check in (
+        one_reduction_per_call,
+        in_parts_of_a_program,
+        weights_and_aux,
+        keys_differ_between_devices,
+        shared_window,
+        coupled,
+        refusals,
+    ):
+        check()
+        print(check.__name__, "holds")

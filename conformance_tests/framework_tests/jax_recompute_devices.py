@@ -1,0 +1,66 @@
+"""A script of `test_jax_auto_size`: automatic sizes and recomputation over two devices.
+
+The test runs it in its own process: JAX fixes the number of devices when it starts, and a deadlock must not hang pytest.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import gradaccum
+from gradaccum_jax import large_batch
+from gradaccum_jax.recompute import recompute
+
+MESH = jax.make_mesh((2,), ("data",))
+SPREAD, WHOLE = PartitionSpec("data"), PartitionSpec()
+RNG = np.random.default_rng(0)
+WEIGHT = jax.device_put(jnp.asarray(RNG.normal(size=(4, 64)), jnp.float32), NamedSharding(MESH, WHOLE))
+X = jax.device_put(jnp.asarray(RNG.normal(size=(32, 4)), jnp.float32), NamedSharding(MESH, SPREAD))
+
+
+def loss(weight: Any, x: Any) -> Any:
+    hidden = jnp.tanh(x @ weight)
+    return jnp.mean(jnp.sum(jnp.sin(hidden[:, :, None] * hidden[:, None, :] * 1.5) ** 2, axis=(1, 2)))
+
+
+def test_each_device_has_its_part() -> None:
+    """A limit for some items of one device: the size is that of its part, and the numbers are those of that size."""
+    sizes = gradaccum.AutoMicroBatchSize(memory_limit=120_000)
+    found = large_batch.value_and_grad(loss, micro_batch_size=sizes, mesh=MESH, axis_name="data")(WEIGHT, X)
+    assert sizes.size is not None
+    assert sizes.size < 16
+    expected = large_batch.value_and_grad(loss, micro_batch_size=sizes.size, mesh=MESH, axis_name="data")(WEIGHT, X)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_whole_part_fits() -> None:
+    sizes = gradaccum.AutoMicroBatchSize(memory_limit=10**9)
+    large_batch.value_and_grad(loss, micro_batch_size=sizes, mesh=MESH, axis_name="data")(WEIGHT, X)
+    assert sizes.size == 16
+
+
+def test_recomputed_shards(hold: bool) -> None:
+    def local(weight: Any, x: Any) -> Any:
+        return jax.lax.pmean(recompute(loss, hold=hold)(weight, x), "data")
+
+    def spread(weight: Any) -> Any:
+        return jax.shard_map(local, mesh=MESH, in_specs=(WHOLE, SPREAD), out_specs=WHOLE)(weight, X)
+
+    expected = jax.jit(jax.grad(loss))(WEIGHT, X)
+    np.testing.assert_allclose(jax.jit(jax.grad(spread))(WEIGHT), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jax.jit(jax.grad(recompute(loss, hold=hold)))(WEIGHT, X), expected, rtol=1e-4, atol=1e-4)
+
+
+if __name__ == "__main__":
+    test_each_device_has_its_part()
+    test_whole_part_fits()
+    test_recomputed_shards(hold=False)
+    test_recomputed_shards(hold=True)

@@ -1,0 +1,223 @@
+"""Losses that compare items across the batch: exact in two passes, and wrong by plain accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradaccum
+import gradaccum_jax
+from conformance_tests.framework_tests.jax_large_batch import close, float64, numbers
+
+ITEMS, EXPERTS = 12, 3
+
+
+@pytest.fixture(autouse=True)
+def wide() -> Iterator[None]:
+    with float64():
+        yield
+
+
+class Case(NamedTuple):
+    """A loss of all outputs."""
+
+    outputs: Any
+    loss: Any
+
+
+def tower(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params["w"]) @ params["v"]
+
+
+def two_towers(params: Any, x: Any, y: Any) -> Any:
+    return {"image": tower(params["image"], x), "text": tower(params["text"], y)}
+
+
+def info_nce(params: Any, outputs: Any) -> Any:
+    """CLIP's loss (Radford et al., 2021, figure 3), with a learned temperature."""
+    images, texts = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (outputs["image"], outputs["text"]))
+    logits = images @ texts.T * jnp.exp(params["temperature"])
+    both = (jax.nn.log_softmax(logits, axis) for axis in (0, 1))
+    return -sum(jnp.mean(jnp.diag(matrix)) for matrix in both) / 2
+
+
+def vicreg(params: Any, outputs: Any) -> Any:
+    """Variance, invariance, covariance (Bardes et al., 2022, section 4.1)."""
+
+    def regular(z: Any) -> Any:
+        z = z - z.mean(0)
+        covariance = z.T @ z / (len(z) - 1)
+        hinge = jnp.mean(jax.nn.relu(1 - jnp.sqrt(jnp.diag(covariance) + 1e-4)))
+        return 25 * hinge + jnp.sum((covariance - jnp.diag(jnp.diag(covariance))) ** 2) / z.shape[1]
+
+    distance = jnp.mean((outputs["image"] - outputs["text"]) ** 2)
+    return (25 * distance + regular(outputs["image"]) + regular(outputs["text"])) * jnp.exp(params["temperature"])
+
+
+def experts(params: Any, x: Any, y: Any) -> Any:
+    """Router probabilities, and the expert of each item: an output of integers, which gets no gradient."""
+    probabilities = jax.nn.softmax(tower(params["image"], x)[:, :EXPERTS] * jnp.exp(params["temperature"]))
+    return probabilities, jnp.argmax(probabilities, axis=-1), tower(params["text"], y)
+
+
+def balance(params: Any, outputs: Any) -> Any:
+    """Switch Transformer's auxiliary loss over the global batch (Fedus et al., 2022, equation 4), beside a mean."""
+    probabilities, chosen, z = outputs
+    share = jnp.mean(jax.nn.one_hot(chosen, EXPERTS), axis=0)
+    return EXPERTS * jnp.sum(share * probabilities.mean(0)) + jnp.mean(z**2) * params["temperature"]
+
+
+CASES = {"info_nce": Case(two_towers, info_nce), "vicreg": Case(two_towers, vicreg), "moe": Case(experts, balance)}
+
+
+def parameters() -> Any:
+    towers = {
+        name: {"w": jnp.asarray(numbers(5, 8, seed=i)), "v": jnp.asarray(numbers(8, 4, seed=i))} for i, name in enumerate(("image", "text"))
+    }
+    return {**towers, "temperature": jnp.asarray(0.7)}
+
+
+def data(items: int = ITEMS) -> tuple[Any, Any]:
+    x = numbers(items, 5)
+    return x, x + 0.5 * numbers(items, 5, seed=9)
+
+
+def whole(case: Case, params: Any, *batch: Any) -> Any:
+    """The large batch's loss and gradient."""
+    return jax.value_and_grad(lambda params: case.loss(params, case.outputs(params, *batch)))(params)
+
+
+def distance(made: Any, wanted: Any) -> float:
+    """Relative, of the leaf that is furthest."""
+    return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), made, wanted)))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [3, 5])
+def test_coupled_loss_is_exact(name: str, size: int) -> None:
+    case = CASES[name]
+    made = gradaccum_jax.coupled_value_and_grad(case.outputs, case.loss, micro_batch_size=size)(parameters(), *data())
+    close(made, whole(case, parameters(), *data()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plain_accumulation_is_wrong(name: str) -> None:
+    case = CASES[name]
+    plain = gradaccum_jax.value_and_grad(lambda params, *batch: case.loss(params, case.outputs(params, *batch)), steps=4)
+    assert distance(plain(parameters(), *data())[1], whole(case, parameters(), *data())[1]) > 1e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_temperature_per_micro_batch_is_wrong(name: str) -> None:
+    """The known mistake: each micro-batch puts its own outputs among those of all, and differentiates the temperature again."""
+    case, size = CASES[name], ITEMS // 4
+    params, batch = parameters(), data()
+    held = case.outputs(params, *batch)
+
+    def loss(params: Any, start: int) -> Any:
+        own = case.outputs(params, *(leaf[start : start + size] for leaf in batch))
+        return case.loss(params, jax.tree.map(lambda whole, part: whole.at[start : start + size].set(part), held, own))
+
+    parts = [jax.grad(loss)(params, start) for start in range(0, ITEMS, size)]
+    total = jax.tree.map(lambda *leaves: sum(leaves), *parts)
+    made = gradaccum_jax.coupled_value_and_grad(case.outputs, case.loss, steps=4)(params, *batch)[1]
+    assert distance(total["temperature"], made["temperature"]) > 1e-3
+    assert distance({**total, "temperature": made["temperature"]}, made) < 1e-12 or name == "moe"  # MoE's router reads it in the outputs.
+
+
+def test_dropout_is_replayed() -> None:
+    """Micro-batch i drops by fold_in(key, i) in both passes."""
+    key, (x, y) = jax.random.key(3), data(7)
+
+    def outputs(params: Any, x: Any, y: Any, key: Any) -> Any:
+        made = two_towers(params, x, y)
+        return {**made, "image": made["image"] * jax.random.bernoulli(key, 0.7, made["image"].shape) / 0.7}
+
+    def by_hand(params: Any) -> Any:
+        parts = [outputs(params, x[s : s + 3], y[s : s + 3], jax.random.fold_in(key, i)) for i, s in enumerate((0, 3, 6))]
+        return info_nce(params, jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts))
+
+    made = gradaccum_jax.coupled_value_and_grad(outputs, info_nce, micro_batch_size=3)(parameters(), x, y, key)
+    close(made, jax.value_and_grad(by_hand)(parameters()))
+
+
+def test_aux_and_rows_that_are_no_items() -> None:
+    """Two rows per item; the loss returns an aux; a packed batch comes back in order."""
+    weights = np.array([1, 4, 1, 1, 4, 1])
+
+    def outputs(params: Any, x: Any) -> Any:
+        return jnp.repeat(x * params, 2)
+
+    def loss(params: Any, rows: Any) -> Any:
+        return jnp.std(rows) * params, rows
+
+    step = gradaccum_jax.coupled_value_and_grad(outputs, loss, has_aux=True, micro_batch_weight=5, weight=weights)
+    x, params = numbers(6), jnp.asarray(1.5)
+    made = step(params, x)
+    close(made, jax.value_and_grad(lambda params: loss(params, outputs(params, x)), has_aux=True)(params))
+
+
+def test_checkpointed_outputs() -> None:
+    made = gradaccum_jax.coupled_value_and_grad(jax.checkpoint(two_towers), info_nce, steps=4)(parameters(), *data())
+    close(made, whole(CASES["info_nce"], parameters(), *data()))
+
+
+def test_loss_scale_reaches_both_gradients() -> None:
+    """Half precision: the loss is scaled once, where it is computed, and one window of one micro-batch unscales it."""
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=1, loss_scale=2.0**14)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters())
+    state, batch = tx.init(params), tuple(leaf.astype(np.float32) for leaf in data())
+
+    def outputs(params: Any, x: Any, y: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float16), two_towers(params, x, y))
+
+    def scaled(params: Any, outputs: Any) -> Any:
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), outputs)
+        return gradaccum_jax.scale_loss(info_nce(params, wide), state)
+
+    _, gradient = gradaccum_jax.coupled_value_and_grad(outputs, scaled, steps=4)(params, *batch)
+    updates, state = tx.update(gradient, state, params)
+    _, wanted = whole(CASES["info_nce"], params, *batch)
+    assert gradaccum_jax.result(state).applied
+    assert distance(updates, jax.tree.map(lambda leaf: -leaf, wanted)) < 5e-3
+    assert abs(float(updates["temperature"]) + float(wanted["temperature"])) < 1e-3 * abs(float(wanted["temperature"]))
+
+
+def test_under_jit_and_vmap() -> None:
+    step = gradaccum_jax.coupled_value_and_grad(two_towers, info_nce, steps=4)
+    params = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), parameters())
+    wanted = jax.vmap(lambda params: whole(CASES["info_nce"], params, *data()))(params)
+    close(jax.jit(jax.vmap(lambda params: step(params, *data())))(params), wanted)
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    """Gradients of 2048 and of 1024 ones: in half precision the ones would vanish."""
+    x = jnp.asarray([2048.0] + [1.0] * 1024, jnp.bfloat16)
+    step = gradaccum_jax.coupled_value_and_grad(lambda p, x: p * x, lambda p, o: jnp.sum(o.astype(jnp.float32)), micro_batch_size=1)
+    gradient = step(jnp.ones((), jnp.bfloat16), x)[1]
+    assert gradient.dtype == jnp.bfloat16
+    assert float(gradient) == 3072
+
+
+def test_memory_is_one_micro_batch() -> None:
+    """The scratch of a wide hidden layer: the same for 4 micro-batches and for 16."""
+
+    def outputs(params: Any, x: Any) -> Any:
+        return jnp.tanh(x @ params["w"]) @ params["v"]
+
+    def scratch(items: int) -> int:
+        params = {"w": jax.ShapeDtypeStruct((8, 4096), jnp.float32), "v": jax.ShapeDtypeStruct((4096, 2), jnp.float32)}
+        step = gradaccum_jax.coupled_value_and_grad(outputs, lambda params, z: jnp.std(z), micro_batch_size=16)
+        compiled = jax.jit(step).lower(params, jax.ShapeDtypeStruct((items, 8), jnp.float32)).compile()
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    hidden = 16 * 4096 * 4
+    assert scratch(256) - scratch(64) < 192 * 8 * 4 + 2**12 < hidden

@@ -1,0 +1,315 @@
+"""The large batch in one call: loss and gradient are those of `jax.value_and_grad` on all of it, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+
+import gradaccum_jax
+from conformance_tests.framework_tests.jax_large_batch import ITEMS, close, data, errors, float64, mean_loss, model, numbers
+
+TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
+
+
+@pytest.fixture(autouse=True)
+def wide() -> Iterator[None]:
+    with float64():
+        yield
+
+
+@pytest.mark.parametrize("division", [{"steps": n} for n in (1, 3, 5, 10)] + [{"micro_batch_size": n} for n in (3, 7, 99)], ids=str)
+def test_large_batch_is_exact(division: Any) -> None:
+    made = gradaccum_jax.value_and_grad(mean_loss, **division)(model(), *data())
+    close(made, jax.value_and_grad(mean_loss)(model(), *data()))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "item_mean"])
+def test_summed_losses(reduction: str) -> None:
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return jnp.sum(errors(params, x, y))
+
+    made = gradaccum_jax.value_and_grad(loss, steps=4, reduction=reduction)(model(), *data())
+    close(made, jax.value_and_grad(loss if reduction == "sum" else mean_loss)(model(), *data()))
+
+
+def token_loss(params: Any, x: Any, y: Any, tokens: Any) -> Any:
+    return jnp.sum(errors(params, x, y) * tokens) / jnp.sum(tokens)
+
+
+@pytest.mark.parametrize("weight", [lambda x, y, tokens: tokens.sum(), TOKENS, jnp.asarray(TOKENS)], ids=["function", "numpy", "jax"])
+@pytest.mark.parametrize("division", [{"steps": 4}, {"micro_batch_weight": 12}], ids=["steps", "packed"])
+def test_token_counts_that_differ(weight: Any, division: Any) -> None:
+    made = gradaccum_jax.value_and_grad(token_loss, weight=weight, **division)(model(), *data(), TOKENS)
+    close(made, jax.value_and_grad(token_loss)(model(), *data(), TOKENS))
+    plain = gradaccum_jax.value_and_grad(token_loss, steps=4)(model(), *data(), TOKENS)
+    assert abs(plain[0] - made[0]) > 1e-3 * abs(made[0])  # Without weights it is another loss.
+
+
+def test_item_mean_by_tokens() -> None:
+    made = gradaccum_jax.value_and_grad(
+        lambda params, x, y, tokens: jnp.sum(errors(params, x, y) * tokens), reduction="item_mean", weight=TOKENS, steps=4
+    )(model(), *data(), TOKENS)
+    close(made, jax.value_and_grad(token_loss)(model(), *data(), TOKENS))
+
+
+def test_packing_holds_the_budget() -> None:
+    """Items of 3 1 4 1 | 5 | 9 2 | 6 5 | 3 tokens under a budget of 11; the program sees every size once."""
+    step = gradaccum_jax.value_and_grad(
+        lambda params, x, tokens: (jnp.sum(params * x), tokens.sum()[None]),
+        has_aux=True,
+        aux="concatenate",
+        weight=TOKENS,
+        micro_batch_weight=11,
+    )
+    (_, counts), _ = step(jnp.ones(()), np.ones(ITEMS), TOKENS)
+    np.testing.assert_array_equal(counts, [9, 5, 11, 11, 3])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+def test_micro_batch_of_weight_zero_adds_nothing(reduction: str) -> None:
+    """Its loss, its gradient and its aux are NaN; the other micro-batch has loss 2 x 15 and weight 5."""
+    mask = np.repeat([1.0, 0.0], 5)
+
+    def loss(params: Any, x: Any, mask: Any) -> Any:
+        total = params * jnp.sum(x * mask) / jnp.where(mask.sum() > 0, 1.0, 0.0)
+        return total, total
+
+    step = gradaccum_jax.value_and_grad(loss, has_aux=True, aux="weighted_mean", steps=2, weight=mask, reduction=reduction)
+    (value, aux), gradient = step(jnp.asarray(2.0), np.arange(1.0, 11.0), mask)
+    wanted = 3.0 if reduction == "item_mean" else 15.0
+    assert (value, gradient, aux) == (2 * wanted, wanted, 30.0)
+
+
+@pytest.mark.parametrize("weight", [np.zeros(4), lambda x: 0 * x.sum()], ids=["array", "function"])
+@pytest.mark.parametrize("reduction", ["mean", "item_mean"])
+def test_batch_of_weight_zero_is_zero(weight: Any, reduction: str) -> None:
+    step = gradaccum_jax.value_and_grad(lambda params, x: jnp.sum(params * x) / 0, weight=weight, steps=2, reduction=reduction)
+    assert step(jnp.ones(()), np.ones(4)) == (0, 0)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Box:
+    """A class that the user has made a pytree."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def tree_flatten(self) -> Any:
+        return (self.inner,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Box:
+        return cls(*children)
+
+
+def test_nest_with_an_axis_per_leaf() -> None:
+    """Dicts, tuples and own classes; another axis per leaf, also counted from the end; whole leaves, a flag among them."""
+    x, y = data()
+    batch = {"x": Box(x.T[:, None]), "rest": (y, Pair(numbers(2, ITEMS), None)), "offset": np.float64(0.5), "square": True}
+    axes = {"x": -1, "rest": (0, Pair(1, None)), "offset": None, "square": None}
+
+    def loss(params: Any, batch: Any) -> Any:
+        found = errors(params, batch["x"].inner[:, 0].T + batch["offset"], batch["rest"][0])
+        found = found * jnp.sum(batch["rest"][1].first, 0)
+        return jnp.mean(found**2 if batch["square"] else found)
+
+    made = gradaccum_jax.value_and_grad(loss, steps=4, axes=(axes,))(model(), batch)
+    close(made, jax.value_and_grad(loss)(model(), batch))
+    flipped = {**batch, "square": False}  # A flag is a constant of the program: the other one has another program.
+    step = gradaccum_jax.value_and_grad(loss, steps=4, axes=(axes,))
+    step(model(), batch)
+    close(step(model(), flipped), jax.value_and_grad(loss)(model(), flipped))
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_every_micro_batch_has_its_own_key(legacy: bool) -> None:
+    """Micro-batch i gets fold_in(key, i), the smaller last one too; the same call gives the same numbers again."""
+    key = jax.random.PRNGKey(7) if legacy else jax.random.key(7)
+    step = gradaccum_jax.value_and_grad(
+        lambda params, x, key: (jnp.sum(params * x), jax.random.normal(key, (1,))),
+        has_aux=True,
+        aux="concatenate",
+        micro_batch_size=4,
+        axes=(0, "key") if legacy else 0,
+    )
+    (_, drawn), _ = step(jnp.ones(()), np.ones(10), key)
+    np.testing.assert_array_equal(drawn, [jax.random.normal(jax.random.fold_in(key, i), ()) for i in range(3)])
+    assert len(set(drawn.tolist())) == 3
+    np.testing.assert_array_equal(step(jnp.ones(()), np.ones(10), key)[0][1], drawn)
+
+
+def test_keys_of_items_are_cut() -> None:
+    keys = jax.random.split(jax.random.key(0), 6)
+
+    def loss(params: Any, keys: Any) -> Any:
+        return jnp.mean(params * jax.vmap(jax.random.normal)(keys))
+
+    close(gradaccum_jax.value_and_grad(loss, steps=3)(jnp.ones(()), keys), jax.value_and_grad(loss)(jnp.ones(()), keys))
+
+
+def test_aux_merges_by_declaration() -> None:
+    """Ten items in micro-batches of 4, 4 and 2; every kind against the large batch's own."""
+    x = np.arange(10.0) - 20
+    kinds = {"sum": "sum", "mean": ("mean", "mean"), "weighted": "weighted_mean", "max": "max", "min": "min", "rows": "concatenate"}
+
+    def loss(params: Any, x: Any, tokens: Any) -> Any:
+        aux = {
+            "sum": {"x": jnp.sum(x), "flag": jnp.all(x < -12)},
+            "mean": (jnp.mean(x), x.shape[0]),
+            "weighted": jnp.sum(x * tokens) / jnp.sum(tokens),
+            "max": [jnp.max(x), jnp.max(tokens), jnp.any(x == -20)],
+            "min": [jnp.min(-x), jnp.min(-tokens), jnp.all(x < -12)],
+            "rows": Box(jnp.stack([x, x**2], axis=1)),
+        }
+        return params * jnp.sum(x * tokens) / jnp.sum(tokens), aux
+
+    step = gradaccum_jax.value_and_grad(loss, has_aux=True, aux=kinds, micro_batch_size=4, weight=TOKENS)
+    (_, aux), _ = step(jnp.ones(()), x, TOKENS)
+    assert (aux["sum"]["x"], aux["sum"]["flag"]) == (x.sum(), 2)
+    close(aux["mean"][0], np.float64(x.mean()))
+    close(aux["mean"][1], np.float64((4 * 4 + 4 * 4 + 2 * 2) / 10))
+    close(aux["weighted"], np.float64((x * TOKENS).sum() / TOKENS.sum()))
+    assert [leaf.item() for leaf in aux["max"]] == [-11, 9, True]
+    assert [leaf.item() for leaf in aux["min"]] == [11, -9, False]
+    np.testing.assert_array_equal(aux["rows"].inner, np.stack([x, x**2], axis=1))
+
+
+def test_rows_of_packed_items_keep_their_order() -> None:
+    """Sizes 4 1 2 2 1: micro-batches of one size run together, and rows come back in the order of the items."""
+    step = gradaccum_jax.value_and_grad(
+        lambda params, x: (jnp.sum(params * x), x), has_aux=True, aux="concatenate", weight=TOKENS, micro_batch_weight=11
+    )
+    np.testing.assert_array_equal(step(jnp.ones(()), np.arange(10.0))[0][1], np.arange(10.0))
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_nan_shows_in_extremes(kind: str) -> None:
+    x = np.array([1.0, np.nan, 3.0, 4.0])
+    step = gradaccum_jax.value_and_grad(lambda params, x: (params, x[0]), has_aux=True, aux=kind, micro_batch_size=1)
+    assert np.isnan(step(jnp.ones(()), x)[0][1])
+
+
+def test_own_split() -> None:
+    """Padding is trimmed to each micro-batch's longest text, so that shapes differ; a leaf without items needs no axes=None."""
+    lengths = np.array([2, 3, 7, 6])
+    ids = numbers(4, 7)
+
+    def loss(params: Any, ids: Any, lengths: Any, extra: Any) -> Any:
+        mask = jnp.arange(ids.shape[1]) < lengths[:, None]
+        return jnp.sum(jnp.sin(params * ids) * mask) / jnp.sum(mask) + extra * params
+
+    def split(ids: Any, lengths: Any, extra: Any, steps: int) -> Any:
+        for part in np.array_split(np.arange(4), steps):
+            yield ids[part][:, : lengths[part].max()], lengths[part], extra
+
+    step = gradaccum_jax.value_and_grad(loss, steps=2, split=split, weight=lambda ids, lengths, extra: lengths.sum())
+    close(step(jnp.asarray(0.3), ids, lengths, 0.5), jax.value_and_grad(loss)(jnp.asarray(0.3), ids, lengths, 0.5))
+
+
+def test_own_split_of_one_argument() -> None:
+    """Three parts of one shape and one of another: the mean counts items, and rows keep the order of the parts."""
+    x = numbers(8)
+    parts = [x[:2], x[2:4], x[4:5], x[5:7], x[7:]]
+    step = gradaccum_jax.value_and_grad(
+        lambda params, x, key=None: (jnp.mean(params * x**2), x), has_aux=True, aux="concatenate", split=lambda x: parts
+    )
+    (value, rows), gradient = step(jnp.asarray(2.0), x)
+    close((value, gradient), (jnp.asarray(2 * np.mean(x**2)), jnp.asarray(np.mean(x**2))))
+    np.testing.assert_array_equal(rows, x)
+
+
+@pytest.mark.parametrize("argnums", [1, (0, 2), (2, 0)], ids=str)
+def test_argnums(argnums: Any) -> None:
+    """The batch is what is not differentiated by, in its order."""
+
+    def loss(w: Any, x: Any, v: Any, y: Any) -> Any:
+        x, w = (w, x) if argnums == 1 else (x, w)
+        return jnp.mean((jnp.tanh(x @ w) @ v - y) ** 2)
+
+    x, y = data()
+    given = (x, numbers(3, 4), numbers(4), y) if argnums == 1 else (numbers(3, 4), x, numbers(4), y)
+    axes = (0, None, 0) if argnums == 1 else 0
+    made = gradaccum_jax.value_and_grad(loss, argnums, steps=4, axes=axes)(*given)
+    close(made, jax.value_and_grad(loss, argnums)(*given))
+
+
+def test_integers_and_unused_parameters() -> None:
+    """Integers have float0, as `jax.grad` gives them; what the loss does not use has zeros; None stays None."""
+    params = {"w": jnp.ones(3), "n": jnp.arange(2), "unused": jnp.ones(2), "none": None}
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(x @ params["w"]) * params["n"][1]
+
+    _, made = gradaccum_jax.value_and_grad(loss, steps=2, allow_int=True)(params, numbers(4, 3))
+    _, wanted = jax.value_and_grad(loss, allow_int=True)(params, numbers(4, 3))
+    assert made["n"].dtype == jax.dtypes.float0 == wanted["n"].dtype
+    assert made["n"].shape == (2,)
+    close({**made, "n": None}, {**wanted, "n": None})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_summed_in_float32(dtype: str) -> None:
+    """A sum of 2048 and of 1024 ones: in half precision the ones would vanish. The gradient is cast once."""
+    x = jnp.asarray([2048.0] + [1.0] * 1024, dtype)
+    step = gradaccum_jax.value_and_grad(lambda params, x: jnp.sum(params * x), micro_batch_size=1, reduction="sum")
+    value, gradient = step(jnp.ones((), dtype), x)
+    assert value.dtype == gradient.dtype == dtype
+    assert float(value) == float(gradient) == 3072
+
+
+def test_accumulate_dtype() -> None:
+    x = jnp.asarray([2.0**24] + [1.0] * 16, jnp.float32)
+    step = {"loss_fn": lambda params, x: jnp.sum(params * x), "micro_batch_size": 1, "reduction": "sum"}
+    narrow = gradaccum_jax.value_and_grad(**step)(jnp.ones((), jnp.float32), x)[1]
+    wide = gradaccum_jax.value_and_grad(**step, accumulate_dtype="float64")(jnp.ones((), jnp.float32), x)[1]
+    assert (float(narrow), float(wide)) == (2.0**24, 2.0**24 + 16)
+    assert wide.dtype == jnp.float32
+
+
+def test_complex_parameters() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.abs(x @ params) ** 2)
+
+    params = jnp.asarray(numbers(3) + 1j * numbers(3, seed=1))
+    close(gradaccum_jax.value_and_grad(loss, steps=3)(params, numbers(7, 3)), jax.value_and_grad(loss)(params, numbers(7, 3)))
+
+
+def test_under_jit_and_vmap() -> None:
+    step = gradaccum_jax.value_and_grad(mean_loss, steps=4)
+    params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, leaf - 1]), model())
+    x, y = numbers(3, ITEMS, 3), numbers(3, ITEMS)
+    wanted = jax.vmap(jax.value_and_grad(mean_loss))(params, x, y)
+    close(jax.jit(jax.vmap(step))(params, x, y), wanted)
+    close(jax.vmap(step)(params, x, y), wanted)
+
+
+def test_second_derivative() -> None:
+    """The gradient's norm, differentiated: through the loop, as of the large batch."""
+
+    def norm(value_and_grad: Any) -> Any:
+        return jax.grad(lambda params: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(value_and_grad(params, *data())[1])))(model())
+
+    close(norm(gradaccum_jax.value_and_grad(mean_loss, steps=4)), norm(jax.value_and_grad(mean_loss)), 1e-12)
+
+
+def test_derivative_by_the_weights() -> None:
+    """Learning to reweight: the gradient of the loss by the items' weights."""
+
+    def by_weight(weights: Any) -> Any:
+        step = gradaccum_jax.value_and_grad(lambda params, x: params * jnp.mean(x), micro_batch_size=1, weight=weights)
+        return step(jnp.asarray(1.0), jnp.asarray([1.0, 2.0, 6.0]))[1]
+
+    # d/dw_i of sum(w x) / sum(w) at w = 1: (x_i - mean) / 3.
+    close(jax.grad(by_weight)(jnp.ones(3)), jnp.asarray([-2 / 3, -1 / 3, 1.0]))

@@ -1,0 +1,181 @@
+"""Calls of the large batch that make no sense: each is refused by name, with what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradaccum
+import gradaccum_jax
+
+VALUE, TYPE = gradaccum.ArgumentValueError, gradaccum.ArgumentTypeError
+X = np.ones((6, 2), np.float32)
+
+
+def loss(params: Any, *batch: Any) -> Any:
+    return jnp.mean(params * jax.tree.leaves(batch)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, VALUE, "steps: expected one of steps"),
+        ({"steps": 2, "micro_batch_size": 2}, VALUE, "steps: expected one of"),
+        ({"steps": 0}, VALUE, "steps"),
+        ({"steps": True}, TYPE, "steps"),
+        ({"micro_batch_size": "most"}, VALUE, "micro_batch_size"),
+        ({"micro_batch_weight": -1}, VALUE, "micro_batch_weight"),
+        ({"steps": 2, "reduction": "median"}, VALUE, "reduction"),
+        ({"steps": 2, "argnums": -1}, VALUE, "argnums"),
+        ({"steps": 2, "argnums": (0, 0)}, VALUE, "argnums"),
+        ({"steps": 2, "argnums": "params"}, TYPE, "argnums"),
+        ({"steps": 2, "has_aux": True}, VALUE, "aux: expected how aux merges"),
+        ({"steps": 2, "aux": "sum"}, VALUE, "has_aux"),
+        ({"steps": 2, "has_aux": True, "aux": {"a": "median"}}, VALUE, "aux: expected one of sum"),
+        ({"steps": 2, "accumulate_dtype": int}, TYPE, "accumulate_dtype"),
+        ({"split": [1, 2]}, TYPE, "split"),
+        ({"split": lambda x: [x], "micro_batch_size": 2}, VALUE, "steps"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense(options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        gradaccum_jax.value_and_grad(loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "error", "message"),
+    [
+        ((X, {"y": X[:5]}), {}, VALUE, r"batch\[1\]\['y'\]: expected 6 items, as batch\[0\] has; got 5"),
+        ((X[:0],), {}, VALUE, "batch: expected at least one item"),
+        ((X[:1],), {}, VALUE, "steps: expected at most the 1 items"),
+        ((X, 0.5), {}, VALUE, r"batch\[1\]: expected an array with an axis 0.*axes=None"),
+        ((X, True), {}, VALUE, r"batch\[1\]: expected an array with an axis 0.*a bool"),
+        ((X,), {"axes": 2}, VALUE, r"batch\[0\]: expected an array with an axis 2 of items; got one of shape \(6, 2\)"),
+        ((X,), {"axes": None}, VALUE, "batch: expected an array to split"),
+        ((X,), {"axes": (0, 0)}, VALUE, "axes: expected a prefix"),
+        ((X,), {"axes": "items"}, TYPE, "axes: expected an int"),
+        ((X,), {"axes": "key"}, TYPE, r"batch\[0\]: expected one random key"),
+        ((X,), {"weight": np.ones(5)}, VALUE, r"weight: expected 6 finite numbers.*shape \(5,\)"),
+        ((X,), {"weight": np.array([1, 1, -2, 1, 1, 1])}, VALUE, "weight: .* -2 for item 2"),
+        ((X,), {"weight": np.array([1, 1, 1, np.nan, 1, 1])}, VALUE, "weight: .* nan for item 3"),
+        ((X,), {"weight": np.ones(6, complex)}, TYPE, "weight: expected real numbers"),
+        ((X,), {"weight": lambda x: x[:, 0]}, TYPE, "weight: expected a scalar"),
+        ((X,), {"weight": lambda x: -1}, VALUE, "weight"),
+        ((X,), {"steps": None, "micro_batch_weight": 3}, VALUE, "weight: expected per-item weights"),
+        ((X,), {"steps": None, "micro_batch_weight": 3, "weight": np.arange(6) * 2}, VALUE, "weight: .*4 for item 2"),
+        ((X,), {"split": lambda x, steps: [x] * 3}, VALUE, "split: expected at most steps=2"),
+        ((X,), {"steps": None, "split": lambda x: []}, VALUE, "batch: expected at least one item"),
+        ((X,), {"steps": None, "split": lambda x: [(x, x[:2])]}, VALUE, "weight: expected weight= a function"),
+        ((X,), {"split": lambda x, steps: [x], "weight": np.ones(6)}, TYPE, "weight: expected a function beside split="),
+        ((), {}, VALUE, "batch: expected an array to split"),
+    ],
+    ids=str,
+)
+def test_batches_that_cannot_be_divided(batch: Any, options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        gradaccum_jax.value_and_grad(loss, **{"steps": 2, **options})(jnp.ones(()), *batch)
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "message"),
+    [
+        (lambda p, x: p * x, {}, r"loss_fn: expected a function that returns a scalar loss; got one of shape \(3, 2\)"),
+        (lambda p, x: jnp.argmax(x), {}, "loss_fn: expected .*dtype int"),
+        (lambda p, x: None, {}, "loss_fn: expected .*nothing"),
+        (lambda p, x: (p * x.sum(), x), {}, "loss_fn: expected .*tuple.*aux='mean'"),
+        (lambda p, x: p * x.sum(), {"has_aux": True, "aux": "sum"}, r"loss_fn: expected a function that returns \(loss, aux\)"),
+        (lambda p, x: (p * x.sum(), {"a": x}), {"has_aux": True, "aux": {"b": "sum"}}, "aux: expected a prefix"),
+        (lambda p, x: (p * x.sum(), {"a": x.sum()}), {"has_aux": True, "aux": "concatenate"}, r"aux\['a'\]: .*leading axis"),
+        (lambda p, x: (p * x.sum(), jax.random.key(0)), {"has_aux": True, "aux": "max"}, "aux: expected numbers to merge by 'max'"),
+    ],
+    ids=str,
+)
+def test_losses_that_are_not_as_declared(made: Any, options: Any, message: str) -> None:
+    with pytest.raises(VALUE, match=message):
+        gradaccum_jax.value_and_grad(made, steps=2, **options)(jnp.ones(()), X)
+
+
+def test_integers_to_differentiate_by() -> None:
+    with pytest.raises(TYPE, match=r"argument 0\['n'\]: expected a float to differentiate by; got int32.*allow_int=True"):
+        gradaccum_jax.value_and_grad(lambda p, x: p["w"] * x.sum(), steps=2)({"w": jnp.ones(()), "n": jnp.arange(2)}, X)
+
+
+def test_too_few_arguments() -> None:
+    with pytest.raises(VALUE, match="argnums: expected an argument number 3; got 2 arguments"):
+        gradaccum_jax.value_and_grad(loss, 3, steps=2)(jnp.ones(()), X)
+
+
+def test_traced_weights_that_are_negative_show() -> None:
+    """Nobody can look at them: loss and gradient become NaN."""
+    step = gradaccum_jax.value_and_grad(loss, steps=2, weight=lambda x: x[0, 0] - 2)
+    assert np.isnan(step(jnp.ones(()), X)).all()
+
+    def given(weights: Any) -> Any:
+        return gradaccum_jax.value_and_grad(loss, steps=2, weight=weights, reduction="sum")(jnp.ones(()), X)
+
+    assert np.isnan(jax.jit(given)(jnp.asarray([1.0, 1, 1, -5, 1, 1]))).all()
+
+
+def test_packing_by_traced_weights() -> None:
+    for weight in (None, lambda x: x.sum()):
+
+        def packed(weights: Any, weight: Any = weight) -> Any:
+            step = gradaccum_jax.value_and_grad(loss, micro_batch_weight=3, weight=weights if weight is None else weight)
+            return step(jnp.ones(()), jnp.asarray(X) * weights[:, None])
+
+        with pytest.raises(TYPE, match=r"micro_batch_weight: expected per-item weights known.*outside of jax.jit"):
+            jax.jit(packed)(jnp.ones(6))
+
+
+def test_errors_of_the_loss_pass_through() -> None:
+    """Nothing was changed, and the next call is right."""
+    trouble = [True]
+
+    def failing(params: Any, x: Any) -> Any:
+        if trouble:
+            raise KeyboardInterrupt
+        return jnp.mean(params * x)
+
+    step = gradaccum_jax.value_and_grad(failing, steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        step(jnp.ones(()), X)
+    trouble.clear()
+    assert step(jnp.ones(()), X) == (1, 1)
+
+
+def test_optimizers_that_close_windows_themselves() -> None:
+    with pytest.raises(VALUE, match="tx: expected one wrapped with steps=None, as this call closes the window; got steps=4"):
+        gradaccum_jax.value_and_update(loss, gradaccum.wrap(optax.sgd(1.0), steps=4), steps=2)
+    with pytest.raises(TYPE, match="tx: expected a wrapped optimizer"):
+        gradaccum_jax.value_and_update(loss, optax.sgd(1.0), steps=2)
+
+
+def test_state_of_other_parameters() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=None)
+    step = gradaccum_jax.value_and_update(lambda p, x: jnp.mean(p["w"] * x), tx, steps=2)
+    with pytest.raises(TYPE, match="state"):
+        step({"w": jnp.ones(2)}, None, X)
+    with pytest.raises(gradaccum.GradientError, match=r"grads\['w'\]"):
+        step({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(1)}), X)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "made", "message"),
+    [
+        (lambda p, x: {"z": p * x.sum()}, lambda p, o: o["z"], r"outputs\['z'\]: expected an array with a leading axis"),
+        (lambda p, x: p * x, lambda p, o: o, r"loss_fn: .*shape \(6, 2\)"),
+        (lambda p, x: p * x, lambda p, o: (o.sum(), 1), "loss_fn: .*tuple"),
+    ],
+    ids=["scalar output", "no scalar", "aux"],
+)
+def test_coupled_functions_that_are_refused(outputs: Any, made: Any, message: str) -> None:
+    with pytest.raises(VALUE, match=message):
+        gradaccum_jax.coupled_value_and_grad(outputs, made, steps=2)(jnp.ones(()), X)

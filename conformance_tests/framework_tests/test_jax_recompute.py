@@ -1,0 +1,261 @@
+"""Recomputed functions have the numbers of plain ones, to the bit, and keep less."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+from jax.ad_checkpoint import checkpoint_name
+
+import gradaccum
+from conformance_tests.framework_tests import jax_chain as chain
+from gradaccum_jax.recompute import recompute
+
+KEY = jax.random.key(3, impl="rbg")
+"""Of the generator that XLA compiles fastest."""
+
+
+@functools.cache
+def plain(dtype: Any = jnp.float32) -> Any:
+    return chain.gradient(chain.loss, chain.weights(dtype), chain.inputs(dtype=dtype), KEY)
+
+
+def recomputed(dtype: Any = jnp.float32, **options: Any) -> Any:
+    loss = functools.partial(chain.loss, wrap=functools.partial(recompute, **options))
+    return chain.gradient(loss, chain.weights(dtype), chain.inputs(dtype=dtype), KEY)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_same_bits(dtype: Any) -> None:
+    """Two dropouts in each layer, replayed."""
+    chain.assert_same_bits(recomputed(dtype), plain(dtype))
+
+
+def test_same_bits_with_threefry() -> None:
+    key, weights = jax.random.key(3), chain.weights(depth=2)
+    found, expected = (
+        chain.gradient(functools.partial(chain.loss, wrap=wrap), weights, chain.inputs(), key) for wrap in (recompute, lambda f: f)
+    )
+    chain.assert_same_bits(found, expected)
+
+
+def scanned(wrap: Any) -> Any:
+    """The chain's loss, its layers run by `jax.lax.scan`."""
+
+    def loss(stacked: Any, x: Any) -> Any:
+        body = wrap(chain.layer)
+        keys = jax.random.split(KEY, len(stacked["bias"]))
+        x, _ = jax.lax.scan(lambda x, one: (body(one[0], x, one[1]), None), x, (stacked, keys))
+        return jnp.mean(jnp.square(x))
+
+    return loss
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "merged": {"prevent_cse": False},
+    "named": {"policy": "dots_saveable"},
+    "function": {"policy": jax.checkpoint_policies.everything_saveable},
+    "offloaded": {"offload": "dots"},
+    "offloaded_and_kept": {"offload": "dots", "policy": "everything_saveable"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_same_bits_with(name: str) -> None:
+    chain.assert_same_bits(recomputed(**OPTIONS[name]), plain())
+
+
+@pytest.mark.parametrize("segments", [None, 1, 2, chain.DEPTH])
+def test_same_bits_in_segments(segments: int | None) -> None:
+    loss = functools.partial(chain.chain_loss, chain=functools.partial(recompute, segments=segments))
+    chain.assert_same_bits(chain.gradient(loss, chain.weights(), chain.inputs(), KEY), plain())
+
+
+def test_same_bits_twice_recomputed() -> None:
+    loss = functools.partial(chain.loss, wrap=lambda layer: recompute(recompute(layer)))
+    chain.assert_same_bits(chain.gradient(loss, chain.weights(), chain.inputs(), KEY), plain())
+
+
+def test_same_bits_op_by_op() -> None:
+    """Without `jax.jit` inside of the function, as there XLA compiles each operation alone."""
+
+    def loss(weight: Any, wrap: Any) -> Any:
+        return jnp.sum(wrap(lambda weight, x: jnp.sin(jnp.tanh(x @ weight)))(weight, chain.inputs()))
+
+    weight = chain.weights()[0]["in"]
+    chain.assert_same_bits(jax.value_and_grad(loss)(weight, recompute), jax.value_and_grad(loss)(weight, lambda plain: plain))
+
+
+def test_held_on_the_cpu() -> None:
+    """A computation of its own is rounded on its own: a few units in the last place."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), recomputed(hold=True), plain())
+
+
+def test_memory_falls_in_scan() -> None:
+    """The gradient keeps a layer's input, not its activations."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chain.weights(depth=16))
+    kept, found = (chain.temporary_bytes(scanned(wrap), stacked, chain.inputs(256)) for wrap in (lambda f: f, recompute))
+    assert found < 0.3 * kept
+
+
+@pytest.mark.deep
+def test_memory_falls_in_a_chain() -> None:
+    """With about the square root of the depth as segments; a single one holds all activations at once."""
+    arguments = (chain.weights(depth=9), chain.inputs(256), KEY)
+    kept = chain.temporary_bytes(chain.loss, *arguments)
+    bytes_of = {
+        segments: chain.temporary_bytes(
+            functools.partial(chain.chain_loss, chain=functools.partial(recompute, segments=segments, hold=True)), *arguments
+        )
+        for segments in (None, 1)
+    }
+    assert bytes_of[None] < 0.6 * kept
+    assert bytes_of[1] > 0.8 * kept
+
+
+def test_memory_falls_in_calls() -> None:
+    arguments = (chain.weights(depth=4), chain.inputs(256), KEY)
+    held = functools.partial(chain.loss, wrap=functools.partial(recompute, hold=True))
+    assert chain.temporary_bytes(held, *arguments) < 0.6 * chain.temporary_bytes(chain.loss, *arguments)
+
+
+def test_keeps_inputs_only() -> None:
+    """On every device: what JAX itself hands from the forward pass to the backward pass."""
+
+    def residuals(wrap: Any) -> int:
+        weight = chain.weights()[0]["in"]
+        _, pull_back = jax.vjp(wrap(lambda x: jnp.sin(jnp.tanh(jnp.sin(x @ weight)))), chain.inputs(256))
+        return sum(leaf.nbytes for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(pull_back)}.values())
+
+    inputs = chain.inputs(256).nbytes + chain.weights()[0]["in"].nbytes
+    assert residuals(recompute) <= inputs < residuals(lambda plain: plain)
+
+
+def test_policy_keeps() -> None:
+    """A policy that keeps everything runs nothing twice: the program has the sines of the plain one."""
+
+    def sines(**options: Any) -> int:
+        function = recompute(lambda x: jnp.sin(jnp.cos(x) * x), **options)
+        return str(jax.make_jaxpr(jax.grad(function))(1.0)).count("= cos ")
+
+    assert sines(policy="everything_saveable") < sines() == sines(policy="nothing_saveable")
+
+
+def test_names_are_offloaded() -> None:
+    """The value goes to the host's memory after the forward pass and comes back for the gradient."""
+
+    @functools.partial(recompute, offload=["hidden"])
+    def function(weight: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(checkpoint_name(x @ weight, "hidden")))
+
+    weight, x = chain.weights()[0]["in"], chain.inputs()
+    traced = str(jax.make_jaxpr(jax.grad(function))(weight, x))
+    assert traced.count("device_put") == 2
+    chain.assert_same_bits(chain.gradient(function, weight, x)[1], chain.gradient(lambda w, x: jnp.sum(jnp.sin(x @ w)), weight, x)[1])
+
+
+def test_input_without_gradient() -> None:
+    """Tokens are integers; the table, read from outside, trains."""
+    tokens = jnp.asarray([2, 0, 2])
+
+    def loss(table: Any) -> Any:
+        return jnp.sum(recompute(lambda tokens: jnp.square(table[tokens]))(tokens))
+
+    table = jnp.arange(6.0).reshape(3, 2)
+    expected = 2 * table * jnp.asarray([1.0, 0.0, 2.0])[:, None]
+    np.testing.assert_array_equal(jax.grad(loss)(table), expected)
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(table), expected)
+
+
+def test_reads_anew() -> None:
+    """`jax.checkpoint` gives a remembered value here."""
+    outside = {"factor": jnp.asarray(1.0)}
+    function = recompute(lambda x: x * outside["factor"])
+    assert jax.grad(function)(1.0) == 1
+    outside["factor"] = jnp.asarray(2.0)
+    assert jax.grad(function)(1.0) == 2
+
+
+def test_other_leaves_stay() -> None:
+    """Flags, texts, functions and None are no arrays, and need no `static_argnums`."""
+
+    def function(x: Any, options: Any, *, name: str, flag: bool) -> Any:
+        assert options["none"] is None
+        assert name == "sine"
+        return options["function"](x) if flag else x
+
+    found = jax.grad(recompute(function))(0.5, {"function": jnp.sin, "none": None}, name="sine", flag=True)
+    assert found == jnp.cos(0.5)
+
+
+def test_static_arguments() -> None:
+    """An array that shapes depend on."""
+    function = recompute(lambda x, sizes: jnp.sum(jnp.sin(x.reshape(tuple(sizes)))), static_argnums=1)
+    x = jnp.arange(6.0)
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: function(x, np.asarray([2, 3]))))(x), jnp.cos(x))
+    last = recompute(lambda x, sizes: jnp.sum(jnp.sin(x.reshape(tuple(sizes)))), static_argnums=[-1])
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: last(x, np.asarray([2, 3]))))(x), jnp.cos(x))
+
+
+def test_chain_passes_further_arguments() -> None:
+    layers = [lambda x, scale, *, shift: jnp.sin(x) * scale + shift, lambda x, scale, *, shift: x * x * scale - shift]
+    found = recompute(layers)(jnp.asarray(0.5), 3.0, shift=0.25)
+    hidden = jnp.sin(jnp.asarray(0.5)) * 3.0 + 0.25
+    assert found == hidden * hidden * 3.0 - 0.25
+
+
+def test_composes_with_transformations() -> None:
+    def function(x: Any) -> Any:
+        return jnp.sin(x) * jnp.exp(x)
+
+    recomputed, x = recompute(function), jnp.asarray([0.1, 0.7, -2.0])
+    for derive in (jax.grad, lambda f: jax.grad(jax.grad(f)), lambda f: lambda x: jax.jvp(f, (x,), (1.0,))[1], jax.hessian):
+        expected, found = (jax.vmap(derive(one))(x) for one in (function, recomputed))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(jax.vmap(derive(recomputed)))(x), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_same_bits_in_scan(prevent_cse: bool) -> None:
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chain.weights())
+    found, expected = (scanned(wrap) for wrap in (functools.partial(recompute, prevent_cse=prevent_cse), lambda plain: plain))
+    chain.assert_same_bits(chain.gradient(found, stacked, chain.inputs()), chain.gradient(expected, stacked, chain.inputs()))
+
+
+def test_returned_keys_and_integers() -> None:
+    """Results of every type come out of the compiled function as they are."""
+
+    def function(x: Any, key: Any) -> Any:
+        key, drawn = jax.random.split(key)
+        return {"key": key, "count": jnp.asarray(3), "loss": x * jax.random.normal(drawn)}
+
+    expected, found = (jax.jit(one)(2.0, KEY) for one in (function, recompute(function)))
+    assert jax.random.key_data(found.pop("key")).tolist() == jax.random.key_data(expected.pop("key")).tolist()
+    assert found == expected
+
+
+def test_window_of_recomputed_losses() -> None:
+    """A wrapped optimizer with a loss scale takes the same window, to the bit."""
+    tx = gradaccum.wrap(optax.adam(0.1), steps=2, loss_scale=gradaccum.DynamicLossScale(init_scale=4.0))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def window(wrap: Any, params: Any) -> Any:
+        state = tx.init(params)
+        for number in range(2):
+            key = jax.random.fold_in(KEY, number)
+            grads = jax.grad(lambda params, key, scale: chain.loss(params, chain.inputs(), key, wrap) * scale)(
+                params, key, state.loss_scale
+            )
+            updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = chain.weights(depth=1)
+    chain.assert_same_bits(window(recompute, params), window(lambda plain: plain, params))
+    assert not np.array_equal(window(recompute, params)[0][0]["in"], params[0]["in"])

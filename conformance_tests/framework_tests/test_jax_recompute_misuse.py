@@ -1,0 +1,90 @@
+"""What `recompute` refuses: at once where it can be known, else in the call."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+
+import gradaccum
+from gradaccum_jax.recompute import recompute
+
+POLICIES = jax.checkpoint_policies
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "kind", "message"),
+    [
+        (3, {}, gradaccum.ArgumentTypeError, "function: expected a function"),
+        ([jnp.sin, 3], {}, gradaccum.ArgumentTypeError, "function[1]"),
+        ([], {}, gradaccum.ArgumentValueError, "at least one layer"),
+        ([jnp.sin] * 3, {"segments": 4}, gradaccum.ArgumentValueError, "segments: expected at most 3"),
+        ([jnp.sin] * 3, {"segments": 0}, gradaccum.ArgumentValueError, "segments"),
+        ([jnp.sin] * 3, {"segments": 1.5}, gradaccum.ArgumentTypeError, "segments"),
+        (jnp.sin, {"segments": 1}, gradaccum.ArgumentValueError, "segments: expected a sequence"),
+        (jnp.sin, {"policy": "dots"}, gradaccum.ArgumentValueError, "'dots_saveable'"),
+        (jnp.sin, {"policy": "save_only_these_names"}, gradaccum.ArgumentValueError, "Call it first"),
+        (jnp.sin, {"policy": POLICIES.save_only_these_names}, gradaccum.ArgumentValueError, "Call it first"),
+        (jnp.sin, {"policy": 3}, gradaccum.ArgumentTypeError, "policy"),
+        (jnp.sin, {"offload": "names"}, gradaccum.ArgumentValueError, "offload"),
+        (jnp.sin, {"offload": []}, gradaccum.ArgumentValueError, "offload"),
+        (jnp.sin, {"offload": True}, gradaccum.ArgumentTypeError, "offload"),
+        (jnp.sin, {"prevent_cse": 1}, gradaccum.ArgumentTypeError, "prevent_cse"),
+        (jnp.sin, {"hold": None}, gradaccum.ArgumentTypeError, "hold"),
+        (jnp.sin, {"static_argnums": "x"}, gradaccum.ArgumentTypeError, "static_argnums"),
+        (jnp.sin, {"static_argnums": True}, gradaccum.ArgumentTypeError, "static_argnums"),
+        ([jnp.sin], {"static_argnums": 0}, gradaccum.ArgumentValueError, "from 1 on"),
+    ],
+)
+def test_refused_at_once(function: Any, options: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        recompute(function, **options)
+
+
+def test_policy_that_returns_a_policy() -> None:
+    """JAX takes the function for true and keeps everything."""
+    function = recompute(jnp.sin, policy=lambda *arguments, **params: POLICIES.everything_saveable)
+    with pytest.raises(gradaccum.ArgumentTypeError, match="True or False"):
+        jax.grad(function)(1.0)
+
+
+def test_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        device_kind = "a device"
+
+        def addressable_memories(self) -> list[Any]:
+            return []
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"offload: .*pinned_host"):
+        recompute(jnp.sin, offload="dots")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_refs_from_outside(reads: bool) -> None:
+    """JAX 0.10 writes twice, and reads at the second run what was written meanwhile."""
+    make = getattr(jax, "new_ref", None) or jax.array_ref
+    ref = make(jnp.zeros(()))
+
+    def function(x: Any) -> Any:
+        if reads:
+            return jnp.sin(x) * ref[...]
+        ref[...] = x
+        return jnp.sin(x)
+
+    with pytest.raises(gradaccum.UsageError, match="Ref from outside"):
+        jax.grad(recompute(function))(1.0)
+    assert ref[...] == 0
+
+
+def test_errors_pass() -> None:
+    def function(x: Any) -> Any:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        jax.grad(recompute(function))(1.0)
