@@ -63,3 +63,12 @@ def test_nan_shows_in_extremes(kind: str) -> None:
     x = np.array([1.0, np.nan, 3.0, 4.0])
     step = gradaccum_jax.value_and_grad(lambda params, x: (params, x[0]), has_aux=True, aux=kind, micro_batch_size=1)
     assert np.isnan(step(jnp.ones(()), x)[0][1])
+
+
+def test_mean_over_own_split() -> None:
+    """Parts of 2, 1 and 3 items: the mean is over items."""
+    x = np.arange(6.0) ** 2
+    step = gradaccum_jax.value_and_grad(
+        lambda params, x: (jnp.mean(params * x), jnp.mean(x)), has_aux=True, aux="mean", split=lambda x: [x[:2], x[2:3], x[3:]]
+    )
+    close(step(jnp.ones(()), x)[0][1], np.float64(x.mean()))
