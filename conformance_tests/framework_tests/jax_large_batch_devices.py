@@ -77,6 +77,17 @@ def in_parts_of_a_program() -> None:
     assert collectives(mine.lower(model(), x, y).compile()) == ["all-reduce"] * (1 if ALL_IN_ONE else TENSORS + 1)
 
 
+def explicit_mesh() -> None:
+    """The types of the batch say how it is sharded."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
+    x, y = data(ITEMS)
+    library: Any = jax
+    with library.set_mesh(mesh) if hasattr(jax, "set_mesh") else library.sharding.use_mesh(mesh):
+        given = [jax.device_put(leaf, NamedSharding(mesh, SPREAD)) for leaf in (x, y)]
+        made = jax.jit(gradaccum_jax.value_and_grad(mean_loss, steps=3, mesh=mesh, axis_name="data"))(model(), *given)
+        close(made, jax.value_and_grad(mean_loss)(model(), x, y))
+
+
 def weights_and_aux() -> None:
     """Tokens differ between devices; extremes, sums and rows are those of all items, along another axis too."""
     x, y = data(ITEMS)
@@ -157,14 +168,7 @@ def refusals() -> None:
 
 
 if __name__ == "__main__":
-    for check in (
-        one_reduction_per_call,
-        in_parts_of_a_program,
-        weights_and_aux,
-        keys_differ_between_devices,
-        shared_window,
-        coupled,
-        refusals,
-    ):
+    checks = (one_reduction_per_call, in_parts_of_a_program, explicit_mesh, weights_and_aux, keys_differ_between_devices, shared_window)
+    for check in (*checks, coupled, refusals):
         check()
         print(check.__name__, "holds")

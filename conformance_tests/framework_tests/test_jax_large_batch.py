@@ -159,48 +159,6 @@ def test_keys_of_items_are_cut() -> None:
     close(gradaccum_jax.value_and_grad(loss, steps=3)(jnp.ones(()), keys), jax.value_and_grad(loss)(jnp.ones(()), keys))
 
 
-def test_aux_merges_by_declaration() -> None:
-    """Ten items in micro-batches of 4, 4 and 2; every kind against the large batch's own."""
-    x = np.arange(10.0) - 20
-    kinds = {"sum": "sum", "mean": ("mean", "mean"), "weighted": "weighted_mean", "max": "max", "min": "min", "rows": "concatenate"}
-
-    def loss(params: Any, x: Any, tokens: Any) -> Any:
-        aux = {
-            "sum": {"x": jnp.sum(x), "flag": jnp.all(x < -12)},
-            "mean": (jnp.mean(x), x.shape[0]),
-            "weighted": jnp.sum(x * tokens) / jnp.sum(tokens),
-            "max": [jnp.max(x), jnp.max(tokens), jnp.any(x == -20)],
-            "min": [jnp.min(-x), jnp.min(-tokens), jnp.all(x < -12)],
-            "rows": Box(jnp.stack([x, x**2], axis=1)),
-        }
-        return params * jnp.sum(x * tokens) / jnp.sum(tokens), aux
-
-    step = gradaccum_jax.value_and_grad(loss, has_aux=True, aux=kinds, micro_batch_size=4, weight=TOKENS)
-    (_, aux), _ = step(jnp.ones(()), x, TOKENS)
-    assert (aux["sum"]["x"], aux["sum"]["flag"]) == (x.sum(), 2)
-    close(aux["mean"][0], np.float64(x.mean()))
-    close(aux["mean"][1], np.float64((4 * 4 + 4 * 4 + 2 * 2) / 10))
-    close(aux["weighted"], np.float64((x * TOKENS).sum() / TOKENS.sum()))
-    assert [leaf.item() for leaf in aux["max"]] == [-11, 9, True]
-    assert [leaf.item() for leaf in aux["min"]] == [11, -9, False]
-    np.testing.assert_array_equal(aux["rows"].inner, np.stack([x, x**2], axis=1))
-
-
-def test_rows_of_packed_items_keep_their_order() -> None:
-    """Sizes 4 1 2 2 1: micro-batches of one size run together, and rows come back in the order of the items."""
-    step = gradaccum_jax.value_and_grad(
-        lambda params, x: (jnp.sum(params * x), x), has_aux=True, aux="concatenate", weight=TOKENS, micro_batch_weight=11
-    )
-    np.testing.assert_array_equal(step(jnp.ones(()), np.arange(10.0))[0][1], np.arange(10.0))
-
-
-@pytest.mark.parametrize("kind", ["max", "min"])
-def test_nan_shows_in_extremes(kind: str) -> None:
-    x = np.array([1.0, np.nan, 3.0, 4.0])
-    step = gradaccum_jax.value_and_grad(lambda params, x: (params, x[0]), has_aux=True, aux=kind, micro_batch_size=1)
-    assert np.isnan(step(jnp.ones(()), x)[0][1])
-
-
 def test_own_split() -> None:
     """Padding is trimmed to each micro-batch's longest text, so that shapes differ; a leaf without items needs no axes=None."""
     lengths = np.array([2, 3, 7, 6])
@@ -243,47 +201,6 @@ def test_argnums(argnums: Any) -> None:
     axes = (0, None, 0) if argnums == 1 else 0
     made = gradaccum_jax.value_and_grad(loss, argnums, steps=4, axes=axes)(*given)
     close(made, jax.value_and_grad(loss, argnums)(*given))
-
-
-def test_integers_and_unused_parameters() -> None:
-    """Integers have float0, as `jax.grad` gives them; what the loss does not use has zeros; None stays None."""
-    params = {"w": jnp.ones(3), "n": jnp.arange(2), "unused": jnp.ones(2), "none": None}
-
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.mean(x @ params["w"]) * params["n"][1]
-
-    _, made = gradaccum_jax.value_and_grad(loss, steps=2, allow_int=True)(params, numbers(4, 3))
-    _, wanted = jax.value_and_grad(loss, allow_int=True)(params, numbers(4, 3))
-    assert made["n"].dtype == jax.dtypes.float0 == wanted["n"].dtype
-    assert made["n"].shape == (2,)
-    close({**made, "n": None}, {**wanted, "n": None})
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_summed_in_float32(dtype: str) -> None:
-    """A sum of 2048 and of 1024 ones: in half precision the ones would vanish. The gradient is cast once."""
-    x = jnp.asarray([2048.0] + [1.0] * 1024, dtype)
-    step = gradaccum_jax.value_and_grad(lambda params, x: jnp.sum(params * x), micro_batch_size=1, reduction="sum")
-    value, gradient = step(jnp.ones((), dtype), x)
-    assert value.dtype == gradient.dtype == dtype
-    assert float(value) == float(gradient) == 3072
-
-
-def test_accumulate_dtype() -> None:
-    x = jnp.asarray([2.0**24] + [1.0] * 16, jnp.float32)
-    step = {"loss_fn": lambda params, x: jnp.sum(params * x), "micro_batch_size": 1, "reduction": "sum"}
-    narrow = gradaccum_jax.value_and_grad(**step)(jnp.ones((), jnp.float32), x)[1]
-    wide = gradaccum_jax.value_and_grad(**step, accumulate_dtype="float64")(jnp.ones((), jnp.float32), x)[1]
-    assert (float(narrow), float(wide)) == (2.0**24, 2.0**24 + 16)
-    assert wide.dtype == jnp.float32
-
-
-def test_complex_parameters() -> None:
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.mean(jnp.abs(x @ params) ** 2)
-
-    params = jnp.asarray(numbers(3) + 1j * numbers(3, seed=1))
-    close(gradaccum_jax.value_and_grad(loss, steps=3)(params, numbers(7, 3)), jax.value_and_grad(loss)(params, numbers(7, 3)))
 
 
 def test_under_jit_and_vmap() -> None:
