@@ -5,7 +5,8 @@
 - `make_division`, `divided`, `leaves_of`, `share`: where a large batch is cut, the nests that it comes in, how other outputs merge;
 - `explain` and the ``require_`` and ``_error`` functions: one mistake has one class and one wording in every backend;
 - `comparable`, `linearity_report`: whether a loss can be scaled;
-- `Backend`, `GatingBackend`, `ScalerDriver`: what the core asks for in return.
+- `Subject`, `Conditions`, `Run`: what `gradaccum.verify` runs;
+- `Backend`, `GatingBackend`, `VerifyingBackend`, `ScalerDriver`: what the core asks for in return.
 """
 
 from gradaccum._validation import require_weight
@@ -59,6 +60,7 @@ from gradaccum.transitions import (
     steps_at,
     usable,
 )
+from gradaccum.verification import Conditions, Count, Labels, Layer, Precision, Run, Subject, VerifyingBackend
 
 __all__ = [
     "FIELD_DTYPES",
@@ -66,22 +68,30 @@ __all__ = [
     "ROUNDINGS",
     "SCALES",
     "Backend",
+    "Conditions",
+    "Count",
     "Cut",
     "Decision",
     "Division",
     "Fields",
     "GatingBackend",
+    "Labels",
+    "Layer",
     "Leaf",
     "MergingOps",
     "Nest",
     "Options",
+    "Precision",
     "Reduction",
+    "Run",
     "Scalar",
     "ScaleRule",
     "ScalerDriver",
     "Schedule",
     "State",
+    "Subject",
     "Terms",
+    "VerifyingBackend",
     "Where",
     "accumulate",
     "accumulate_dtype_error",
