@@ -5,7 +5,7 @@
 - `make_division`, `divided`, `leaves_of`, `share`: where a large batch is cut, the nests that it comes in, how other outputs merge;
 - `explain` and the ``require_`` and ``_error`` functions: one mistake has one class and one wording in every backend;
 - `comparable`, `linearity_report`: whether a loss can be scaled;
-- `Subject`, `Conditions`, `Run`: what `gradaccum.verify` runs;
+- `examine`, `Subject`, `Conditions`, `Run`: what `gradaccum.verify` runs, and how;
 - `Backend`, `GatingBackend`, `VerifyingBackend`, `ScalerDriver`: what the core asks for in return.
 """
 
@@ -60,7 +60,7 @@ from gradaccum.transitions import (
     steps_at,
     usable,
 )
-from gradaccum.verification import Conditions, Count, Labels, Layer, Precision, Run, Subject, VerifyingBackend
+from gradaccum.verification import Column, Conditions, Layer, Precision, Run, Subject, VerifyingBackend, examine
 
 __all__ = [
     "FIELD_DTYPES",
@@ -68,14 +68,13 @@ __all__ = [
     "ROUNDINGS",
     "SCALES",
     "Backend",
+    "Column",
     "Conditions",
-    "Count",
     "Cut",
     "Decision",
     "Division",
     "Fields",
     "GatingBackend",
-    "Labels",
     "Layer",
     "Leaf",
     "MergingOps",
@@ -110,6 +109,7 @@ __all__ = [
     "divisor",
     "encode_terms",
     "ends",
+    "examine",
     "explain",
     "finished",
     "initial_state",

@@ -1,14 +1,14 @@
 """Is accumulation right for MY loss? `verify` tells, and says why not."""
 
 from gradaccum.verification.dispatch import VerifyingBackend, verify
+from gradaccum.verification.examining import examine
 from gradaccum.verification.report import Cause, MissingPackageError, VerificationReport
-from gradaccum.verification.subject import Conditions, Count, Labels, Layer, Precision, Run, Subject
+from gradaccum.verification.subject import Column, Conditions, Layer, Precision, Run, Subject
 
 __all__ = [
     "Cause",
+    "Column",
     "Conditions",
-    "Count",
-    "Labels",
     "Layer",
     "MissingPackageError",
     "Precision",
@@ -16,5 +16,6 @@ __all__ = [
     "Subject",
     "VerificationReport",
     "VerifyingBackend",
+    "examine",
     "verify",
 ]

@@ -6,7 +6,7 @@ raises in the middle. Gradients are opaque here: arrays or tensors in float64 th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -71,22 +71,17 @@ class Layer(NamedTuple):
     """Whether it does so in evaluation mode too."""
 
 
-class Count(NamedTuple):
-    """A number per item that might be the denominator of a mean: how many tokens of the item are no padding."""
+class Column(NamedTuple):
+    """A leaf of the batch as plain numbers, in which the core looks for counts and labels."""
 
     where: str
-    """What is counted: ``batch[1] != -100``."""
-    code: str
-    """What to write as ``weight=``: ``lambda ids, labels: (labels != -100).sum()``."""
-    values: Sequence[float]
-    """One number >= 0 per item."""
-
-
-class Labels(NamedTuple):
-    """One hashable value per item of a leaf that has one value per item, as a class has."""
-
-    where: str
-    values: Sequence[Hashable]
+    """Its path: ``batch[1]['mask']``."""
+    rows: Sequence[Sequence[float]]
+    """The numbers of each item, flat."""
+    integers: bool
+    """Whether its dtype is one of integers or of booleans."""
+    sequence: bool
+    """Whether it has two dimensions, the batch axis first: a token per position."""
 
 
 class Subject(Protocol):
@@ -113,12 +108,8 @@ class Subject(Protocol):
         """How exactly the gradient of that parameter can be known."""
         ...
 
-    def counts(self) -> Sequence[Count]:
-        """Numbers per item to be found in the batch, likeliest first; those that are the same for all items may be left out."""
-        ...
-
-    def labels(self) -> Sequence[Labels]:
-        """Leaves with one value per item."""
+    def columns(self) -> Sequence[Column]:
+        """The leaves of the batch that are split and small enough to be read as plain numbers."""
         ...
 
     def mixing_layers(self) -> Sequence[Layer]:

@@ -1,0 +1,136 @@
+"""The order of the experiments: what would disturb a later one is looked for first, and taken away before the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradaccum._validation import require_int
+from gradaccum.options import require_reduction
+from gradaccum.splitting import require_items, size_for
+from gradaccum.verification import causes
+from gradaccum.verification.experiments import (
+    TRAINING,
+    Finding,
+    finite,
+    fresh_numbers,
+    linear,
+    repeatable,
+    replayed,
+    separate,
+    stateless,
+)
+from gradaccum.verification.measuring import LIMIT, Bench, Way, moved
+from gradaccum.verification.report import Cause, VerificationReport
+from gradaccum.verification.subject import Conditions, Subject
+from gradaccum.verification.terms import counted_terms
+from gradaccum.verification.weights import right_weights
+
+
+def examine(subject: Subject, steps: object, reduction: object = "mean") -> VerificationReport:
+    """Compare the partitions of the subject's batch, and look for the cause where the gradient moves.
+
+    Runs the batch some thirty times if all is right, some two hundred times if not; keeps ``steps + 3`` gradients in float64 at a time.
+
+    Args:
+        subject: the model, its loss and the batch.
+        steps: micro-batches, an int from 2 to the number of items.
+        reduction: how accumulation will add up.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: `steps` or `reduction` make no sense, or the batch is too small.
+    """
+    number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more: one micro-batch is the large batch.")
+    require_items(subject.items)
+    size_for(subject.items, number)
+    bench = Bench(subject, number, Way(require_reduction(reduction)))
+    return _Examination(bench).report()
+
+
+class _Examination:
+    """The experiments on one bench, and what they found so far."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._causes: list[Cause] = []
+        self._conditions: Conditions | None = TRAINING
+        self._errors: Mapping[str, float] = {}
+        self._notes: list[str] = []
+
+    def report(self) -> VerificationReport:
+        """Run them."""
+        for ask in (finite, repeatable, linear, fresh_numbers):
+            if self._conditions is not None:
+                self._take(ask(self._bench))
+        measured = self._bench.errors(TRAINING)
+        if self._conditions is not None:
+            self._find_what_moves(measured)
+        return VerificationReport(
+            not self._causes and not moved(measured),
+            tuple(self._causes),
+            measured,
+            self._bench.units(TRAINING),
+            LIMIT,
+            tuple(partition.words for partition in self._bench.partitions),
+            tuple(self._notes),
+        )
+
+    def _take(self, finding: Finding) -> None:
+        self._causes += finding.causes
+        self._conditions = finding.go_on
+
+    def _find_what_moves(self, measured: Mapping[str, float]) -> None:
+        self._errors = measured
+        for ask in (replayed, stateless):
+            if self._conditions is not None and moved(self._errors):
+                self._take(ask(self._bench, self._conditions))
+                self._measure()
+        if self._conditions is not None and moved(self._errors):
+            self._take(separate(self._bench, self._conditions, self._errors))
+            self._measure()
+        if self._conditions is not None and moved(self._errors):
+            self._find_in_the_loss(self._conditions, moved(self._errors))
+        elif self._conditions is not None and not self._causes:
+            self._note_missing(self._conditions)
+
+    def _measure(self) -> None:
+        if self._conditions is not None and self._conditions != TRAINING:
+            self._errors = self._bench.errors(self._conditions)
+
+    def _find_in_the_loss(self, conditions: Conditions, names: tuple[str, ...]) -> None:
+        """What the loss itself does with the items."""
+        weighted, off = right_weights(self._bench, conditions)
+        if weighted is not None:
+            self._causes.append(weighted)
+            return
+        counted, explained = counted_terms(self._bench, conditions, names)
+        self._causes += [counted] if counted is not None else []
+        left = tuple(name for name in names if name not in explained)
+        if not left:
+            return
+        missing = [name for name in left if self._missing(conditions, name)]
+        self._causes.append(
+            causes.missing_gradients(missing, self._missing(conditions, missing[0])) if missing else causes.coupled_loss(left, off)
+        )
+
+    def _note_missing(self, conditions: Conditions) -> None:
+        """Say which parameters lack a gradient in some micro-batches, where that does no harm."""
+        names = [name for name in self._bench.subject.names if self._missing(conditions, name)]
+        if names:
+            note = f"{causes.listed(names)}: no gradient in {self._missing(conditions, names[0])}; it counts as zero, which is right here."
+            self._notes.append(note)
+
+    def _missing(self, conditions: Conditions, name: str) -> str:
+        """In how many micro-batches the parameter has no gradient, in words; "" where all of them agree with the large batch."""
+        return _missing_in(self._bench, conditions).get(name, "")
+
+
+def _missing_in(bench: Bench, conditions: Conditions) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for partition in bench.partitions:
+        runs = bench.subject.window(partition.parts, conditions)
+        whole = bench.large(conditions).gradients
+        for name in bench.subject.names:
+            absent = sum(name not in run.gradients for run in runs)
+            if 0 < absent < len(runs) or (absent == len(runs)) == (name in whole):
+                found.setdefault(name, f"{absent} of {len(runs)} micro-batches ({partition.words})")
+    return found
