@@ -4,6 +4,7 @@ from gradaccum_torch.backend import TorchBackend, backend
 from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler
+from gradaccum_torch.verification import verify
 from gradaccum_torch.workers import redistributed, sharded_cross_entropy
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "backend",
     "redistributed",
     "sharded_cross_entropy",
+    "verify",
     "verify_loss_scaling",
 ]

@@ -134,9 +134,8 @@ class Bench:
     def _floor_of(self, name: str, runs: Sequence[Run], factors: Sequence[float]) -> float:
         """Each micro-batch's gradient is rounded once, and is no finer than the smallest number of its dtype."""
         exact = self.subject.precision(name)
-        sizes = [
-            factor * self.norm(run.gradients[name]) for factor, run in zip(factors, runs, strict=True) if factor and name in run.gradients
-        ]
+        pairs = [(factor, run.gradients[name]) for factor, run in zip(factors, runs, strict=True) if factor and name in run.gradients]
+        sizes = [factor * self.norm(gradient) for factor, gradient in pairs]
         rounded = exact.roundoff * math.fsum(size for size in sizes if math.isfinite(size))
         return rounded + len(runs) * exact.smallest * math.sqrt(exact.elements)
 
