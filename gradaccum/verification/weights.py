@@ -7,6 +7,7 @@ the batch does it, the weights are measured: each item against the rest, by leas
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,7 +38,8 @@ def right_weights(bench: Bench, conditions: Conditions) -> tuple[Cause | None, f
     if found is not None:
         return found, None
     try:
-        measured = _measured(bench, conditions)
+        with warnings.catch_warnings(action="ignore"):  # A deviation over one item is no news here.
+            measured = _measured(bench, conditions)
     except Exception:  # The user's loss may refuse a single item; the user's own partitions did run.
         return None, None
     if measured is None or measured.error > LIMIT * len(measured.values):  # Each weight is off by up to a unit itself.

@@ -1,6 +1,7 @@
-"""Which layers mix the items of a batch? Each is run again by itself: with all items, and with the first half of the same ones.
+"""Which layers mix the items of a batch? Each is run again by itself: with all items, and with half of the same ones.
 
-A layer is named if the half's outputs are not the first half of the outputs by more than rounding. Rounding is measured as for gradients:
+A layer is named if a half's outputs are not those rows of all outputs, by more than rounding. One half is the first, the other every second
+item: a layer that treats neighbours together shows only there. Rounding is measured as for gradients:
 by how far the outputs move when the inputs are moved by one rounding. Only the innermost such layers are named; a layer whose output has no
 item axis (a loss) is not compared, and neither is one that fails when it is run alone.
 """
@@ -101,7 +102,7 @@ def mixing_layers(modules: dict[str, nn.Module], calls: Calls, items: int, fewer
 
 
 def _mixes(module: nn.Module, call: Call, items: int, fewer: int, epsilon: float, isolated: Isolated, *, evaluation: bool = False) -> bool:
-    """Whether the layer's outputs for the first `fewer` items depend on the others."""
+    """Whether the layer's outputs for some `fewer` items depend on the others."""
 
     def outputs(chosen: Sequence[int], perturbation: int | None = None) -> list[Tensor]:
         with isolated():
@@ -110,33 +111,35 @@ def _mixes(module: nn.Module, call: Call, items: int, fewer: int, epsilon: float
             args, kwargs = _chosen(call, chosen, epsilon, perturbation)
             return [tensor.detach() for tensor in _tensors(module.forward(*args, **kwargs)) if tensor.is_floating_point()]
 
-    every, first = range(items), range(fewer)
+    every, halves = range(items), (range(fewer), range(0, items, 2))
     try:
         with Drawing() as drawn_whole:
             whole = outputs(every)
         with Drawing() as drawn_part:
-            outputs(first)
+            outputs(halves[0])
         recording = Recording(drawn_whole.draws, drawn_part.draws, items, fewer)
-        with recording.replayed(first):
-            part = outputs(first)
-        moved = []
+        parts, moved = [], []
+        for half in halves:
+            with recording.replayed(half):
+                parts.append((half, outputs(half)))
         for number in range(PERTURBATIONS):
             with recording.replayed(every):
                 moved.append(outputs(every, number))
     except Exception:  # A layer that cannot be run alone tells nothing.
         return False
-    return any(_apart(*numbers, items, fewer, epsilon) for numbers in zip(whole, part, zip(*moved, strict=True), strict=False))
+    outputs_moved = list(zip(*moved, strict=True))
+    return any(_apart(*numbers, items, half, epsilon) for half, part in parts for numbers in zip(whole, part, outputs_moved, strict=False))
 
 
-def _apart(whole: Tensor, part: Tensor, moved: Sequence[Tensor], items: int, fewer: int, epsilon: float) -> bool:
+def _apart(whole: Tensor, part: Tensor, moved: Sequence[Tensor], items: int, half: Sequence[int], epsilon: float) -> bool:
     try:
-        axis = axis_between(whole.shape, part.shape, items, fewer)
+        axis = axis_between(whole.shape, part.shape, items, len(half))
     except NoAxis:
         return False
     if axis is None:
         return False
-    expected = rows(whole, axis, range(fewer)).double()
-    unit = max(float((rows(other, axis, range(fewer)).double() - expected).norm()) for other in moved)
+    expected = rows(whole, axis, half).double()
+    unit = max(float((rows(other, axis, half).double() - expected).norm()) for other in moved)
     room = ROUNDINGS * (unit + epsilon * float(expected.norm()))
     return not float((part.double() - expected).norm()) <= room
 
