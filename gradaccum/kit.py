@@ -60,12 +60,13 @@ from gradaccum.transitions import (
     steps_at,
     usable,
 )
-from gradaccum.verification import Column, Conditions, Layer, Precision, Run, Subject, VerifyingBackend, examine
+from gradaccum.verification import ROUNDING_LIMIT, Column, Conditions, Layer, Precision, Run, Subject, VerifyingBackend, examine
 
 __all__ = [
     "FIELD_DTYPES",
     "KINDS",
     "ROUNDINGS",
+    "ROUNDING_LIMIT",
     "SCALES",
     "Backend",
     "Column",

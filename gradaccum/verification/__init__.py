@@ -2,10 +2,12 @@
 
 from gradaccum.verification.dispatch import VerifyingBackend, verify
 from gradaccum.verification.examining import examine
+from gradaccum.verification.measuring import ROUNDING_LIMIT
 from gradaccum.verification.report import Cause, MissingPackageError, VerificationReport
 from gradaccum.verification.subject import Column, Conditions, Layer, Precision, Run, Subject
 
 __all__ = [
+    "ROUNDING_LIMIT",
     "Cause",
     "Column",
     "Conditions",

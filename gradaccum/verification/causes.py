@@ -96,7 +96,7 @@ def batch_statistics(layers: Sequence[Layer], settled: bool | None) -> Cause:
     }[settled]
     explanation = f"{kinds}: the output for one item depends on the other items of its micro-batch.{said}"
     fix = "Use GroupNorm or LayerNorm, freeze the statistics (evaluation mode for these layers), or accept statistics per micro-batch."
-    return Cause("batch_statistics", listed([layer.name for layer in layers]), explanation, fix)
+    return Cause("batch_statistics", listed([layer.name or "the model" for layer in layers]), explanation, fix)
 
 
 def wrong_reduction(reduction: str, right: str) -> Cause:

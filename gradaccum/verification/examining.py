@@ -14,12 +14,13 @@ from gradaccum.verification.experiments import (
     finite,
     fresh_numbers,
     linear,
+    missing_gradients,
     repeatable,
     replayed,
     separate,
     stateless,
 )
-from gradaccum.verification.measuring import LIMIT, Bench, Way, moved
+from gradaccum.verification.measuring import ROUNDING_LIMIT, Bench, Way, moved
 from gradaccum.verification.report import Cause, VerificationReport
 from gradaccum.verification.subject import Conditions, Subject
 from gradaccum.verification.terms import counted_terms
@@ -69,7 +70,7 @@ class _Examination:
             tuple(self._causes),
             measured,
             self._bench.units(TRAINING),
-            LIMIT,
+            ROUNDING_LIMIT,
             tuple(partition.words for partition in self._bench.partitions),
             tuple(self._notes),
         )
@@ -84,19 +85,22 @@ class _Examination:
             if self._conditions is not None and moved(self._errors):
                 self._take(ask(self._bench, self._conditions))
                 self._measure()
+        if self._conditions is None:
+            return
+        missing = missing_gradients(self._bench, self._conditions)
+        if not moved(self._errors):
+            self._note_missing(missing)
+            return
+        self._take(separate(self._bench, self._conditions, {name: missing[name] for name in moved(self._errors) if name in missing}))
+        self._measure()
         if self._conditions is not None and moved(self._errors):
-            self._take(separate(self._bench, self._conditions, self._errors))
-            self._measure()
-        if self._conditions is not None and moved(self._errors):
-            self._find_in_the_loss(self._conditions, moved(self._errors))
-        elif self._conditions is not None and not self._causes:
-            self._note_missing(self._conditions)
+            self._find_in_the_loss(self._conditions, moved(self._errors), missing)
 
     def _measure(self) -> None:
         if self._conditions is not None and self._conditions != TRAINING:
             self._errors = self._bench.errors(self._conditions)
 
-    def _find_in_the_loss(self, conditions: Conditions, names: tuple[str, ...]) -> None:
+    def _find_in_the_loss(self, conditions: Conditions, names: tuple[str, ...], missing: Mapping[str, str]) -> None:
         """What the loss itself does with the items."""
         weighted, off = right_weights(self._bench, conditions)
         if weighted is not None:
@@ -105,32 +109,14 @@ class _Examination:
         counted, explained = counted_terms(self._bench, conditions, names)
         self._causes += [counted] if counted is not None else []
         left = tuple(name for name in names if name not in explained)
-        if not left:
-            return
-        missing = [name for name in left if self._missing(conditions, name)]
-        self._causes.append(
-            causes.missing_gradients(missing, self._missing(conditions, missing[0])) if missing else causes.coupled_loss(left, off)
-        )
+        absent = [name for name in left if name in missing]
+        if absent:
+            self._causes.append(causes.missing_gradients(absent, missing[absent[0]]))
+        elif left:
+            self._causes.append(causes.coupled_loss(left, off))
 
-    def _note_missing(self, conditions: Conditions) -> None:
+    def _note_missing(self, missing: Mapping[str, str]) -> None:
         """Say which parameters lack a gradient in some micro-batches, where that does no harm."""
-        names = [name for name in self._bench.subject.names if self._missing(conditions, name)]
-        if names:
-            note = f"{causes.listed(names)}: no gradient in {self._missing(conditions, names[0])}; it counts as zero, which is right here."
-            self._notes.append(note)
-
-    def _missing(self, conditions: Conditions, name: str) -> str:
-        """In how many micro-batches the parameter has no gradient, in words; "" where all of them agree with the large batch."""
-        return _missing_in(self._bench, conditions).get(name, "")
-
-
-def _missing_in(bench: Bench, conditions: Conditions) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for partition in bench.partitions:
-        runs = bench.subject.window(partition.parts, conditions)
-        whole = bench.large(conditions).gradients
-        for name in bench.subject.names:
-            absent = sum(name not in run.gradients for run in runs)
-            if 0 < absent < len(runs) or (absent == len(runs)) == (name in whole):
-                found.setdefault(name, f"{absent} of {len(runs)} micro-batches ({partition.words})")
-    return found
+        if missing and not self._causes:
+            where = next(iter(missing.values()))
+            self._notes.append(f"{causes.listed(list(missing))}: no gradient in {where}; it counts as zero, which is right here.")

@@ -84,16 +84,39 @@ def stateless(bench: Bench, conditions: Conditions) -> Finding:
     return Finding((causes.state(tuple(changed), names),), alone) if names else Finding((), conditions)
 
 
-def separate(bench: Bench, conditions: Conditions, errors: Mapping[str, float]) -> Finding:
-    """Is there a layer whose output for an item depends on the other items?"""
-    layers = _mixing(bench, conditions)
-    if not layers or not moved(errors):
+def separate(bench: Bench, conditions: Conditions, missing: Mapping[str, str]) -> Finding:
+    """Is there a layer whose output for an item depends on the other items? Not one that chooses a branch: that is another cause.
+
+    Args:
+        bench: the batch.
+        conditions: those without the causes found so far.
+        missing: parameters without a gradient in some micro-batches.
+    """
+    layers = [layer for layer in _mixing(bench, conditions) if not any(_holds(layer, name) for name in missing)]
+    if not layers:
         return Finding((), conditions)
     if any(layer.in_evaluation for layer in layers) or not conditions.training:
         return Finding((causes.batch_statistics(layers, None),), None)
     evaluation = replace(conditions, training=False)
     settled = not moved(bench.errors(evaluation))
     return Finding((causes.batch_statistics(layers, settled),), evaluation)
+
+
+def missing_gradients(bench: Bench, conditions: Conditions) -> dict[str, str]:
+    """Parameters that have a gradient in some micro-batches of a partition and not in others, or only in the large batch; where, in words."""
+    found: dict[str, str] = {}
+    whole = bench.large(conditions).gradients
+    for partition in bench.partitions:
+        runs = bench.subject.window(partition.parts, conditions)
+        for name in bench.subject.names:
+            absent = sum(name not in run.gradients for run in runs)
+            if 0 < absent < len(runs) or (absent == len(runs)) == (name in whole):
+                found.setdefault(name, f"{absent} of {len(runs)} micro-batches ({partition.words})")
+    return found
+
+
+def _holds(layer: Layer, parameter: str) -> bool:
+    return not layer.name or parameter.startswith(f"{layer.name}.")
 
 
 def _mixing(bench: Bench, conditions: Conditions) -> list[Layer]:

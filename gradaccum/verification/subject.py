@@ -58,13 +58,15 @@ class Precision(NamedTuple):
     """The smallest positive number of the gradient's dtype, subnormal numbers included."""
     elements: int
     """How many numbers it has."""
+    terms: int = 1
+    """About how many numbers are added up into each of them: items times the positions of an item."""
 
 
 class Layer(NamedTuple):
     """A layer whose output for one item depends on the other items of the batch."""
 
     name: str
-    """Where it stands in the model: ``encoder.norm1``."""
+    """Where it stands in the model: ``encoder.norm1``; "" for the model itself."""
     kind: str
     """The name of its class."""
     in_evaluation: bool

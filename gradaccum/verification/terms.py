@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gradaccum.verification import causes
-from gradaccum.verification.measuring import LIMIT, Bench, Gradients, Way
+from gradaccum.verification.measuring import ROUNDING_LIMIT, Bench, Gradients, Way
 from gradaccum.verification.partitions import cut
 from gradaccum.verification.report import Cause
 from gradaccum.verification.subject import Conditions, Gradient
@@ -49,7 +49,7 @@ def _is_counted(bench: Bench, name: str, errors: Errors, growth: float, unit: fl
         return False
     two, two_dealt = (error[name] for error in errors[TWO])
     four, four_dealt = (error[name] for error in errors[FOUR])
-    room = 2 * growth * LIMIT * unit  # Each of the two errors may be off by LIMIT units, and one is multiplied.
+    room = 2 * growth * ROUNDING_LIMIT * unit  # Each of the two errors may be off by ROUNDING_LIMIT units, and one is multiplied.
     off = (two - two_dealt, four - four_dealt, four - two * growth)
     return all(bench.norm(gradient) <= room for gradient in off) and bench.norm(four) > room
 

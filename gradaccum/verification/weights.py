@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gradaccum.options import Reduction
 from gradaccum.verification import causes
 from gradaccum.verification.counts import counts, labels
-from gradaccum.verification.measuring import LIMIT, Bench, Way
+from gradaccum.verification.measuring import ROUNDING_LIMIT, Bench, Way
 from gradaccum.verification.report import Cause
 from gradaccum.verification.subject import Column, Conditions
 
@@ -42,7 +42,7 @@ def right_weights(bench: Bench, conditions: Conditions) -> tuple[Cause | None, f
             measured = _measured(bench, conditions)
     except Exception:  # The user's loss may refuse a single item; the user's own partitions did run.
         return None, None
-    if measured is None or measured.error > LIMIT * len(measured.values):  # Each weight is off by up to a unit itself.
+    if measured is None or measured.error > ROUNDING_LIMIT * len(measured.values):  # Each weight is off by up to a unit itself.
         return None, None if measured is None else measured.error
     return _described(bench, measured.values), None
 

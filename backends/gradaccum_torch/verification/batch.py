@@ -36,6 +36,8 @@ class Batch:
         self._axes = [_axis_of(leaf, axis) for leaf, axis in zip(self._leaves, wanted, strict=True)]
         lengths = [(leaf.path, _length(leaf.value, axis)) for leaf, axis in self._split()]
         self.items = require_one_size(lengths)
+        self.terms = max([self.items, *(leaf.value.numel() for leaf in self._leaves if isinstance(leaf.value, Tensor))])
+        """About how many numbers are added up into one of a gradient."""
 
     def part(self, items: Sequence[int], epsilon: float = 0.0, perturbation: int | None = None) -> tuple[Any, ...]:
         """The arguments for `items`, copies throughout: a loss that writes into its inputs does not reach the user's."""

@@ -51,8 +51,6 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, replay: Callable[[int, Draw], Tensor | None] = lambda number, draw: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws: list[Draw] = []
-        self.dtypes: set[torch.dtype] = set()
-        """Floating dtypes of all results."""
         self.generators: dict[torch.Generator, Tensor] = {}
         """Generators that were handed to an operation, and their states before."""
         self._replay, self._begun = replay, {}  # type: ignore[var-annotated]
@@ -60,15 +58,15 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return self._noted(func(*args, **kwargs))
+            return func(*args, **kwargs)
         generator = _generator_of(func, args, kwargs)
         if generator is not None and generator not in self.generators:
             self.generators[generator] = generator.get_state()
         before = _state(generator, args, kwargs)
         made = func(*args, **kwargs)
         if before == _state(generator, args, kwargs):
-            return self._noted(made)  # Dropout with a probability of zero draws nothing.
-        return self._noted(self._drawn(func, args, made, before))
+            return made  # Dropout with a probability of zero draws nothing.
+        return self._drawn(func, args, made, before)
 
     def _drawn(self, func: Any, args: Sequence[Any], made: Any, state: bytes) -> Any:
         name = func._schema.name.removeprefix("aten::")
@@ -83,11 +81,6 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers.copy_(given)
         if name == "native_dropout":
             made[0].copy_(args[0] * given * (1 / (1 - args[1]) if args[1] < 1 else 0.0))
-        return made
-
-    def _noted(self, made: Any) -> Any:
-        if isinstance(made, Tensor) and made.is_floating_point():
-            self.dtypes.add(made.dtype)
         return made
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.kit import ROUNDINGS, Layer, leaves_of, with_leaves
+from gradaccum.kit import ROUNDING_LIMIT, Layer, leaves_of, with_leaves
 from gradaccum_torch.verification.draws import Drawing, Recording
 from gradaccum_torch.verification.perturbing import perturbed
 from gradaccum_torch.verification.rows import Axis, NoAxis, axis_between, rows
@@ -96,9 +96,9 @@ def mixing_layers(modules: dict[str, nn.Module], calls: Calls, items: int, fewer
         call, module = calls.of[name], modules[name]
         if not inside and call.complete and _mixes(module, call, items, fewer, epsilon, isolated):
             in_evaluation = _mixes(module, call, items, fewer, epsilon, isolated, evaluation=True)
-            found.append(Layer(name or "the model", type(module).__name__, in_evaluation))
+            found.append(Layer(name, type(module).__name__, in_evaluation))
     order = list(modules)
-    return sorted(found, key=lambda layer: order.index(layer.name) if layer.name in modules else -1)
+    return sorted(found, key=lambda layer: order.index(layer.name))
 
 
 def _mixes(module: nn.Module, call: Call, items: int, fewer: int, epsilon: float, isolated: Isolated, *, evaluation: bool = False) -> bool:
@@ -140,7 +140,7 @@ def _apart(whole: Tensor, part: Tensor, moved: Sequence[Tensor], items: int, hal
         return False
     expected = rows(whole, axis, half).double()
     unit = max(float((rows(other, axis, half).double() - expected).norm()) for other in moved)
-    room = ROUNDINGS * (unit + epsilon * float(expected.norm()))
+    room = ROUNDING_LIMIT * (unit + epsilon * float(expected.norm()))
     return not float((part.double() - expected).norm()) <= room
 
 

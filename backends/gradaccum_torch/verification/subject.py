@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Column, Conditions, Layer, Precision, Run, explain, require_weight, scalar_loss_error
 from gradaccum_torch.linearity import verify_loss_scaling
+from gradaccum_torch.torch_private import input_dtypes
 from gradaccum_torch.verification.batch import Batch
 from gradaccum_torch.verification.draws import Draw, Drawing, Recording, repeated
 from gradaccum_torch.verification.kept import Kept
@@ -59,7 +60,7 @@ class TorchSubject:
     def precision(self, name: str) -> Precision:
         """See `Subject.precision`."""
         limits = torch.finfo(self._parameters[name].dtype)
-        return Precision(self._roundoff(), limits.smallest_normal * limits.eps, self._parameters[name].numel())
+        return Precision(self._roundoff(), limits.smallest_normal * limits.eps, self._parameters[name].numel(), self._batch.terms)
 
     def columns(self) -> Sequence[Column]:
         """See `Subject.columns`."""
@@ -127,13 +128,13 @@ class TorchSubject:
     def _draws(self, items: Sequence[int], conditions: Conditions) -> list[Draw]:
         drawing = Drawing()
         with self._isolated(conditions), drawing:
-            self._loss(self._batch.part(items))
+            loss = self._loss(self._batch.part(items))
         self._generators |= {found: state for found, state in drawing.generators.items() if found not in self._generators}
-        self._epsilon = max([self._epsilon, *(torch.finfo(dtype).eps for dtype in drawing.dtypes)])
+        self._epsilon = max([self._epsilon, *(torch.finfo(dtype).eps for dtype in _differentiated(loss))])
         return drawing.draws
 
     def _roundoff(self) -> float:
-        """One rounding of the coarsest floating dtype that any operation of the loss gave."""
+        """One rounding of the coarsest floating dtype that is differentiated: autocast's copies of the parameters count."""
         if not self._epsilon:
             self._draws(range(self.items), Conditions())
         return self._epsilon
@@ -177,6 +178,19 @@ def _parameters(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
             if parameter.requires_grad:
                 found.setdefault(id(parameter), (_joined(path, name), parameter))
     return dict(found.values())
+
+
+def _differentiated(loss: Tensor) -> set[torch.dtype]:
+    """The floating dtypes in the graph of `loss`."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+    found = set().union({loss.dtype}, *(input_dtypes(node) for node in seen if node is not None))
+    return {dtype for dtype in found if dtype.is_floating_point}
 
 
 @contextmanager
