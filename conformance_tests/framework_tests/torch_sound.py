@@ -310,7 +310,8 @@ def nested_batch() -> Case:
     """Dicts, lists of texts, a flag, and an array that every micro-batch gets whole."""
 
     def loss(model: nn.Module, batch: dict[str, Any], scale: Tensor, flag: bool) -> Tensor:
-        assert flag and len(batch["names"]) == len(batch["x"]), "texts are split with the items"
+        assert flag
+        assert len(batch["names"]) == len(batch["x"]), "texts are split with the items"
         return F.cross_entropy(model(batch["x"]) * scale, batch["y"])
 
     names = [f"item {number}" for number in range(ITEMS)]

@@ -36,9 +36,9 @@ def finite(bench: Bench) -> Finding:
 
 
 def repeatable(bench: Bench) -> Finding:
-    """Does the same batch give the same gradient twice?"""
+    """Does the same batch give the same gradient twice? By the floor: what is hidden would move the perturbed runs, and so the units."""
     again = bench.subject.window([bench.items], TRAINING)[0].gradients
-    names = moved(bench.apart(again, bench.large(TRAINING).gradients, TRAINING))
+    names = moved(bench.apart_by(bench.floor(TRAINING), again, bench.large(TRAINING).gradients))
     return Finding((causes.hidden_state(names),), None) if names else Finding()
 
 
@@ -103,7 +103,7 @@ def separate(bench: Bench, conditions: Conditions, missing: Mapping[str, str]) -
 
 
 def missing_gradients(bench: Bench, conditions: Conditions) -> dict[str, str]:
-    """Parameters that have a gradient in some micro-batches of a partition and not in others, or only in the large batch; where, in words."""
+    """Parameters with a gradient in some micro-batches of a partition and not in others, or only in the large batch; where, in words."""
     found: dict[str, str] = {}
     whole = bench.large(conditions).gradients
     for partition in bench.partitions:

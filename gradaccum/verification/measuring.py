@@ -91,7 +91,11 @@ class Bench:
 
     def apart(self, a: Gradients, b: Gradients, conditions: Conditions) -> dict[str, float]:
         """By parameter how far two gradients are apart, in units; inf where one is not finite."""
-        return {name: _in_units(self._distance(name, a, b), unit) for name, unit in self.units(conditions).items()}
+        return self.apart_by(self.units(conditions), a, b)
+
+    def apart_by(self, units: Mapping[str, float], a: Gradients, b: Gradients) -> dict[str, float]:
+        """The same in other units."""
+        return {name: _in_units(self._distance(name, a, b), unit) for name, unit in units.items()}
 
     def errors(self, conditions: Conditions, way: Way | None = None) -> dict[str, float]:
         """By parameter how far the gradient moves from the large batch's under the worst partition, in units."""
@@ -119,7 +123,7 @@ class Bench:
         return self.norm(a[name]) if name in a else self.norm(b[name]) if name in b else 0.0
 
     def _measured_units(self, conditions: Conditions) -> dict[str, float]:
-        found = self._floor(conditions)
+        found = self.floor(conditions)
         for parts in ((self.items,), self.partitions[0].parts):
             base = self.accumulated(parts, conditions)
             for number in range(PERTURBATIONS):
@@ -129,14 +133,15 @@ class Bench:
                     found[name] = max(found[name], distance if math.isfinite(distance) else 0.0)
         return found
 
-    def _floor(self, conditions: Conditions) -> dict[str, float]:
+    def floor(self, conditions: Conditions) -> dict[str, float]:
+        """Under each unit: by how much a gradient can be off because it is stored and was added up."""
         parts = self.partitions[0].parts
         runs = self.subject.window(parts, conditions)
         factors = self.way.factors(parts, runs, 1.0) if self.way.reduction == "mean" else [1.0] * len(runs)
         return {name: self._floor_of(name, runs, factors) for name in self.subject.names}
 
     def _floor_of(self, name: str, runs: Sequence[Run], factors: Sequence[float]) -> float:
-        """By how much a gradient can be off because it is stored and was added up; no finer than the smallest number of its dtype."""
+        """Relative to the sizes of the micro-batches' gradients, and no finer than the smallest number of the dtype."""
         exact = self.subject.precision(name)
         pairs = [(factor, run.gradients[name]) for factor, run in zip(factors, runs, strict=True) if factor and name in run.gradients]
         sizes = [factor * self.norm(gradient) for factor, gradient in pairs]
