@@ -69,6 +69,6 @@ def _likeliest_first(model: object) -> Iterator[str]:
     bases = [base for thing in (model, *(leaf.value for leaf in first)) for base in type(thing).__mro__]
     own = {packages[top].value for top in (base.__module__.partition(".")[0] for base in bases) if top in packages}
     imported = {entry.value for top, entry in packages.items() if top in sys.modules}
-    installed = available_backends()
-    order = sorted(installed, key=lambda name: (named[name].value not in own, named[name].value not in imported, name))
-    yield from order
+    if all(type(leaf.value).__module__ == "builtins" for leaf in leaves_of(model)):
+        return  # Numbers and texts: not worth importing every framework.
+    yield from sorted(available_backends(), key=lambda name: (named[name].value not in own, named[name].value not in imported, name))
