@@ -94,14 +94,22 @@ def test_gradient_that_is_not_finite() -> None:
 
 
 def test_mixup_is_reported() -> None:
-    """A permutation of the batch has no numbers of an item: it is named, and the coupling too."""
+    """A permutation of the batch has no numbers of an item, and evaluation mode draws it too."""
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x + x[torch.randperm(len(x))]), y)
 
     report = gradaccum.verify(net(), loss, (inputs(5), classes()))
-    assert [cause.kind for cause in report.causes] == ["randomness", "coupled_loss"]
+    assert [cause.kind for cause in report.causes] == ["randomness"]
     assert report.causes[0].where.startswith("randperm at test_torch_verification.py")
+
+
+def test_numbers_that_do_not_come_out() -> None:
+    """RReLU draws and computes at once: in evaluation mode, where it draws nothing, the other mistake is found."""
+    labels = torch.tensor([0, -100, 2, -100, 1, 2, 1, 0])
+    report = gradaccum.verify(net(nn.RReLU()), cross_entropy, (inputs(5), labels))
+    assert [cause.kind for cause in report.causes] == ["randomness", "unequal_counts"]
+    assert report.causes[0].where.startswith("rrelu_with_noise")
 
 
 def test_custom_backward_of_clipping_hook() -> None:

@@ -60,13 +60,21 @@ def fresh_numbers(bench: Bench) -> Finding:
 
 
 def replayed(bench: Bench, conditions: Conditions) -> Finding:
-    """Are there random numbers that the items cannot be given again? Then evaluation mode is compared."""
+    """Are there random numbers that the items cannot be given again? Then evaluation mode is compared, if they are not drawn there too."""
     places = bench.subject.unreplayed_draws()
     if not places:
         return Finding((), conditions)
+    names = _follow_the_seed(bench, conditions)
+    if not names:
+        return Finding((), conditions)
+    evaluation = replace(conditions, training=False)
+    return Finding((causes.randomness(places, names),), None if _follow_the_seed(bench, evaluation) else evaluation)
+
+
+def _follow_the_seed(bench: Bench, conditions: Conditions) -> tuple[str, ...]:
+    """The parameters whose gradient is another one with other random numbers."""
     other = bench.subject.window([bench.items], replace(conditions, seed=1))[0].gradients
-    names = moved(bench.apart(other, bench.large(conditions).gradients, conditions))
-    return Finding((causes.randomness(places, names),), replace(conditions, training=False)) if names else Finding((), conditions)
+    return moved(bench.apart(other, bench.large(conditions).gradients, conditions))
 
 
 def stateless(bench: Bench, conditions: Conditions) -> Finding:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
 from gradaccum.errors import GradAccumError, explain
@@ -84,19 +85,19 @@ class VerificationReport:
             MissingPackageError: rich is not installed.
         """
         try:
-            from rich.table import Table
-            from rich.text import Text  # A text as it is: rich would read "batch[mask]" as markup.
+            text, table = import_module("rich.text").Text, import_module("rich.table").Table
         except ModuleNotFoundError as missing:
             fix = "Run: pip install rich; or print the report itself."
             raise explain(
                 MissingPackageError, "report.table()", expected="the package 'rich'", found="none installed", fix=fix
             ) from missing
-        made = Table(title=Text(self._verdict()), caption=Text("\n".join(map(str, self.causes))))
+        # As texts, not as strings: rich would read "batch[mask]" as markup.
+        made = table(title=text(self._verdict()), caption=text("\n".join(map(str, self.causes))))
         made.add_column("parameter", overflow="fold")
         for heading in ("moved, in units", "unit"):
             made.add_column(heading, justify="right")
         for name, error in self.errors.items():
-            made.add_row(Text(name), _short(error), f"{self.units[name]:.2g}", style="" if error <= self.limit else "bold red")
+            made.add_row(text(name), _short(error), f"{self.units[name]:.2g}", style="" if error <= self.limit else "bold red")
         return made
 
     def _verdict(self) -> str:
