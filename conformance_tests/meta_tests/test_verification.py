@@ -289,6 +289,7 @@ def test_partitions_hold_each_item_once(items: int, steps: int) -> None:
     assert len({partition.parts for partition in made}) == len(made)
     assert partition.parts == (tuple(reversed(range(items))),)
     assert len(made[0].parts) <= steps
+    assert [item for part in made[0].parts for item in part] == list(range(items)), "the first is the one that training makes"
 
 
 def test_each_kind_has_its_section_and_its_test() -> None:

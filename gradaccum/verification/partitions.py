@@ -37,7 +37,7 @@ def partitions(items: Sequence[int], steps: int) -> list[Partition]:
         Partition("two halves", cut(items, -(-len(items) // 2))),
         Partition("the large batch, items in reverse order", (tuple(items[::-1]),)),
     ]
-    return list({partition.parts: partition for partition in reversed(made)}.values())[::-1]
+    return [partition for place, partition in enumerate(made) if partition.parts not in [other.parts for other in made[:place]]]
 
 
 def cut(items: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
