@@ -18,6 +18,7 @@ pytest.importorskip("torch", reason="needs PyTorch")
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import gradaccum
 import gradaccum_torch
@@ -110,6 +111,22 @@ def test_numbers_that_do_not_come_out() -> None:
     report = gradaccum.verify(net(nn.RReLU()), cross_entropy, (inputs(5), labels))
     assert [cause.kind for cause in report.causes] == ["randomness", "unequal_counts"]
     assert report.causes[0].where.startswith("rrelu_with_noise")
+
+
+def test_reentrant_checkpoint_is_refused() -> None:
+    """Its parameters would seem to be unused, and a mistake in them to be none."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
+
+    with pytest.raises(gradaccum.UsageError, match="use_reentrant=False"):
+        gradaccum.verify(net(nn.BatchNorm1d(4)), loss, (inputs(5), classes()))
+
+
+def test_unused_parameters_are_noted() -> None:
+    model = nn.ModuleDict({"used": net(), "unused": nn.Linear(1, 1)})
+    report = gradaccum.verify(model, lambda m, x, y: cross_entropy(m["used"], x, y), (inputs(5), classes()))
+    assert report.notes == ("unused.weight, unused.bias: the loss does not reach it.",)
 
 
 def test_custom_backward_of_clipping_hook() -> None:

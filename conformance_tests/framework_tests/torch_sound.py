@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,16 @@ def recomputed_dropout() -> Case:
         return F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
 
     return Case(net(nn.Dropout(0.5)), loss, (inputs(WIDTH), classes()))
+
+
+def layers_dropped_at_random() -> Case:
+    """A layer is left out or not for all items at once, by torch's random numbers and by Python's."""
+
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (2 if random.random() < 0.5 else 1) * (3 if torch.rand(()).item() < 0.5 else 1)
+
+    return Case(net(*(Drops() for _ in range(8))), cross_entropy, (inputs(WIDTH), classes()))
 
 
 def noise_from_own_generator() -> Case:
@@ -193,6 +204,12 @@ def token_mean_with_weight() -> Case:
         return (model(x)[..., 0].square() * kept).sum() / kept.sum()
 
     return Case(net(), loss, (inputs(TOKENS, WIDTH), mask()), {"weight": lambda x, kept: int(kept.sum())})
+
+
+def micro_batches_without_labels() -> Case:
+    """Their mean over nothing is NaN, their weight zero: they are left out."""
+    labels = torch.tensor([0, 1, -100, -100, -100, -100, 2, 0])
+    return Case(net(), cross_entropy, (inputs(WIDTH), labels), {"weight": lambda x, labels: int((labels != -100).sum())})
 
 
 def item_mean_by_lengths() -> Case:
@@ -331,6 +348,7 @@ SOUND: tuple[Callable[[], Case], ...] = (
     dropout,
     dropout_after_tokens_were_flattened,
     recomputed_dropout,
+    layers_dropped_at_random,
     noise_from_own_generator,
     attention_with_padding,
     tied_weights,
@@ -339,6 +357,7 @@ SOUND: tuple[Callable[[], Case], ...] = (
     recurrent,
     summed_loss,
     token_mean_with_weight,
+    micro_batches_without_labels,
     item_mean_by_lengths,
     weighted_items,
     unused_and_constant_parameters,

@@ -116,7 +116,11 @@ class _Examination:
             self._causes.append(causes.coupled_loss(left, off))
 
     def _note_missing(self, missing: Mapping[str, str]) -> None:
-        """Say which parameters lack a gradient in some micro-batches, where that does no harm."""
+        """Say which parameters lack a gradient in some micro-batches, where that does no harm, and which have none at all."""
+        reached = self._bench.large(TRAINING).gradients
+        unused = [name for name in self._bench.subject.names if name not in reached and name not in missing]
+        if unused:
+            self._notes.append(f"{causes.listed(unused)}: the loss does not reach it.")
         if missing and not self._causes:
             where = next(iter(missing.values()))
             self._notes.append(f"{causes.listed(list(missing))}: no gradient in {where}; it counts as zero, which is right here.")

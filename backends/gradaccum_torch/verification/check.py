@@ -44,6 +44,7 @@ def verify(
         ArgumentTypeError: `model` is no module, or one that other processes share; `loss_fn` gives no tensor; `axes` has another type.
         ArgumentValueError: the loss is no scalar or has no graph; a leaf has no such axis, or another number of items; `steps` does not
             suit the batch.
+        UsageError: the loss goes through a reentrant checkpoint, which works with ``backward()`` alone.
     """
     _require_model(model)
     if not callable(loss_fn):

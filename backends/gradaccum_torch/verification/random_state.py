@@ -39,6 +39,15 @@ def begin(state: RandomState, seed: int) -> None:
     state.put_back()
     if seed:
         torch.manual_seed(0x5EED0 + seed)
+    begin_host(state, seed)
+
+
+def begin_host(state: RandomState, seed: int) -> None:
+    """The same for Python's and NumPy's alone: what they draw is no tensor with rows of items, and is given whole to each micro-batch."""
+    random.setstate(state.python)
+    if seed:
         random.seed(0x5EED0 + seed)
-        if state.numpy is not None:
+    if state.numpy is not None:
+        sys.modules["numpy"].random.set_state(state.numpy)
+        if seed:
             sys.modules["numpy"].random.seed(0x5EED0 + seed)

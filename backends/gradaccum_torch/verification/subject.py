@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Column, Conditions, Layer, Precision, Run, explain, require_weight, scalar_loss_error
 from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.torch_private import input_dtypes
@@ -19,7 +19,7 @@ from gradaccum_torch.verification.draws import Draw, Drawing, Recording, repeate
 from gradaccum_torch.verification.kept import Kept
 from gradaccum_torch.verification.layers import Calls, mixing_layers
 from gradaccum_torch.verification.perturbing import perturbed
-from gradaccum_torch.verification.random_state import RandomState, begin
+from gradaccum_torch.verification.random_state import RandomState, begin, begin_host
 
 REPETITIONS = 6
 """Runs in a row that are compared for fixed random numbers: eight fair bits are the same in all of them once in 2^40 times."""
@@ -103,6 +103,8 @@ class TorchSubject:
         if not conditions.carry_state:
             self._kept.put_back()
             self._set_mode(conditions)
+        if conditions.replay:
+            begin_host(self._random, conditions.seed)
         arguments = self._batch.part(part, self._roundoff() if conditions.perturbation is not None else 0.0, conditions.perturbation)
         with recording.replayed(part) if recording is not None else nullcontext():
             loss = self._loss(arguments)
@@ -181,7 +183,11 @@ def _parameters(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def _differentiated(loss: Tensor) -> set[torch.dtype]:
-    """The floating dtypes in the graph of `loss`."""
+    """The floating dtypes in the graph of `loss`.
+
+    Raises:
+        UsageError: a reentrant checkpoint is in it, which hides its parameters from `torch.autograd.grad`: they would seem to be unused.
+    """
     waiting: list[Any] = [loss.grad_fn]
     seen: set[Any] = {None}
     while waiting:
@@ -189,6 +195,9 @@ def _differentiated(loss: Tensor) -> set[torch.dtype]:
         if node not in seen:
             seen.add(node)
             waiting.extend(following for following, _ in node.next_functions)
+    if any(node is not None and node.name() == "CheckpointFunctionBackward" for node in seen):
+        fix = "Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False); it has the same gradient."
+        raise explain(UsageError, "loss_fn", expected="a graph that holds its parameters", found="a reentrant checkpoint", fix=fix)
     found = set().union({loss.dtype}, *(input_dtypes(node) for node in seen if node is not None))
     return {dtype for dtype in found if dtype.is_floating_point}
 
