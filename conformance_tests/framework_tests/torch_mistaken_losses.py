@@ -1,48 +1,24 @@
-"""Small models, each with one published mistake, and what `verify` has to say about each: (kinds of the causes, a word of the place)."""
+"""Small models, each with one published mistake in what the loss does with the items, and what `verify` has to say about it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ITEMS, TOKENS, WIDTH, CLASSES = 8, 6, 5, 3
-LENGTHS = (6, 2, 5, 1, 6, 3, 4, 2)
-"""Tokens of each item that are no padding."""
-
-
-class Case(NamedTuple):
-    """What `verify` is called with."""
-
-    model: nn.Module
-    loss_fn: Callable[..., Tensor]
-    batch: tuple[Any, ...]
-    options: dict[str, Any] = {}  # noqa: RUF012
-
-
-def inputs(*shape: int) -> Tensor:
-    torch.manual_seed(len(shape))
-    return torch.randn(ITEMS, *shape)
-
-
-def classes() -> Tensor:
-    return torch.tensor([0, 1, 2, 0, 1, 1, 2, 0])
-
-
-def mask() -> Tensor:
-    return (torch.arange(TOKENS) < torch.tensor(LENGTHS)[:, None]).long()
-
-
-def net(*layers: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 4), *(layers or (nn.Tanh(),)), nn.Linear(4, CLASSES))
-
-
-def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
+from conformance_tests.framework_tests.torch_cases import (
+    CLASSES,
+    ITEMS,
+    TOKENS,
+    WIDTH,
+    Case,
+    classes,
+    inputs,
+    mask,
+    net,
+)
 
 
 def mean_of_token_means() -> Case:
@@ -149,83 +125,6 @@ def load_balance() -> Case:
     return Case(Experts(), loss, (inputs(WIDTH), classes()))
 
 
-def batch_norm() -> Case:
-    return Case(net(nn.BatchNorm1d(4), nn.ReLU()), cross_entropy, (inputs(WIDTH), classes()))
-
-
-class GhostNorm(nn.Module):
-    """Statistics of each two consecutive items, in evaluation mode too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = x.unflatten(0, (-1, 2))
-        return ((pairs - pairs.mean(1, keepdim=True)) / (pairs.var(1, keepdim=True) + 0.1).sqrt()).flatten(0, 1)
-
-
-def ghost_norm() -> Case:
-    """The partition in order does not move: only other orders show it."""
-    return Case(net(GhostNorm()), cross_entropy, (inputs(WIDTH), classes()))
-
-
-class SeededNoise(nn.Module):
-    """Reproducible noise, as they say."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return x * (torch.rand(x.shape, generator=generator) > 0.5)
-
-
-def seed_in_forward() -> Case:
-    return Case(net(SeededNoise()), cross_entropy, (inputs(WIDTH), classes()))
-
-
-class RunningCentre(nn.Module):
-    """Centres by a running mean of the micro-batches before this one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x - self.centre
-        self.centre.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
-        return out
-
-
-def running_statistics() -> Case:
-    return Case(net(RunningCentre(), nn.Tanh()), cross_entropy, (inputs(WIDTH), classes()))
-
-
-def reward_baseline() -> Case:
-    """A baseline in a variable that the loss function closes over."""
-    baseline = 0.0
-
-    def loss(model: nn.Module, x: Tensor, rewards: Tensor) -> Tensor:
-        nonlocal baseline
-        found = -(F.log_softmax(model(x), -1)[:, 0] * (rewards - baseline)).mean()
-        baseline = 0.9 * baseline + 0.1 * float(rewards.mean())
-        return found
-
-    return Case(net(), loss, (inputs(WIDTH), inputs() + 2))
-
-
-class Square(torch.autograd.Function):
-    """x^2, whose backward ignores the gradient that it is handed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**2
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x
-
-
-def ignored_upstream() -> Case:
-    return Case(net(), lambda model, x: Square.apply(model(x)).mean(), (inputs(WIDTH),))
-
-
 def penalty_under_sum() -> Case:
     """A weight decay in the loss, which each micro-batch adds in full."""
 
@@ -296,27 +195,6 @@ def standardised_targets() -> Case:
     return Case(net(), loss, (inputs(WIDTH), inputs()))
 
 
-class Centres(nn.Module):
-    """Centre loss, whose centres move in the forward pass, as in the paper's algorithm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(WIDTH, 4)
-        self.register_buffer("centres", torch.zeros(CLASSES, 4))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        found = self.body(x)
-        loss = (found - self.centres[y]).square().sum(1).mean()
-        with torch.no_grad():
-            self.centres += 0.5 * (F.one_hot(y, CLASSES).to(x).T @ (found - self.centres[y]))
-        return loss
-
-
-def moving_centres() -> Case:
-    return Case(Centres(), lambda model, x, y: model(x, y), (inputs(WIDTH), classes()))
-
-
 def summed_divergence() -> Case:
     """`kl_div` with reduction="sum" under a mean: the micro-batches count 1 / N each."""
 
@@ -326,38 +204,7 @@ def summed_divergence() -> Case:
     return Case(net(), loss, (inputs(WIDTH), inputs(CLASSES).softmax(-1)))
 
 
-class Gated(nn.Module):
-    """A batch takes one of two branches as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) if x.mean() > 0 else self.right(x)
-
-
-def branch_of_the_batch() -> Case:
-    return Case(Gated(), cross_entropy, (inputs(WIDTH), classes()))
-
-
-def frozen_attention_axis() -> Case:
-    """`nn.MultiheadAttention` takes the second axis for the batch unless told: the items attend to each other."""
-
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.attention, self.head = nn.MultiheadAttention(4, 2), nn.Linear(4, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
-
-    return Case(Attends(), cross_entropy, (inputs(TOKENS, 4), classes()))
-
-
-MISTAKES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
+MISTAKEN_LOSSES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
     mean_of_token_means: (("unequal_counts",), "batch[2]"),
     ignored_labels: (("unequal_counts",), "batch[1][:, 1:] != -100"),
     open_clip_temperature: (("repeated_term",), "logit_scale"),
@@ -365,12 +212,6 @@ MISTAKES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
     grpo_token_denominator: (("unequal_counts",), "batch[0]['completion_mask']"),
     grpo_group_advantages: (("coupled_loss",), "the loss"),
     load_balance: (("coupled_loss",), "the loss"),
-    batch_norm: (("batch_statistics",), "1"),
-    ghost_norm: (("batch_statistics",), "1"),
-    seed_in_forward: (("shared_randomness",), "rand at torch_mistakes.py"),
-    running_statistics: (("state",), "1.centre"),
-    reward_baseline: (("state",), "baseline"),
-    ignored_upstream: (("custom_backward",), "Square"),
     penalty_under_sum: (("repeated_term",), "0.weight"),
     summed_z_loss: (("summed_term",), "0.weight"),
     hardest_negative: (("coupled_loss",), "the loss"),
@@ -378,9 +219,6 @@ MISTAKES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
     class_weights: (("unequal_counts",), "a weight by batch[1]"),
     focal_positives: (("unequal_counts",), "batch[1]"),
     standardised_targets: (("coupled_loss",), "the loss"),
-    moving_centres: (("state",), "centres"),
     summed_divergence: (("wrong_reduction",), "the loss"),
-    branch_of_the_batch: (("missing_gradients",), "left"),
-    frozen_attention_axis: (("batch_statistics",), "attention"),
 }
 """By case: the kinds of its causes, in order, and the beginning of the first one's place."""
