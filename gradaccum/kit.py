@@ -6,7 +6,7 @@
 - `explain` and the ``require_`` and ``_error`` functions: one mistake has one class and one wording in every backend;
 - `comparable`, `linearity_report`: whether a loss can be scaled;
 - `examine`, `Subject`, `Conditions`, `Run`: what `gradaccum.verify` runs, and how;
-- `Backend`, `GatingBackend`, `VerifyingBackend`, `ScalerDriver`: what the core asks for in return.
+- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: what the core asks for in return.
 """
 
 from gradaccum._validation import require_weight
@@ -26,7 +26,7 @@ from gradaccum.refusals import (
     update_due_error,
     wrapped_twice_error,
 )
-from gradaccum.registry import Backend, GatingBackend
+from gradaccum.registry import Backend, DeviceBackend, GatingBackend
 from gradaccum.resuming import Terms, decode_terms, encode_terms, redistributed, resumed, terms_of
 from gradaccum.schedule import Schedule, require_steps
 from gradaccum.splitting import (
@@ -73,6 +73,7 @@ __all__ = [
     "Conditions",
     "Cut",
     "Decision",
+    "DeviceBackend",
     "Division",
     "Fields",
     "GatingBackend",

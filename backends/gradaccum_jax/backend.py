@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import optax
 
 from gradaccum.kit import Options, optimizer_error, wrapped_twice_error
@@ -18,6 +19,10 @@ class JaxBackend:
     """Wraps optax gradient transformations."""
 
     name = "jax"
+
+    def devices(self) -> tuple[str, ...]:
+        """The devices of JAX's default platform; this starts the platform."""
+        return tuple(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
 
     def wrap(
         self, optimizer: object, options: Options, *, control_flow: str = "while_loop", axis_name: object = None, shard_axes: object = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mindspore
 from mindspore import nn
 from mindspore.experimental import optim
 
@@ -21,6 +22,11 @@ class MindSporeBackend:
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
         """The rule by which a `mindspore.amp.DynamicLossScaler` moves; None for another object."""
         return scaler_rule(scaler)
+
+    def devices(self) -> tuple[str, ...]:
+        """The processor and every accelerator that MindSpore's build supports and finds."""
+        found = [(kind, mindspore.hal.device_count(kind)) for kind in ("GPU", "Ascend") if mindspore.hal.is_available(kind)]
+        return ("CPU", *(f"{kind}:{index}" for kind, count in found for index in range(count)))
 
     def wrap(
         self, optimizer: object, options: Options, *, name: str = "gradaccum", data_parallel: bool | None = None

@@ -27,6 +27,15 @@ class TorchBackend:
         """How a `torch.amp.GradScaler` moves; None for another object."""
         return scaler_rule(scaler)
 
+    def devices(self) -> tuple[str, ...]:
+        """The processor and every device of the accelerator that torch was built for."""
+        if not torch.accelerator.is_available():
+            return ("cpu",)
+        kind = str(torch.accelerator.current_accelerator())
+        named = getattr(torch, kind, None)
+        name = getattr(named, "get_device_name", lambda index: kind)
+        return ("cpu", *(f"{kind}:{index} ({name(index)})" for index in range(torch.accelerator.device_count())))
+
     def wrap(
         self, optimizer: object, options: Options, *, module: object = None, gradient_sync: object = "micro_batch"
     ) -> AccumulatingOptimizer:
