@@ -11,7 +11,7 @@ import numpy as np
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import explain, require_one_size
-from gradaccum_jax.types import Array, DType, Tree
+from gradaccum_jax.types import Array, Tree
 
 KEY = "key"
 
@@ -134,12 +134,8 @@ def perturbed(leaf: Array, roundoff: float, rng: np.random.Generator, *, integer
     wide = _wide(leaf)
     moved = wide * (1 + roundoff * rng.choice((-1.0, 1.0), wide.shape))
     kept = np.zeros(wide.shape, bool) if integers_too else wide == np.round(wide.real)
-    return jnp.asarray(np.where(kept, wide, moved), _dtype(leaf))
+    return jnp.asarray(np.where(kept, wide, moved), leaf.dtype)
 
 
 def _wide(leaf: Array) -> np.ndarray:
     return np.asarray(leaf).astype(np.complex128 if jnp.iscomplexobj(leaf) else np.float64)
-
-
-def _dtype(leaf: Array) -> DType:
-    return leaf.dtype

@@ -15,7 +15,7 @@ from jax.extend import core
 from gradaccum_jax.types import Array
 from gradaccum_jax.verification.program import Equation, Program, Step, bind, inner, joined
 
-DRAWING = ("random_bits", "random_split", "random_fold_in", "random_seed", "threefry2x32")
+DRAWING = ("random_bits", "random_split", "random_fold_in", "random_seed")
 
 
 class Draw(NamedTuple):
@@ -69,8 +69,8 @@ def _walk(jaxpr: Any, marks: dict[Any, Mark], stack: str, *, within: bool) -> It
 
 def _draws_at(eqn: Equation, mark: Mark, stack: str, within: bool) -> Iterator[Draw]:
     if eqn.primitive.name in DRAWING:
-        bits = eqn.primitive.name in ("random_bits", "threefry2x32")
-        yield Draw(Step(0, eqn, stack).place, tuple(eqn.outvars[0].aval.shape), bits, *mark, within)
+        shape = tuple(eqn.outvars[0].aval.shape)
+        yield Draw(Step(eqn, stack).place, shape, eqn.primitive.name == "random_bits", *mark, within)
     for value in eqn.params.values():
         for body in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(body, (core.Jaxpr, core.ClosedJaxpr)):
@@ -111,7 +111,7 @@ class Replay:
 
     def __call__(self, step: Step, values: list[Array]) -> list[Array]:
         """A hook of `Program.run`."""
-        if step.eqn.primitive.name not in DRAWING or len(step.eqn.outvars) != 1:
+        if step.eqn.primitive.name not in DRAWING:
             return bind(step.eqn, values)
         given = self._given.get(len(self.drawn))
         made = bind(step.eqn, values) if given is None else [given]

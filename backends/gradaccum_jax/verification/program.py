@@ -1,14 +1,14 @@
 """A loss as the program that JAX traced, run equation by equation.
 
-The check has to stand between the equations of a loss that it did not write: to give the items of a micro-batch the random numbers that they
-met in the large batch, and to see where an item's value begins to depend on the other items. Calls of jitted and rematerialised functions
+The check has to stand between the equations of a loss that it did not write: to give the items of a micro-batch the random numbers that
+they met in the large batch, and to see where an item's value begins to depend on the other items. Calls of jitted and rematerialised functions
 are run as part of the program. Loops, branches and functions with derivatives of their own are run as one equation each.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +29,6 @@ LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib", "flax"
 class Step(NamedTuple):
     """One equation on the way through a program."""
 
-    number: int
-    """Its place in the order in which the program runs."""
     eqn: Equation
     stack: str
     """The modules around it, as the library names them: ``Net/BatchNorm_0``; empty without any."""
@@ -53,8 +51,7 @@ class Program:
 
     def run(self, arguments: Sequence[Array], hook: Hook | None = None) -> list[Array]:
         """Its results, with every equation run by `hook`. Can be differentiated and jitted."""
-        numbers = iter(range(2**62))
-        return _run(self.closed.jaxpr, self.closed.consts, arguments, hook or (lambda step, values: bind(step.eqn, values)), numbers, "")
+        return _run(self.closed.jaxpr, self.closed.consts, arguments, hook or (lambda step, values: bind(step.eqn, values)), "")
 
 
 def bind(eqn: Equation, values: Sequence[Array]) -> list[Array]:
@@ -78,9 +75,7 @@ def joined(stack: str, eqn: Equation) -> str:
     return "/".join(part for part in (stack, own) if part)
 
 
-def _run(
-    jaxpr: Any, consts: Sequence[Array], arguments: Sequence[Array], hook: Hook, numbers: Iterator[int], stack: str
-) -> list[Array]:
+def _run(jaxpr: Any, consts: Sequence[Array], arguments: Sequence[Array], hook: Hook, stack: str) -> list[Array]:
     values: dict[Any, Array] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
     def read(variable: Any) -> Array:
@@ -88,10 +83,7 @@ def _run(
 
     for eqn in jaxpr.eqns:
         given, within, called = [read(variable) for variable in eqn.invars], joined(stack, eqn), inner(eqn)
-        if called is None:
-            made = hook(Step(next(numbers), eqn, within), given)
-        else:
-            made = _run(*called, given, hook, numbers, within)
+        made = hook(Step(eqn, within), given) if called is None else _run(*called, given, hook, within)
         values.update(zip(eqn.outvars, made, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
@@ -107,6 +99,6 @@ def _frame(eqn: Equation) -> str:
 
 
 def trace(function: Callable[..., Array], *arguments: Any) -> Program:
-    """The program of `function`. Products of float32 are exact to float32 in it: on an accelerator JAX's default rounds them more coarsely."""
+    """The program of `function`, with products of float32 in full precision: on an accelerator JAX's default rounds them more coarsely."""
     with jax.default_matmul_precision("highest"):
         return Program(jax.make_jaxpr(function)(*arguments))
