@@ -90,8 +90,10 @@ def _spread(axes: Tree, batch: Tree, structure: jax.tree_util.PyTreeDef) -> list
 
 
 def _axis(leaf: Array, axis: Tree, path: str) -> int | str | None:
-    if axis is None or axis == KEY:
-        return KEY if axis == KEY else None
+    if axis is None:
+        return None
+    if axis == KEY:
+        return KEY
     if isinstance(axis, bool) or not isinstance(axis, int):
         fix = "Write axes=0, an axis per argument, None for what is given whole, 'key' for a random key."
         raise explain(ArgumentTypeError, "axes", expected="an int, None or 'key'", got=axis, fix=fix)
@@ -100,7 +102,7 @@ def _axis(leaf: Array, axis: Tree, path: str) -> int | str | None:
     if not -leaf.ndim <= axis < leaf.ndim:
         fix = "Write None in axes for what is given whole to each micro-batch."
         raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis}", found=f"shape {leaf.shape}", fix=fix)
-    return axis % leaf.ndim
+    return int(axis % leaf.ndim)
 
 
 def is_key(leaf: Array) -> bool:
@@ -137,5 +139,5 @@ def perturbed(leaf: Array, roundoff: float, rng: np.random.Generator, *, integer
     return jnp.asarray(np.where(kept, wide, moved), leaf.dtype)
 
 
-def _wide(leaf: Array) -> np.ndarray:
+def _wide(leaf: Array) -> Array:
     return np.asarray(leaf).astype(np.complex128 if jnp.iscomplexobj(leaf) else np.float64)

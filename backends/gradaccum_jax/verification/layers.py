@@ -75,10 +75,8 @@ def mixing_layers(
     if len({len(trail.values) for trail in trails}) != 1 or len({len(trail.ran) for trail in trails}) != 1:
         return []
     axes = [item_axis(np.shape(a), np.shape(b), items, len(part)) for a, b in zip(trails[0].values, trails[2].values, strict=True)]
-    differs = [
-        axis is not None and _differs(*each, axis, items, part, roundoff)
-        for axis, *each in zip(axes, *(trail.values for trail in trails), strict=True)
-    ]
+    values = zip(*(trail.values for trail in trails), strict=True)
+    differs = [axis is not None and _differs(each, axis, items, part, roundoff) for axis, each in zip(axes, values, strict=True)]
     mixing = [ran for ran in trails[0].ran if _mixes(ran, axes, differs)]
     return _layers(trails[0], mixing, axes, set(parameters))
 
@@ -87,13 +85,12 @@ def _mixes(ran: Ran, axes: Sequence[int | None], differs: Sequence[bool]) -> boo
     return any(differs[place] for place in ran.outputs) and not any(differs[place] for place in ran.inputs if axes[place] is not None)
 
 
-def _differs(large: Array, moved: Array, small: Array, axis: int, items: int, part: Sequence[int], roundoff: float) -> bool:
+def _differs(values: Sequence[Array], axis: int, items: int, part: Sequence[int], roundoff: float) -> bool:
     """Whether the items of `part` have other values in the small batch, by more than rounding moves them."""
+    large, moved, small = values
     if is_key(large):
         return False
-    a, b, c = (
-        np.asarray(rows(value, axis, items, part) if value is not small else value).astype(complex) for value in (large, moved, small)
-    )
+    a, b, c = (np.asarray(value).astype(complex) for value in (rows(large, axis, items, part), rows(moved, axis, items, part), small))
     largest = float(np.max(np.abs(a), initial=0.0))
     unit = max(float(np.max(np.abs(b - a), initial=0.0)), roundoff * largest)
     return not float(np.max(np.abs(c - a), initial=0.0)) <= ROUNDINGS * unit

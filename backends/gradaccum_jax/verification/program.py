@@ -1,8 +1,8 @@
 """A loss as the program that JAX traced, run equation by equation.
 
 The check has to stand between the equations of a loss that it did not write: to give the items of a micro-batch the random numbers that
-they met in the large batch, and to see where an item's value begins to depend on the other items. Calls of jitted and rematerialised functions
-are run as part of the program. Loops, branches and functions with derivatives of their own are run as one equation each.
+they met in the large batch, and to see where an item's value begins to depend on the other items. Calls of jitted and rematerialised
+functions are run as part of the program. Loops, branches and functions with derivatives of their own are run as one equation each.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class JaxSubject:
 
     def __init__(self, loss_fn: Callable[..., Any], parameters: Parameters, batch: Batch, weight: Weight | None) -> None:
         self._loss_fn, self._parameters, self._batch, self._weight = loss_fn, parameters, batch, weight
-        self.items, self.names = batch.items, tuple(parameters.names)
+        self.items = batch.items
+        self.names: Sequence[str] = tuple(parameters.names)
         self._programs: dict[int, Program] = {}
         self._compiled: dict[tuple[int, frozenset[int]], Callable[..., Any]] = {}
         self._python_draws = False
@@ -186,7 +187,7 @@ class JaxSubject:
         """See `Subject.mixing_layers`."""
         values, leaves = self._arguments(Conditions())
         moved = self._arguments(Conditions(perturbation=0))
-        part = list(range(-(-self.items // 2)))
+        part = list(range(self.items // 2, self.items))  # A running sum over the items shows in the last ones.
         drawn = self._drawn(values, leaves)
         given = [
             {place: rows(value, axis, self.items, items) for place, (value, axis) in drawn.items()} for items in (range(self.items), part)
@@ -232,5 +233,5 @@ def _is_readable(leaf: Array) -> bool:
     return not is_key(leaf) and leaf.size <= READABLE and not jnp.iscomplexobj(leaf)
 
 
-def _wide(gradient: Array) -> np.ndarray:
+def _wide(gradient: Array) -> Array:
     return np.asarray(gradient).astype(np.complex128 if jnp.iscomplexobj(gradient) else np.float64)
