@@ -28,6 +28,7 @@ MASK = jnp.asarray(np.arange(TOKENS) < LENGTHS[:, None])
 TOKEN_LABELS = jnp.asarray(np.where(MASK, RNG.integers(0, CLASSES, (ITEMS, TOKENS)), -100))
 CLASS = jnp.asarray([0, 0, 0, 1, 2, 2, 1, 1, 3, 0, 3, 3])
 PARAMS = {"w": normal(WIDTH, CLASSES), "v": normal(CLASSES), "scale": jnp.asarray(0.5)}
+POSITIVES = jnp.asarray([1, 0, 0, 2, 0, 3, 1, 1, 0, 0, 1, 3])
 KEY = jax.random.key(3)
 
 
@@ -103,8 +104,12 @@ def load_balance(params: Any, x: Any) -> Any:
     return CLASSES * jnp.sum(jax.lax.stop_gradient(share) * gates.mean(0))
 
 
-def hardest(params: Any, x: Any, y: Any) -> Any:
-    return squares(params, hidden(params, x), y).max()
+def hardest_negative(params: Any, x: Any, labels: Any) -> Any:
+    """Triplets with the nearest item of another class."""
+    z = hidden(params, x)
+    apart = jnp.sum((z[:, None] - z[None, :]) ** 2, -1)
+    nearest = jnp.where(labels[:, None] == labels[None, :], 100.0, apart).min(1)
+    return jnp.mean(jax.nn.relu(1.0 + apart.mean(1) - nearest))
 
 
 def pairwise(params: Any, x: Any, y: Any) -> Any:
@@ -173,11 +178,11 @@ PLANTED = {
     "token_mean": Case(token_mean, (SEQUENCES, MASK), kind="unequal_counts", where="batch[1]"),
     "ignore_index": Case(ignore_index, (SEQUENCES, TOKEN_LABELS), kind="unequal_counts", where="batch[1] != -100"),
     "class_weighted": Case(class_weighted, (X, CLASS), kind="unequal_counts", where="weight by batch[1]"),
-    "focal": Case(focal, (X, CLASS), kind="unequal_counts", where="batch[1] != 0"),
+    "focal": Case(focal, (X, POSITIVES), kind="unequal_counts", where="batch[1] != 0"),
     "info_nce": Case(info_nce, (X, Y), kind="coupled_loss"),
     "variance": Case(variance, (X,), kind="coupled_loss"),
     "load_balance": Case(load_balance, (X,), kind="coupled_loss"),
-    "hardest": Case(hardest, (X, Y), kind="coupled_loss"),
+    "hardest_negative": Case(hardest_negative, (X, CLASS), kind="coupled_loss"),
     "pairwise": Case(pairwise, (X, Y), kind="coupled_loss"),
     "advantages": Case(advantages, (X, Y), kind="coupled_loss"),
     "normalised": Case(normalised, (X, Y), kind="batch_statistics", where="batch_norm at jax_losses.py"),

@@ -94,6 +94,10 @@ def test_draw_in_a_loop_is_told() -> None:
     assert [cause.kind for cause in report.causes] == ["randomness"]
 
 
+def test_one_tree_is_the_only_argument() -> None:
+    assert verify(PARAMS, lambda params, both: plain(params, both["x"], both["y"]), {"x": X, "y": Y}).equivalent
+
+
 def test_the_front_door_finds_jax() -> None:
     assert gradaccum.verify(PARAMS, plain, (X, Y)).equivalent
     assert gradaccum.verify(SOUND["numpy_parameters"].params, plain, (X, Y)).equivalent
@@ -138,7 +142,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "loss that is no scalar": ({"loss_fn": lambda p, x, y: squares(p, jnp.tanh(x @ p["w"]), y)}, ValueError, r"shape \(12,\)"),
     "loss that is a pair": ({"loss_fn": lambda p, x, y: (plain(p, x, y), x)}, ValueError, "tuple"),
     "loss that is no function": ({"loss_fn": 3}, TypeError, "loss_fn"),
-    "batch that is no tuple": ({"batch": X}, TypeError, "batch: expected a tuple"),
     "leaves of unequal size": ({"batch": (X, Y[:-1])}, ValueError, r"batch\[1\]: expected 12 items"),
     "empty batch": ({"batch": (X[:0], Y[:0])}, ValueError, "at least one item"),
     "more steps than items": ({"steps": 13}, ValueError, "steps"),

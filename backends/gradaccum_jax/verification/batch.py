@@ -17,7 +17,7 @@ KEY = "key"
 
 
 class Batch(NamedTuple):
-    """The leaves of a batch, with the batch axis of each."""
+    """The leaves of a batch, with the batch axis of each. All but keys are NumPy's arrays: to cut those, nothing has to be compiled."""
 
     leaves: tuple[Array, ...]
     axes: tuple[int | str | None, ...]
@@ -61,19 +61,17 @@ def make_batch(batch: Tree, axes: Tree) -> Batch:
     """The batch, checked.
 
     Args:
-        batch: a tuple of trees, the arguments of the loss after the parameters.
+        batch: a tuple of trees, the arguments of the loss after the parameters; another tree is the only argument.
         axes: a prefix of its tree: the axis of items of each leaf below, None, or ``"key"``.
 
     Raises:
-        ArgumentTypeError: `batch` is no tuple, or an axis is of another type.
+        ArgumentTypeError: an axis is of another type.
         ArgumentValueError: `axes` is no prefix of the batch, a leaf has no such axis, or leaves have unequal numbers of items.
     """
-    if not isinstance(batch, (tuple, list)):
-        fix = "Write batch=(inputs, targets): the arguments of the loss after the parameters."
-        raise explain(ArgumentTypeError, "batch", expected="a tuple of the loss's arguments", found=type(batch).__name__, fix=fix)
-    flat, structure = jax.tree_util.tree_flatten_with_path(tuple(batch))
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    flat, structure = jax.tree_util.tree_flatten_with_path(batch)
     paths = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in flat)
-    leaves = tuple(leaf if is_key(leaf) else jnp.asarray(leaf) for _, leaf in flat)
+    leaves = tuple(leaf if is_key(leaf) else np.asarray(jnp.asarray(leaf)) for _, leaf in flat)
     found = tuple(_axis(*each) for each in zip(leaves, _spread(axes, batch, structure), paths, strict=True))
     sizes = [(path, leaf.shape[axis]) for leaf, axis, path in zip(leaves, found, paths, strict=True) if isinstance(axis, int)]
     return Batch(leaves, found, paths, structure, require_one_size(sizes))
@@ -82,7 +80,7 @@ def make_batch(batch: Tree, axes: Tree) -> Batch:
 def _spread(axes: Tree, batch: Tree, structure: jax.tree_util.PyTreeDef) -> list[Tree]:
     prefix = tuple(axes) if isinstance(axes, list) else axes
     try:
-        each = jax.tree.map(lambda axis, part: [axis] * len(jax.tree.leaves(part)), prefix, tuple(batch), is_leaf=lambda node: node is None)
+        each = jax.tree.map(lambda axis, part: [axis] * len(jax.tree.leaves(part)), prefix, batch, is_leaf=lambda node: node is None)
     except ValueError as error:
         fix = "Give one axis for all, or a nest whose keys and lengths are those of the batch."
         raise explain(ArgumentValueError, "axes", expected=f"a prefix of {structure}", got=axes, fix=fix) from error
@@ -136,7 +134,7 @@ def perturbed(leaf: Array, roundoff: float, rng: np.random.Generator, *, integer
     wide = _wide(leaf)
     moved = wide * (1 + roundoff * rng.choice((-1.0, 1.0), wide.shape))
     kept = np.zeros(wide.shape, bool) if integers_too else wide == np.round(wide.real)
-    return jnp.asarray(np.where(kept, wide, moved), leaf.dtype)
+    return np.where(kept, wide, moved).astype(leaf.dtype)
 
 
 def _wide(leaf: Array) -> Array:

@@ -38,22 +38,23 @@ def verify(
         params: the tree that the loss is differentiated by.
         loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar.
         batch: a tuple of the loss's other arguments, trees of arrays with the items along axis 0: a few real items, at least `steps`.
-            Random keys belong in it too: a scalar typed key is one per micro-batch. To compare, items are given the numbers that they
-            meet in the large batch, so dropout does not disturb.
+            One tree alone is the only argument. Random keys belong in it too: a scalar typed key is one per micro-batch. To compare,
+            items are given the numbers that they meet in the large batch, so dropout does not disturb.
         steps: micro-batches that the batch is divided into, at least 2.
         reduction: how accumulation will add up: "mean", "sum" or "item_mean".
         weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an array with one number per item.
         axes: a prefix of the tree of `batch`: the axis of items, None for what is given whole, ``"key"`` for a random key.
 
     Raises:
-        ArgumentTypeError: `params` has no floating array, `batch` is no tuple, or another argument has the wrong type.
+        ArgumentTypeError: `params` has no floating array, or another argument has the wrong type.
         ArgumentValueError: the loss is no scalar, leaves have unequal numbers of items, or an argument has a value that makes no sense.
     """
     if not callable(loss_fn):
         fix = "Write gradaccum_jax.verify(params, loss_fn, (inputs, targets), steps=4)."
         raise explain(ArgumentTypeError, "loss_fn", expected="a function of the parameters and the batch", got=loss_fn, fix=fix)
     parameters, checked = make_parameters(params), make_batch(batch, axes)
-    return examine(JaxSubject(loss_fn, parameters, checked, _make_weight(weight, checked)), steps, reduction)
+    with np.errstate(all="ignore"):  # Gradients that are not finite are told in the report.
+        return examine(JaxSubject(loss_fn, parameters, checked, _make_weight(weight, checked)), steps, reduction)
 
 
 def verifies(model: object) -> bool:

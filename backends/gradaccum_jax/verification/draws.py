@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend import core
 
 from gradaccum_jax.types import Array
@@ -92,10 +93,10 @@ def item_axis(large: Sequence[int], small: Sequence[int], items: int, part: int)
 def rows(value: Array, axis: int, items: int, part: Sequence[int]) -> Array:
     """Those of the items of `part`."""
     if value.shape[axis] == items:
-        return value[(slice(None),) * axis + (list(part),)]
+        return value[(slice(None),) * axis + (np.asarray(part),)]
     each = value.shape[axis] // items
     places = [item * each + row for item in part for row in range(each)]
-    return value[(slice(None),) * axis + (places,)]
+    return value[(slice(None),) * axis + (np.asarray(places),)]
 
 
 class Replay:

@@ -47,7 +47,7 @@ def make_parameters(params: Params) -> Parameters:
         ArgumentTypeError: there is no floating array among them.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
-    leaves = tuple(jnp.asarray(leaf) if is_array(leaf) and not is_key(leaf) else leaf for _, leaf in flat)
+    leaves = tuple(np.asarray(jnp.asarray(leaf)) if is_array(leaf) and not is_key(leaf) else leaf for _, leaf in flat)
     arrays = tuple(place for place, leaf in enumerate(leaves) if is_array(leaf))
     paths = unique(jax.tree_util.keystr(path) or "params" for path, _ in flat)
     names = {paths[place]: number for number, place in enumerate(arrays) if is_float(leaves[place])}

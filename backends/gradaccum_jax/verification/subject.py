@@ -31,6 +31,10 @@ READABLE = 200_000
 """Numbers of a leaf above which it is not read as plain ones: no mask or label is so large in a batch for a check."""
 PYTHONS = "numpy.random or random, which JAX calls once, when it traces the loss"
 
+Arguments = tuple[list[Array], list[Array]]
+"""The parameters' arrays and the batch's leaves."""
+Drawn = Mapping[int, tuple[Array, int]]
+"""By the number of a draw: the large batch's numbers, and their axis of items."""
 Weight = Callable[[Sequence[int]], float]
 """The weight of a micro-batch, by its items."""
 
@@ -49,56 +53,50 @@ class JaxSubject:
         self._loss_fn, self._parameters, self._batch, self._weight = loss_fn, parameters, batch, weight
         self.items = batch.items
         self.names: Sequence[str] = tuple(parameters.names)
-        self._programs: dict[int, Program] = {}
-        self._compiled: dict[tuple[int, frozenset[int]], Callable[..., Any]] = {}
+        self._programs: dict[tuple[int, int], Program] = {}
+        self._compiled: dict[tuple[int, int, frozenset[int]], Callable[..., Any]] = {}
+        self._remembered: dict[int, Drawn] = {}
         self._python_draws = False
 
     def window(self, parts: Sequence[Sequence[int]], conditions: Conditions) -> list[Run]:
         """See `Subject.window`."""
-        values, leaves = self._arguments(conditions)
-        drawn = self._drawn(values, leaves) if conditions.replay else {}
-        return [
-            self._run(part, None if conditions.replay else number, conditions.scale, values, leaves, drawn)
-            for number, part in enumerate(parts)
-        ]
+        arguments = self._arguments(conditions)
+        drawn = self._drawn(conditions.seed) if conditions.replay else {}
+        numbers: Sequence[int | None] = [None] * len(parts) if conditions.replay else range(len(parts))
+        return [self._run(part, number, conditions, arguments, drawn) for part, number in zip(parts, numbers, strict=True)]
 
-    def _run(
-        self,
-        part: Sequence[int],
-        number: int | None,
-        scale: float,
-        values: list[Array],
-        leaves: list[Array],
-        drawn: Mapping[int, tuple[Array, int]],
-    ) -> Run:
+    def _run(self, part: Sequence[int], number: int | None, conditions: Conditions, arguments: Arguments, drawn: Drawn) -> Run:
         given = {place: rows(value, axis, self.items, part) for place, (value, axis) in drawn.items()}
-        loss, gradients = self._gradients(len(part), frozenset(given))(values, self._batch.part(part, number, leaves), given, scale)
-        made = {name: _wide(gradients[place]) / scale for name, place in self._parameters.names.items()}
-        weight = float(len(part)) if self._weight is None else self._weight(part)
-        return Run(float(loss), made, weight)
+        values, leaves = arguments
+        compiled = self._gradients(len(part), conditions.seed, frozenset(given))
+        loss, gradients = compiled(values, self._batch.part(part, number, leaves), given, conditions.scale)
+        made = {name: _wide(gradients[place]) / conditions.scale for name, place in self._parameters.names.items()}
+        return Run(float(loss), made, float(len(part)) if self._weight is None else self._weight(part))
 
-    def _gradients(self, size: int, replaced: frozenset[int]) -> Callable[..., Any]:
+    def _gradients(self, size: int, seed: int, replaced: frozenset[int]) -> Callable[..., Any]:
         """The compiled loss and gradients of a micro-batch of `size` items."""
-        if (size, replaced) not in self._compiled:
-            program, places = self._program(size), sorted(self._parameters.names.values())
+        key = (size, seed if self._python_draws else 0, replaced)
+        if key not in self._compiled:
+            program, places = self._program(size, seed), sorted(self._parameters.names.values())
 
             def function(values: list[Array], leaves: list[Array], given: dict[int, Array], scale: Array) -> tuple[Array, dict[int, Array]]:
                 def loss_of(chosen: dict[int, Array]) -> Array:
                     return program.run([*(chosen.get(place, value) for place, value in enumerate(values)), *leaves], Replay(given))[0]
 
                 loss, pull_back = jax.vjp(loss_of, {place: values[place] for place in places})
-                return loss.real, pull_back(jnp.ones_like(loss) * jnp.asarray(scale, loss.dtype))[0]
+                return loss, pull_back(jnp.ones_like(loss) * jnp.asarray(scale, loss.dtype))[0]
 
-            self._compiled[size, replaced] = jax.jit(function)
-        return self._compiled[size, replaced]
+            self._compiled[key] = jax.jit(function)
+        return self._compiled[key]
 
-    def _program(self, size: int) -> Program:
-        """The loss of the first `size` items as a program."""
-        if size not in self._programs:
+    def _program(self, size: int, seed: int = 0) -> Program:
+        """The loss of the first `size` items as a program; of another seed if it holds numbers that Python drew."""
+        key = (size, seed if self._python_draws else 0)
+        if key not in self._programs:
             leaves = self._batch.part(range(size), None)
-            with self._python_state():
-                self._programs[size] = trace(self._flat_loss, *self._parameters.values, *leaves)
-        return self._programs[size]
+            with self._python_state(seed):
+                self._programs[key] = trace(self._flat_loss, *self._parameters.values, *leaves)
+        return self._programs[key]
 
     def _flat_loss(self, *arguments: Array) -> Array:
         count = len(self._parameters.arrays)
@@ -106,18 +104,21 @@ class JaxSubject:
         return _require_scalar(loss)
 
     @contextmanager
-    def _python_state(self) -> Iterator[None]:
+    def _python_state(self, seed: int) -> Iterator[None]:
         """Python's and NumPy's random states are after the block what they were before it; notes whether the loss has used them."""
-        before = (random.getstate(), np.random.get_state(legacy=True))
+        users = (random.getstate(), np.random.get_state())
         try:
+            if seed:
+                random.seed(seed)
+                np.random.seed(seed)
+            before = repr((random.getstate(), np.random.get_state()))
             yield
+            self._python_draws |= before != repr((random.getstate(), np.random.get_state()))
         finally:
-            after = (random.getstate(), np.random.get_state(legacy=True))
-            self._python_draws |= repr(before) != repr(after)
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+            random.setstate(users[0])
+            np.random.set_state(users[1])
 
-    def _arguments(self, conditions: Conditions) -> tuple[list[Array], list[Array]]:
+    def _arguments(self, conditions: Conditions) -> Arguments:
         """The parameters' arrays and the batch's leaves, perturbed and seeded."""
         values, leaves = self._parameters.values, list(self._batch.leaves)
         if conditions.seed:
@@ -153,15 +154,17 @@ class JaxSubject:
         keys, split = ({count + place for place in places} for places in (self._batch.keys, self._batch.split))
         return draws_of(self._program(size), keys, split)
 
-    def _drawn(self, values: list[Array], leaves: list[Array]) -> dict[int, tuple[Array, int]]:
-        """By the number of the draw: the large batch's numbers and their axis of items, where items are to meet them again."""
-        own = [(draw, axis) for draw, axis in self._draws if not draw.within]
-        wanted = {number: axis for number, (draw, axis) in enumerate(own) if axis is not None and not draw.by_items}
-        if not wanted:
-            return {}
-        remember = Replay()
-        self._program(self.items).run([*values, *leaves], remember)
-        return {number: (remember.drawn[number], axis) for number, axis in wanted.items()}
+    def _drawn(self, seed: int) -> Drawn:
+        """The large batch's numbers, where items are to meet them again. They follow the keys alone, so one run for each seed will do."""
+        if seed not in self._remembered:
+            own = [(draw, axis) for draw, axis in self._draws if not draw.within]
+            wanted = {number: axis for number, (draw, axis) in enumerate(own) if axis is not None and not draw.by_items}
+            remember = Replay()
+            if wanted:
+                values, leaves = self._arguments(Conditions(seed=seed))
+                self._program(self.items, seed).run([*values, *leaves], remember)
+            self._remembered[seed] = {number: (_still(remember.drawn[number]), axis) for number, axis in wanted.items()}
+        return self._remembered[seed]
 
     def dot(self, a: Array, b: Array) -> float:
         """See `Subject.dot`."""
@@ -188,7 +191,7 @@ class JaxSubject:
         values, leaves = self._arguments(Conditions())
         moved = self._arguments(Conditions(perturbation=0))
         part = list(range(self.items // 2, self.items))  # A running sum over the items shows in the last ones.
-        drawn = self._drawn(values, leaves)
+        drawn = self._drawn(0)
         given = [
             {place: rows(value, axis, self.items, items) for place, (value, axis) in drawn.items()} for items in (range(self.items), part)
         ]
@@ -202,11 +205,14 @@ class JaxSubject:
     def fixed_draws(self) -> list[str]:
         """See `Subject.fixed_draws`."""
         places = [one.place for one, axis in self._draws if one.bits and axis is not None and not one.by_key and not one.by_items]
-        return list(dict.fromkeys([*places, *([PYTHONS] if self._python_draws else [])]))
+        return list(dict.fromkeys(places) | self._pythons())
 
     def unreplayed_draws(self) -> list[str]:
         """See `Subject.unreplayed_draws`."""
-        return list(dict.fromkeys(one.place for one, _ in self._draws if one.bits and one.within and one.by_key))
+        return list(dict.fromkeys(one.place for one, _ in self._draws if one.bits and one.within and one.by_key) | self._pythons())
+
+    def _pythons(self) -> dict[str, None]:
+        return {PYTHONS: None} if self._python_draws else {}
 
     def custom_rules(self) -> list[str]:
         """See `Subject.custom_rules`."""
@@ -227,6 +233,11 @@ def _variables(jaxpr: Any) -> Iterator[Any]:
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda node: isinstance(node, (core.Jaxpr, core.ClosedJaxpr))):
             if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
                 yield from _variables(getattr(value, "jaxpr", value))
+
+
+def _still(drawn: Array) -> Array:
+    """Numbers as NumPy's, of which rows are taken without compiling; keys as they are."""
+    return drawn if is_key(drawn) else np.asarray(drawn)
 
 
 def _is_readable(leaf: Array) -> bool:
