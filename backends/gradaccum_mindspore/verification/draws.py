@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn
 
-from gradaccum_mindspore.types import Array
 from gradaccum_mindspore.verification.rows import rows
 
 
@@ -48,7 +47,7 @@ class Lent:
         for name, cell in self._cells.items():
             cell.dropout = self._own[name]
 
-    def numbers(self, name: str, place: int, keep: float, shape: tuple[int, ...]) -> Array:
+    def numbers(self, name: str, place: int, keep: float, shape: tuple[int, ...]) -> Any:
         """What an input of `shape` is multiplied by at this call of this dropout."""
         assert self._part is not None
         call, self._calls[name] = self._calls[name], self._calls[name] + 1
