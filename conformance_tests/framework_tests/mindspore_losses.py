@@ -89,15 +89,16 @@ class Deaf(nn.Cell):
 
 
 class Baseline(nn.Cell):
-    """A running mean of what went through is taken off, and kept as an attribute."""
+    """A running mean of what went through before is taken off, and kept as an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mean = 0.0
 
     def construct(self, x: Tensor) -> Tensor:
+        out = x - self.mean
         self.mean = 0.9 * self.mean + 0.1 * float(x.mean().asnumpy())
-        return x - self.mean
+        return out
 
 
 class Moving(nn.Cell):
@@ -108,8 +109,9 @@ class Moving(nn.Cell):
         self.moving = Parameter(Tensor(np.zeros(1, np.float32)), name="moving", requires_grad=False)
 
     def construct(self, x: Tensor) -> Tensor:
+        out = x - self.moving.value()
         ops.assign(self.moving, 0.9 * self.moving + 0.1 * ops.stop_gradient(x).mean())
-        return x - self.moving
+        return out
 
 
 def seeding(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
