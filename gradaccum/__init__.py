@@ -19,6 +19,7 @@ from gradaccum.linearity import LinearityReport
 from gradaccum.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from gradaccum.registry import available_backends, load_backend, registered_backends
 from gradaccum.result import StepResult
+from gradaccum.verification import Cause, MissingPackageError, VerificationReport, verify
 from gradaccum.wrapping import wrap
 
 __version__ = "0.1.0"
@@ -28,19 +29,23 @@ __all__ = [
     "ArgumentValueError",
     "AutoMicroBatchSize",
     "BackendNotFoundError",
+    "Cause",
     "CheckpointError",
     "DynamicLossScale",
     "GradAccumError",
     "GradientError",
     "LinearityReport",
     "LossScale",
+    "MissingPackageError",
     "StaticLossScale",
     "StepResult",
     "UsageError",
+    "VerificationReport",
     "available_backends",
     "effective_batch_size",
     "load_backend",
     "registered_backends",
     "scaled_learning_rate",
+    "verify",
     "wrap",
 ]

@@ -5,7 +5,8 @@
 - `make_division`, `divided`, `leaves_of`, `share`: where a large batch is cut, the nests that it comes in, how other outputs merge;
 - `explain` and the ``require_`` and ``_error`` functions: one mistake has one class and one wording in every backend;
 - `comparable`, `linearity_report`: whether a loss can be scaled;
-- `Backend`, `GatingBackend`, `ScalerDriver`: what the core asks for in return.
+- `examine`, `Subject`, `Conditions`, `Run`: what `gradaccum.verify` runs, and how;
+- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: what the core asks for in return.
 """
 
 from gradaccum._validation import require_weight
@@ -25,7 +26,7 @@ from gradaccum.refusals import (
     update_due_error,
     wrapped_twice_error,
 )
-from gradaccum.registry import Backend, GatingBackend
+from gradaccum.registry import Backend, DeviceBackend, GatingBackend
 from gradaccum.resuming import Terms, decode_terms, encode_terms, redistributed, resumed, terms_of
 from gradaccum.schedule import Schedule, require_steps
 from gradaccum.segments import segment_cuts
@@ -61,29 +62,39 @@ from gradaccum.transitions import (
     steps_at,
     usable,
 )
+from gradaccum.verification import ROUNDING_LIMIT, Column, Conditions, Layer, Precision, Run, Subject, VerifyingBackend, examine
 
 __all__ = [
     "FIELD_DTYPES",
     "KINDS",
     "ROUNDINGS",
+    "ROUNDING_LIMIT",
     "SCALES",
     "Backend",
+    "Column",
+    "Conditions",
     "Cut",
     "Decision",
+    "DeviceBackend",
     "Division",
     "Fields",
     "GatingBackend",
+    "Layer",
     "Leaf",
     "MergingOps",
     "Nest",
     "Options",
+    "Precision",
     "Reduction",
+    "Run",
     "Scalar",
     "ScaleRule",
     "ScalerDriver",
     "Schedule",
     "State",
+    "Subject",
     "Terms",
+    "VerifyingBackend",
     "Where",
     "accumulate",
     "accumulate_dtype_error",
@@ -102,6 +113,7 @@ __all__ = [
     "divisor",
     "encode_terms",
     "ends",
+    "examine",
     "explain",
     "finished",
     "initial_state",

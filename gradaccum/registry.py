@@ -10,7 +10,7 @@ By the second group `wrap` recognises an optimizer's framework, and tells whethe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -44,6 +44,15 @@ class GatingBackend(Protocol):
 
     def gate(self, scheduler: Any) -> Any:
         """Make `scheduler` move only when an update was applied, or raise `ArgumentTypeError` if its optimizer is not wrapped."""
+        ...
+
+
+@runtime_checkable
+class DeviceBackend(Protocol):
+    """A backend that names the devices which its framework sees, for ``gradaccum doctor``."""
+
+    def devices(self) -> Iterable[str]:
+        """One text per device, the processor with ``cpu`` in its name."""
         ...
 
 

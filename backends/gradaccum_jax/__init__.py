@@ -15,6 +15,7 @@ from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, flush
 from gradaccum_jax.recompute import recompute
 from gradaccum_jax.state import AccumulationState, result, scale_loss
+from gradaccum_jax.verification import verify
 from gradaccum_jax.workers import data_parallel, redistributed, sharded_cross_entropy
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "sharded_cross_entropy",
     "value_and_grad",
     "value_and_update",
+    "verify",
     "verify_loss_scaling",
 ]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import optax
 
+from gradaccum import VerificationReport
 from gradaccum.kit import Options, optimizer_error, wrapped_twice_error
+from gradaccum_jax import verification
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.masters import on_masters, without_masters
@@ -18,6 +24,18 @@ class JaxBackend:
     """Wraps optax gradient transformations."""
 
     name = "jax"
+
+    def devices(self) -> tuple[str, ...]:
+        """The devices of JAX's default platform; this starts the platform."""
+        return tuple(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
+
+    def verifies(self, model: object) -> bool:
+        """Whether `model` is a tree with arrays of JAX's, or NumPy's, in it."""
+        return verification.verifies(model)
+
+    def verify(self, model: object, loss_fn: Callable[..., Any], batch: object, steps: int, **options: Any) -> VerificationReport:
+        """See `gradaccum_jax.verify`."""
+        return verification.verify(model, loss_fn, batch, steps, **options)
 
     def wrap(
         self, optimizer: object, options: Options, *, control_flow: str = "while_loop", axis_name: object = None, shard_axes: object = None

@@ -7,6 +7,7 @@ from gradaccum_mindspore.checkpoint import load_checkpoint_into
 from gradaccum_mindspore.linearity import verify_loss_scaling
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
 from gradaccum_mindspore.training import TrainOneStepCell
+from gradaccum_mindspore.verification import verify
 from gradaccum_mindspore.workers import redistributed, sharded_cross_entropy
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "load_checkpoint_into",
     "redistributed",
     "sharded_cross_entropy",
+    "verify",
     "verify_loss_scaling",
 ]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import mindspore
 from mindspore import nn
 from mindspore.experimental import optim
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum import ArgumentTypeError, ArgumentValueError, VerificationReport
 from gradaccum.kit import Options, ScaleRule, explain, optimizer_error, wrapped_twice_error
 from gradaccum_mindspore.driven_scaler import scaler_rule
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
+from gradaccum_mindspore.verification import verify
 from gradaccum_mindspore.workers.found import shares_windows
 
 
@@ -21,6 +26,19 @@ class MindSporeBackend:
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
         """The rule by which a `mindspore.amp.DynamicLossScaler` moves; None for another object."""
         return scaler_rule(scaler)
+
+    def devices(self) -> tuple[str, ...]:
+        """The processor and every accelerator that MindSpore's build supports and finds."""
+        found = [(kind, mindspore.hal.device_count(kind)) for kind in ("GPU", "Ascend") if mindspore.hal.is_available(kind)]
+        return ("CPU", *(f"{kind}:{index}" for kind, count in found for index in range(count)))
+
+    def verifies(self, model: object) -> bool:
+        """Whether `model` is a `mindspore.nn.Cell`."""
+        return isinstance(model, nn.Cell)
+
+    def verify(self, model: nn.Cell, loss_fn: Callable[..., Any], batch: Any, steps: int = 4, **options: Any) -> VerificationReport:
+        """See `gradaccum_mindspore.verify`."""
+        return verify(model, loss_fn, batch, steps, **options)
 
     def wrap(
         self, optimizer: object, options: Options, *, name: str = "gradaccum", data_parallel: bool | None = None

@@ -6,6 +6,7 @@ from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.recompute import recompute
 from gradaccum_torch.scheduler import GatedScheduler
+from gradaccum_torch.verification import verify
 from gradaccum_torch.workers import redistributed, sharded_cross_entropy
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "recompute",
     "redistributed",
     "sharded_cross_entropy",
+    "verify",
     "verify_loss_scaling",
 ]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from gradaccum import VerificationReport
 from gradaccum.kit import Options, ScaleRule, optimizer_error, wrapped_twice_error
 from gradaccum_torch.checks import require_accumulate_dtype, require_layouts
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
+from gradaccum_torch.verification import verify
 from gradaccum_torch.workers import workers_of
 
 
@@ -21,6 +26,15 @@ class TorchBackend:
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
         """How a `torch.amp.GradScaler` moves; None for another object."""
         return scaler_rule(scaler)
+
+    def devices(self) -> tuple[str, ...]:
+        """The processor and every device of the accelerator that torch was built for."""
+        if not torch.accelerator.is_available():
+            return ("cpu",)
+        kind = str(torch.accelerator.current_accelerator())
+        named = getattr(torch, kind, None)
+        name = getattr(named, "get_device_name", lambda index: kind)
+        return ("cpu", *(f"{kind}:{index} ({name(index)})" for index in range(torch.accelerator.device_count())))
 
     def wrap(
         self, optimizer: object, options: Options, *, module: object = None, gradient_sync: object = "micro_batch"
@@ -65,6 +79,16 @@ class TorchBackend:
         if isinstance(scheduler, GatedScheduler):
             raise wrapped_twice_error(scheduler)
         return GatedScheduler(scheduler)
+
+    def verifies(self, model: object) -> bool:
+        """Whether `model` is a `torch.nn.Module`."""
+        return isinstance(model, torch.nn.Module)
+
+    def verify(
+        self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor], batch: Any, steps: int = 4, **options: Any
+    ) -> VerificationReport:
+        """See `gradaccum_torch.verify`."""
+        return verify(model, loss_fn, batch, steps, **options)
 
 
 backend = TorchBackend()

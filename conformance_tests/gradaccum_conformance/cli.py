@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 
 from gradaccum import BackendNotFoundError
+from gradaccum.doctor import LIMIT
+from gradaccum.doctor import main as run_doctor
 from gradaccum_conformance.demo.command import run_demo
 from gradaccum_conformance.report.command import run_conformance
 
@@ -39,6 +41,17 @@ def conformance(
 ) -> None:
     """Test that accumulated gradients equal the large batch's in every installed framework, and write a report."""
     _finish(lambda: run_conformance(Console(), backend, report, deep=deep))
+
+
+@app.command()
+def doctor(
+    backend: Backends = [],  # noqa: B006
+    limit: Annotated[float, typer.Option(help="Seconds for the import of one backend.")] = LIMIT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Name what is wrong with this environment, and what mends it. Also runs where no other command does."""
+    arguments = [*(f"--backend={name}" for name in backend), f"--limit={limit}", *(["--json"] if as_json else [])]
+    raise typer.Exit(run_doctor(arguments))
 
 
 def _finish(run: Callable[[], bool]) -> None:

@@ -52,11 +52,20 @@ def run_as(monkeypatch: pytest.MonkeyPatch, module: Any, records: Sequence[dict[
     return ran
 
 
-def test_help_names_both_commands() -> None:
+def test_help_names_every_command() -> None:
     exit_code, output = invoke("--help")
     assert exit_code == 0
     assert "demo" in output
     assert "conformance" in output
+    assert "doctor" in output
+
+
+def test_doctor_gets_its_options() -> None:
+    """It also runs without the packages of this command line."""
+    exit_code, output = invoke("doctor", "--backend", "numpy", "--limit", "60", "--json")
+    found = json.loads(output)
+    assert [one["backend"] for one in found["probes"]] == ["numpy"]
+    assert exit_code == (0 if found["healthy"] else 1)
 
 
 @pytest.mark.parametrize("name", ["demo", "conformance"])

@@ -1,0 +1,141 @@
+"""The batch of a loss under comparison: which leaves have items, which are keys, and the arguments of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum.kit import explain, require_one_size
+from gradaccum_jax.types import Array, Tree
+
+KEY = "key"
+
+
+class Batch(NamedTuple):
+    """The leaves of a batch, with the batch axis of each. All but keys are NumPy's arrays: to cut those, nothing has to be compiled."""
+
+    leaves: tuple[Array, ...]
+    axes: tuple[int | str | None, ...]
+    """The axis of items, None for a leaf that is given whole, ``"key"`` for a random key."""
+    paths: tuple[str, ...]
+    """Each leaf as Python that reads it: ``batch[0]['ids']``."""
+    structure: jax.tree_util.PyTreeDef
+    items: int
+
+    @property
+    def keys(self) -> frozenset[int]:
+        """The places of leaves that each micro-batch has its own of."""
+        return frozenset(place for place, axis in enumerate(self.axes) if axis == KEY)
+
+    @property
+    def split(self) -> frozenset[int]:
+        """The places of leaves with items."""
+        return frozenset(place for place, axis in enumerate(self.axes) if isinstance(axis, int))
+
+    def part(self, items: Sequence[int], number: int | None, leaves: Sequence[Array] | None = None) -> list[Array]:
+        """The leaves of the micro-batch of `items`.
+
+        Args:
+            items: places along the batch axis.
+            number: which micro-batch it is, for a key of its own; None: it gets the key of the batch.
+            leaves: in place of the batch's.
+        """
+        return [self._taken(leaf, axis, items, number) for leaf, axis in zip(leaves or self.leaves, self.axes, strict=True)]
+
+    def whole(self, leaves: Sequence[Array]) -> Tree:
+        """The batch, or a part of it, as the loss takes it."""
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def _taken(self, leaf: Array, axis: int | str | None, items: Sequence[int], number: int | None) -> Array:
+        if isinstance(axis, int):
+            return leaf[(slice(None),) * axis + (np.asarray(items),)]
+        return leaf if axis is None or number is None else folded(leaf, number)
+
+
+def make_batch(batch: Tree, axes: Tree) -> Batch:
+    """The batch, checked.
+
+    Args:
+        batch: a tuple of trees, the arguments of the loss after the parameters; another tree is the only argument.
+        axes: a prefix of its tree: the axis of items of each leaf below, None, or ``"key"``.
+
+    Raises:
+        ArgumentTypeError: an axis is of another type.
+        ArgumentValueError: `axes` is no prefix of the batch, a leaf has no such axis, or leaves have unequal numbers of items.
+    """
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    flat, structure = jax.tree_util.tree_flatten_with_path(batch)
+    paths = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in flat)
+    leaves = tuple(leaf if is_key(leaf) else np.asarray(jnp.asarray(leaf)) for _, leaf in flat)
+    found = tuple(_axis(*each) for each in zip(leaves, _spread(axes, batch, structure), paths, strict=True))
+    sizes = [(path, leaf.shape[axis]) for leaf, axis, path in zip(leaves, found, paths, strict=True) if isinstance(axis, int)]
+    return Batch(leaves, found, paths, structure, require_one_size(sizes))
+
+
+def _spread(axes: Tree, batch: Tree, structure: jax.tree_util.PyTreeDef) -> list[Tree]:
+    prefix = tuple(axes) if isinstance(axes, list) else axes
+    try:
+        each = jax.tree.map(lambda axis, part: [axis] * len(jax.tree.leaves(part)), prefix, batch, is_leaf=lambda node: node is None)
+    except ValueError as error:
+        fix = "Give one axis for all, or a nest whose keys and lengths are those of the batch."
+        raise explain(ArgumentValueError, "axes", expected=f"a prefix of {structure}", got=axes, fix=fix) from error
+    return jax.tree.leaves(each, is_leaf=lambda node: node is None)
+
+
+def _axis(leaf: Array, axis: Tree, path: str) -> int | str | None:
+    if axis is None:
+        return None
+    if axis == KEY:
+        return KEY
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        fix = "Write axes=0, an axis per argument, None for what is given whole, 'key' for a random key."
+        raise explain(ArgumentTypeError, "axes", expected="an int, None or 'key'", got=axis, fix=fix)
+    if is_key(leaf) and leaf.ndim == 0:
+        return KEY
+    if not -leaf.ndim <= axis < leaf.ndim:
+        fix = "Write None in axes for what is given whole to each micro-batch."
+        raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis}", found=f"shape {leaf.shape}", fix=fix)
+    return int(axis % leaf.ndim)
+
+
+def is_key(leaf: Array) -> bool:
+    """Whether `leaf` is an array of typed random keys."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_float(leaf: Array) -> bool:
+    """Whether `leaf` can be differentiated by."""
+    return not is_key(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
+def folded(key: Array, number: int) -> Array:
+    """A key, or an array of them, for micro-batch `number`; a raw one of two numbers too."""
+    if is_key(key) and key.ndim:
+        return jax.vmap(lambda one: jax.random.fold_in(one, number))(key.reshape(-1)).reshape(key.shape)
+    return jax.random.fold_in(key, number)
+
+
+def perturbed(leaf: Array, roundoff: float, rng: np.random.Generator, *, integers_too: bool) -> Array:
+    """`leaf` with each number moved by one rounding, up or down.
+
+    Args:
+        leaf: an array; one that is not of floating dtype comes back as it is.
+        roundoff: the distance from 1 to the next number in the coarsest dtype of the program.
+        rng: decides.
+        integers_too: whether a value that is an integer moves: in inputs it is a mask, a label or a padding.
+    """
+    if not is_float(leaf):
+        return leaf
+    wide = _wide(leaf)
+    moved = wide * (1 + roundoff * rng.choice((-1.0, 1.0), wide.shape))
+    kept = np.zeros(wide.shape, bool) if integers_too else wide == np.round(wide.real)
+    return np.where(kept, wide, moved).astype(leaf.dtype)
+
+
+def _wide(leaf: Array) -> Array:
+    return np.asarray(leaf).astype(np.complex128 if jnp.iscomplexobj(leaf) else np.float64)

@@ -1,0 +1,86 @@
+"""`gradaccum_jax.verify`: whether accumulation is right for a loss in JAX, and if not, why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradaccum import ArgumentTypeError, VerificationReport
+from gradaccum.kit import examine, explain, item_weights_error, require_weight
+from gradaccum_jax.types import Array, Params, Tree
+from gradaccum_jax.verification.batch import Batch, make_batch
+from gradaccum_jax.verification.parameters import make_parameters
+from gradaccum_jax.verification.subject import JaxSubject, Weight
+
+
+def verify(
+    params: Params,
+    loss_fn: Callable[..., Any],
+    batch: Tree,
+    steps: int = 4,
+    *,
+    reduction: str = "mean",
+    weight: object = None,
+    axes: Tree = 0,
+) -> VerificationReport:
+    """Tell whether gradient accumulation is right for a loss, and if not, why.
+
+    The gradient of one batch is computed under many partitions and orders of the batch, in units of what rounding alone moves it by. Where
+    it moves, the cause is looked for by experiment. `loss_fn` is traced, as `jax.jit` traces it, once per size of a micro-batch; nothing is
+    changed, Python's and NumPy's random states included. Not for use under `jax.jit`: it looks at values.
+
+    Args:
+        params: the tree that the loss is differentiated by.
+        loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar.
+        batch: a tuple of the loss's other arguments, trees of arrays with the items along axis 0: a few real items, at least `steps`.
+            One tree alone is the only argument. Random keys belong in it too: a scalar typed key is one per micro-batch. To compare,
+            items are given the numbers that they meet in the large batch, so dropout does not disturb.
+        steps: micro-batches that the batch is divided into, at least 2.
+        reduction: how accumulation will add up: "mean", "sum" or "item_mean".
+        weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an array with one number per item.
+        axes: a prefix of the tree of `batch`: the axis of items, None for what is given whole, ``"key"`` for a random key.
+
+    Raises:
+        ArgumentTypeError: `params` has no floating array, or another argument has the wrong type.
+        ArgumentValueError: the loss is no scalar, leaves have unequal numbers of items, or an argument has a value that makes no sense.
+    """
+    if not callable(loss_fn):
+        fix = "Write gradaccum_jax.verify(params, loss_fn, (inputs, targets), steps=4)."
+        raise explain(ArgumentTypeError, "loss_fn", expected="a function of the parameters and the batch", got=loss_fn, fix=fix)
+    parameters, checked = make_parameters(params), make_batch(batch, axes)
+    with np.errstate(all="ignore"):  # Gradients that are not finite are told in the report.
+        return examine(JaxSubject(loss_fn, parameters, checked, _make_weight(weight, checked)), steps, reduction)
+
+
+def verifies(model: object) -> bool:
+    """Whether `model` is a tree with an array of JAX's in it, or of NumPy's alone."""
+    leaves = jax.tree.leaves(model)
+    return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
+
+
+def _make_weight(weight: Any, batch: Batch) -> Weight | None:
+    if weight is None:
+        return None
+    if callable(weight):
+        return lambda part: _number(weight(*batch.whole(batch.part(part, None))))
+    each = _per_item(weight, batch.items)
+    return lambda part: math.fsum(each[item] for item in part)
+
+
+def _number(weight: Array) -> float:
+    return require_weight(weight if jnp.ndim(weight) else np.asarray(weight).item())
+
+
+def _per_item(weight: Array, items: int) -> list[float]:
+    try:
+        each = np.asarray(weight, np.float64)
+    except (TypeError, ValueError) as error:
+        raise item_weights_error(items, type(weight).__name__) from error
+    if each.shape != (items,) or not np.isfinite(each).all() or (each < 0).any():
+        raise item_weights_error(items, f"shape {each.shape}" if each.shape != (items,) else repr(each))
+    return [float(one) for one in each]

@@ -1,0 +1,248 @@
+"""A loss in JAX as `gradaccum.verify` runs it: in parts, under conditions, with nothing changed but what the condition says.
+
+A loss in JAX has no state and no mode: `Conditions.training` and `Conditions.carry_state` mean nothing here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from gradaccum.kit import Column, Conditions, Layer, Precision, Run, scalar_loss_error
+from gradaccum_jax.linearity.custom_rules import non_linear_rules
+from gradaccum_jax.types import Array, Tree
+from gradaccum_jax.verification.batch import Batch, folded, is_float, is_key, perturbed
+from gradaccum_jax.verification.draws import Draw, Replay, draws_of, item_axis, rows
+from gradaccum_jax.verification.layers import mixing_layers
+from gradaccum_jax.verification.parameters import Parameters
+from gradaccum_jax.verification.program import Program, trace
+
+SEEDED = 1_000_000
+"""Beyond the number of any micro-batch: a key of another seed is no key of a micro-batch."""
+READABLE = 200_000
+"""Numbers of a leaf above which it is not read as plain ones: no mask or label is so large in a batch for a check."""
+PYTHONS = "numpy.random or random, which JAX calls once, when it traces the loss"
+
+Arguments = tuple[list[Array], list[Array]]
+"""The parameters' arrays and the batch's leaves."""
+Drawn = Mapping[int, tuple[Array, int]]
+"""By the number of a draw: the large batch's numbers, and their axis of items."""
+Weight = Callable[[Sequence[int]], float]
+"""The weight of a micro-batch, by its items."""
+
+
+class JaxSubject:
+    """`gradaccum.kit.Subject` of a loss in JAX.
+
+    Args:
+        loss_fn: ``loss_fn(params, *batch)``, a floating scalar.
+        parameters: what it is differentiated by.
+        batch: the batch.
+        weight: the weight of a micro-batch, by its items; None: its number of items.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], parameters: Parameters, batch: Batch, weight: Weight | None) -> None:
+        self._loss_fn, self._parameters, self._batch, self._weight = loss_fn, parameters, batch, weight
+        self.items = batch.items
+        self.names: Sequence[str] = tuple(parameters.names)
+        self._programs: dict[tuple[int, int], Program] = {}
+        self._compiled: dict[tuple[int, int, frozenset[int]], Callable[..., Any]] = {}
+        self._remembered: dict[int, Drawn] = {}
+        self._python_draws = False
+
+    def window(self, parts: Sequence[Sequence[int]], conditions: Conditions) -> list[Run]:
+        """See `Subject.window`."""
+        arguments = self._arguments(conditions)
+        drawn = self._drawn(conditions.seed) if conditions.replay else {}
+        numbers: Sequence[int | None] = [None] * len(parts) if conditions.replay else range(len(parts))
+        return [self._run(part, number, conditions, arguments, drawn) for part, number in zip(parts, numbers, strict=True)]
+
+    def _run(self, part: Sequence[int], number: int | None, conditions: Conditions, arguments: Arguments, drawn: Drawn) -> Run:
+        given = {place: rows(value, axis, self.items, part) for place, (value, axis) in drawn.items()}
+        values, leaves = arguments
+        compiled = self._gradients(len(part), conditions.seed, frozenset(given))
+        loss, gradients = compiled(values, self._batch.part(part, number, leaves), given, conditions.scale)
+        made = {name: _wide(gradients[place]) / conditions.scale for name, place in self._parameters.names.items()}
+        return Run(float(loss), made, float(len(part)) if self._weight is None else self._weight(part))
+
+    def _gradients(self, size: int, seed: int, replaced: frozenset[int]) -> Callable[..., Any]:
+        """The compiled loss and gradients of a micro-batch of `size` items."""
+        key = (size, seed if self._python_draws else 0, replaced)
+        if key not in self._compiled:
+            program, places = self._program(size, seed), sorted(self._parameters.names.values())
+
+            def function(values: list[Array], leaves: list[Array], given: dict[int, Array], scale: Array) -> tuple[Array, dict[int, Array]]:
+                def loss_of(chosen: dict[int, Array]) -> Array:
+                    return program.run([*(chosen.get(place, value) for place, value in enumerate(values)), *leaves], Replay(given))[0]
+
+                loss, pull_back = jax.vjp(loss_of, {place: values[place] for place in places})
+                return loss, pull_back(jnp.ones_like(loss) * jnp.asarray(scale, loss.dtype))[0]
+
+            self._compiled[key] = jax.jit(function)
+        return self._compiled[key]
+
+    def _program(self, size: int, seed: int = 0) -> Program:
+        """The loss of the first `size` items as a program; of another seed if it holds numbers that Python drew."""
+        key = (size, seed if self._python_draws else 0)
+        if key not in self._programs:
+            leaves = self._batch.part(range(size), None)
+            with self._python_state(seed):
+                self._programs[key] = trace(self._flat_loss, *self._parameters.values, *leaves)
+        return self._programs[key]
+
+    def _flat_loss(self, *arguments: Array) -> Array:
+        count = len(self._parameters.arrays)
+        loss = self._loss_fn(self._parameters.tree(arguments[:count]), *self._batch.whole(arguments[count:]))
+        return _require_scalar(loss)
+
+    @contextmanager
+    def _python_state(self, seed: int) -> Iterator[None]:
+        """Python's and NumPy's random states are after the block what they were before it; notes whether the loss has used them."""
+        users = (random.getstate(), np.random.get_state())
+        try:
+            if seed:
+                random.seed(seed)
+                np.random.seed(seed)
+            before = repr((random.getstate(), np.random.get_state()))
+            yield
+            self._python_draws |= before != repr((random.getstate(), np.random.get_state()))
+        finally:
+            random.setstate(users[0])
+            np.random.set_state(users[1])
+
+    def _arguments(self, conditions: Conditions) -> Arguments:
+        """The parameters' arrays and the batch's leaves, perturbed and seeded."""
+        values, leaves = self._parameters.values, list(self._batch.leaves)
+        if conditions.seed:
+            leaves = [folded(leaf, SEEDED + conditions.seed) if place in self._seeded else leaf for place, leaf in enumerate(leaves)]
+        if conditions.perturbation is not None:
+            rng = np.random.default_rng(conditions.perturbation)
+            values = [perturbed(value, self._roundoff, rng, integers_too=True) for value in values]
+            leaves = [perturbed(leaf, self._roundoff, rng, integers_too=False) for leaf in leaves]
+        return values, leaves
+
+    @cached_property
+    def _seeded(self) -> frozenset[int]:
+        return self._batch.keys | {place for place, leaf in enumerate(self._batch.leaves) if is_key(leaf)}
+
+    @cached_property
+    def _roundoff(self) -> float:
+        """Of the coarsest floating dtype in the program."""
+        kinds = {variable.aval.dtype for variable in _variables(self._program(self.items).closed.jaxpr) if hasattr(variable.aval, "dtype")}
+        return max(float(jnp.finfo(kind).eps) for kind in kinds if jnp.issubdtype(kind, jnp.inexact))
+
+    @cached_property
+    def _draws(self) -> list[tuple[Draw, int | None]]:
+        """The draws of the large batch, each with its axis of items."""
+        large = self._draws_at(self.items)
+        for size in dict.fromkeys((-(-self.items // 2), self.items - 1, 1)):
+            small = self._draws_at(size) if 0 < size < self.items else []
+            if len(small) == len(large):
+                return [(one, item_axis(one.shape, other.shape, self.items, size)) for one, other in zip(large, small, strict=True)]
+        return [(one, None) for one in large]
+
+    def _draws_at(self, size: int) -> list[Draw]:
+        count = len(self._parameters.arrays)
+        keys, split = ({count + place for place in places} for places in (self._batch.keys, self._batch.split))
+        return draws_of(self._program(size), keys, split)
+
+    def _drawn(self, seed: int) -> Drawn:
+        """The large batch's numbers, where items are to meet them again. They follow the keys alone, so one run for each seed will do."""
+        if seed not in self._remembered:
+            own = [(draw, axis) for draw, axis in self._draws if not draw.within]
+            wanted = {number: axis for number, (draw, axis) in enumerate(own) if axis is not None and not draw.by_items}
+            remember = Replay()
+            if wanted:
+                values, leaves = self._arguments(Conditions(seed=seed))
+                self._program(self.items, seed).run([*values, *leaves], remember)
+            self._remembered[seed] = {number: (_still(remember.drawn[number]), axis) for number, axis in wanted.items()}
+        return self._remembered[seed]
+
+    def dot(self, a: Array, b: Array) -> float:
+        """See `Subject.dot`."""
+        return float(np.vdot(a, b).real)
+
+    def precision(self, name: str) -> Precision:
+        """See `Subject.precision`. XLA takes subnormal numbers for zero on most devices, so the smallest number is a normal one."""
+        value = self._parameters.values[self._parameters.names[name]]
+        return Precision(self._roundoff, float(jnp.finfo(value.dtype).smallest_normal), value.size)
+
+    def columns(self) -> list[Column]:
+        """See `Subject.columns`."""
+        return [self._column(place) for place in sorted(self._batch.split) if _is_readable(self._batch.leaves[place])]
+
+    def _column(self, place: int) -> Column:
+        leaf, axis = self._batch.leaves[place], self._batch.axes[place]
+        assert isinstance(axis, int)
+        items = np.moveaxis(np.asarray(leaf), axis, 0)
+        numbers = items.reshape(self.items, -1).astype(np.float64).tolist()
+        return Column(self._batch.paths[place], numbers, not is_float(leaf), leaf.ndim == 2 and axis == 0)
+
+    def mixing_layers(self) -> list[Layer]:
+        """See `Subject.mixing_layers`."""
+        values, leaves = self._arguments(Conditions())
+        moved = self._arguments(Conditions(perturbation=0))
+        part = list(range(self.items // 2, self.items))  # A running sum over the items shows in the last ones.
+        drawn = self._drawn(0)
+        given = [
+            {place: rows(value, axis, self.items, items) for place, (value, axis) in drawn.items()} for items in (range(self.items), part)
+        ]
+        runs = (
+            (self._program(self.items), [*values, *leaves], given[0]),
+            (self._program(self.items), [*moved[0], *moved[1]], given[0]),
+            (self._program(len(part)), [*values, *self._batch.part(part, None, leaves)], given[1]),
+        )
+        return mixing_layers(*runs, range(len(self._parameters.arrays)), self.items, part, self._roundoff)
+
+    def fixed_draws(self) -> list[str]:
+        """See `Subject.fixed_draws`."""
+        places = [one.place for one, axis in self._draws if one.bits and axis is not None and not one.by_key and not one.by_items]
+        return list(dict.fromkeys(places) | self._pythons())
+
+    def unreplayed_draws(self) -> list[str]:
+        """See `Subject.unreplayed_draws`."""
+        return list(dict.fromkeys(one.place for one, _ in self._draws if one.bits and one.within and one.by_key) | self._pythons())
+
+    def _pythons(self) -> dict[str, None]:
+        return {PYTHONS: None} if self._python_draws else {}
+
+    def custom_rules(self) -> list[str]:
+        """See `Subject.custom_rules`."""
+        return list(dict.fromkeys(non_linear_rules(self._program(self.items).closed.jaxpr)))
+
+
+def _require_scalar(loss: Tree) -> Array:
+    if not hasattr(loss, "dtype") or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise scalar_loss_error(f"shape {loss.shape}, {loss.dtype}" if hasattr(loss, "dtype") else type(loss).__name__)
+    return loss
+
+
+def _variables(jaxpr: Any) -> Iterator[Any]:
+    """Those of a program and of all programs in it."""
+    yield from jaxpr.invars
+    for eqn in jaxpr.eqns:
+        yield from eqn.outvars
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda node: isinstance(node, (core.Jaxpr, core.ClosedJaxpr))):
+            if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+                yield from _variables(getattr(value, "jaxpr", value))
+
+
+def _still(drawn: Array) -> Array:
+    """Numbers as NumPy's, of which rows are taken without compiling; keys as they are."""
+    return drawn if is_key(drawn) else np.asarray(drawn)
+
+
+def _is_readable(leaf: Array) -> bool:
+    return not is_key(leaf) and leaf.size <= READABLE and not jnp.iscomplexobj(leaf)
+
+
+def _wide(gradient: Array) -> Array:
+    return np.asarray(gradient).astype(np.complex128 if jnp.iscomplexobj(gradient) else np.float64)

@@ -1,0 +1,113 @@
+"""The batch of a loss under comparison: which leaves have items, and the arguments of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum.kit import Column, Nest, explain, is_column, leaves_of, require_one_size, spread, with_leaves
+from gradaccum_mindspore.verification.rows import rows, wide
+
+READABLE = 200_000
+"""Numbers of a leaf above which it is not read as plain ones: no mask or label is so large in a batch for a check."""
+FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
+
+
+class Batch:
+    """The leaves of a batch, with the axis of items of each.
+
+    Args:
+        batch: a tuple of nests, the arguments of the loss after the model; another nest is the only argument.
+        axes: a prefix nest of it: the axis of items of each leaf below, or None.
+
+    Raises:
+        ArgumentTypeError: an axis is no int.
+        ArgumentValueError: `axes` is no prefix of the batch, a leaf has no such axis, or leaves have unequal numbers of items.
+    """
+
+    def __init__(self, batch: Nest, axes: Nest) -> None:
+        self.nest = batch if isinstance(batch, tuple) else (batch,)
+        self.leaves = leaves_of(self.nest, "batch")
+        pairs = zip(self.leaves, spread(axes, self.nest, "axes"), strict=True)
+        self.axes = [_axis(leaf.value, axis, leaf.path) for leaf, axis in pairs]
+        self.items = require_one_size((leaf.path, _size(leaf.value, axis)) for leaf, axis in self.split)
+
+    @property
+    def split(self) -> list[tuple[Any, int]]:
+        """The leaves with items, each with its axis."""
+        return [(leaf, axis) for leaf, axis in zip(self.leaves, self.axes, strict=True) if axis is not None]
+
+    def part(self, items: Sequence[int], values: Sequence[object] | None = None) -> tuple[Any, ...]:
+        """The arguments of the micro-batch of `items`, with other `values` of the leaves if given."""
+        own = values if values is not None else [leaf.value for leaf in self.leaves]
+        made: Any = with_leaves(self.nest, (self._taken(value, axis, items) for value, axis in zip(own, self.axes, strict=True)))
+        return tuple(made)
+
+    def perturbed(self, roundoff: float, rng: np.random.Generator) -> list[object]:
+        """The values of the leaves with each number of a floating one moved by one rounding, unless it is an integer."""
+        return [perturbed(leaf.value, roundoff, rng, integers_too=False) for leaf in self.leaves]
+
+    def columns(self) -> list[Column]:
+        """The leaves as plain numbers."""
+        found = []
+        for leaf, axis in self.split:
+            if isinstance(leaf.value, Tensor | np.ndarray) and leaf.value.size <= READABLE:
+                numbers = np.moveaxis(wide(leaf.value), axis, 0).reshape(self.items, -1).tolist()
+                found.append(Column(leaf.path, numbers, not is_float(leaf.value), leaf.value.ndim == 2 and axis == 0))
+        return found
+
+    def _taken(self, value: Any, axis: int | None, items: Sequence[int]) -> object:
+        if axis is None:
+            return value
+        return (
+            rows(value, axis, self.items, items) if isinstance(value, Tensor | np.ndarray) else type(value)(value[item] for item in items)
+        )
+
+
+def is_float(value: object) -> bool:
+    """Whether `value` is a floating Tensor or NumPy array."""
+    if isinstance(value, Tensor):
+        return value.dtype in FLOATS
+    return isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating)
+
+
+def perturbed(value: Any, roundoff: float, rng: np.random.Generator, *, integers_too: bool) -> Any:
+    """`value` with each number moved by one rounding, up or down; what is not floating comes back as it is.
+
+    Args:
+        value: a leaf.
+        roundoff: the distance from 1 to the next number in the coarsest dtype of the program.
+        rng: decides.
+        integers_too: whether a value that is an integer moves: in inputs it is a mask, a label or a padding.
+    """
+    if not is_float(value):
+        return value
+    before = wide(value)
+    moved = before * (1 + roundoff * rng.choice((-1.0, 1.0), before.shape))
+    after = np.where((before == np.round(before)) & (not integers_too), before, moved)
+    return Tensor(after).astype(value.dtype) if isinstance(value, Tensor) else after.astype(value.dtype)
+
+
+def _axis(value: object, axis: Any, path: str) -> int | None:
+    if axis is None:
+        return None
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        fix = "Write axes=0, an axis per argument, or None for what is given whole."
+        raise explain(ArgumentTypeError, "axes", expected="an int or None", got=axis, fix=fix)
+    if is_column(value):
+        return 0
+    if not isinstance(value, Tensor | np.ndarray):
+        return None
+    if not -value.ndim <= axis < value.ndim:
+        fix = "Write None in axes for what is given whole to each micro-batch."
+        raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis}", found=f"shape {value.shape}", fix=fix)
+    return int(axis % value.ndim)
+
+
+def _size(value: Any, axis: int) -> int:
+    return int(value.shape[axis]) if isinstance(value, Tensor | np.ndarray) else len(value)

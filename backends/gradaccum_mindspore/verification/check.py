@@ -1,0 +1,82 @@
+"""`gradaccum_mindspore.verify`: whether accumulation is right for a loss in MindSpore, and if not, why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, nn
+
+from gradaccum import ArgumentTypeError, VerificationReport
+from gradaccum.kit import Nest, examine, explain, item_weights_error, require_weight
+from gradaccum_mindspore.verification.batch import Batch
+from gradaccum_mindspore.verification.rows import wide
+from gradaccum_mindspore.verification.subject import MindSporeSubject, Weight
+
+
+def verify(
+    model: nn.Cell,
+    loss_fn: Callable[..., Any],
+    batch: Nest,
+    steps: int = 4,
+    *,
+    reduction: str = "mean",
+    weight: object = None,
+    axes: Nest = 0,
+) -> VerificationReport:
+    """Tell whether gradient accumulation is right for a loss, and if not, why: see `gradaccum.verify`.
+
+    It runs in PyNative mode, in the mode of training that the model is in; functions under ``ms.jit`` run compiled. `mindspore.nn.Dropout`
+    gives each item the same numbers in every micro-batch. Parameters, statistics, public attributes of Cells and random states are put back
+    at the end, also if the loss raises. Not for two threads at once.
+
+    Args:
+        model: the Cell; its trainable parameters are differentiated by.
+        loss_fn: ``loss_fn(model, *batch)`` returns a floating Tensor of one element.
+        batch: a tuple of nests of Tensors and NumPy arrays with the items along axis 0, the loss's arguments after the model: a few real
+            items, at least `steps`. One nest alone is the only argument; a plain value is given whole.
+        steps: micro-batches that the batch is divided into, at least 2.
+        reduction: how accumulation will add up: "mean", "sum" or "item_mean".
+        weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an array with one number per item.
+        axes: a prefix nest of `batch`: the axis of items of each leaf, or None for what is given whole.
+
+    Raises:
+        ArgumentTypeError: `model` is no Cell with trainable parameters, or another argument has the wrong type.
+        ArgumentValueError: the loss is no scalar, leaves have unequal numbers of items, or an argument has a value that makes no sense.
+    """
+    if not isinstance(model, nn.Cell) or not model.trainable_params():
+        found = f"an object of type {type(model).__name__}"
+        fix = "Write verify(net, loss_fn, batch)."
+        raise explain(ArgumentTypeError, "model", expected="a mindspore.nn.Cell with trainable parameters", found=found, fix=fix)
+    if not callable(loss_fn):
+        fix = "Write verify(net, lambda net, x, y: ..., (x, y))."
+        raise explain(ArgumentTypeError, "loss_fn", expected="a function loss_fn(model, *batch)", got=loss_fn, fix=fix)
+    divided = Batch(batch, axes)
+    with np.errstate(all="ignore"):  # Gradients that are not finite are told in the report.
+        return examine(MindSporeSubject(model, loss_fn, divided, _make_weight(weight, divided)), steps, reduction)
+
+
+def _make_weight(weight: Any, batch: Batch) -> Weight | None:
+    if weight is None:
+        return None
+    if callable(weight) and not isinstance(weight, Tensor):
+        return lambda part: _number(weight(*batch.part(part)))
+    each = _per_item(weight, batch.items)
+    return lambda part: math.fsum(each[item] for item in part)
+
+
+def _number(weight: Any) -> float:
+    plain = weight if isinstance(weight, int | float) else wide(weight)
+    return require_weight(plain.item() if isinstance(plain, np.ndarray) and plain.ndim == 0 else plain)
+
+
+def _per_item(weight: Any, items: int) -> list[float]:
+    try:
+        each = wide(weight)
+    except (TypeError, ValueError) as error:
+        raise item_weights_error(items, type(weight).__name__) from error
+    if each.shape != (items,) or not np.isfinite(each).all() or (each < 0).any():
+        raise item_weights_error(items, f"shape {each.shape}" if each.shape != (items,) else repr(each))
+    return [float(one) for one in each]

@@ -1,0 +1,99 @@
+"""The batch: its leaves, their batch axes, the items of one micro-batch, and columns of plain numbers for the core to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum.kit import Column, Leaf, explain, is_column, leaves_of, require_one_size, spread, with_leaves
+from gradaccum_torch.verification.perturbing import perturbed
+
+PLAIN = (str, bytes, bool, int, float, complex, type(None))
+"""A leaf that is one plain value is given whole."""
+READABLE = 100_000
+"""Numbers that a leaf may have to be looked at as counts or labels: an image is none."""
+
+
+class Batch:
+    """The arguments of the loss function after the model.
+
+    Args:
+        batch: a tuple of nests; another nest is the only argument.
+        axes: a prefix nest of `batch`: the batch axis of each leaf, or None for one that is given whole.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: a leaf has no such axis, or another number of items.
+    """
+
+    def __init__(self, batch: Any, axes: Any) -> None:
+        self._batch = batch if type(batch) is tuple else (batch,)
+        self._leaves = leaves_of(self._batch, "batch")
+        wanted = spread(axes, self._batch, "axes")
+        self._axes = [_axis_of(leaf, axis) for leaf, axis in zip(self._leaves, wanted, strict=True)]
+        lengths = [(leaf.path, _length(leaf.value, axis)) for leaf, axis in self._split()]
+        self.items = require_one_size(lengths)
+        self.terms = max([self.items, *(leaf.value.numel() for leaf in self._leaves if isinstance(leaf.value, Tensor))])
+        """About how many numbers are added up into one of a gradient."""
+
+    def part(self, items: Sequence[int], epsilon: float = 0.0, perturbation: int | None = None) -> tuple[Any, ...]:
+        """The arguments for `items`, copies throughout: a loss that writes into its inputs does not reach the user's."""
+        made = [self._chosen(leaf.value, axis, items) for leaf, axis in zip(self._leaves, self._axes, strict=True)]
+        if perturbation is not None:
+            made = [perturbed(value, epsilon, perturbation) if isinstance(value, Tensor) else value for value in made]
+        whole: Any = with_leaves(self._batch, iter(made))
+        return tuple(whole)
+
+    def columns(self) -> list[Column]:
+        """The leaves with a batch axis that are small enough."""
+        return [_column(leaf, axis, self.items) for leaf, axis in self._split() if _is_readable(leaf.value)]
+
+    def _split(self) -> list[tuple[Leaf, int]]:
+        return [(leaf, axis) for leaf, axis in zip(self._leaves, self._axes, strict=True) if axis is not None]
+
+    @staticmethod
+    def _chosen(value: Any, axis: int | None, items: Sequence[int]) -> Any:
+        if isinstance(value, Tensor):
+            places = torch.tensor(list(items), device=value.device)
+            return value.detach().clone() if axis is None else value.detach().index_select(axis, places)
+        if axis is None:
+            return value
+        return type(value)(value[item] for item in items) if is_column(value) else value.take(list(items), axis)
+
+
+def _axis_of(leaf: Leaf, axis: object) -> int | None:
+    if axis is None or isinstance(leaf.value, PLAIN):
+        return None
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise explain(ArgumentTypeError, "axes", expected="an int or None for each leaf", got=axis, fix="Write axes=0, or axes=(0, None).")
+    value: Any = leaf.value
+    dimensions = 1 if is_column(value) else value.ndim if isinstance(value, Tensor) or hasattr(value, "take") else 0
+    if not -dimensions <= axis < dimensions:
+        found = f"a {type(value).__name__}" + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
+        fix = "Write axes=None for a leaf that every micro-batch is given whole, or its axis for another one."
+        raise explain(ArgumentValueError, leaf.path, expected=f"a tensor with an axis {axis} to split", found=found, fix=fix)
+    return axis % dimensions
+
+
+def _length(value: Any, axis: int) -> int:
+    return len(value) if is_column(value) else int(value.shape[axis])
+
+
+def _is_readable(value: Any) -> bool:
+    if is_column(value):
+        return all(isinstance(entry, bool | int | float) for entry in value)
+    if isinstance(value, Tensor):
+        return value.numel() <= READABLE and not value.is_complex()
+    return bool(value.size <= READABLE and value.dtype.kind in "biuf")
+
+
+def _column(leaf: Leaf, axis: int, items: int) -> Column:
+    value: Any = leaf.value
+    if is_column(value):
+        return Column(leaf.path, [[entry] for entry in value], not any(isinstance(entry, float) for entry in value), False)
+    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+    rows = tensor.movedim(axis, 0).reshape(items, -1).tolist()
+    return Column(leaf.path, rows, not tensor.is_floating_point(), tensor.ndim == 2 and axis == 0)

@@ -1,0 +1,68 @@
+"""`gradaccum_torch.verify`: is accumulation right for this loss?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, VerificationReport
+from gradaccum.kit import Nest, examine, explain
+from gradaccum_torch.torch_private import is_sharded
+from gradaccum_torch.verification.batch import Batch
+from gradaccum_torch.verification.subject import TorchSubject, weight_of
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    batch: Any,
+    steps: int = 4,
+    *,
+    reduction: str = "mean",
+    weight: Any = None,
+    axes: Nest = 0,
+) -> VerificationReport:
+    """Tell whether gradient accumulation is right for a loss, and if not, why: see `gradaccum.verify`.
+
+    The model runs in the mode that it is in. Gradients come from `torch.autograd.grad`, so that ``.grad`` and the hooks on its accumulation
+    are left out; hooks on tensors and modules run. Random numbers are given to each item again, so that dropout is no difference. Keeps a
+    copy of the model's parameters and state, and ``steps + 3`` gradients in float64.
+
+    Args:
+        model: the model; parameters of other modules that `loss_fn` closes over count too.
+        loss_fn: ``loss_fn(model, *batch)``, a scalar tensor.
+        batch: a tuple of nests of tensors, NumPy arrays and lists with one value per item; one nest alone is the only argument. A plain
+            value is given whole.
+        steps: micro-batches, from 2 to the number of items.
+        reduction: how the micro-batches will add up, as in `gradaccum.wrap`.
+        weight: the weight of a micro-batch: a callable ``weight(*micro_batch)`` or one number per item; its number of items unless given.
+        axes: a prefix nest of `batch`: the batch axis of each leaf, or None for a leaf that is given whole.
+
+    Raises:
+        ArgumentTypeError: `model` is no module, or one that other processes share; `loss_fn` gives no tensor; `axes` has another type.
+        ArgumentValueError: the loss is no scalar or has no graph; a leaf has no such axis, or another number of items; `steps` does not
+            suit the batch.
+        UsageError: the loss goes through a reentrant checkpoint, which works with ``backward()`` alone.
+    """
+    _require_model(model)
+    if not callable(loss_fn):
+        fix = "Write verify(model, lambda model, x, y: ..., (x, y))."
+        raise explain(ArgumentTypeError, "loss_fn", expected="a function loss_fn(model, *batch)", got=loss_fn, fix=fix)
+    divided = Batch(batch, axes)
+    return examine(TorchSubject(model, loss_fn, divided, weight_of(weight, divided)), steps, reduction)
+
+
+def _require_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        found = f"an object of type {type(model).__name__}"
+        raise explain(ArgumentTypeError, "model", expected="a torch.nn.Module", found=found, fix="Write verify(model, loss_fn, batch).")
+    if isinstance(model, nn.parallel.DistributedDataParallel) or any(map(is_sharded, model.parameters())):
+        fix = "Verify the bare module in one process: ddp.module, or the model before fully_shard."
+        found = f"a {type(model).__name__} over several processes"
+        raise explain(ArgumentTypeError, "model", expected="a module of one process", found=found, fix=fix)
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        fix = "Run the model once before."
+        raise explain(ArgumentValueError, "model", expected="parameters with numbers", found=f"{lazy[0]}, which is lazy", fix=fix)

@@ -1,0 +1,169 @@
+"""`verify` names the mistake planted in each loss, and passes the sound ones. Nothing of the user's is changed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+
+import gradaccum
+from gradaccum_jax import verify
+
+from .jax_losses import CLASSES, ITEMS, KEY, PARAMS, PLANTED, SOUND, Case, X, Y, plain, squares
+
+
+def verified(case: Case) -> gradaccum.VerificationReport:
+    return verify(case.params, case.loss_fn, case.batch, **{"steps": 4, **case.options})
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_mistake_is_named(name: str) -> None:
+    report = verified(PLANTED[name])
+    assert not report.equivalent
+    cause = report.causes[0]
+    assert cause.kind == PLANTED[name].kind, str(report)
+    assert PLANTED[name].where in cause.where, str(report)
+    assert {other.kind for other in report.causes[1:]} <= {"randomness"}, str(report)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_loss_passes(name: str) -> None:
+    report = verified(SOUND[name])
+    assert report.equivalent, str(report)
+    assert not report.causes
+
+
+def test_float64_passes() -> None:
+    with getattr(jax, "enable_x64", jax.experimental.enable_x64)(True):
+        params, x, y = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), (PARAMS, X, Y))
+        report = verify(params, plain, (x, y))
+    assert report.equivalent, str(report)
+    assert max(report.units.values()) < 1e-14
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5, ITEMS])
+def test_steps_that_do_not_divide(steps: int) -> None:
+    assert verify(PARAMS, plain, (X, Y), steps).equivalent
+    assert not verify(PARAMS, PLANTED["token_mean"].loss_fn, PLANTED["token_mean"].batch, steps).equivalent
+
+
+def test_flax_layers_are_named() -> None:
+    """By their path; a dropout beside them does not disturb."""
+    linen = pytest.importorskip("flax.linen", reason="flax is not installed")
+
+    class Net(linen.Module):  # type: ignore[misc, name-defined]
+        normalised: bool
+
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            x = linen.Dense(CLASSES)(x)
+            x = linen.BatchNorm(use_running_average=False)(x) if self.normalised else linen.LayerNorm()(x)
+            return linen.Dense(CLASSES)(linen.Dropout(0.5, deterministic=False)(x))
+
+    for normalised in (True, False):
+        net = Net(normalised)
+        variables = net.init({"params": KEY, "dropout": KEY}, X)
+
+        def loss_fn(params: Any, x: Any, y: Any, key: Any, net: Any = net, rest: Any = variables) -> Any:
+            variables = {**rest, "params": params}
+            output, _ = net.apply(variables, x, rngs={"dropout": key}, mutable=["batch_stats"])
+            return squares(PARAMS, output, y).mean()
+
+        report = verify(variables["params"], loss_fn, (X, Y, KEY))
+        assert report.equivalent is not normalised, str(report)
+        assert [(cause.kind, cause.where) for cause in report.causes] == ([("batch_statistics", "Net/BatchNorm_0")] if normalised else [])
+
+
+def test_draw_in_a_loop_is_told() -> None:
+    """Its numbers cannot be given to the items again."""
+
+    def loss_fn(params: Any, x: Any, y: Any, key: Any) -> Any:
+        def step(h: Any, one: Any) -> Any:
+            return h * jax.random.bernoulli(one, 0.5, h.shape), None
+
+        h, _ = jax.lax.scan(step, jnp.tanh(x @ params["w"]), jax.random.split(key, 2))
+        return squares(params, h, y).mean()
+
+    report = verify(PARAMS, loss_fn, (X, Y, KEY))
+    assert [cause.kind for cause in report.causes] == ["randomness"]
+
+
+def test_one_tree_is_the_only_argument() -> None:
+    assert verify(PARAMS, lambda params, both: plain(params, both["x"], both["y"]), {"x": X, "y": Y}).equivalent
+
+
+def test_the_front_door_finds_jax() -> None:
+    assert gradaccum.verify(PARAMS, plain, (X, Y)).equivalent
+    assert gradaccum.verify(SOUND["numpy_parameters"].params, plain, (X, Y)).equivalent
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_random_states_stay(raises: bool) -> None:
+    """Also if the loss raises in the middle."""
+
+    def loss_fn(params: Any, x: Any, y: Any) -> Any:
+        random.random()
+        np.random.random()
+        if raises and len(x) != ITEMS:
+            raise Boom
+        return plain(params, x, y)
+
+    random.seed(1)
+    np.random.seed(1)
+    if raises:
+        with pytest.raises(Boom):
+            verify(PARAMS, loss_fn, (X, Y))
+    else:
+        verify(PARAMS, loss_fn, (X, Y))
+    ours = random.random(), np.random.random()
+    random.seed(1)
+    np.random.seed(1)
+    assert ours == (random.random(), np.random.random())
+
+
+def test_numpy_arrays_of_the_user_stay() -> None:
+    case = SOUND["numpy_parameters"]
+    before = jax.tree.map(np.copy, (case.params, case.batch))
+    verified(case)
+    jax.tree.map(np.testing.assert_array_equal, before, (case.params, case.batch))
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "loss that is no scalar": ({"loss_fn": lambda p, x, y: squares(p, jnp.tanh(x @ p["w"]), y)}, ValueError, r"shape \(12,\)"),
+    "loss that is a pair": ({"loss_fn": lambda p, x, y: (plain(p, x, y), x)}, ValueError, "tuple"),
+    "loss that is no function": ({"loss_fn": 3}, TypeError, "loss_fn"),
+    "leaves of unequal size": ({"batch": (X, Y[:-1])}, ValueError, r"batch\[1\]: expected 12 items"),
+    "empty batch": ({"batch": (X[:0], Y[:0])}, ValueError, "at least one item"),
+    "more steps than items": ({"steps": 13}, ValueError, "steps"),
+    "one step": ({"steps": 1}, ValueError, "steps"),
+    "steps that are no number": ({"steps": "4"}, TypeError, "steps"),
+    "unknown reduction": ({"reduction": "median"}, ValueError, "reduction"),
+    "axis that a leaf has not": ({"axes": (1, 1)}, ValueError, r"batch\[1\]: expected an array with an axis 1"),
+    "axis that is a text": ({"axes": "items"}, TypeError, "axes"),
+    "axes of another shape": ({"axes": (0, 0, 0)}, ValueError, "axes: expected a prefix"),
+    "nothing to split": ({"axes": None}, ValueError, "an array to split"),
+    "too few weights": ({"weight": [1.0, 2.0]}, ValueError, "12 finite numbers"),
+    "negative weights": ({"weight": [-1.0] * 12}, ValueError, "12 finite numbers"),
+    "negative weight": ({"weight": lambda x, y: -1.0}, ValueError, "weight"),
+    "weight that is an array": ({"weight": lambda x, y: y}, TypeError, "weight"),
+    "no floating parameter": ({"params": {"n": jnp.asarray(1)}}, TypeError, "params"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_raises(name: str) -> None:
+    changed, kind, words = BAD[name]
+    arguments = {"params": PARAMS, "loss_fn": plain, "batch": (X, Y), **changed}
+    with pytest.raises(kind, match=words) as caught:
+        verify(**arguments)
+    assert isinstance(caught.value, gradaccum.GradAccumError)

@@ -1,0 +1,120 @@
+"""`verify` names the mistake planted in each model, and passes the sound ones. Nothing of the user's is changed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed")
+import mindspore as ms
+import mindspore.common.seed  # the module; `mindspore.common` has functions of its name
+from mindspore import nn, ops
+
+import gradaccum
+from gradaccum_mindspore import verify
+
+from .mindspore_common import pynative_after  # noqa: F401
+from .mindspore_losses import ITEMS, PLANTED, SOUND, Case, Moving, X, Y, net, plain
+
+
+def verified(case: Case) -> gradaccum.VerificationReport:
+    return verify(case.model(), case.loss_fn, case.batch, **{"steps": 4, **case.options})
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_mistake_is_named(name: str) -> None:
+    report = verified(PLANTED[name])
+    assert not report.equivalent
+    (cause,) = report.causes
+    assert cause.kind == PLANTED[name].kind, str(report)
+    assert PLANTED[name].where in cause.where, str(report)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_model_passes(name: str) -> None:
+    report = verified(SOUND[name])
+    assert report.equivalent, str(report)
+    assert not report.causes
+
+
+def test_the_front_door_finds_mindspore() -> None:
+    assert gradaccum.verify(net(), plain, (X, Y), 2).equivalent
+
+
+def test_random_operator_is_told() -> None:
+    """Its numbers cannot be given to the items again."""
+
+    def loss_fn(model: Any, x: Any, y: Any) -> Any:
+        return plain(model, ops.dropout(x, 0.5, True), y)
+
+    assert [cause.kind for cause in verify(net(), loss_fn, (X, Y)).causes] == ["randomness"]
+
+
+class Boom(Exception):
+    pass
+
+
+def state_of(model: Any) -> list[Any]:
+    seeds = sys.modules["mindspore.common.seed"]
+    parameters = [parameter.asnumpy().tobytes() for parameter in model.get_parameters()]
+    modes = [cell.training for _, cell in model.cells_and_names()]
+    attributes = [getattr(cell, "mean", None) for _, cell in model.cells_and_names()]
+    operators = [id(cell.dropout) for _, cell in model.cells_and_names() if isinstance(cell, nn.Dropout)]
+    randomness = (ms.get_seed(), dict(seeds._KERNEL_SEED), random.getstate(), repr(np.random.get_state()))
+    return [parameters, modes, attributes, operators, randomness, ms.get_context("mode")]
+
+
+@pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE])
+@pytest.mark.parametrize("raises", [False, True])
+def test_nothing_of_the_users_changes(raises: bool, mode: int) -> None:
+    """Parameters, statistics, attributes, modes, dropouts, random states and the context, also if the loss raises in the middle."""
+    model = net(nn.BatchNorm1d(3), Moving(), nn.Dropout(p=0.5), PLANTED["baseline"].model()[1])
+    model[3].set_train(False)
+
+    def loss_fn(model: Any, x: Any, y: Any) -> Any:
+        np.random.random()
+        random.random()
+        loss = plain(model, ops.dropout(x, 0.5, True), y)
+        if raises and x.shape[0] != ITEMS:
+            raise Boom
+        return loss
+
+    ms.set_context(mode=mode)
+    before = state_of(model)
+    if raises:
+        with pytest.raises(Boom):
+            verify(model, loss_fn, (X, Y), 2)
+    else:
+        assert not verify(model, loss_fn, (X, Y), 2).equivalent
+    assert state_of(model) == before
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "loss that is no scalar": ({"loss_fn": lambda net, x, y: net(x) - y}, ValueError, r"shape \(8, 1\)"),
+    "loss that is a pair": ({"loss_fn": lambda net, x, y: (plain(net, x, y), x)}, ValueError, "tuple"),
+    "loss that is no function": ({"loss_fn": 3}, TypeError, "loss_fn"),
+    "model that is no Cell": ({"model": [1.0]}, TypeError, "model"),
+    "model without parameters": ({"model": nn.Tanh()}, TypeError, "model"),
+    "leaves of unequal size": ({"batch": (X, Y[:-1])}, ValueError, r"batch\[1\]: expected 8 items"),
+    "more steps than items": ({"steps": 9}, ValueError, "steps"),
+    "one step": ({"steps": 1}, ValueError, "steps"),
+    "unknown reduction": ({"reduction": "median"}, ValueError, "reduction"),
+    "axis that a leaf has not": ({"axes": (0, 2)}, ValueError, r"batch\[1\]: expected an array with an axis 2"),
+    "axis that is a text": ({"axes": "items"}, TypeError, "axes"),
+    "nothing to split": ({"axes": None}, ValueError, "an array to split"),
+    "too few weights": ({"weight": [1.0, 2.0]}, ValueError, "8 finite numbers"),
+    "negative weight": ({"weight": lambda x, y: -1.0}, ValueError, "weight"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_raises(name: str) -> None:
+    changed, kind, words = BAD[name]
+    arguments = {"model": net(), "loss_fn": plain, "batch": (X, Y), **changed}
+    with pytest.raises(kind, match=words) as caught:
+        verify(**arguments)
+    assert isinstance(caught.value, gradaccum.GradAccumError)

@@ -1,0 +1,218 @@
+"""`gradaccum_torch.verify` names planted mistakes, passes sound models, and leaves everything of the user's as it was."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gradaccum
+import gradaccum_torch
+from conformance_tests.framework_tests.torch_cases import Case, classes, cross_entropy, inputs, net
+from conformance_tests.framework_tests.torch_mistaken_layers import MISTAKEN_LAYERS, batch_norm
+from conformance_tests.framework_tests.torch_mistaken_losses import MISTAKEN_LOSSES, info_nce
+from conformance_tests.framework_tests.torch_sound_layers import SOUND_LAYERS, dropout
+from conformance_tests.framework_tests.torch_sound_losses import SOUND_LOSSES, linear_float32
+
+MISTAKES = {**MISTAKEN_LOSSES, **MISTAKEN_LAYERS}
+SOUND = (*SOUND_LOSSES, *SOUND_LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """These models are so small that threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def verified(case: Case) -> gradaccum.VerificationReport:
+    return gradaccum.verify(case.model, case.loss_fn, case.batch, **case.options)
+
+
+@pytest.mark.parametrize("make", MISTAKES, ids=lambda make: make.__name__)
+def test_mistake_is_named(make: Callable[[], Case]) -> None:
+    kinds, where = MISTAKES[make]
+    report = verified(make())
+    assert not report.equivalent
+    assert tuple(cause.kind for cause in report.causes) == kinds
+    assert report.causes[0].where.startswith(where)
+
+
+@pytest.mark.parametrize("make", SOUND, ids=lambda make: make.__name__)
+def test_sound_model_passes(make: Callable[[], Case]) -> None:
+    report = verified(make())
+    assert report.equivalent, str(report)
+    assert report.causes == ()
+    assert max(report.errors.values()) < report.limit / 2, "little room is left"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_token_mean_in_any_dtype(dtype: torch.dtype) -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    labels = torch.tensor([0, -100, -100, -100, 1, 2, 1, -100])
+    report = gradaccum_torch.verify(net().to(dtype), loss, (inputs(5).to(dtype), labels))
+    assert [(cause.kind, cause.where) for cause in report.causes] == [("unequal_counts", "batch[1] != -100")]
+
+
+def test_advised_weight_is_right() -> None:
+    """What the report says to write as `weight` is Python, and makes it right."""
+    labels = torch.tensor([0, -100, 2, -100, 1, 2, 1, 0])
+    wrong = gradaccum.verify(net(), cross_entropy, (inputs(5), labels))
+    code = wrong.causes[0].fix.partition("weight=")[2].removesuffix(".")
+    assert gradaccum.verify(net(), cross_entropy, (inputs(5), labels), weight=eval(code)).equivalent
+
+
+def test_two_mistakes_are_both_named() -> None:
+    labels = torch.tensor([0, -100, 2, -100, 1, 2, 1, 0])
+    report = gradaccum.verify(net(nn.BatchNorm1d(4)), cross_entropy, (inputs(5), labels))
+    assert [cause.kind for cause in report.causes] == ["batch_statistics", "unequal_counts"]
+    report = gradaccum.verify(net(nn.BatchNorm1d(4)), lambda m, x: torch.cdist(m(x), m(x) + 1).mean(), (inputs(5),))
+    assert [cause.kind for cause in report.causes] == ["batch_statistics", "coupled_loss"]
+
+
+def test_loss_that_remembers_elsewhere() -> None:
+    calls: Iterator[int] = iter(range(10**6))
+    report = gradaccum.verify(net(), lambda m, x, y: cross_entropy(m, x, y) * (1 + next(calls)), (inputs(5), classes()))
+    assert [cause.kind for cause in report.causes] == ["hidden_state"]
+
+
+def test_gradient_that_is_not_finite() -> None:
+    report = gradaccum.verify(net(), lambda m, x: (m(x) * torch.inf).mean(), (inputs(5),))
+    assert [cause.kind for cause in report.causes] == ["not_finite"]
+    assert not report.equivalent
+
+
+def test_mixup_is_reported() -> None:
+    """A permutation of the batch has no numbers of an item, and evaluation mode draws it too."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x + x[torch.randperm(len(x))]), y)
+
+    report = gradaccum.verify(net(), loss, (inputs(5), classes()))
+    assert [cause.kind for cause in report.causes] == ["randomness"]
+    assert report.causes[0].where.startswith("randperm at test_torch_verification.py")
+
+
+def test_numbers_that_do_not_come_out() -> None:
+    """RReLU draws and computes at once: in evaluation mode, where it draws nothing, the other mistake is found."""
+    labels = torch.tensor([0, -100, 2, -100, 1, 2, 1, 0])
+    report = gradaccum.verify(net(nn.RReLU()), cross_entropy, (inputs(5), labels))
+    assert [cause.kind for cause in report.causes] == ["randomness", "unequal_counts"]
+    assert report.causes[0].where.startswith("rrelu_with_noise")
+
+
+def test_reentrant_checkpoint_is_refused() -> None:
+    """Its parameters would seem to be unused, and a mistake in them to be none."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
+
+    with pytest.raises(gradaccum.UsageError, match="use_reentrant=False"):
+        gradaccum.verify(net(nn.BatchNorm1d(4)), loss, (inputs(5), classes()))
+
+
+def test_unused_parameters_are_noted() -> None:
+    model = nn.ModuleDict({"used": net(), "unused": nn.Linear(1, 1)})
+    report = gradaccum.verify(model, lambda m, x, y: cross_entropy(m["used"], x, y), (inputs(5), classes()))
+    assert report.notes == ("unused.weight, unused.bias: the loss does not reach it.",)
+
+
+def test_custom_backward_of_clipping_hook() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        out.register_hook(lambda gradient: gradient.clamp(max=1e-3))
+        return out.square().mean()
+
+    report = gradaccum.verify(net(), loss, (inputs(5),))
+    assert [(cause.kind, cause.where) for cause in report.causes] == [("custom_backward", "a custom backward or gradient hook")]
+
+
+def test_parameters_of_the_loss_count() -> None:
+    """A module that the loss function closes over."""
+    centres = nn.Embedding(3, 3)
+    report = gradaccum.verify(net(), lambda m, x, y: (m(x) - centres(y)).square().mean() + centres.weight.sum(), (inputs(5), classes()))
+    assert "centres.weight" in report.errors
+    assert report.equivalent
+
+
+def test_works_without_gradients_outside() -> None:
+    with torch.no_grad():
+        assert verified(linear_float32()).equivalent
+
+
+def test_compiled_model_runs_as_written() -> None:
+    case = linear_float32()
+    assert gradaccum.verify(torch.compile(case.model, backend="eager"), case.loss_fn, case.batch).equivalent
+
+
+@pytest.mark.parametrize("items", [2, 3, 5, 7])
+def test_batches_of_any_size(items: int) -> None:
+    for make, right in ((dropout, True), (info_nce, False)):
+        case = make()
+        small = tuple(tensor[:items] for tensor in case.batch)
+        assert gradaccum.verify(case.model, case.loss_fn, small, steps=2).equivalent is right
+
+
+def test_report_reads_well() -> None:
+    report = verified(batch_norm())
+    said = str(report)
+    assert said.startswith("Accumulation is WRONG for this loss: batch_statistics.")
+    assert "BatchNorm1d" in said
+    assert "VERIFY.md" in said
+    read = json.loads(report.to_json())
+    assert read["equivalent"] is False
+    assert read["causes"][0]["kind"] == "batch_statistics"
+    assert set(read["errors"]) == {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
+    assert str(verified(linear_float32())).startswith("Accumulation is right for this loss: 4 parameters, 6 partitions")
+
+
+def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    rich = pytest.importorskip("rich.console", reason="needs rich")
+    report = verified(batch_norm())
+    console = rich.Console(width=120, record=True, file=io.StringIO())
+    console.print(report.table())
+    assert "0.weight" in console.export_text()
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    with pytest.raises(gradaccum.MissingPackageError, match="pip install rich"):
+        report.table()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"model_or_params": [1.0]}, gradaccum.ArgumentTypeError, r"model_or_params: expected a torch\.nn\.Module"),
+        ({"loss_fn": 3}, gradaccum.ArgumentTypeError, "loss_fn: expected a function"),
+        ({"steps": 1}, gradaccum.ArgumentValueError, "steps: expected an int >= 2"),
+        ({"steps": 9}, gradaccum.ArgumentValueError, "steps: expected at most the 8 items"),
+        ({"steps": 2.5}, gradaccum.ArgumentTypeError, "steps: expected an int"),
+        ({"reduction": "median"}, gradaccum.ArgumentValueError, "reduction: expected one of"),
+        ({"batch": (torch.ones(8, 5), torch.ones(7))}, gradaccum.ArgumentValueError, r"batch\[1\]: expected 8 items"),
+        ({"batch": (torch.ones(8, 5), torch.tensor(1.0))}, gradaccum.ArgumentValueError, r"batch\[1\]: expected a tensor with an axis 0"),
+        ({"batch": (torch.ones(0, 5),)}, gradaccum.ArgumentValueError, "batch: expected at least one item"),
+        ({"axes": "first"}, gradaccum.ArgumentTypeError, "axes: expected an int or None"),
+        ({"weight": [1.0, 2.0]}, gradaccum.ArgumentValueError, "weight: expected 8 numbers"),
+        ({"loss_fn": lambda m, x, y: m(x)}, gradaccum.ArgumentValueError, "loss_fn: expected a function that returns a scalar"),
+        ({"loss_fn": lambda m, x, y: 3.0}, gradaccum.ArgumentTypeError, "loss_fn: expected a function that returns a scalar"),
+        ({"loss_fn": lambda m, x, y: m(x).mean().detach()}, gradaccum.ArgumentValueError, "one without a graph"),
+        ({"model_or_params": nn.LazyLinear(3)}, gradaccum.ArgumentValueError, "lazy"),
+    ],
+)
+def test_wrong_arguments_are_refused(change: dict[str, Any], kind: type[Exception], words: str) -> None:
+    arguments = {"model_or_params": net(), "loss_fn": cross_entropy, "batch": (inputs(5), classes()), **change}
+    with pytest.raises(kind, match=words):
+        gradaccum.verify(**arguments)

@@ -1,0 +1,59 @@
+"""What the small models that `verify` is tried on are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ITEMS, TOKENS, WIDTH, CLASSES = 8, 6, 5, 3
+LENGTHS = (6, 2, 5, 1, 6, 3, 4, 2)
+"""Tokens of each item that are no padding."""
+
+
+class Case(NamedTuple):
+    """What `verify` is called with."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Tensor]
+    batch: tuple[Any, ...]
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+def inputs(*shape: int) -> Tensor:
+    torch.manual_seed(len(shape))
+    return torch.randn(ITEMS, *shape)
+
+
+def classes() -> Tensor:
+    return torch.tensor([0, 1, 2, 0, 1, 1, 2, 0])
+
+
+def mask() -> Tensor:
+    return (torch.arange(TOKENS) < torch.tensor(LENGTHS)[:, None]).long()
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 4), *(layers or (nn.Tanh(),)), nn.Linear(4, CLASSES))
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+class Square(torch.autograd.Function):
+    """x^2, whose backward ignores the gradient that it is handed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x

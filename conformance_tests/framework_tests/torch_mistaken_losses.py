@@ -1,0 +1,224 @@
+"""Small models, each with one published mistake in what the loss does with the items, and what `verify` has to say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from conformance_tests.framework_tests.torch_cases import (
+    CLASSES,
+    ITEMS,
+    TOKENS,
+    WIDTH,
+    Case,
+    classes,
+    inputs,
+    mask,
+    net,
+)
+
+
+def mean_of_token_means() -> Case:
+    """A mask of tokens, and a mean over the tokens of the micro-batch."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, kept: Tensor) -> Tensor:
+        each = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+        return (each * kept).sum() / kept.sum()
+
+    return Case(net(), loss, (inputs(TOKENS, WIDTH), classes()[:, None].expand(-1, TOKENS).clone(), mask()))
+
+
+def ignored_labels() -> Case:
+    """`ignore_index` in the labels of a causal model: the loss reads them shifted by one."""
+
+    def loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    labels = torch.where(mask() == 1, classes()[:, None], -100)
+    labels[:, 0] = torch.tensor([0, -100, 1, 2, -100, 0, 1, -100])  # The count of all labels is another one.
+    return Case(net(), loss, (inputs(TOKENS, WIDTH), labels))
+
+
+class Towers(nn.Module):
+    """Two towers with a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+
+    def features(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(self.image(image), dim=-1), F.normalize(self.text(text), dim=-1)
+
+    def contrast(self, image: Tensor, text: Tensor) -> Tensor:
+        logits = self.logit_scale.exp() * image @ text.T
+        places = torch.arange(len(image))
+        return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
+
+
+def open_clip_temperature() -> Case:
+    """OpenCLIP's accumulation: features of the whole batch are cached, each micro-batch writes its own into them with gradients."""
+    model = Towers()
+    image, text = inputs(WIDTH), inputs(WIDTH).flip(0)
+    with torch.no_grad():
+        cached = model.features(image, text)
+
+    def loss(model: Towers, image: Tensor, text: Tensor, places: Tensor, cached_image: Tensor, cached_text: Tensor) -> Tensor:
+        own_image, own_text = model.features(image, text)
+        return model.contrast(cached_image.index_copy(0, places, own_image), cached_text.index_copy(0, places, own_text))
+
+    options = {"axes": (0, 0, 0, None, None), "reduction": "sum"}
+    return Case(model, loss, (image, text, torch.arange(ITEMS), *cached), options)
+
+
+def info_nce() -> Case:
+    """Negatives come from the micro-batch."""
+    return Case(Towers(), lambda model, a, b: model.contrast(*model.features(a, b)), (inputs(WIDTH), inputs(WIDTH).flip(0)))
+
+
+def grpo_token_denominator() -> Case:
+    """GRPO with one denominator for all tokens (DAPO): the mean over the tokens of the micro-batch, here as floats in a dict."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        chosen = F.log_softmax(model(batch["states"]), -1)[..., 0]
+        weighed = chosen * batch["advantages"][:, None] * batch["completion_mask"]
+        return -weighed.sum() / batch["completion_mask"].sum()
+
+    batch = {"states": inputs(TOKENS, WIDTH), "advantages": inputs(), "completion_mask": mask().float()}
+    return Case(net(), loss, (batch,))
+
+
+def grpo_group_advantages() -> Case:
+    """Advantages are standardised over a group of completions, which the micro-batches cut."""
+
+    def loss(model: nn.Module, x: Tensor, rewards: Tensor) -> Tensor:
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        return -(F.log_softmax(model(x), -1)[:, 0] * advantages).mean()
+
+    return Case(net(), loss, (inputs(WIDTH), inputs()))
+
+
+class Experts(nn.Module):
+    """Two experts, and a router with the auxiliary loss of Switch Transformers: a product of two means over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList([nn.Linear(WIDTH, CLASSES) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        odds = self.router(x).softmax(-1)
+        chosen = F.one_hot(odds.argmax(-1), 2).to(odds)
+        balance = 2 * (chosen.mean(0) * odds.mean(0)).sum()
+        return sum(odds[:, k : k + 1] * expert(x) for k, expert in enumerate(self.experts)), balance
+
+
+def load_balance() -> Case:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out, balance = model(x)
+        return F.cross_entropy(out, y) + 0.1 * balance
+
+    return Case(Experts(), loss, (inputs(WIDTH), classes()))
+
+
+def penalty_under_sum() -> Case:
+    """A weight decay in the loss, which each micro-batch adds in full."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, reduction="sum") + sum(p.square().sum() for p in model[0].parameters())
+
+    return Case(net(), loss, (inputs(WIDTH), classes()), {"reduction": "sum"})
+
+
+def summed_z_loss() -> Case:
+    """A z-loss that is a sum, beside a cross entropy that is a mean."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        return F.cross_entropy(logits, y) + 0.01 * logits.logsumexp(-1).square().sum()
+
+    return Case(net(), loss, (inputs(WIDTH), classes()))
+
+
+def hardest_negative() -> Case:
+    """Triplets with the hardest negative of the micro-batch."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        found = model(x)
+        apart = torch.cdist(found, found)
+        other = torch.where(y[:, None] == y, torch.inf, apart)
+        nearest = other.min(1).values
+        return F.relu(1.0 + apart.mean(1) - torch.where(nearest.isfinite(), nearest, 0.0)).mean()
+
+    return Case(net(), loss, (inputs(WIDTH), classes()))
+
+
+def pairwise_ranking() -> Case:
+    """The area under the curve, by pairs of a positive and a negative."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        scores = model(x)[:, 0]
+        pairs = (y[:, None] > y).float()
+        return (F.softplus(scores - scores[:, None]) * pairs).sum() / pairs.sum().clamp(min=1)
+
+    return Case(net(), loss, (inputs(WIDTH), torch.tensor([0, 1, 0, 1, 1, 0, 0, 1])))
+
+
+def class_weights() -> Case:
+    """`cross_entropy(weight=)` divides by the sum of the weights of the classes that came."""
+    weights = torch.tensor([1.0, 2.0, 5.0])
+    return Case(net(), lambda model, x, y: F.cross_entropy(model(x), y, weight=weights), (inputs(WIDTH), classes()))
+
+
+def focal_positives() -> Case:
+    """RetinaNet's focal loss: a sum over all anchors, divided by the positive ones."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)[..., 0]
+        odds = logits.sigmoid()
+        each = -(y * (1 - odds) ** 2 * odds.log() + (1 - y) * odds**2 * (1 - odds).log())
+        return each.sum() / y.sum().clamp(min=1)
+
+    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask().float()))
+
+
+def standardised_targets() -> Case:
+    """Returns are standardised over the micro-batch, in front of a value head."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(model(x)[:, 0], (y - y.mean()) / y.std())
+
+    return Case(net(), loss, (inputs(WIDTH), inputs()))
+
+
+def summed_divergence() -> Case:
+    """`kl_div` with reduction="sum" under a mean: the micro-batches count 1 / N each."""
+
+    def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        return F.kl_div(F.log_softmax(model(x), -1), target, reduction="sum")
+
+    return Case(net(), loss, (inputs(WIDTH), inputs(CLASSES).softmax(-1)))
+
+
+MISTAKEN_LOSSES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
+    mean_of_token_means: (("unequal_counts",), "batch[2]"),
+    ignored_labels: (("unequal_counts",), "batch[1][:, 1:] != -100"),
+    open_clip_temperature: (("repeated_term",), "logit_scale"),
+    info_nce: (("coupled_loss",), "the loss"),
+    grpo_token_denominator: (("unequal_counts",), "batch[0]['completion_mask']"),
+    grpo_group_advantages: (("coupled_loss",), "the loss"),
+    load_balance: (("coupled_loss",), "the loss"),
+    penalty_under_sum: (("repeated_term",), "0.weight"),
+    summed_z_loss: (("summed_term",), "0.weight"),
+    hardest_negative: (("coupled_loss",), "the loss"),
+    pairwise_ranking: (("coupled_loss",), "the loss"),
+    class_weights: (("unequal_counts",), "a weight by batch[1]"),
+    focal_positives: (("unequal_counts",), "batch[1]"),
+    standardised_targets: (("coupled_loss",), "the loss"),
+    summed_divergence: (("wrong_reduction",), "the loss"),
+}
+"""By case: the kinds of its causes, in order, and the beginning of the first one's place."""

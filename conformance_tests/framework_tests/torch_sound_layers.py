@@ -1,0 +1,224 @@
+"""Layers, random numbers and state for which accumulation is right: nothing in them may be taken for a mistake."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from conformance_tests.framework_tests.torch_cases import (
+    CLASSES,
+    ITEMS,
+    TOKENS,
+    WIDTH,
+    Case,
+    classes,
+    cross_entropy,
+    inputs,
+    mask,
+    net,
+)
+
+
+def layer_norm() -> Case:
+    return Case(net(nn.LayerNorm(4), nn.ReLU()), cross_entropy, (inputs(WIDTH), classes()))
+
+
+def group_norm() -> Case:
+    """A bias in front of a normalisation has no gradient but rounding."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, CLASSES)]
+    return Case(nn.Sequential(*layers), cross_entropy, (inputs(2, 4, 4), classes()))
+
+
+def instance_norm() -> Case:
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(16, CLASSES)]
+    return Case(nn.Sequential(*layers), cross_entropy, (inputs(2, 6), classes()))
+
+
+def frozen_batch_norm() -> Case:
+    """Statistics of before, as in evaluation mode."""
+    model = net(nn.BatchNorm1d(4), nn.ReLU())
+    model(inputs(WIDTH))
+    return Case(model.eval(), cross_entropy, (inputs(WIDTH), classes()))
+
+
+def dropout() -> Case:
+    return Case(net(nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.2)), cross_entropy, (inputs(WIDTH), classes()))
+
+
+def dropout_after_tokens_were_flattened() -> Case:
+    class Flattens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net(nn.Dropout(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1)
+
+    return Case(Flattens(), cross_entropy, (inputs(TOKENS, WIDTH), classes()))
+
+
+def recomputed_dropout() -> Case:
+    """Activation checkpointing draws the same numbers twice."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
+
+    return Case(net(nn.Dropout(0.5)), loss, (inputs(WIDTH), classes()))
+
+
+def layers_dropped_at_random() -> Case:
+    """A layer is left out or not for all items at once, by torch's random numbers and by Python's."""
+
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (2 if random.random() < 0.5 else 1) * (3 if torch.rand(()).item() < 0.5 else 1)
+
+    return Case(net(*(Drops() for _ in range(8))), cross_entropy, (inputs(WIDTH), classes()))
+
+
+def noise_from_own_generator() -> Case:
+    """A generator with a seed of its own, made once: its numbers go on."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.1 * torch.randn(x.shape, generator=self.generator)
+
+    return Case(net(Noisy(), nn.Tanh()), cross_entropy, (inputs(WIDTH), classes()))
+
+
+class Attends(nn.Module):
+    """A transformer's layer over padded tokens, and the mean of those that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(10, 4, padding_idx=0)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        kept = ids != 0
+        found = self.layer(self.words(ids), src_key_padding_mask=~kept)
+        return self.head((found * kept[..., None]).sum(1) / kept.sum(1, keepdim=True))
+
+
+def attention_with_padding() -> Case:
+    torch.manual_seed(2)
+    return Case(Attends(), cross_entropy, (torch.randint(1, 10, (ITEMS, TOKENS)) * mask(), classes()))
+
+
+def tied_weights() -> Case:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.head = nn.Embedding(CLASSES, 4), nn.Linear(4, CLASSES, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.words(ids)))
+
+    return Case(Tied(), cross_entropy, (classes(), classes().flip(0)))
+
+
+def sparse_embedding() -> Case:
+    torch.manual_seed(0)
+    return Case(nn.Embedding(CLASSES, CLASSES, sparse=True), cross_entropy, (classes(), classes().flip(0)))
+
+
+def standardised_convolution() -> Case:
+    class Standardised(nn.Conv1d):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight - self.weight.mean((1, 2), keepdim=True)
+            return F.conv1d(x, weight / weight.std((1, 2), keepdim=True), self.bias)
+
+    torch.manual_seed(0)
+    layers = [Standardised(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, CLASSES)]
+    return Case(nn.Sequential(*layers), cross_entropy, (inputs(2, 6), classes()))
+
+
+def recurrent() -> Case:
+    """The second axis is the batch's: ``axes`` says so."""
+
+    class Recurs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.cells, self.head = nn.LSTM(WIDTH, 4, num_layers=2, dropout=0.3), nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.cells(x)[0][-1])
+
+    return Case(Recurs(), cross_entropy, (inputs(TOKENS, WIDTH).transpose(0, 1), classes()), {"axes": (1, 0)})
+
+
+def classes_that_only_some_have() -> Case:
+    """A head that some micro-batches do not use: no gradient is zero there."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.heads = nn.ModuleList([nn.Linear(WIDTH, CLASSES) for _ in range(2)])
+
+        def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+            out = torch.zeros(len(x), CLASSES)
+            for number, head in enumerate(self.heads):
+                if (kind == number).any():
+                    out = out.index_add(0, (kind == number).nonzero()[:, 0], head(x[kind == number]))
+            return out
+
+    def loss(model: nn.Module, x: Tensor, kind: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x, kind), y)
+
+    return Case(Heads(), loss, (inputs(WIDTH), torch.tensor([0, 0, 1, 1, 0, 1, 0, 0]), classes()))
+
+
+def counts_its_calls() -> Case:
+    """State that changes and is not read, and one that is read for nothing but a log."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls, self.seen = net(), 0, []
+            self.register_buffer("mean", torch.zeros(CLASSES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.inner(x)
+            self.calls += 1
+            self.seen.append(len(x))
+            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+            return out
+
+    return Case(Counts(), cross_entropy, (inputs(WIDTH), classes()))
+
+
+SOUND_LAYERS: tuple[Callable[[], Case], ...] = (
+    layer_norm,
+    group_norm,
+    instance_norm,
+    frozen_batch_norm,
+    dropout,
+    dropout_after_tokens_were_flattened,
+    recomputed_dropout,
+    layers_dropped_at_random,
+    noise_from_own_generator,
+    attention_with_padding,
+    tied_weights,
+    sparse_embedding,
+    standardised_convolution,
+    recurrent,
+    classes_that_only_some_have,
+    counts_its_calls,
+)

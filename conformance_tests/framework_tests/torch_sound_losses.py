@@ -1,0 +1,173 @@
+"""Losses, dtypes and batches for which accumulation is right: nothing in them may be taken for a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from conformance_tests.framework_tests.torch_cases import (
+    ITEMS,
+    LENGTHS,
+    TOKENS,
+    WIDTH,
+    Case,
+    Square,
+    classes,
+    cross_entropy,
+    inputs,
+    mask,
+    net,
+)
+
+
+def linear_float64() -> Case:
+    return Case(net().double(), cross_entropy, (inputs(WIDTH).double(), classes()))
+
+
+def linear_float32() -> Case:
+    return Case(net(nn.GELU()), cross_entropy, (inputs(WIDTH), classes()))
+
+
+def linear_bfloat16() -> Case:
+    return Case(net().bfloat16(), cross_entropy, (inputs(WIDTH).bfloat16(), classes()))
+
+
+def autocast() -> Case:
+    """float32 parameters, computed with in bfloat16: one rounding is bfloat16's."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(model(x).float(), y)
+
+    return Case(net(), loss, (inputs(WIDTH), classes()))
+
+
+def summed_loss() -> Case:
+    """A sum over all tokens, under "sum"."""
+
+    def loss(model: nn.Module, x: Tensor, kept: Tensor) -> Tensor:
+        return (model(x)[..., 0].square() * kept).sum()
+
+    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask()), {"reduction": "sum"})
+
+
+def token_mean_with_weight() -> Case:
+    """The mean over unequal token counts, with the weight that makes it right."""
+
+    def loss(model: nn.Module, x: Tensor, kept: Tensor) -> Tensor:
+        return (model(x)[..., 0].square() * kept).sum() / kept.sum()
+
+    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask()), {"weight": lambda x, kept: int(kept.sum())})
+
+
+def micro_batches_without_labels() -> Case:
+    """Their mean over nothing is NaN, their weight zero: they are left out."""
+    labels = torch.tensor([0, 1, -100, -100, -100, -100, 2, 0])
+    return Case(net(), cross_entropy, (inputs(WIDTH), labels), {"weight": lambda x, labels: int((labels != -100).sum())})
+
+
+def item_mean_by_lengths() -> Case:
+    """A sum over tokens that is divided by the window's tokens, one number per item."""
+
+    def loss(model: nn.Module, x: Tensor, kept: Tensor) -> Tensor:
+        return (model(x)[..., 0].square() * kept).sum()
+
+    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask()), {"reduction": "item_mean", "weight": torch.tensor(LENGTHS)})
+
+
+def weighted_items() -> Case:
+    """Weights of items inside a mean over items."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        return (F.cross_entropy(model(x), y, reduction="none") * weights).mean()
+
+    return Case(net(), loss, (inputs(WIDTH), classes(), inputs().abs()))
+
+
+def unused_and_constant_parameters() -> Case:
+    """One that the loss never reaches, one whose gradient is zero everywhere, one that is frozen."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.unused, self.zero = net(), nn.Linear(2, 2), nn.Parameter(torch.ones(3))
+            self.inner[0].bias.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + (self.zero * 0).sum()
+
+    return Case(Partly(), cross_entropy, (inputs(WIDTH), classes()))
+
+
+def kinks() -> Case:
+    """Whole numbers: every activation lies in a kink of the ReLU, or cancels to it exactly."""
+    model = net(nn.ReLU())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter * 5).round())
+    return Case(model, cross_entropy, (inputs(WIDTH).round(), classes()))
+
+
+def cancelling_kinks() -> Case:
+    """0.1 + 0.2 - 0.3 is zero or not by the order of the addition."""
+
+    class Cancels(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(x - x.mean(1, keepdim=True)) + F.relu(x.sum(1, keepdim=True) - 4 * x.mean(1, keepdim=True))
+
+    return Case(net(Cancels()), cross_entropy, (inputs(WIDTH), classes()))
+
+
+def nearly_nothing() -> Case:
+    """Gradients among the smallest numbers that float32 has."""
+    return Case(net(), lambda model, x, y: cross_entropy(model, x, y) * 1e-38, (inputs(WIDTH), classes()))
+
+
+def huge() -> Case:
+    return Case(net(), lambda model, x, y: cross_entropy(model, x, y) * 1e30, (inputs(WIDTH), classes()))
+
+
+def custom_function_that_carries() -> Case:
+    class Carries(Square):
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor) -> Tensor:
+            return upstream * 2 * ctx.saved_tensors[0]
+
+    return Case(net(), lambda model, x: Carries.apply(model(x)).mean(), (inputs(WIDTH),))
+
+
+def nested_batch() -> Case:
+    """Dicts, lists of texts, a flag, and an array that every micro-batch gets whole."""
+
+    def loss(model: nn.Module, batch: dict[str, Any], scale: Tensor, flag: bool) -> Tensor:
+        assert flag
+        assert len(batch["names"]) == len(batch["x"]), "texts are split with the items"
+        return F.cross_entropy(model(batch["x"]) * scale, batch["y"])
+
+    names = [f"item {number}" for number in range(ITEMS)]
+    batch = {"x": inputs(WIDTH), "y": classes(), "names": names}
+    return Case(net(), loss, (batch, torch.tensor([1.0, 2.0, 3.0]), True), {"axes": (0, None, None)})
+
+
+SOUND_LOSSES: tuple[Callable[[], Case], ...] = (
+    linear_float64,
+    linear_float32,
+    linear_bfloat16,
+    autocast,
+    summed_loss,
+    token_mean_with_weight,
+    micro_batches_without_labels,
+    item_mean_by_lengths,
+    weighted_items,
+    unused_and_constant_parameters,
+    kinks,
+    cancelling_kinks,
+    nearly_nothing,
+    huge,
+    custom_function_that_carries,
+    nested_batch,
+)

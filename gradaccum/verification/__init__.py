@@ -1,0 +1,23 @@
+"""Is accumulation right for MY loss? `verify` tells, and says why not."""
+
+from gradaccum.verification.dispatch import VerifyingBackend, verify
+from gradaccum.verification.examining import examine
+from gradaccum.verification.measuring import ROUNDING_LIMIT
+from gradaccum.verification.report import Cause, MissingPackageError, VerificationReport
+from gradaccum.verification.subject import Column, Conditions, Layer, Precision, Run, Subject
+
+__all__ = [
+    "ROUNDING_LIMIT",
+    "Cause",
+    "Column",
+    "Conditions",
+    "Layer",
+    "MissingPackageError",
+    "Precision",
+    "Run",
+    "Subject",
+    "VerificationReport",
+    "VerifyingBackend",
+    "examine",
+    "verify",
+]

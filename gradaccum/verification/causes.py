@@ -1,0 +1,163 @@
+"""The causes that `gradaccum.verify` can name, in words. `gradaccum/VERIFY.md` has a section for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradaccum.verification.counts import Count
+from gradaccum.verification.report import Cause
+from gradaccum.verification.subject import Layer
+
+LOSS = "the loss"
+SHOWN = 5
+"""How many names of a kind are listed."""
+
+KINDS = (
+    "not_finite",
+    "hidden_state",
+    "custom_backward",
+    "shared_randomness",
+    "randomness",
+    "state",
+    "batch_statistics",
+    "wrong_reduction",
+    "unequal_counts",
+    "repeated_term",
+    "summed_term",
+    "missing_gradients",
+    "coupled_loss",
+)
+"""Every kind of cause, in the order in which the experiments look for it."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of `names`, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def not_finite(names: Sequence[str]) -> Cause:
+    """The large batch's own gradient is inf or NaN."""
+    explanation = "The gradient of the large batch itself is not finite, so nothing can be compared with it."
+    return Cause("not_finite", listed(names), explanation, "Mend the loss first, or verify with another batch.")
+
+
+def hidden_state(names: Sequence[str]) -> Cause:
+    """The same batch gives two gradients."""
+    explanation = (
+        f"Two runs of the same batch, with the model's state and the random state put back, differ in {listed(names)}: the loss keeps or "
+        "reads something that changes from call to call."
+    )
+    fix = "Keep it in the model as a buffer, or compute it outside of the loss and give it as a part of the batch."
+    return Cause("hidden_state", "outside of the model", explanation, fix)
+
+
+def custom_backward(names: Sequence[str], culprits: Sequence[str]) -> Cause:
+    """The gradient does not scale with the loss."""
+    seen = f"A loss multiplied by a number does not give the multiplied gradient in {listed(names)}. " if names else ""
+    explanation = f"{seen}A backward pass ignores the gradient that it is handed, and with it the weight of a micro-batch."
+    fix = "Multiply by the incoming gradient in the backward pass of the custom function."
+    return Cause("custom_backward", listed(culprits) or "a custom backward or gradient hook", explanation, fix)
+
+
+def shared_randomness(places: Sequence[str]) -> Cause:
+    """Every micro-batch draws the same random numbers."""
+    explanation = "Its random numbers do not follow the random state: a seed or key is fixed, so every micro-batch gets the same numbers."
+    fix = "Seed once, outside of the loss (torch); give each micro-batch a key of its own (JAX: axes='key', or jax.random.fold_in)."
+    return Cause("shared_randomness", listed(places), explanation, fix)
+
+
+def randomness(places: Sequence[str], names: Sequence[str]) -> Cause:
+    """Random numbers that cannot be given to the items again."""
+    explanation = (
+        f"The gradient of {listed(names)} depends on random numbers that cannot be given to the same items again in another partition, so "
+        "that only evaluation mode can be compared."
+    )
+    return Cause("randomness", listed(places), explanation, "Verify with these operations switched off; the draw itself accumulates well.")
+
+
+def state(changed: Sequence[str], names: Sequence[str]) -> Cause:
+    """What one micro-batch leaves behind changes the gradient of the next."""
+    explanation = (
+        f"The forward pass changes it and the loss reads it: with the state put back before each micro-batch the gradient of "
+        f"{listed(names)} is another one."
+    )
+    fix = "Update it once per window, after the optimizer's step, or use the value from before the window."
+    return Cause("state", listed(changed) or "state of the model", explanation, fix)
+
+
+def batch_statistics(layers: Sequence[Layer], settled: bool | None) -> Cause:
+    """Layers whose output for an item depends on the other items."""
+    kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
+    said = {
+        True: " In evaluation mode the gradient stays.",
+        False: " In evaluation mode it moves too, for another reason.",
+        None: " It does so in evaluation mode too.",
+    }[settled]
+    explanation = f"{kinds}: the output for one item depends on the other items of its micro-batch.{said}"
+    fix = "Use GroupNorm or LayerNorm, freeze the statistics (evaluation mode for these layers), or accept statistics per micro-batch."
+    return Cause("batch_statistics", listed([layer.name or "the model" for layer in layers]), explanation, fix)
+
+
+def wrong_reduction(reduction: str, right: str) -> Cause:
+    """Another reduction makes it right."""
+    explanation = f"With reduction={right!r} the gradient stays under every partition; with reduction={reduction!r} it moves."
+    return Cause("wrong_reduction", LOSS, explanation, f"Write reduction={right!r}" + (" and no weight=." if right == "mean" else "."))
+
+
+def unequal_count(count: Count) -> Cause:
+    """A count of the batch makes it right."""
+    explanation = f"The loss is a mean over {count.where}, and micro-batches differ in it. Weighted by that count the gradient stays."
+    return Cause("unequal_counts", count.where, explanation, f"Write reduction='mean', weight={count.code}.")
+
+
+def unequal_weights(values: Sequence[float], labels: str | None, by_label: Sequence[tuple[float, float]]) -> Cause:
+    """Weights that were measured make it right."""
+    if labels is not None:
+        table = ", ".join(f"{label:g}: {weight:.3g}" for label, weight in by_label)
+        seen, where = f"The weight follows {labels}: {table}.", f"a weight by {labels}"
+    else:
+        seen = f"Measured, per item: {', '.join(f'{value:.3g}' for value in values[:8])}{', ...' if len(values) > 8 else ''}."
+        where = "the denominator of the loss"
+    explanation = f"The loss is a weighted mean, and the items do not weigh the same. {seen} So weighted the gradient stays."
+    fix = "Write weight= the sum that the loss divides by, for the micro-batch; or divide by it outside, with reduction='item_mean'."
+    return Cause("unequal_counts", where, explanation, fix)
+
+
+def repeated_term(names: Sequence[str]) -> Cause:
+    """A part of the gradient grows with the number of micro-batches."""
+    explanation = (
+        "Its gradient grows with the number of micro-batches: every micro-batch adds a part of it in full, as a penalty, an auxiliary loss "
+        "or a parameter of the loss itself that is differentiated again in each."
+    )
+    fix = "Add that term once per window (divide it by the number of micro-batches), or use coupled_backward, which differentiates it once."
+    return Cause("repeated_term", listed(names), explanation, fix)
+
+
+def summed_term(names: Sequence[str]) -> Cause:
+    """A part of the gradient shrinks with the number of micro-batches."""
+    explanation = (
+        "A part of its gradient shrinks with the number of micro-batches: the loss adds a sum over the items to a mean over them, and "
+        "reduction='mean' divides both."
+    )
+    return Cause("summed_term", listed(names), explanation, "Make each term of the loss a mean over items, or each a sum.")
+
+
+def missing_gradients(names: Sequence[str], times: str) -> Cause:
+    """Parameters without a gradient in a part of the micro-batches."""
+    explanation = (
+        f"It has no gradient in {times}: a branch is taken by some micro-batches and not by others, and the choice depends on the batch."
+    )
+    fix = "Choose the branch per item (with a mask), so that an item takes the same branch in every micro-batch."
+    return Cause("missing_gradients", listed(names), explanation, fix)
+
+
+def coupled_loss(names: Sequence[str], off: float | None) -> Cause:
+    """The loss of one item depends on other items."""
+    best = "" if off is None else f", {off:.3g} units of rounding off at best"
+    explanation = (
+        f"No weights of the micro-batches add up to the large batch's gradient in {listed(names)}{best}: the loss of one item depends on "
+        "the others, as in contrastive, ranking and load-balancing losses and statistics over the batch."
+    )
+    fix = "Split it into outputs per item and a loss of all outputs: coupled_backward (torch), coupled_value_and_grad (JAX, MindSpore)."
+    return Cause("coupled_loss", LOSS, explanation, fix)

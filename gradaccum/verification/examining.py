@@ -1,0 +1,126 @@
+"""The order of the experiments: what would disturb a later one is looked for first, and taken away before the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradaccum._validation import require_int
+from gradaccum.options import require_reduction
+from gradaccum.splitting import require_items, size_for
+from gradaccum.verification import causes
+from gradaccum.verification.experiments import (
+    TRAINING,
+    Finding,
+    finite,
+    fresh_numbers,
+    linear,
+    missing_gradients,
+    repeatable,
+    replayed,
+    separate,
+    stateless,
+)
+from gradaccum.verification.measuring import ROUNDING_LIMIT, Bench, Way, moved
+from gradaccum.verification.report import Cause, VerificationReport
+from gradaccum.verification.subject import Conditions, Subject
+from gradaccum.verification.terms import counted_terms
+from gradaccum.verification.weights import right_weights
+
+
+def examine(subject: Subject, steps: object, reduction: object = "mean") -> VerificationReport:
+    """Compare the partitions of the subject's batch, and look for the cause where the gradient moves.
+
+    Runs the batch some thirty times if all is right, some two hundred times if not; keeps ``steps + 3`` gradients in float64 at a time.
+
+    Args:
+        subject: the model, its loss and the batch.
+        steps: micro-batches, an int from 2 to the number of items.
+        reduction: how accumulation will add up.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: `steps` or `reduction` make no sense, or the batch is too small.
+    """
+    number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more: one micro-batch is the large batch.")
+    require_items(subject.items)
+    size_for(subject.items, number)
+    bench = Bench(subject, number, Way(require_reduction(reduction)))
+    return _Examination(bench).report()
+
+
+class _Examination:
+    """The experiments on one bench, and what they found so far."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._causes: list[Cause] = []
+        self._conditions: Conditions | None = TRAINING
+        self._errors: Mapping[str, float] = {}
+        self._notes: list[str] = []
+
+    def report(self) -> VerificationReport:
+        """Run them."""
+        for ask in (finite, repeatable, linear, fresh_numbers):
+            if self._conditions is not None:
+                self._take(ask(self._bench))
+        measured = self._bench.errors(TRAINING)
+        if self._conditions is not None:
+            self._find_what_moves(measured)
+        return VerificationReport(
+            not self._causes and not moved(measured),
+            tuple(self._causes),
+            measured,
+            self._bench.units(TRAINING),
+            ROUNDING_LIMIT,
+            tuple(partition.words for partition in self._bench.partitions),
+            tuple(self._notes),
+        )
+
+    def _take(self, finding: Finding) -> None:
+        self._causes += finding.causes
+        self._conditions = finding.go_on
+
+    def _find_what_moves(self, measured: Mapping[str, float]) -> None:
+        self._errors = measured
+        for ask in (replayed, stateless):
+            if self._conditions is not None and moved(self._errors):
+                self._take(ask(self._bench, self._conditions))
+                self._measure()
+        if self._conditions is None:
+            return
+        missing = missing_gradients(self._bench, self._conditions)
+        if not moved(self._errors):
+            self._note_missing(missing)
+            return
+        self._take(separate(self._bench, self._conditions, {name: missing[name] for name in moved(self._errors) if name in missing}))
+        self._measure()
+        if self._conditions is not None and moved(self._errors):
+            self._find_in_the_loss(self._conditions, moved(self._errors), missing)
+
+    def _measure(self) -> None:
+        if self._conditions is not None and self._conditions != TRAINING:
+            self._errors = self._bench.errors(self._conditions)
+
+    def _find_in_the_loss(self, conditions: Conditions, names: tuple[str, ...], missing: Mapping[str, str]) -> None:
+        """What the loss itself does with the items."""
+        weighted, off = right_weights(self._bench, conditions)
+        if weighted is not None:
+            self._causes.append(weighted)
+            return
+        counted, explained = counted_terms(self._bench, conditions, names)
+        self._causes += [counted] if counted is not None else []
+        left = tuple(name for name in names if name not in explained)
+        absent = [name for name in left if name in missing]
+        if absent:
+            self._causes.append(causes.missing_gradients(absent, missing[absent[0]]))
+        elif left:
+            self._causes.append(causes.coupled_loss(left, off))
+
+    def _note_missing(self, missing: Mapping[str, str]) -> None:
+        """Say which parameters lack a gradient in some micro-batches, where that does no harm, and which have none at all."""
+        reached = self._bench.large(TRAINING).gradients
+        unused = [name for name in self._bench.subject.names if name not in reached and name not in missing]
+        if unused:
+            self._notes.append(f"{causes.listed(unused)}: the loss does not reach it.")
+        if missing and not self._causes:
+            where = next(iter(missing.values()))
+            self._notes.append(f"{causes.listed(list(missing))}: no gradient in {where}; it counts as zero, which is right here.")

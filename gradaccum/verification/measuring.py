@@ -1,0 +1,170 @@
+"""How far a gradient moves from one partition of a batch to another, in units of what rounding alone moves it by.
+
+No tolerance is picked by hand. The unit of a parameter is the largest change of its gradient over several perturbations of all
+floating-point inputs and parameters by one rounding, of the large batch and of the first partition. A perturbation crosses the kinks that
+rounding would cross; the largest of several is seldom small by chance. Under it lies a floor: each micro-batch's gradient is rounded once,
+and was added up from many numbers, pairwise, which is off by at most log2(terms) roundings of the dtype in which sums are kept (Higham,
+"Accuracy and Stability of Numerical Algorithms", section 4.2); float16 and bfloat16 are summed in float32 everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from gradaccum.options import Reduction
+from gradaccum.verification.partitions import partitions
+from gradaccum.verification.subject import Conditions, Gradient, Items, Run, Subject
+
+PERTURBATIONS = 4
+"""Of the large batch and of the first partition each: a kink that rounding crosses half of the time is missed once in 2^8 times."""
+ROUNDING_LIMIT = 4.0
+"""Units that are still rounding: two gradients are compared, each with roundings of its own, and the worst of them may be twice the worst
+of the perturbations. Of thirty sound models the worst came to 2."""
+SUM_ROUNDOFF = 2.0**-23
+"""float32's: the coarsest dtype in which sums are kept."""
+
+Gradients = Mapping[str, Gradient]
+"""By parameter name; one that is left out is zero."""
+
+
+class Way(NamedTuple):
+    """A way to add up micro-batches."""
+
+    reduction: Reduction
+    values: Sequence[float] | None = None
+    """A weight per item, to be summed over a micro-batch; None: the weight that the subject gives."""
+
+    def weight(self, part: Items, run: Run) -> float:
+        """The weight of a micro-batch."""
+        return run.weight if self.values is None else math.fsum(self.values[item] for item in part)
+
+    def factors(self, parts: Sequence[Items], runs: Sequence[Run], whole: float) -> list[float]:
+        """What each micro-batch's gradient is multiplied by to add up to that of the loss of the large batch, whose weight is `whole`."""
+        if self.reduction == "sum":
+            return [1.0] * len(runs)
+        weights = [self.weight(part, run) for part, run in zip(parts, runs, strict=True)]
+        total = math.fsum(weights)
+        if total == 0:
+            return [0.0] * len(runs)
+        return [whole / total] * len(runs) if self.reduction == "item_mean" else [weight / total for weight in weights]
+
+
+class Bench:
+    """One batch of a subject under comparison.
+
+    Args:
+        subject: what is run.
+        steps: micro-batches of the first partition.
+        way: how they add up.
+        items: the items of the batch; all of the subject's unless given.
+    """
+
+    def __init__(self, subject: Subject, steps: int, way: Way, items: Items | None = None) -> None:
+        self.subject, self.way, self.items = subject, way, tuple(range(subject.items) if items is None else items)
+        self.partitions = partitions(self.items, steps)
+        self._large: dict[Conditions, Run] = {}
+        self._units: dict[Conditions, dict[str, float]] = {}
+
+    def large(self, conditions: Conditions) -> Run:
+        """The batch as a whole."""
+        if conditions not in self._large:
+            self._large[conditions] = self.subject.window([self.items], conditions)[0]
+        return self._large[conditions]
+
+    def accumulated(self, parts: Sequence[Items], conditions: Conditions, way: Way | None = None) -> dict[str, Gradient]:
+        """What accumulation over `parts` gives."""
+        return self.total(parts, self.subject.window(parts, conditions), conditions, way or self.way)
+
+    def total(self, parts: Sequence[Items], runs: Sequence[Run], conditions: Conditions, way: Way) -> dict[str, Gradient]:
+        """What `runs` of `parts` add up to."""
+        whole = way.weight(self.items, self.large(replace(conditions, perturbation=None))) if way.reduction == "item_mean" else 1.0
+        return combined(runs, way.factors(parts, runs, whole))
+
+    def units(self, conditions: Conditions) -> dict[str, float]:
+        """The unit of each parameter."""
+        if conditions not in self._units:
+            self._units[conditions] = self._measured_units(conditions)
+        return self._units[conditions]
+
+    def apart(self, a: Gradients, b: Gradients, conditions: Conditions) -> dict[str, float]:
+        """By parameter how far two gradients are apart, in units; inf where one is not finite."""
+        return self.apart_by(self.units(conditions), a, b)
+
+    def apart_by(self, units: Mapping[str, float], a: Gradients, b: Gradients) -> dict[str, float]:
+        """The same in other units."""
+        return {name: _in_units(self._distance(name, a, b), unit) for name, unit in units.items()}
+
+    def errors(self, conditions: Conditions, way: Way | None = None) -> dict[str, float]:
+        """By parameter how far the gradient moves from the large batch's under the worst partition, in units."""
+        large = self.large(conditions).gradients
+        every = [self.apart(self.accumulated(p.parts, conditions, way), large, conditions) for p in self.partitions]
+        return {name: max(errors[name] for errors in every) for name in self.subject.names}
+
+    def right(self, conditions: Conditions, ways: Sequence[Way]) -> list[Way]:
+        """Those of `ways` by which every partition adds up to the large batch; each partition is run once for all of them."""
+        large, left = self.large(conditions).gradients, list(ways)
+        for partition in self.partitions:
+            runs = self.subject.window(partition.parts, conditions) if left else []
+            totals = [(way, self.total(partition.parts, runs, conditions, way)) for way in left]
+            left = [way for way, total in totals if not moved(self.apart(total, large, conditions))]
+        return left
+
+    def norm(self, gradient: Gradient) -> float:
+        """The 2-norm; inf where it is not a number."""
+        square = self.subject.dot(gradient, gradient)
+        return math.sqrt(square) if square == square else math.inf
+
+    def _distance(self, name: str, a: Gradients, b: Gradients) -> float:
+        if name in a and name in b:
+            return self.norm(a[name] - b[name])
+        return self.norm(a[name]) if name in a else self.norm(b[name]) if name in b else 0.0
+
+    def _measured_units(self, conditions: Conditions) -> dict[str, float]:
+        found = self.floor(conditions)
+        for parts in ((self.items,), self.partitions[0].parts):
+            base = self.accumulated(parts, conditions)
+            for number in range(PERTURBATIONS):
+                moved = self.accumulated(parts, replace(conditions, perturbation=number))
+                for name in found:
+                    distance = self._distance(name, moved, base)
+                    found[name] = max(found[name], distance if math.isfinite(distance) else 0.0)
+        return found
+
+    def floor(self, conditions: Conditions) -> dict[str, float]:
+        """Under each unit: by how much a gradient can be off because it is stored and was added up."""
+        parts = self.partitions[0].parts
+        runs = self.subject.window(parts, conditions)
+        factors = self.way.factors(parts, runs, 1.0) if self.way.reduction == "mean" else [1.0] * len(runs)
+        return {name: self._floor_of(name, runs, factors) for name in self.subject.names}
+
+    def _floor_of(self, name: str, runs: Sequence[Run], factors: Sequence[float]) -> float:
+        """Relative to the sizes of the micro-batches' gradients, and no finer than the smallest number of the dtype."""
+        exact = self.subject.precision(name)
+        pairs = [(factor, run.gradients[name]) for factor, run in zip(factors, runs, strict=True) if factor and name in run.gradients]
+        sizes = [factor * self.norm(gradient) for factor, gradient in pairs]
+        relative = exact.roundoff + math.log2(max(exact.terms, 2)) * min(exact.roundoff, SUM_ROUNDOFF)
+        return relative * math.fsum(size for size in sizes if math.isfinite(size)) + len(runs) * exact.smallest * math.sqrt(exact.elements)
+
+
+def combined(runs: Sequence[Run], factors: Sequence[float]) -> dict[str, Gradient]:
+    """The sum of factor x gradient; a factor of 0 leaves its micro-batch out, were its gradient NaN."""
+    made: dict[str, Gradient] = {}
+    for run, factor in zip(runs, factors, strict=True):
+        for name, gradient in run.gradients.items() if factor else ():
+            term = gradient * factor
+            made[name] = made[name] + term if name in made else term
+    return made
+
+
+def moved(errors: Mapping[str, float]) -> tuple[str, ...]:
+    """Names of the parameters that moved by more than rounding."""
+    return tuple(name for name, error in errors.items() if not error <= ROUNDING_LIMIT)
+
+
+def _in_units(distance: float, unit: float) -> float:
+    if distance == 0:
+        return 0.0
+    return distance / unit if unit and math.isfinite(distance) else math.inf

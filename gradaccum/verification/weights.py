@@ -1,0 +1,105 @@
+"""Is there a reduction, a count of the batch or a weight per item by which the micro-batches add up to the large batch?
+
+A mean whose denominator differs between micro-batches is made right by weights, a coupled loss by none. So where no count that stands in
+the batch does it, the weights are measured: each item against the rest, by least squares over the gradients of all parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gradaccum.options import Reduction
+from gradaccum.verification import causes
+from gradaccum.verification.counts import counts, labels
+from gradaccum.verification.measuring import ROUNDING_LIMIT, Bench, Way
+from gradaccum.verification.report import Cause
+from gradaccum.verification.subject import Column, Conditions
+
+PROBE = 16
+"""Items whose weights are measured, of a batch that has more: two runs each."""
+SAME = 1e-2
+"""Relative difference up to which two measured weights are called the same in the report; no verdict depends on it."""
+
+
+class Measured(NamedTuple):
+    """Weights of the items of a probe, and how well they do."""
+
+    values: Mapping[int, float]
+    error: float
+    """The worst parameter, in units."""
+
+
+def right_weights(bench: Bench, conditions: Conditions) -> tuple[Cause | None, float | None]:
+    """The cause, if another reduction or other weights make it right; and by how many units the best weights are off, where measured."""
+    found = _other_reduction(bench, conditions) or _count(bench, conditions)
+    if found is not None:
+        return found, None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # A deviation over one item is no news here.
+            measured = _measured(bench, conditions)
+    except Exception:  # The user's loss may refuse a single item; the user's own partitions did run.
+        return None, None
+    if measured is None or measured.error > ROUNDING_LIMIT * len(measured.values):  # Each weight is off by up to a unit itself.
+        return None, None if measured is None else measured.error
+    return _described(bench, measured.values), None
+
+
+def _other_reduction(bench: Bench, conditions: Conditions) -> Cause | None:
+    reductions: tuple[Reduction, ...] = ("sum", "mean")
+    ways = [Way(reduction, [1.0] * bench.subject.items) for reduction in reductions if reduction != bench.way.reduction]
+    right = bench.right(conditions, ways)
+    return causes.wrong_reduction(bench.way.reduction, right[0].reduction) if right else None
+
+
+def _count(bench: Bench, conditions: Conditions) -> Cause | None:
+    tried = [(count, Way("mean", count.values)) for count in counts(bench.subject.columns())]
+    right = bench.right(conditions, [way for _, way in tried])
+    return next((causes.unequal_count(count) for count, way in tried if way in right), None)
+
+
+def _measured(bench: Bench, conditions: Conditions) -> Measured | None:
+    """The weight of each item of a probe, and how well all of them together do; None where the best ones are no weights."""
+    probe = Bench(bench.subject, min(4, len(bench.items)), bench.way, bench.items[:PROBE])
+    values = {item: _share(probe, item, conditions) for item in probe.items}
+    if not all(value >= -SAME for value in values.values()) or not sum(values.values()) > 0:
+        return None
+    weights = [max(values.get(item, 0.0), 0.0) for item in range(bench.subject.items)]
+    return Measured(values, max(probe.errors(conditions, Way("mean", weights)).values()))
+
+
+def _share(probe: Bench, item: int, conditions: Conditions) -> float:
+    """The a that brings a x gradient(item) + (1 - a) x gradient(rest) closest to the large batch's gradient."""
+    rest = [other for other in probe.items if other != item]
+    (alone,), (others,) = (probe.subject.window([part], conditions) for part in ((item,), rest))
+    if not all(math.isfinite(probe.norm(gradient)) for gradient in alone.gradients.values()):
+        return 0.0  # A mean over nothing: the item has no weight, or the fit will tell.
+    large, units = probe.large(conditions).gradients, probe.units(conditions)
+    above = below = 0.0
+    for name in large.keys() & alone.gradients.keys() & others.gradients.keys():
+        toward, off = alone.gradients[name] - others.gradients[name], large[name] - others.gradients[name]
+        scale = units[name] or 1.0
+        above += probe.subject.dot(toward, off) / scale**2
+        below += probe.subject.dot(toward, toward) / scale**2
+    return above / below if below else 1 / len(probe.items)
+
+
+def _described(bench: Bench, values: Mapping[int, float]) -> Cause:
+    mean = math.fsum(values.values()) / len(values)
+    weights = {item: value / mean for item, value in values.items()}
+    for column in labels(bench.subject.columns()):
+        by_label = _by_label(column, weights)
+        if by_label is not None:
+            return causes.unequal_weights([], column.where, by_label)
+    return causes.unequal_weights(list(weights.values()), None, [])
+
+
+def _by_label(column: Column, weights: Mapping[int, float]) -> Sequence[tuple[float, float]] | None:
+    """One weight per label if items of a label weigh the same and labels repeat; None otherwise."""
+    groups: dict[float, list[float]] = {}
+    for item, weight in weights.items():
+        groups.setdefault(column.rows[item][0], []).append(weight)
+    same = all(max(group) - min(group) <= SAME * max(map(abs, group)) for group in groups.values())
+    return [(label, group[0]) for label, group in groups.items()] if same and len(groups) < len(weights) else None
