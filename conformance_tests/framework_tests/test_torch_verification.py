@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradaccum
 import gradaccum_torch
-from conformance_tests.framework_tests.torch_cases import Case, classes, cross_entropy, inputs, net
+from conformance_tests.framework_tests.torch_cases import Case, classes, cross_entropy, inputs, net, one_thread  # noqa: F401
 from conformance_tests.framework_tests.torch_mistaken_layers import MISTAKEN_LAYERS, batch_norm
 from conformance_tests.framework_tests.torch_mistaken_losses import MISTAKEN_LOSSES, info_nce
 from conformance_tests.framework_tests.torch_sound_layers import SOUND_LAYERS, dropout
@@ -27,15 +27,6 @@ from conformance_tests.framework_tests.torch_sound_losses import SOUND_LOSSES, l
 
 MISTAKES = {**MISTAKEN_LOSSES, **MISTAKEN_LAYERS}
 SOUND = (*SOUND_LOSSES, *SOUND_LAYERS)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These models are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def verified(case: Case) -> gradaccum.VerificationReport:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_cases import classes, cross_entropy, inputs, net
+from conformance_tests.framework_tests.torch_cases import classes, cross_entropy, inputs, net, one_thread  # noqa: F401
 
 
 class Everything(nn.Module):

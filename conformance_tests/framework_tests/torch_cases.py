@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +22,16 @@ class Case(NamedTuple):
     loss_fn: Callable[..., Tensor]
     batch: tuple[Any, ...]
     options: dict[str, Any] = {}  # noqa: RUF012
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are so small that threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
 
 
 def inputs(*shape: int) -> Tensor:
