@@ -72,26 +72,38 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         if tail > 0:
             loss, weight, sums = self.add(batch, ops.arange(tail) + full * size, per_item, loss, weight, sums)
         divides = divisor((step, step, step, weight, weight > 0, zero + 1, step), self.reduction, where)
+        return self.finished(loss / divides, sums, divides)
+
+    def finished(self, loss: Tensor, sums: Any, divides: Tensor) -> tuple[Tensor, Any]:
+        """What the call returns, from the sums and what divides them."""
         gradients = each(ops.partial(_finished, divides), sums, self.dtypes)
-        return loss / divides, gradients[0] if self.single else gradients
+        return loss, gradients[0] if self.single else gradients
 
     def add(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Tensor, Tensor, Any]:
         """One micro-batch: the sums of losses, weights and gradients with it."""
         arguments = slices_of(batch, self.axes, indices)
         amount = self.amount(arguments, indices, per_item)
-        value, gradients = self.backward(*arguments)
+        value, gradients = self.differentiated(arguments)
         if isinstance(value, Tensor):
             check_loss("Tensor", value.shape, value.dtype)
         else:
             check_loss("tuple", (), None)
-        gradients = (gradients,) if self.single else gradients
         factor = contribution(amount, self.reduction)
         # Everything becomes NaN by a negative weight: compiled code cannot refuse a value.
         factor = where(amount > 0, factor, where(amount == 0, amount * 0, amount * 0 + NAN))
         used = amount != 0
-        sums = each(ops.partial(_added, factor, used), sums, gradients)
+        sums = self.collected(sums, gradients, amount, factor)
         given = value.astype(loss.dtype) * factor
         return loss + where(used, given, ops.zeros_like(given)), weight + amount, sums
+
+    def differentiated(self, arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        """What `fn` returns for a micro-batch, and a tuple of gradients."""
+        value, gradients = self.backward(*arguments)
+        return value, (gradients,) if self.single else gradients
+
+    def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
+        """The sums with a micro-batch's gradients times `factor`; one of weight 0 adds nothing, whatever they hold."""
+        return each(ops.partial(_added, factor, amount != 0), sums, gradients)
 
     def amount(self, arguments: Any, indices: Tensor, per_item: Tensor) -> Tensor:
         """The weight of one micro-batch, a scalar in the dtype of the sum of weights."""

@@ -80,3 +80,30 @@ def size_of(shape: tuple[int, ...], axis: Any, path: str) -> tuple[tuple[str, in
     """The length of one leaf with its path, or nothing of a leaf that is given whole."""
     require_axis(axis)
     return () if axis is None else ((path, shape_along(shape, axis, path)),)
+
+
+def leaves_in(nest: Any) -> tuple[Any, ...]:
+    """The leaves of a nest of tuples, lists and dicts, in order."""
+    if isinstance(nest, dict):
+        nest = tuple(nest.values())
+    if not isinstance(nest, (tuple, list)):
+        return (nest,)
+    found: tuple[Any, ...] = ()
+    for each in nest:
+        found = found + leaves_in(each)
+    return found
+
+
+def nest_in(places: Any, leaves: tuple[Any, ...]) -> Any:
+    """A nest like `places`, which holds numbers, with the leaf of each number in its place."""
+    if isinstance(places, dict):
+        named = {}
+        for key in places.keys():  # noqa: SIM118 - the compiler iterates over no dict
+            named[key] = nest_in(places[key], leaves)
+        return named
+    if isinstance(places, (tuple, list)):
+        parts = []
+        for each in places:
+            parts.append(nest_in(each, leaves))
+        return tuple(parts) if isinstance(places, tuple) else parts
+    return leaves[places]

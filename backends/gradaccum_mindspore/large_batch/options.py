@@ -64,6 +64,16 @@ def plain_reduction(reduction: str) -> Options:
     return make_options(None, reduction=reduction)
 
 
+def require_function(argument: str, function: object) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        ArgumentTypeError: `function` is no function and no Cell.
+    """
+    if not callable(function):
+        raise explain(ArgumentTypeError, argument, expected="a function or Cell", got=function, fix="Write def forward(x, y): ...")
+
+
 def require_split(split: Any, division: Division) -> None:
     """Refuse a split that cannot be called as it will be.
 

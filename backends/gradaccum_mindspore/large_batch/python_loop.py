@@ -90,8 +90,8 @@ def weighed(fn: object, batch: Batch, options: SplitOptions, division: Division)
         yield known, weight_of(options.weight, known.arguments, known.items, known.cut, total)
 
 
-def differentiated(backward: Function, arguments: Batch, has_aux: bool) -> tuple[Any, Any]:
-    """The value and the gradients of one micro-batch.
+def differentiated(backward: Function, arguments: Batch, has_aux: bool, *, scaled: bool = False) -> tuple[Any, Any]:
+    """The value and the gradients of one micro-batch; the value is a pair of the scaled loss and the function's own where it is `scaled`.
 
     Raises:
         ArgumentValueError: the loss is no scalar, or other outputs come undeclared, or are missing.
@@ -102,7 +102,7 @@ def differentiated(backward: Function, arguments: Batch, has_aux: bool) -> tuple
         if NO_AUX in str(error):
             raise aux_shape_error("the loss alone", declared=True) from error
         raise
-    require_outputs(value, has_aux)
+    require_outputs(value[1] if scaled else value, has_aux)
     return value, gradients
 
 

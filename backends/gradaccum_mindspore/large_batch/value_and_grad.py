@@ -12,12 +12,12 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
-from gradaccum import ArgumentTypeError, AutoMicroBatchSize
-from gradaccum.kit import Nest, explain
+from gradaccum import AutoMicroBatchSize
+from gradaccum.kit import Nest
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
-from gradaccum_mindspore.large_batch.options import SplitOptions, plain_reduction, split_options
+from gradaccum_mindspore.large_batch.options import SplitOptions, plain_reduction, require_function, split_options
 from gradaccum_mindspore.large_batch.python_loop import Function, PythonLoop
 
 
@@ -120,16 +120,6 @@ def value_and_grad(
         accumulate_dtype=accumulate_dtype,
     )
     return LargeBatchGradient(fn, grad_position, weights, has_aux, options)
-
-
-def require_function(argument: str, function: object) -> None:
-    """Refuse what cannot be called.
-
-    Raises:
-        ArgumentTypeError: `function` is no function and no Cell.
-    """
-    if not callable(function):
-        raise explain(ArgumentTypeError, argument, expected="a function or Cell", got=function, fix="Write def forward(x, y): ...")
 
 
 def positions_of(grad_position: Any) -> tuple[int, ...]:

@@ -1,0 +1,113 @@
+"""The second pass over a micro-batch draws the first one's random numbers and moves statistics once.
+
+MindSpore has no state of random numbers that one could save and load. In PyNative it makes each operator with seeds that come from
+counters in `mindspore.common.seed`, so the same counters make the same operators again. `mindspore.nn.Dropout` makes its operator once and
+for all, so it is lent one for each micro-batch. Whatever else draws numbers is noticed: the outputs of both passes are compared.
+
+Parameters that nobody trains, such as a normalization's statistics, are set back between the passes: they move as in one pass.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import mindspore as ms
+import mindspore.common.seed  # the module; `mindspore.common` has functions of its name
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from gradaccum import UsageError
+from gradaccum.kit import explain
+from gradaccum_mindspore.large_batch.randomness import DEPTH, cells_of, random_cell
+
+SEEDS: Any = sys.modules["mindspore.common.seed"]
+"""Private to MindSpore: ``_GLOBAL_SEED``, ``_KERNEL_SEED`` and ``_get_graph_seed``. Without them nothing could be replayed; if they work in
+another way, the outputs of both passes differ, and `require_same` says so."""
+
+
+class Replay:
+    """Runs micro-batches a second time as the first time: a context of both passes.
+
+    Args:
+        fn: the function that is run; the Cells that it names are searched for `mindspore.nn.Dropout` and for statistics.
+    """
+
+    def __init__(self, fn: object) -> None:
+        cells = {id(each): each for cell in cells_of(fn, DEPTH) for _, each in cell.cells_and_names()}
+        self.dropouts = [cell for cell in cells.values() if type(cell) is nn.Dropout]
+        held = {id(p): p for cell in cells.values() for p in cell.get_parameters(expand=False) if not p.requires_grad}
+        self.statistics: list[Parameter] = list(held.values())
+        self.noted: list[dict[Any, int]] = []
+
+    def __enter__(self) -> Replay:
+        self.seed, self.counters = SEEDS._GLOBAL_SEED, dict(SEEDS._KERNEL_SEED)
+        self.operators = [cell.dropout for cell in self.dropouts]
+        self.values = [parameter.value().copy() for parameter in self.statistics]
+        if self.seed is None:
+            SEEDS._GLOBAL_SEED = secrets.randbelow(2**31 - 2) + 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for cell, operator in zip(self.dropouts, self.operators, strict=True):
+            cell.dropout = operator
+        SEEDS._GLOBAL_SEED = self.seed
+        if kind is not None or self.seed is None:
+            self._set_counters(self.counters)
+        if kind is not None:
+            self.set_back()
+
+    def begin(self, place: int) -> None:
+        """Prepare the micro-batch at `place`, for the first time or the second."""
+        if place == len(self.noted):
+            self.noted.append(dict(SEEDS._KERNEL_SEED))
+        self._set_counters(self.noted[place])
+        for cell in self.dropouts:
+            keep = cell.keep_prob if cell.p is None else 1.0 - cell.p
+            cell.dropout = ops.Dropout(keep, *SEEDS._get_graph_seed(0, "dropout"))
+
+    def set_back(self) -> None:
+        """Give statistics the values that they had before the first pass."""
+        for parameter, value in zip(self.statistics, self.values, strict=True):
+            ops.assign(parameter, value)
+
+    def _set_counters(self, counters: dict[Any, int]) -> None:
+        SEEDS._KERNEL_SEED.clear()
+        SEEDS._KERNEL_SEED.update(counters)
+
+
+def require_replayable(fn: object) -> None:
+    """Refuse graph mode for a function that draws random numbers: compiled operators hold the place in their numbers themselves.
+
+    Raises:
+        UsageError: it is so.
+    """
+    drawing = random_cell(fn)
+    if drawing is not None and ms.get_context("mode") == ms.GRAPH_MODE:
+        raise replay_error(f"a {drawing} in training in graph mode", "Run in PyNative mode, or write set_train(False).")
+
+
+def require_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    """Compare the outputs of one micro-batch in both passes.
+
+    They may differ by what two compilations of one function differ by, far less than by another random number.
+
+    Raises:
+        UsageError: they differ.
+    """
+    for before, after in zip(first, second, strict=True):
+        a, b = (each.astype(ms.float64).asnumpy() for each in (before, after))
+        limit = math.sqrt(2.0**-7 if before.dtype == ms.bfloat16 else np.finfo(ms.dtype_to_nptype(before.dtype)).eps)
+        scale = np.abs(a[np.isfinite(a)]).max(initial=0.0)
+        if not np.allclose(a, b, rtol=0, atol=limit * scale, equal_nan=True):
+            fix = "Draw with mindspore.nn.Dropout or mindspore.ops.dropout, in PyNative mode, or give random numbers in the batch."
+            raise replay_error("outputs of the second pass that differ from the first", fix)
+
+
+def replay_error(found: str, fix: str) -> UsageError:
+    """The error for random numbers, or another state, that differ between the passes."""
+    return explain(UsageError, "outputs_fn", expected="a function that gives the same outputs again", found=found, fix=fix)
