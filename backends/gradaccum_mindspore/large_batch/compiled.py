@@ -62,7 +62,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         """The loss and the gradients, in the structure that `mindspore.value_and_grad` gives."""
         full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
         zero = self.zero * 1
-        step, loss, weight, sums = zero.astype(ms.int32), zero * 1, zero * 1, self.zeros(zero)
+        step, loss, weight, sums = zero.astype(ms.int32), self.start(zero), zero * 1, self.zeros(zero)
         per_item = self.zero
         if self.array:
             per_item = self.item_weights(full * size + tail, self.float_dtype)
@@ -115,6 +115,10 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         else:
             amount = self.zero + indices.shape[0]
         return amount.astype(self.float_dtype)
+
+    def start(self, zero: Tensor) -> Tensor:
+        """The sum of losses before the first micro-batch."""
+        return zero * 1
 
     def zeros(self, zero: Tensor) -> Any:
         """The sums before the first micro-batch."""

@@ -31,6 +31,7 @@ from gradaccum_mindspore.large_batch.gradients import GradientSums
 from gradaccum_mindspore.large_batch.merging import MergedOutputs, loss_kind, require_outputs
 from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.randomness import require_one_stream
+from gradaccum_mindspore.large_batch.replay import Noted
 from gradaccum_mindspore.large_batch.weights import weight_of
 
 Function = Callable[..., Any]
@@ -52,7 +53,16 @@ class PythonLoop:
         self.fn, self.backward, self.positions, self.options = fn, backward, positions, options
 
     def run(self, batch: Batch, division: Division) -> tuple[Any, Any]:
-        """One pass over the batch, divided so; changes nothing but what the user's function changes itself."""
+        """One pass over the batch, divided so; if it raises, statistics are as before."""
+        noted = Noted(self.fn)
+        try:
+            return self.passed(batch, division)
+        except BaseException:
+            noted.set_back()
+            raise
+
+    def passed(self, batch: Batch, division: Division) -> tuple[Any, Any]:
+        """One pass over the batch."""
         options = self.options
         sums = GradientSums(options.accumulate_dtype, self.joins(batch))
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))

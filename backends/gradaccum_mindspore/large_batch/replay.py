@@ -30,6 +30,30 @@ SEEDS: Any = sys.modules["mindspore.common.seed"]
 another way, the outputs of both passes differ, and `require_same` says so."""
 
 
+LARGEST = 2**16
+"""Elements of a Parameter that may be a statistic of a user's own Cell; a larger one that nobody trains counts as a frozen weight."""
+
+
+class Noted:
+    """What a function changes by running, as it was before: statistics, and MindSpore's counters of random operators.
+
+    Args:
+        fn: the function; the Cells that it names are searched.
+    """
+
+    def __init__(self, fn: object) -> None:
+        self.cells = {id(each): each for cell in cells_of(fn, DEPTH) for _, each in cell.cells_and_names()}.values()
+        held = {id(parameter): parameter for cell in self.cells for parameter in statistics_of(cell)}
+        self.values = [(parameter, parameter.value().copy()) for parameter in held.values()]
+        self.counters = dict(SEEDS._KERNEL_SEED)
+
+    def set_back(self) -> None:
+        """Make it as it was."""
+        set_counters(self.counters)
+        for parameter, value in self.values:
+            ops.assign(parameter, value)
+
+
 class Replay:
     """Runs micro-batches a second time as the first time: a context of both passes.
 
@@ -38,46 +62,48 @@ class Replay:
     """
 
     def __init__(self, fn: object) -> None:
-        cells = {id(each): each for cell in cells_of(fn, DEPTH) for _, each in cell.cells_and_names()}
-        self.dropouts = [cell for cell in cells.values() if type(cell) is nn.Dropout]
-        held = {id(p): p for cell in cells.values() for p in cell.get_parameters(expand=False) if not p.requires_grad}
-        self.statistics: list[Parameter] = list(held.values())
-        self.noted: list[dict[Any, int]] = []
+        self.fn = fn
+        self.places: list[dict[Any, int]] = []
 
     def __enter__(self) -> Replay:
-        self.seed, self.counters = SEEDS._GLOBAL_SEED, dict(SEEDS._KERNEL_SEED)
-        self.operators = [cell.dropout for cell in self.dropouts]
-        self.values = [parameter.value().copy() for parameter in self.statistics]
+        self.noted, self.seed = Noted(self.fn), SEEDS._GLOBAL_SEED
+        self.dropouts = [(cell, cell.dropout) for cell in self.noted.cells if type(cell) is nn.Dropout]
         if self.seed is None:
             SEEDS._GLOBAL_SEED = secrets.randbelow(2**31 - 2) + 1
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for cell, operator in zip(self.dropouts, self.operators, strict=True):
-            cell.dropout = operator
         SEEDS._GLOBAL_SEED = self.seed
-        if kind is not None or self.seed is None:
-            self._set_counters(self.counters)
+        for cell, operator in self.dropouts:
+            cell.dropout = operator
         if kind is not None:
-            self.set_back()
+            self.noted.set_back()
 
     def begin(self, place: int) -> None:
         """Prepare the micro-batch at `place`, for the first time or the second."""
-        if place == len(self.noted):
-            self.noted.append(dict(SEEDS._KERNEL_SEED))
-        self._set_counters(self.noted[place])
-        for cell in self.dropouts:
+        if place == len(self.places):
+            self.places.append(dict(SEEDS._KERNEL_SEED))
+        set_counters(self.places[place])
+        for cell, _ in self.dropouts:
             keep = cell.keep_prob if cell.p is None else 1.0 - cell.p
             cell.dropout = ops.Dropout(keep, *SEEDS._get_graph_seed(0, "dropout"))
 
     def set_back(self) -> None:
         """Give statistics the values that they had before the first pass."""
-        for parameter, value in zip(self.statistics, self.values, strict=True):
-            ops.assign(parameter, value)
+        self.noted.set_back()
 
-    def _set_counters(self, counters: dict[Any, int]) -> None:
-        SEEDS._KERNEL_SEED.clear()
-        SEEDS._KERNEL_SEED.update(counters)
+
+def statistics_of(cell: nn.Cell) -> list[Parameter]:
+    """The Parameters of one Cell that nobody trains, but for frozen weights."""
+    normalizes = "Norm" in type(cell).__name__
+    held = cell.get_parameters(expand=False)
+    return [parameter for parameter in held if not parameter.requires_grad and (normalizes or parameter.size <= LARGEST)]
+
+
+def set_counters(counters: dict[Any, int]) -> None:
+    """Set MindSpore's counters of random operators."""
+    SEEDS._KERNEL_SEED.clear()
+    SEEDS._KERNEL_SEED.update(counters)
 
 
 def require_replayable(fn: object) -> None:

@@ -1,7 +1,7 @@
 """The large batch's value and gradients in one call, with the memory of one micro-batch.
 
 A call from Python is a loop of Python, `python_loop`; a call inside `mindspore.jit` or inside a Cell in graph mode is a loop of compiled
-code, `compiled`. The Cell keeps nothing between calls, so a call that raises leaves everything as it was.
+code, `compiled`. The Cell keeps nothing between calls; a call that raises leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def value_and_grad(
             their own dtype.
 
     Returns:
-        A Cell to call with the batch. It keeps nothing between calls; one that raises changes nothing but what `fn` changed itself.
+        A Cell to call with the batch. It keeps nothing between calls. If one raises, the statistics of the Cells that `fn` names are as before.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch is empty or has leaves of unequal size, or `fn`

@@ -15,12 +15,14 @@ from mindspore.ops import constexpr
 from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, Nest, aux_shape_error, explain
 from gradaccum_mindspore.capturing import refuse_trace
+from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.batch import Batch
-from gradaccum_mindspore.large_batch.compiled import CompiledLoop
+from gradaccum_mindspore.large_batch.compiled import NAN, CompiledLoop
 from gradaccum_mindspore.large_batch.merging import MergedOutputs, loss_kind
 from gradaccum_mindspore.large_batch.options import SplitOptions, require_function, split_options
 from gradaccum_mindspore.large_batch.python_loop import Function, differentiated, divisor_of, weighed
+from gradaccum_mindspore.large_batch.replay import Noted
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
@@ -49,15 +51,16 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 
     def run(self, batch: Batch, division: Division) -> Any:
         """The window and its update; if it raises before the update was made, the optimizer is as before."""
-        storage = self.optimizer.storage
-        event = storage.last_event.value().copy()
+        storage, noted = self.optimizer.storage, Noted(self.user_function)
+        event, closed = storage.last_event.value().copy(), windows_of(self.optimizer)
         try:
             outputs = self.accumulated(batch, division)
             self.optimizer.flush()
         except BaseException:
-            if storage.micro_step.item() > 0:
+            if windows_of(self.optimizer) == closed:
                 self.optimizer.discard()
                 ops.assign(storage.last_event, event)
+                noted.set_back()
             raise
         return outputs
 
@@ -84,6 +87,10 @@ class CompiledUpdateLoop(CompiledLoop):
     def differentiated(self, arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
         (_, value), gradients = self.backward(*arguments)
         return value, gradients
+
+    def start(self, zero: Tensor) -> Tensor:
+        """The sum of losses before the first micro-batch: NaN if someone else opened a window, because compiled code cannot raise."""
+        return where(self.optimizer.storage.micro_step > 0, zero + NAN, zero)
 
     def zeros(self, zero: Tensor) -> Any:
         return zero * 1
@@ -127,7 +134,7 @@ def value_and_update(
 
     Returns:
         A Cell to call with the batch. It returns the loss, or the tuple of it and the merged outputs, of all micro-batches: a dropped
-        one's too. If it raises before the update was made, nothing has changed but what `fn` changed itself.
+        one's too. If it raises before the update was made, the optimizer and the statistics of `fn`'s Cells are as before.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as for `value_and_grad`; or `optimizer` is not wrapped with ``steps=None``.
@@ -158,6 +165,11 @@ def value_and_update(
         aux=aux,
     )
     return LargeBatchUpdate(fn, optimizer, has_aux, options)
+
+
+def windows_of(optimizer: AccumulatingOptimizer) -> int:
+    """How many windows were closed."""
+    return int(optimizer.storage.optimizer_step.item() + optimizer.storage.skipped_windows.item())
 
 
 def scaled(fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool) -> Function:
