@@ -5,6 +5,9 @@ Python numbers, and 32 copies took four times as long to compile as one body. On
 random operator would start at the same seed. A last, smaller micro-batch is a second copy of the body. The sums start as zeros that the
 graph computes, because constant zeros would be a second buffer of the model's size.
 
+Tuples of Tensors are walked by place: through a loop over a tuple of equal shapes MindSpore takes its length for unknown, and then
+`mindspore.ops.HyperMap` returned shape (1,) for shape ().
+
 A compiled program knows shapes, not values: what depends on values is refused here, and a weight that is a Tensor is not checked.
 """
 
@@ -26,7 +29,7 @@ from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.randomness import require_one_program
 from gradaccum_mindspore.large_batch.weights import as_array
 from gradaccum_mindspore.state import hidden_parameter
-from gradaccum_mindspore.sums import each, sum_dtype, working_dtype
+from gradaccum_mindspore.sums import sum_dtype, working_dtype
 from gradaccum_mindspore.types import DType
 
 NAN = float("nan")
@@ -76,8 +79,10 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
     def finished(self, loss: Tensor, sums: Any, divides: Tensor) -> tuple[Tensor, Any]:
         """What the call returns, from the sums and what divides them."""
-        gradients = each(ops.partial(_finished, divides), sums, self.dtypes)
-        return loss, gradients[0] if self.single else gradients
+        made: tuple[Tensor, ...] = ()
+        for place in range(len(self.shapes)):
+            made = (*made, _finished(divides, sums[place], self.dtypes[place]))
+        return loss, made[0] if self.single else made
 
     def add(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Tensor, Tensor, Any]:
         """One micro-batch: the sums of losses, weights and gradients with it."""
@@ -91,10 +96,9 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         factor = contribution(amount, self.reduction)
         # Everything becomes NaN by a negative weight: compiled code cannot refuse a value.
         factor = where(amount > 0, factor, where(amount == 0, amount * 0, amount * 0 + NAN))
-        used = amount != 0
         sums = self.collected(sums, gradients, amount, factor)
         given = value.astype(loss.dtype) * factor
-        return loss + where(used, given, ops.zeros_like(given)), weight + amount, sums
+        return loss + where(amount != 0, given, ops.zeros_like(given)), weight + amount, sums
 
     def differentiated(self, arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
         """What `fn` returns for a micro-batch, and a tuple of gradients."""
@@ -103,7 +107,11 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
     def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
         """The sums with a micro-batch's gradients times `factor`; one of weight 0 adds nothing, whatever they hold."""
-        return each(ops.partial(_added, factor, amount != 0), sums, gradients)
+        used = amount != 0
+        made: tuple[Tensor, ...] = ()
+        for place in range(len(self.shapes)):
+            made = (*made, _added(factor, used, sums[place], gradients[place]))
+        return made
 
     def amount(self, arguments: Any, indices: Tensor, per_item: Tensor) -> Tensor:
         """The weight of one micro-batch, a scalar in the dtype of the sum of weights."""

@@ -87,7 +87,8 @@ def value_and_grad(
             their own dtype.
 
     Returns:
-        A Cell to call with the batch. It keeps nothing between calls. If one raises, the statistics of the Cells that `fn` names are as before.
+        A Cell to call with the batch. It keeps nothing between calls. If a call raises, the statistics of the Cells that `fn` names are as
+        before.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch is empty or has leaves of unequal size, or `fn`
