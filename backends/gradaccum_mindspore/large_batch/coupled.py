@@ -13,10 +13,11 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import _no_grad
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError
-from gradaccum.kit import Division, Nest, concatenate_error, explain, leaves_of, with_leaves
+from gradaccum.kit import Division, Nest, concatenate_error, explain, leaves_of, mapped, with_leaves
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.batch import Batch, micro_batches
@@ -76,7 +77,8 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         forward, structure, given = self._forward(), None, []
         for place, arguments in enumerate(parts):
             replay.begin(place)
-            structure = forward(*compilable(arguments))
+            with _no_grad():  # Where MindSpore records, for an outer gradient, or after an error, it would keep all micro-batches.
+                structure = forward(*compilable(arguments))
             given.append(output_leaves(structure))
         return structure, tuple(map(list, zip(*given, strict=True)))
 
@@ -98,10 +100,10 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         return self._once("forward", lambda: ms.jit(self.outputs_fn))
 
     def _loss(self, structure: Nest, floating: tuple[int, ...]) -> Function:
-        count = iter(range(len(leaves_of(structure))))
-        places = with_leaves(structure, count)
+        places = with_leaves(structure, iter(range(len(leaves_of(structure)))))
+        outline = mapped(lambda leaf: object(), structure)
         compiled = ms.get_context("mode") == ms.GRAPH_MODE
-        made = loss_function(self.loss_fn, places, compiled)
+        made = loss_function(self.loss_fn, outline, places, compiled)
         return self._once(("loss", repr(places), floating), lambda: ms.value_and_grad(made, floating, self.trained))
 
     def _differentiated(self, floating: tuple[int, ...]) -> Function:
@@ -197,11 +199,18 @@ def part_of(whole: Tensor, pieces: Sequence[Tensor], place: int) -> Tensor:
     return whole[start : start + pieces[place].shape[0]]
 
 
-def loss_function(loss_fn: Function, places: Nest, compiled: bool) -> Function:
-    """`loss_fn` as a function of the leaves of the outputs; `places` is their nest, with the number of each leaf in its place."""
+def loss_function(loss_fn: Function, outline: Nest, places: Nest, compiled: bool) -> Function:
+    """`loss_fn` as a function of the leaves of the outputs.
+
+    Args:
+        loss_fn: the user's function of a nest.
+        outline: the nest, with objects in place of the leaves: Python's walk takes a tuple of numbers for one leaf, a column.
+        places: the nest, with the number of each leaf in its place, for the compiler.
+        compiled: whether the compiler follows it.
+    """
 
     def of_leaves(*leaves: Tensor) -> Tensor:
-        return loss_fn(with_leaves(places, iter(leaves)))
+        return loss_fn(with_leaves(outline, iter(leaves)))
 
     def of_compiled_leaves(*leaves: Tensor) -> Tensor:
         return loss_fn(nest_in(places, leaves))
@@ -217,13 +226,12 @@ def surrogate(outputs_fn: Function, floating: tuple[int, ...], compiled: bool) -
     leaves_at = leaves_in if compiled else output_leaves
 
     def products(cotangents: tuple[Tensor, ...], *arguments: Nest) -> tuple[Tensor, Any]:
-        outputs = outputs_fn(*arguments)
-        leaves = leaves_at(outputs)
+        leaves = leaves_at(outputs_fn(*arguments))
         total = 0.0
         for place, cotangent in zip(floating, cotangents):  # noqa: B905 - the compiler knows no strict
             work = working_dtype(cotangent.dtype)
             total = total + (leaves[place].astype(work) * cotangent.astype(work)).sum()
-        return total, outputs
+        return total, tuple(leaves)
 
     return products
 

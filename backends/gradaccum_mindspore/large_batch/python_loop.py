@@ -23,6 +23,7 @@ from gradaccum.kit import (
     explain,
     initial_state,
     leaves_of,
+    mapped,
     select,
     spread,
 )
@@ -58,7 +59,7 @@ class PythonLoop:
         try:
             return self.passed(batch, division)
         except BaseException:
-            noted.set_back()
+            noted.after_error()
             raise
 
     def passed(self, batch: Batch, division: Division) -> tuple[Any, Any]:
@@ -133,10 +134,19 @@ def divisor_of(weight: float, options: SplitOptions) -> float:
 
 
 def compilable(arguments: Batch) -> Batch:
-    """The arguments as graph mode takes them: a container of Tensors would be a constant there, compiled anew for each micro-batch."""
+    """The arguments as graph mode takes them.
+
+    A container of Tensors would be a constant there, compiled anew for each micro-batch. A slice, which shares the batch's memory,
+    would be refused where the function returns it as it came.
+    """
     if ms.get_context("mode") != ms.GRAPH_MODE:
         return arguments
-    return tuple(ms.mutable(each) if children_of(each) and _all_tensors(each) else each for each in arguments)
+    copies = (mapped(_copied, argument) for argument in arguments)
+    return tuple(ms.mutable(each) if children_of(each) and _all_tensors(each) else each for each in copies)
+
+
+def _copied(leaf: object) -> object:
+    return leaf.copy() if isinstance(leaf, Tensor) else leaf
 
 
 def _counted(arguments: Batch, axes: Nest) -> int | None:

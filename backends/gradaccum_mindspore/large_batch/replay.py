@@ -9,7 +9,6 @@ Parameters that nobody trains, such as a normalization's statistics, are set bac
 
 from __future__ import annotations
 
-import math
 import secrets
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import mindspore as ms
 import mindspore.common.seed  # the module; `mindspore.common` has functions of its name
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.api import _pynative_executor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
@@ -30,6 +30,8 @@ SEEDS: Any = sys.modules["mindspore.common.seed"]
 another way, the outputs of both passes differ, and `require_same` says so."""
 
 
+ROUNDINGS = {ms.float16: 2.0**-5, ms.bfloat16: 2.0**-4, ms.float32: 2.0**-11, ms.float64: 2.0**-26}
+"""How far the outputs of two passes may differ, relative to the largest: about the square root of a rounding. Integers are equal."""
 LARGEST = 2**16
 """Elements of a Parameter that may be a statistic of a user's own Cell; a larger one that nobody trains counts as a frozen weight."""
 
@@ -46,6 +48,15 @@ class Noted:
         held = {id(parameter): parameter for cell in self.cells for parameter in statistics_of(cell)}
         self.values = [(parameter, parameter.value().copy()) for parameter in held.values()]
         self.counters = dict(SEEDS._KERNEL_SEED)
+
+    def after_error(self) -> None:
+        """Make it as it was, and let MindSpore forget the operators that it has recorded.
+
+        It goes on recording after a function raised inside `mindspore.value_and_grad`, unless a Cell raised; then a later call
+        would differentiate through what came before it.
+        """
+        _pynative_executor.clear_res()
+        self.set_back()
 
     def set_back(self) -> None:
         """Make it as it was."""
@@ -77,7 +88,7 @@ class Replay:
         for cell, operator in self.dropouts:
             cell.dropout = operator
         if kind is not None:
-            self.noted.set_back()
+            self.noted.after_error()
 
     def begin(self, place: int) -> None:
         """Prepare the micro-batch at `place`, for the first time or the second."""
@@ -127,9 +138,8 @@ def require_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
     """
     for before, after in zip(first, second, strict=True):
         a, b = (each.astype(ms.float64).asnumpy() for each in (before, after))
-        limit = math.sqrt(2.0**-7 if before.dtype == ms.bfloat16 else np.finfo(ms.dtype_to_nptype(before.dtype)).eps)
         scale = np.abs(a[np.isfinite(a)]).max(initial=0.0)
-        if not np.allclose(a, b, rtol=0, atol=limit * scale, equal_nan=True):
+        if not np.allclose(a, b, rtol=0, atol=ROUNDINGS.get(before.dtype, 0.0) * scale, equal_nan=True):
             fix = "Draw with mindspore.nn.Dropout or mindspore.ops.dropout, in PyNative mode, or give random numbers in the batch."
             raise replay_error("outputs of the second pass that differ from the first", fix)
 

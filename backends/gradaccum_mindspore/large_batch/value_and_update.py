@@ -60,7 +60,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
             if windows_of(self.optimizer) == closed:
                 self.optimizer.discard()
                 ops.assign(storage.last_event, event)
-                noted.set_back()
+                noted.after_error()
             raise
         return outputs
 
