@@ -32,8 +32,6 @@ from gradaccum_mindspore.state import hidden_parameter
 from gradaccum_mindspore.sums import sum_dtype, working_dtype
 from gradaccum_mindspore.types import DType
 
-NAN = float("nan")
-
 
 class CompiledLoop(nn.Cell):  # type: ignore[misc]
     """The large batch's loss and gradients by parameters, for the compiler to follow.
@@ -55,6 +53,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.shapes = tuple(tuple(parameter.shape) for parameter in listed)
         self.float_dtype = ms.float64 if ms.float64 in self.sum_dtypes else ms.float32
         self.zero = hidden_parameter(Tensor(0, self.float_dtype), "gradaccum.large_batch.zero")
+        self.nan = hidden_parameter(Tensor(float("nan"), self.float_dtype), "gradaccum.large_batch.nan")
+        """A Parameter, because the compiler made 0 of a sum with Python's NaN."""
         self.axes, self.reduction, self.calls_weight = options.axes, options.reduction, callable(options.weight)
         self.weight_function: Any = options.weight if self.calls_weight else None
         self.array = options.weight is not None and not self.calls_weight
@@ -95,7 +95,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             check_loss("tuple", (), None)
         factor = contribution(amount, self.reduction)
         # Everything becomes NaN by a negative weight: compiled code cannot refuse a value.
-        factor = where(amount > 0, factor, where(amount == 0, amount * 0, amount * 0 + NAN))
+        factor = where(amount > 0, factor, where(amount == 0, amount * 0, self.nan * 1))
         sums = self.collected(sums, gradients, amount, factor)
         given = value.astype(loss.dtype) * factor
         return loss + where(amount != 0, given, ops.zeros_like(given)), weight + amount, sums

@@ -32,7 +32,7 @@ from gradaccum_mindspore.large_batch.gradients import GradientSums
 from gradaccum_mindspore.large_batch.merging import MergedOutputs, loss_kind, require_outputs
 from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.randomness import require_one_stream
-from gradaccum_mindspore.large_batch.replay import Noted
+from gradaccum_mindspore.large_batch.replay import Replay
 from gradaccum_mindspore.large_batch.weights import weight_of
 
 Function = Callable[..., Any]
@@ -55,20 +55,17 @@ class PythonLoop:
 
     def run(self, batch: Batch, division: Division) -> tuple[Any, Any]:
         """One pass over the batch, divided so; if it raises, statistics are as before."""
-        noted = Noted(self.fn)
-        try:
-            return self.passed(batch, division)
-        except BaseException:
-            noted.after_error()
-            raise
+        with Replay(self.fn, lends=False) as replay:
+            return self.passed(batch, division, replay)
 
-    def passed(self, batch: Batch, division: Division) -> tuple[Any, Any]:
+    def passed(self, batch: Batch, division: Division, replay: Replay) -> tuple[Any, Any]:
         """One pass over the batch."""
         options = self.options
         sums = GradientSums(options.accumulate_dtype, self.joins(batch))
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
         items, weight, unit = 0, 0.0, None
-        for part, amount in weighed(self.fn, batch, options, division):
+        for place, (part, amount) in enumerate(weighed(self.fn, batch, options, division)):
+            replay.begin(place)
             unit = unit or unit_of(amount, options)
             value, gradients = differentiated(self.backward, part.arguments, options.aux is not None)
             sums.add(gradients, factor_of(amount / unit, options))

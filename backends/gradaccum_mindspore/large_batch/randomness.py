@@ -1,8 +1,8 @@
 """No two micro-batches draw the same random numbers.
 
-In PyNative each call of a random operator goes on where the one before stopped. In compiled code each operator has numbers of its own, and
-after `mindspore.set_seed` they all start at that seed. So the micro-batches of one size have to run through one compiled program, and
-those of two sizes, which are two programs, would begin with the same numbers.
+In PyNative `replay.Replay` sees to that. In compiled code each operator has numbers of its own, and after `mindspore.set_seed` they all
+start at that seed. So the micro-batches of one size have to run through one compiled program, and those of two sizes, which are two
+programs, would begin with the same numbers.
 """
 
 from __future__ import annotations

@@ -66,20 +66,26 @@ class Noted:
 
 
 class Replay:
-    """Runs micro-batches a second time as the first time: a context of both passes.
+    """Gives each micro-batch random numbers of its own, the same in a second pass, and sets back what a call that raised has changed.
 
     Args:
         fn: the function that is run; the Cells that it names are searched for `mindspore.nn.Dropout` and for statistics.
+        lends: whether there is a second pass. Without one, operators are lent in PyNative after `mindspore.set_seed` alone: MindSpore keeps
+            an operator for each size of micro-batch, and each begins at the seed.
     """
 
-    def __init__(self, fn: object) -> None:
+    keeps = False
+    """Whether what was changed stays although an error is raised."""
+
+    def __init__(self, fn: object, *, lends: bool = True) -> None:
         self.fn = fn
+        self.lends = lends or (SEEDS._GLOBAL_SEED is not None and ms.get_context("mode") != ms.GRAPH_MODE)
         self.places: list[dict[Any, int]] = []
 
     def __enter__(self) -> Replay:
         self.noted, self.seed = Noted(self.fn), SEEDS._GLOBAL_SEED
-        self.dropouts = [(cell, cell.dropout) for cell in self.noted.cells if type(cell) is nn.Dropout]
-        if self.seed is None:
+        self.dropouts = [(cell, cell.dropout) for cell in self.noted.cells if self.lends and type(cell) is nn.Dropout]
+        if self.seed is None and self.lends:
             SEEDS._GLOBAL_SEED = secrets.randbelow(2**31 - 2) + 1
         return self
 
@@ -87,11 +93,13 @@ class Replay:
         SEEDS._GLOBAL_SEED = self.seed
         for cell, operator in self.dropouts:
             cell.dropout = operator
-        if kind is not None:
+        if kind is not None and not self.keeps:
             self.noted.after_error()
 
     def begin(self, place: int) -> None:
         """Prepare the micro-batch at `place`, for the first time or the second."""
+        if not self.lends:
+            return
         if place == len(self.places):
             self.places.append(dict(SEEDS._KERNEL_SEED))
         set_counters(self.places[place])

@@ -18,11 +18,11 @@ from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.batch import Batch
-from gradaccum_mindspore.large_batch.compiled import NAN, CompiledLoop
+from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.merging import MergedOutputs, loss_kind
 from gradaccum_mindspore.large_batch.options import SplitOptions, require_function, split_options
 from gradaccum_mindspore.large_batch.python_loop import Function, differentiated, divisor_of, weighed
-from gradaccum_mindspore.large_batch.replay import Noted
+from gradaccum_mindspore.large_batch.replay import Replay
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 
 
@@ -51,25 +51,27 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 
     def run(self, batch: Batch, division: Division) -> Any:
         """The window and its update; if it raises before the update was made, the optimizer is as before."""
-        storage, noted = self.optimizer.storage, Noted(self.user_function)
+        storage = self.optimizer.storage
         event, closed = storage.last_event.value().copy(), windows_of(self.optimizer)
-        try:
-            outputs = self.accumulated(batch, division)
-            self.optimizer.flush()
-        except BaseException:
-            if windows_of(self.optimizer) == closed:
-                self.optimizer.discard()
-                ops.assign(storage.last_event, event)
-                noted.after_error()
-            raise
-        return outputs
+        with Replay(self.user_function, lends=False) as replay:
+            try:
+                outputs = self.accumulated(batch, division, replay)
+                self.optimizer.flush()
+            except BaseException:
+                replay.keeps = windows_of(self.optimizer) != closed
+                if not replay.keeps:
+                    self.optimizer.discard()
+                    ops.assign(storage.last_event, event)
+                raise
+            return outputs
 
-    def accumulated(self, batch: Batch, division: Division) -> Any:
+    def accumulated(self, batch: Batch, division: Division, replay: Replay) -> Any:
         """The merged outputs of a window whose micro-batches the optimizer has taken in."""
         options = self.options
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
         items, weight = 0, 0.0
-        for part, amount in weighed(self.user_function, batch, options, division):
+        for place, (part, amount) in enumerate(weighed(self.user_function, batch, options, division)):
+            replay.begin(place)
             (_, value), gradients = differentiated(self.backward, part.arguments, options.aux is not None, scaled=True)
             self.optimizer(gradients, amount)
             outputs.add(value, part.items, amount)
@@ -90,7 +92,7 @@ class CompiledUpdateLoop(CompiledLoop):
 
     def start(self, zero: Tensor) -> Tensor:
         """The sum of losses before the first micro-batch: NaN if someone else opened a window, because compiled code cannot raise."""
-        return where(self.optimizer.storage.micro_step > 0, zero + NAN, zero)
+        return where(self.optimizer.storage.micro_step > 0, self.nan * 1, zero)
 
     def zeros(self, zero: Tensor) -> Any:
         return zero * 1
