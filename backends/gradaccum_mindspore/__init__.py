@@ -4,6 +4,7 @@ from gradaccum_mindspore.accumulator import Accumulator
 from gradaccum_mindspore.backend import backend
 from gradaccum_mindspore.callbacks import FlushAtEpochEnd
 from gradaccum_mindspore.checkpoint import load_checkpoint_into
+from gradaccum_mindspore.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
 from gradaccum_mindspore.linearity import verify_loss_scaling
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
 from gradaccum_mindspore.training import TrainOneStepCell
@@ -16,8 +17,11 @@ __all__ = [
     "FlushAtEpochEnd",
     "TrainOneStepCell",
     "backend",
+    "coupled_value_and_grad",
     "load_checkpoint_into",
     "redistributed",
     "sharded_cross_entropy",
+    "value_and_grad",
+    "value_and_update",
     "verify_loss_scaling",
 ]
