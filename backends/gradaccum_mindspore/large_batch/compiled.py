@@ -57,6 +57,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         """A Parameter, because the compiler made 0 of a sum with Python's NaN."""
         self.axes, self.reduction, self.calls_weight = options.axes, options.reduction, callable(options.weight)
         self.weight_function: Any = options.weight if self.calls_weight else None
+        self.may_be_zero = options.weight is not None
         self.array = options.weight is not None and not self.calls_weight
         self.backward = backward
         self.checked_cuts, self.item_weights = cuts_of(fn, whole, options), weights_of(options)
@@ -107,10 +108,12 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
     def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
         """The sums with a micro-batch's gradients times `factor`; one of weight 0 adds nothing, whatever they hold."""
-        used = amount != 0
         made: tuple[Tensor, ...] = ()
         for place in range(len(self.shapes)):
-            made = (*made, _added(factor, used, sums[place], gradients[place]))
+            part = gradients[place].astype(working_dtype(self.sum_dtypes[place])) * factor.astype(working_dtype(self.sum_dtypes[place]))
+            if self.may_be_zero:
+                part = where(amount != 0, part, (self.zero * 1).astype(part.dtype))
+            made = (*made, _sum(sums[place], part))
         return made
 
     def amount(self, arguments: Any, indices: Tensor, per_item: Tensor) -> Tensor:
@@ -191,11 +194,8 @@ def check_loss(kind: str, shape: tuple[int, ...], dtype: DType | None) -> None:
     require_scalar(tuple(shape), dtype)
 
 
-def _added(factor: Tensor, used: Tensor, total: Tensor, gradient: Tensor) -> Tensor:
-    work = working_dtype(total.dtype)
-    part = gradient.astype(work) * factor.astype(work)
-    part = where(used, part, ops.zeros_like(part)).astype(total.dtype)
-    return (total.astype(work) + part.astype(work)).astype(total.dtype)
+def _sum(total: Tensor, part: Tensor) -> Tensor:
+    return (total.astype(part.dtype) + part.astype(total.dtype).astype(part.dtype)).astype(total.dtype)
 
 
 def _finished(divides: Tensor, total: Tensor, dtype: DType) -> Tensor:

@@ -70,6 +70,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
                 (_, again), gradients = second(ms.mutable(given), *compilable(arguments))
                 require_same([piece[place] for piece in pieces], output_leaves(again))
                 sums.add(gradients, 1.0)
+                del again, gradients  # They would live beside the next ones.
             return loss, sums.finished(1.0)
 
     def outputs_of(self, parts: Sequence[Batch], replay: Replay) -> tuple[Nest, Pieces]:

@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from gradaccum.kit import Nest, leaves_of, with_leaves
+from gradaccum.kit import Nest, leaves_of, mapped, with_leaves
 from gradaccum_mindspore.pynative_sums import divided, scaled
 from gradaccum_mindspore.sums import sum_dtype, working_dtype
 from gradaccum_mindspore.types import DType
@@ -33,13 +33,13 @@ class GradientSums:
         self.totals: list[Tensor] = []
         self.parts: list[list[Tensor]] = []
         self.dtypes: list[DType] = []
-        self.structure: Nest = None
+        self.outline: Nest = None
 
     def add(self, gradients: Nest, factor: float) -> None:
         """Take in the gradients of one micro-batch times `factor`; a factor of 0 adds nothing, whatever they hold."""
         leaves: list[Tensor] = [leaf.value for leaf in leaves_of(gradients)]
         if not self.totals:
-            self.structure, self.dtypes = gradients, [leaf.dtype for leaf in leaves]
+            self.outline, self.dtypes = mapped(lambda leaf: object(), gradients), [leaf.dtype for leaf in leaves]
             self.totals, self.parts = [None] * len(leaves), [[] for _ in leaves]
         for place, gradient in enumerate(leaves):
             self._add_one(place, gradient, factor)
@@ -48,7 +48,7 @@ class GradientSums:
         """The large batch's gradients, in the dtypes and the structure in which they came."""
         totals = [self._total(place) for place in range(len(self.totals))]
         leaves = divided(totals, divisor, self.dtypes, ms.float64) if divisor != 1 else map(_cast, totals, self.dtypes)
-        return with_leaves(self.structure, iter(leaves))
+        return with_leaves(self.outline, iter(leaves))
 
     def _add_one(self, place: int, gradient: Tensor, factor: float) -> None:
         dtype = sum_dtype(gradient.dtype, self.accumulate_dtype)

@@ -16,6 +16,7 @@ from gradaccum.kit import (
     finished,
     kinds_of,
     leaves_of,
+    mapped,
     merged,
     scalar_loss_error,
     share,
@@ -58,13 +59,14 @@ class MergedOutputs:
         self.declared, self.loss_kind = declared, loss_kind
         self.kinds: list[str] = []
         self.shares: list[Any] = []
-        self.structure: Nest = None
+        self.outline: Nest = None
         self.loss_dtype: DType = ms.float32
 
     def add(self, value: Nest, items: int | None, weight: float) -> None:
         """Take in what one micro-batch returned: its loss, or a tuple of its loss and other outputs."""
         if not self.shares:
-            self.kinds, self.structure, self.loss_dtype = self._kinds(value), value, _first(value).dtype
+            self.kinds, self.loss_dtype = self._kinds(value), _first(value).dtype
+            self.outline = mapped(lambda leaf: object(), value)
         leaves = leaves_of(value, "output")
         if len(leaves) != len(self.kinds):
             raise _structure_error(len(self.kinds), len(leaves))
@@ -79,7 +81,7 @@ class MergedOutputs:
             finished(kind, each, _number(items or 1, each), _number(weight or 1, each))
             for kind, each in zip(self.kinds[1:], others, strict=True)
         ]
-        return with_leaves(self.structure, iter([total, *rest]))
+        return with_leaves(self.outline, iter([total, *rest]))
 
     def _kinds(self, value: Nest) -> list[str]:
         if self.declared is None:

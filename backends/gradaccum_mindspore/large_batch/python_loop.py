@@ -70,6 +70,7 @@ class PythonLoop:
             value, gradients = differentiated(self.backward, part.arguments, options.aux is not None)
             sums.add(gradients, factor_of(amount / unit, options))
             outputs.add(value, part.items, amount / unit)
+            del value, gradients  # They would live beside the next ones.
             items, weight = items + (part.items or 0), weight + amount / unit
         divides = divisor_of(weight, options)
         return outputs.finished(items, weight, divides), sums.finished(divides)

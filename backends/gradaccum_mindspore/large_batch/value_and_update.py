@@ -75,6 +75,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
             (_, value), gradients = differentiated(self.backward, part.arguments, options.aux is not None, scaled=True)
             self.optimizer(gradients, amount)
             outputs.add(value, part.items, amount)
+            del value, gradients  # They would live beside the next ones.
             items, weight = items + (part.items or 0), weight + amount
         return outputs.finished(items, weight, divisor_of(weight, options))
 
