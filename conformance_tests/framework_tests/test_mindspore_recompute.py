@@ -25,7 +25,7 @@ RUNS = []
 
 
 class Block(nn.Cell):
-    """Two dropouts of different kinds, batch normalization, a counter and a running maximum."""
+    """Two dropouts of different kinds, batch normalization, a counter and a running mean."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Cell):
     def construct(self, x):
         ops.assign_add(self.count, Tensor(1, ms.int32))
         y = self.norm(self.dropout(ops.tanh(self.dense(x))))
-        ops.assign(self.top, 0.5 * self.top + ops.stop_gradient(y).max(0))
+        ops.assign(self.top, 0.5 * self.top + ops.stop_gradient(y).mean(0))
         return ops.dropout(self.out(y * self.top), 0.2)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from gradaccum_mindspore.recompute.casting import uncast
 from gradaccum_mindspore.types import Array
 
 WRITERS = ("BatchNorm", "SyncBatchNorm", "BatchNormExt", "InstanceNorm")
@@ -39,8 +40,9 @@ class Values:
 
     def put_back(self) -> None:
         """Assign them. A compiled function does not see `set_data`."""
-        for buffer, value in self._pairs:
-            ops.assign(buffer, Tensor(value, buffer.dtype))
+        with uncast():
+            for buffer, value in self._pairs:
+                ops.assign(buffer, Tensor(value, buffer.dtype))
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -73,6 +75,6 @@ def keep_statistics(cells: Iterable[nn.Cell]) -> None:
 
 def _keep(operator: ops.Primitive) -> ops.Primitive:
     """MindSpore's copy of an operator is made of its arguments alone, and would forget it."""
-    operator.recompute(False)
+    operator.add_prim_attr("recompute", False)
     operator.__deepcopy__ = lambda memo: _keep(type(operator)(**operator.init_attrs))
     return operator

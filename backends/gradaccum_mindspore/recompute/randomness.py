@@ -22,6 +22,8 @@ import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore.ops.operations._grad_ops import DropoutGrad
 
+from gradaccum_mindspore.recompute.casting import detached
+
 seeds = import_module("mindspore.common.seed")
 """The module; `mindspore.common.seed` is a function of the same name."""
 
@@ -109,7 +111,7 @@ def _running(tape: Tape) -> Iterator[None]:
 
 def _dropped(dropout: ops.Dropout, x: Tensor, original: Callable[..., Any]) -> tuple[Tensor, Tensor]:
     """What the dropout returns, bit for bit, from its mask: the operator of dropout's gradient is that same product."""
-    mask = _mask(_tapes.get(), lambda: original(dropout, ops.stop_gradient(x))[1])
+    mask = _mask(_tapes.get(), lambda: original(dropout, detached(x))[1])
     wide = mask.astype(x.dtype) if mask.dtype == ms.bool_ else mask
     return DropoutGrad(dropout.keep_prob)(x, wide), wide
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.graph.api import _pynative_executor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_mindspore.recompute.buffers import Values, buffers_of, same_bits
+from gradaccum_mindspore.recompute.casting import cast, current, detached, kept_whole
 from gradaccum_mindspore.recompute.randomness import Tape
 
 
@@ -47,7 +48,7 @@ class Call:
         return self._record(*args, **kwargs) if self._outputs is None else self._replay(*args, **kwargs)
 
     def _record(self, *args: Any, **kwargs: Any) -> Any:
-        self._tape, self._values = Tape(), Values(buffers_of(self._segment.cells))
+        self._casting, self._tape, self._values = current(), Tape(), Values(buffers_of(self._segment.cells))
         try:
             with self._tape.recording():
                 outputs = self._segment.function(*args, **kwargs)
@@ -55,11 +56,11 @@ class Call:
             self._values.put_back()
             raise
         self._values.forget_unchanged()
-        self._outputs = [ops.stop_gradient(tensor) for tensor in tensors_of(outputs)]
+        self._outputs = [detached(tensor) for tensor in tensors_of(outputs)]
         return outputs
 
     def _replay(self, *args: Any, **kwargs: Any) -> Any:
-        with self._tape.replaying(), self._values.again():
+        with cast(self._casting), kept_whole(), self._tape.replaying(), self._values.again():
             outputs = self._segment.function(*args, **kwargs)
         self._require_same(tensors_of(outputs))
         return outputs
