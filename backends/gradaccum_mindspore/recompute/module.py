@@ -32,11 +32,10 @@ def recompute_module(module: nn.Cell, segments: int | None, submodules: Sequence
         chosen = _segments(module, segments)
     elif segments is not None:
         fix = "Write recompute(net.blocks, segments=3) of its SequentialCell, or recompute(net, submodules=list(net.blocks))."
-        raise explain(ArgumentTypeError, "module", expected="a SequentialCell, whose layers follow each other", found=_kind(module), fix=fix)
+        raise explain(ArgumentTypeError, "module", expected="a SequentialCell, whose layers follow each other", found=f"a {_kind(module)}", fix=fix)
     else:
         chosen = [module]
-    for cell in chosen:
-        _require_fresh(cell)
+    _require_fresh(chosen)
     for cell in chosen:
         _mark(cell)
     if isinstance(module, nn.SequentialCell) and submodules is None:
@@ -70,8 +69,6 @@ def _segments(module: nn.SequentialCell, segments: int | None) -> list[nn.Cell]:
     count = _require_segments(len(layers), segments)
     if any(isinstance(run, Layers) for run in module.cell_list):
         raise _twice_error(module)
-    for layer in layers:
-        _require_fresh(layer)
     bounds = [len(layers) * k // count for k in range(count + 1)]
     return [Layers(layers[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
 
@@ -108,19 +105,22 @@ def _submodule(module: nn.Cell, by_name: dict[str, nn.Cell], one: object) -> nn.
     raise explain(ArgumentValueError, "submodules", expected=f"submodules of the {type(module).__name__}", found=found, fix=fix)
 
 
-def _require_fresh(cell: nn.Cell) -> None:
-    """Raise unless the Cell and its layers can be recomputed, once.
+def _require_fresh(chosen: Sequence[nn.Cell]) -> None:
+    """Raise unless the Cells and their layers can be recomputed, each once.
 
     Raises:
         UsageError, ArgumentTypeError: they cannot.
     """
-    if isinstance(cell, nn.CellList | nn.CellDict):
-        fix = "Write recompute(net, submodules=list(net.blocks))."
-        raise explain(ArgumentTypeError, "module", expected="a Cell that is called", found=_kind(cell), fix=fix)
-    for _, inner in cell.cells_and_names():
-        if inner._recompute_cell is not None or getattr(inner, "_has_config_recompute", False):
-            raise _twice_error(inner)
-        require_repeatable(type(inner).construct, type(inner).__name__)
+    seen: set[int] = set()
+    for cell in chosen:
+        if isinstance(cell, nn.CellList | nn.CellDict):
+            fix = "Write recompute(net, submodules=list(net.blocks))."
+            raise explain(ArgumentTypeError, "module", expected="a Cell that is called", found=f"a {_kind(cell)}", fix=fix)
+        for inner in dict(cell.cells_and_names()).values():
+            if inner._recompute_cell is not None or getattr(inner, "_has_config_recompute", False) or id(inner) in seen:
+                raise _twice_error(inner)
+            require_repeatable(type(inner).construct, type(inner).__name__)
+        seen |= {id(inner) for _, inner in cell.cells_and_names()}
 
 
 def require_repeatable(function: Callable[..., Any], name: str) -> None:

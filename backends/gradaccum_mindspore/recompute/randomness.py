@@ -27,6 +27,8 @@ from gradaccum_mindspore.recompute.casting import detached
 seeds = import_module("mindspore.common.seed")
 """The module; `mindspore.common.seed` is a function of the same name."""
 
+_drop = ops.Dropout.__call__
+
 _tapes: ContextVar[tuple[Tape, ...]] = ContextVar("tapes", default=())
 """The tapes of the segments that run now, the innermost last."""
 
@@ -96,22 +98,19 @@ def _narrowed(mask: Tensor) -> Tensor:
 def _running(tape: Tape) -> Iterator[None]:
     """Dropouts ask this tape first. MindSpore has no hook for an operator, so its class is changed meanwhile."""
     token = _tapes.set((*_tapes.get(), tape))
-    original = vars(ops.Dropout)["__call__"]
-
-    def call(self: ops.Dropout, x: Tensor) -> Any:
-        return _dropped(self, x, original) if _tapes.get() else original(self, x)
-
-    ops.Dropout.__call__ = call
+    before, ops.Dropout.__call__ = ops.Dropout.__call__, _dropped
     try:
         yield
     finally:
-        ops.Dropout.__call__ = original
+        ops.Dropout.__call__ = before
         _tapes.reset(token)
 
 
-def _dropped(dropout: ops.Dropout, x: Tensor, original: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+def _dropped(dropout: ops.Dropout, x: Tensor) -> Any:
     """What the dropout returns, bit for bit, from its mask: the operator of dropout's gradient is that same product."""
-    mask = _mask(_tapes.get(), lambda: original(dropout, detached(x))[1])
+    if not _tapes.get():  # another thread's
+        return _drop(dropout, x)
+    mask = _mask(_tapes.get(), lambda: _drop(dropout, detached(x))[1])
     wide = mask.astype(x.dtype) if mask.dtype == ms.bool_ else mask
     return DropoutGrad(dropout.keep_prob)(x, wide), wide
 
