@@ -43,7 +43,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         require_no_window(self.optimizer)
         division = self.options.division
         if isinstance(division.micro_batch_size, AutoMicroBatchSize):
-            return fitted(self.run, division.micro_batch_size, batch, self.options)
+            return fitted(self.run, self.user_function, division.micro_batch_size, batch, self.options)
         return self.run(batch, division)
 
     def construct(self, *batch: Nest) -> Tensor:

@@ -15,6 +15,9 @@ from gradaccum_mindspore.recompute.buffers import keep_statistics
 from gradaccum_mindspore.recompute.module import recompute_module
 from gradaccum_mindspore.recompute.segment import Segment
 
+DEPTH = 3
+"""How many functions deep Cells are looked for."""
+
 
 def recompute(
     function: nn.Cell | Callable[..., Any], *, segments: int | None = None, submodules: Sequence[str | nn.Cell] | None = None
@@ -71,21 +74,21 @@ class RecomputedFunction(nn.Cell):
         return ms.recompute(self.function, *args, **kwargs)
 
 
-def cells_of(function: Callable[..., Any]) -> Iterator[nn.Cell]:
-    """The Cells that a function is bound to or closes over, in lists, tuples and dicts too."""
+def cells_of(function: Callable[..., Any], depth: int = DEPTH) -> Iterator[nn.Cell]:
+    """The Cells that a function is bound to or closes over, in lists, tuples, dicts and further functions too."""
     if ismethod(function):
-        yield from _cells_in(function.__self__)
+        yield from _cells_in(function.__self__, depth)
     plain = getattr(function, "__func__", function)
-    if isfunction(plain):
+    if isfunction(plain) and depth:
         variables = getclosurevars(plain)
-        yield from _cells_in([*variables.nonlocals.values(), *variables.globals.values()])
+        yield from _cells_in([*variables.nonlocals.values(), *variables.globals.values()], depth - 1)
 
 
-def _cells_in(value: object) -> Iterator[nn.Cell]:
+def _cells_in(value: object, depth: int) -> Iterator[nn.Cell]:
     if isinstance(value, nn.Cell):
         yield value
-    elif isinstance(value, dict):
-        yield from _cells_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _cells_in(inner)
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _cells_in(inner, depth)
+    elif callable(value):
+        yield from cells_of(value, depth)
