@@ -76,13 +76,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(text in said for text in _TEXTS))
 
 
-def key_of(fn: Any, batch: Batch) -> Hashable:
+def key_of(fn: object, batch: Batch) -> Hashable:
     """What a call's need of memory depends on: the function's code, the mode, and dtype and shape of the batch's arrays.
 
     Lengths are rounded up to powers of two, so that batches of ever other lengths need no search each.
     """
     code = getattr(fn, "__code__", type(fn))
-    arrays = [leaf.value for leaf in leaves_of(batch) if hasattr(leaf.value, "dtype")]
+    arrays: list[Any] = [leaf.value for leaf in leaves_of(batch) if hasattr(leaf.value, "dtype")]
     shapes = tuple((str(each.dtype), tuple(1 << (length - 1).bit_length() for length in each.shape[1:])) for each in arrays)
     return code, ms.get_context("mode"), shapes
 

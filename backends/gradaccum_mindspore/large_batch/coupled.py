@@ -47,7 +47,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         require_replayable(self.outputs_fn)
         division = self.options.division
         if isinstance(division.micro_batch_size, AutoMicroBatchSize):
-            return fitted(self.run, self.outputs_fn, division.micro_batch_size, batch, self.options)
+            return fitted(self.run, self.outputs_fn, division.micro_batch_size, batch, self.options)  # type: ignore[no-any-return]
         return self.run(batch, division)
 
     def construct(self, *batch: Nest) -> None:

@@ -1,8 +1,8 @@
 """A limit in bytes on a CPU, where MindSpore has none to ask for: what autograd keeps is counted, and refused past the limit.
 
-Counted is what PyNative mode keeps for the backward pass and while it runs, each memory once. The batch and the Parameters are there whatever the size of a
-micro-batch, so they do not count. What a recomputed segment makes anew in the backward pass is not seen. Compiled code keeps its memory to
-itself.
+Counted is what PyNative mode keeps for the backward pass, each memory once. The batch and the Parameters are there whatever the size of a
+micro-batch, so they do not count. What the backward pass itself makes does not count either, a recomputed segment's activations among it:
+MindSpore records it as if it were to be differentiated once more. Compiled code keeps its memory to itself.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Ledger:
         self._limit, self._bytes = limit, 0
         self._existing = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in existing]
         self._users: dict[int, int] = {}
+        self._backward = False
 
     def keep(self, tensor: Tensor) -> Kept:
         """Count `tensor`, of any shape and dtype, until what is returned is freed.
@@ -47,7 +48,7 @@ class Ledger:
             MemoryLimitError: it would exceed the limit; it is not counted then.
         """
         address, size = tensor.data_ptr(), tensor.nbytes
-        if any(start <= address < end for start, end in self._existing):
+        if self._backward or any(start <= address < end for start, end in self._existing):
             return Kept(tensor, None, address, 0)
         added = 0 if address in self._users else size
         if self._bytes + added > self._limit:
@@ -56,12 +57,17 @@ class Ledger:
         self._users[address] = self._users.get(address, 0) + 1
         return Kept(tensor, self, address, size)
 
+    def hand_out(self) -> None:
+        """A backward pass has begun. It ends when nothing is kept any more."""
+        self._backward = True
+
     def release(self, address: int, size: int) -> None:
         """One of those who keep this memory has let go."""
         self._users[address] -= 1
         if not self._users[address]:
             del self._users[address]
             self._bytes -= size
+        self._backward = self._backward and bool(self._users)
 
 
 class Kept:
@@ -72,6 +78,8 @@ class Kept:
 
     def handed_out(self) -> Any:
         """The tensor, for the backward pass."""
+        if self._ledger is not None:
+            self._ledger.hand_out()
         return self._tensor
 
     def __del__(self) -> None:

@@ -36,7 +36,7 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         refuse_trace()
         division, run = self.options.division, self.python_loop.run
         if isinstance(division.micro_batch_size, AutoMicroBatchSize):
-            return fitted(run, self.python_loop.fn, division.micro_batch_size, batch, self.options)
+            return fitted(run, self.python_loop.fn, division.micro_batch_size, batch, self.options)  # type: ignore[no-any-return]
         return run(batch, division)
 
     def construct(self, *batch: Nest) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Recomputation, also called gradient checkpointing: activations are freed after the forward pass and computed again for the backward pass."""
+"""Recomputation, also called gradient checkpointing: activations are freed, and computed again for the backward pass."""
 
 from gradaccum_mindspore.recompute.function import recompute
 

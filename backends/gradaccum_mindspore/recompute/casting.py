@@ -20,7 +20,7 @@ from mindspore.graph.api import _pynative_executor
 from gradaccum_mindspore.types import DType
 
 _KINDS = {ms.float16: MixedPrecisionType.FP16, ms.bfloat16: MixedPrecisionType.BF16}
-_engine = sys.modules[ms.recompute.__module__]
+_engine: Any = sys.modules[ms.recompute.__module__]
 
 
 def current() -> Any:

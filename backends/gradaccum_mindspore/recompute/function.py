@@ -37,13 +37,13 @@ def recompute(
         submodules: recompute these alone: names as `cells_and_names` gives them, or the Cells themselves.
 
     Raises:
-        ArgumentTypeError: it cannot be called; `segments` is no int; `submodules` is no sequence of names and Cells.
-        ArgumentValueError: more segments than layers, or fewer than one; a Cell without an order of layers; a name or Cell that is not there.
+        ArgumentTypeError: it cannot be called; `segments` is no int, or the Cell no `SequentialCell`; `submodules` is no list.
+        ArgumentValueError: more segments than layers, or fewer than one; a name or Cell that is not there.
         UsageError: it is recomputed already; it calls `mindspore.ops.batch_norm`, whose statistics would move twice in compiled code.
             In the backward pass of PyNative mode: the second run returned other values, as with an operator whose draws cannot be repeated.
     """
     if isinstance(function, nn.Cell):
-        return recompute_module(function, segments, submodules)
+        return recompute_module(function, segments, submodules)  # type: ignore[no-any-return]
     if not callable(function) or isinstance(function, type):
         raise explain(ArgumentTypeError, "function", expected="a function or a Cell", got=function, fix="Write recompute(net.blocks).")
     if segments is not None or submodules is not None:
@@ -53,7 +53,7 @@ def recompute(
     return RecomputedFunction(function)
 
 
-class RecomputedFunction(nn.Cell):
+class RecomputedFunction(nn.Cell):  # type: ignore[misc]
     """A function that is recomputed. It has no Parameter of its own: what the function closes over stays where it is."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ renamed it, PyNative mode would go MindSpore's own way, and the tests of dropout
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from math import isqrt
 from typing import Any
 
@@ -32,7 +33,9 @@ def recompute_module(module: nn.Cell, segments: int | None, submodules: Sequence
         chosen = _segments(module, segments)
     elif segments is not None:
         fix = "Write recompute(net.blocks, segments=3) of its SequentialCell, or recompute(net, submodules=list(net.blocks))."
-        raise explain(ArgumentTypeError, "module", expected="a SequentialCell, whose layers follow each other", found=f"a {_kind(module)}", fix=fix)
+        raise explain(
+            ArgumentTypeError, "module", expected="a SequentialCell, whose layers follow each other", found=f"a {_kind(module)}", fix=fix
+        )
     else:
         chosen = [module]
     _require_fresh(chosen)
@@ -43,7 +46,7 @@ def recompute_module(module: nn.Cell, segments: int | None, submodules: Sequence
     return module
 
 
-class Layers(nn.Cell):
+class Layers(nn.Cell):  # type: ignore[misc]
     """Consecutive layers of a SequentialCell, which still owns them: they keep the names of their Parameters."""
 
     def __init__(self, layers: Sequence[nn.Cell]) -> None:
@@ -70,7 +73,7 @@ def _segments(module: nn.SequentialCell, segments: int | None) -> list[nn.Cell]:
     if any(isinstance(run, Layers) for run in module.cell_list):
         raise _twice_error(module)
     bounds = [len(layers) * k // count for k in range(count + 1)]
-    return [Layers(layers[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [Layers(layers[start:end]) for start, end in pairwise(bounds)]
 
 
 def _require_segments(depth: int, segments: int | None) -> int:
@@ -133,7 +136,9 @@ def require_repeatable(function: Callable[..., Any], name: str) -> None:
     if used and not name.startswith("BatchNorm"):
         fix = "Use nn.BatchNorm2d, or leave it outside of what is recomputed."
         expected = "statistics that move once"
-        raise explain(UsageError, f"recompute of {name}", expected=expected, found=f"a call of {used[0]}, which compiled code repeats", fix=fix)
+        raise explain(
+            UsageError, f"recompute of {name}", expected=expected, found=f"a call of {used[0]}, which compiled code repeats", fix=fix
+        )
 
 
 def _names_in(code: Any) -> Iterator[str]:

@@ -24,7 +24,7 @@ from mindspore.ops.operations._grad_ops import DropoutGrad
 
 from gradaccum_mindspore.recompute.casting import detached
 
-seeds = import_module("mindspore.common.seed")
+seeds: Any = import_module("mindspore.common.seed")
 """The module; `mindspore.common.seed` is a function of the same name."""
 
 _drop = ops.Dropout.__call__

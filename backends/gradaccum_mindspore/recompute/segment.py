@@ -77,8 +77,8 @@ class Call:
                 UsageError,
                 f"recompute({self._segment.name})",
                 expected="a second run that returns the same bits as the first",
-                found="other values: it draws random numbers that MindSpore cannot draw again in PyNative mode, or depends on what it changes",
-                fix="Use nn.Dropout rather than Dropout1d, Dropout2d or Dropout3d, call mindspore.set_seed before functions such as ops.rand, "
+                found="other values: it draws numbers that MindSpore cannot draw again in PyNative mode, or depends on what it changes",
+                fix="Use nn.Dropout rather than Dropout1d, Dropout2d or Dropout3d, call mindspore.set_seed before the likes of ops.rand, "
                 "or compile the training step with mindspore.jit, which repeats no operator that draws.",
             )
 
