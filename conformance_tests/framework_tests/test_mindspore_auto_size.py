@@ -141,6 +141,19 @@ def test_failure_at_each_point(call, where):
         assert sizes.size == 2
 
 
+def test_same_draws_at_the_same_size():
+    """Three items: the second attempt fails at its last micro-batch, of one item, which is what all of the third one have."""
+
+    def after(failing, first):
+        start = make()
+        sizes = AutoMicroBatchSize(PLENTY)
+        made = gradient(start, Faulty(forward=failing), sizes)
+        sizes.start = lambda key, items: first
+        return [leaf.asnumpy() for leaf in _tensors(made(Tensor(X[:3])))]
+
+    assert equal(after((0, 2), 3), after((), 1))
+
+
 def test_known_sizes():
     """A call with the size that was found is the same, and the next call starts with it."""
     net, sizes, fault = make(), AutoMicroBatchSize(PLENTY), Faulty(forward=(0,))
@@ -215,6 +228,18 @@ def test_limit_in_bytes():
     assert sizes_under(per_item * 8 - 1) == 4
     with pytest.raises(UsageError, match="not fit into 31 bytes"):
         sizes_under(per_item - 1)
+
+
+def test_limit_counts_memory_once():
+    """A product of a tensor with itself keeps it twice more."""
+    sizes = AutoMicroBatchSize(ITEMS * 16)
+
+    def loss(x):
+        y = ops.tanh(x)
+        return (y * y).sum()
+
+    value_and_grad(loss, 0, micro_batch_size=sizes)(Tensor(X))
+    assert sizes.size == ITEMS
 
 
 def test_limit_counts_no_parameters():
