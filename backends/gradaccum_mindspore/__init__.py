@@ -4,8 +4,10 @@ from gradaccum_mindspore.accumulator import Accumulator
 from gradaccum_mindspore.backend import backend
 from gradaccum_mindspore.callbacks import FlushAtEpochEnd
 from gradaccum_mindspore.checkpoint import load_checkpoint_into
+from gradaccum_mindspore.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
 from gradaccum_mindspore.linearity import verify_loss_scaling
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
+from gradaccum_mindspore.recompute import recompute
 from gradaccum_mindspore.training import TrainOneStepCell
 from gradaccum_mindspore.verification import verify
 from gradaccum_mindspore.workers import redistributed, sharded_cross_entropy
@@ -17,9 +19,13 @@ __all__ = [
     "FlushAtEpochEnd",
     "TrainOneStepCell",
     "backend",
+    "coupled_value_and_grad",
     "load_checkpoint_into",
+    "recompute",
     "redistributed",
     "sharded_cross_entropy",
+    "value_and_grad",
+    "value_and_update",
     "verify",
     "verify_loss_scaling",
 ]

@@ -1,0 +1,153 @@
+"""``micro_batch_size="auto"``: when memory runs out, the call starts over with micro-batches of half the size.
+
+The call itself puts back what it has moved when it raises: statistics, an optimizer's window, the counters of random numbers. What is left
+to do here is to tell an error of memory from others, to free what the failed attempt still holds before memory is asked for again, and to
+let a second attempt draw what the first one drew. MindSpore's errors of memory have no class of their own: their texts are known.
+
+Workers need no vote. Nothing is exchanged before the end of a window, so one worker may halve alone while the others wait for it there.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import mindspore as ms
+from mindspore import Tensor
+
+from gradaccum import AutoMicroBatchSize, GradAccumError, UsageError
+from gradaccum.kit import Division, explain, leaves_of, unknown_limit_error
+from gradaccum_mindspore.large_batch.batch import Batch, items_of
+from gradaccum_mindspore.large_batch.memory_limit import MemoryLimitError, within
+from gradaccum_mindspore.large_batch.options import SplitOptions
+from gradaccum_mindspore.large_batch.randomness import DEPTH, cells_of
+from gradaccum_mindspore.large_batch.replay import Replay
+
+Run: TypeAlias = Callable[[Batch, Division], Any]
+"""A whole call with a given division; if it raises, it puts back what it has moved, and raises that."""
+
+_TEXTS = ("allocate memory failed", "std::bad_alloc", "out of memory", "memory isn't enough", "memory not enough", "malloc memory failed")
+"""In small letters. The first is what PyNative mode says on a CPU, the second what compiled code says there; the others are of devices."""
+
+
+def fitted(run: Run, fn: object, sizes: AutoMicroBatchSize, batch: Batch, options: SplitOptions) -> Any:
+    """`run` with the largest micro-batch that fits; the size is noted in `sizes`.
+
+    Args:
+        run: the call.
+        fn: the user's function, whose Cells draw random numbers and hold Parameters.
+        sizes: remembers what fitted.
+        batch: the large batch.
+        options: of the call.
+
+    Raises:
+        ArgumentValueError: no limit of memory is known, as on a CPU without ``memory_limit``.
+        UsageError: not even one item fits; or ``memory_limit`` is given in graph mode, whose memory cannot be counted.
+        BaseException: whatever else `run` raises.
+    """
+    _require_limit(sizes)
+    key, size = key_of(fn, batch), sizes.start(key_of(fn, batch), items_of(batch, options.axes))
+    with _same_draws(fn) as begin:
+        while True:
+            begin()
+            try:
+                with within(sizes.memory_limit, _existing(fn, batch)):
+                    made = run(batch, Division(None, size, None))
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    raise
+                smaller = _smaller(sizes, size, error)
+                _let_go(error)
+            else:
+                sizes.remember(key, size)
+                return made
+            size = smaller
+            gc.collect()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller micro-batch may help."""
+    if isinstance(error, GradAccumError):
+        return False
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(text in said for text in _TEXTS))
+
+
+def key_of(fn: object, batch: Batch) -> Hashable:
+    """What a call's need of memory depends on: the function's code, the mode, and dtype and shape of the batch's arrays.
+
+    Lengths are rounded up to powers of two, so that batches of ever other lengths need no search each.
+    """
+    code = getattr(fn, "__code__", type(fn))
+    arrays: list[Any] = [leaf.value for leaf in leaves_of(batch) if hasattr(leaf.value, "dtype")]
+    shapes = tuple((str(each.dtype), tuple(1 << (length - 1).bit_length() for length in each.shape[1:])) for each in arrays)
+    return code, ms.get_context("mode"), shapes
+
+
+def _same_draws(fn: object) -> AbstractContextManager[Callable[[], None]]:
+    """A context that gives what to call before each attempt, so that all of them draw the same random numbers."""
+    if ms.get_context("mode") == ms.GRAPH_MODE:
+        return nullcontext(lambda: None)
+    return _Draws(fn)
+
+
+class _Draws:
+    """`mindspore.nn.Dropout` keeps its place in its numbers to itself: each attempt lends it a new operator of the same seeds."""
+
+    def __init__(self, fn: object) -> None:
+        self._replay = Replay(fn)
+
+    def __enter__(self) -> Callable[[], None]:
+        generator = ms.get_rng_state()
+        self._replay.__enter__()
+
+        def begin() -> None:
+            self._replay.begin(0)
+            ms.set_rng_state(generator)
+
+        return begin
+
+    def __exit__(self, *raised: Any) -> None:
+        self._replay.__exit__(*raised)
+
+
+def _existing(fn: object, batch: Batch) -> Iterator[Tensor]:
+    """The memory that is there whatever the size of a micro-batch."""
+    yield from (leaf.value for leaf in leaves_of(batch) if isinstance(leaf.value, Tensor))
+    for cell in cells_of(fn, DEPTH):
+        yield from cell.get_parameters()
+
+
+def _smaller(sizes: AutoMicroBatchSize, size: int, error: BaseException) -> int:
+    try:
+        return sizes.after_failure(size)
+    except UsageError as named:
+        raise named from error
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the frames of `error` hold, and of those errors that it came from: somebody else may still hold the error."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            waiting += (each.__cause__, each.__context__)
+
+
+def _require_limit(sizes: AutoMicroBatchSize) -> None:
+    """A CPU's memory is the whole machine's, and the system kills who asks for more of it."""
+    if sizes.memory_limit is None and ms.get_context("device_target") == "CPU":
+        raise unknown_limit_error("the CPU")
+    if sizes.memory_limit is not None and ms.get_context("mode") == ms.GRAPH_MODE:
+        fix = "Run in PyNative mode, or write micro_batch_size=8."
+        expected = "PyNative mode, whose memory can be counted"
+        raise explain(UsageError, "memory_limit", expected=expected, found="graph mode", fix=fix)
+
+
+__all__ = ["MemoryLimitError", "fitted", "is_out_of_memory", "key_of"]

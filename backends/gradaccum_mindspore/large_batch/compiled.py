@@ -1,0 +1,203 @@
+"""The micro-batches as one loop of compiled code: inside `mindspore.jit` and inside a Cell in graph mode.
+
+The loop is a ``while`` on a Tensor, so its body is compiled once, however many micro-batches there are: MindSpore unrolls a loop over
+Python numbers, and 32 copies took four times as long to compile as one body. One body also keeps random numbers apart: each copy of a
+random operator would start at the same seed. A last, smaller micro-batch is a second copy of the body. The sums start as zeros that the
+graph computes, because constant zeros would be a second buffer of the model's size.
+
+Tuples of Tensors are walked by place: through a loop over a tuple of equal shapes MindSpore takes its length for unknown, and then
+`mindspore.ops.HyperMap` returned shape (1,) for shape ().
+
+A compiled program knows shapes, not values: what depends on values is refused here, and a weight that is a Tensor is not checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import constexpr
+
+from gradaccum import UsageError
+from gradaccum.kit import aux_shape_error, contribution, divided, divisor, explain, require_one_size
+from gradaccum_mindspore.compiled_state import where
+from gradaccum_mindspore.compiled_window import number_of
+from gradaccum_mindspore.large_batch.merging import require_scalar
+from gradaccum_mindspore.large_batch.nests import sizes_of, slices_of
+from gradaccum_mindspore.large_batch.options import SplitOptions
+from gradaccum_mindspore.large_batch.randomness import require_one_program
+from gradaccum_mindspore.large_batch.weights import as_array
+from gradaccum_mindspore.state import hidden_parameter
+from gradaccum_mindspore.sums import sum_dtype, working_dtype
+from gradaccum_mindspore.types import DType
+
+
+class CompiledLoop(nn.Cell):  # type: ignore[misc]
+    """The large batch's loss and gradients by parameters, for the compiler to follow.
+
+    Args:
+        fn: the user's function, to look for Cells that draw random numbers.
+        backward: `mindspore.value_and_grad` of it.
+        weights: what it is differentiated by.
+        whole: whether a call returns more than a loss and gradients by `weights`, which only Python can merge.
+        options: the checked options.
+    """
+
+    def __init__(self, fn: Any, backward: Any, weights: Any, whole: bool, options: SplitOptions) -> None:
+        super().__init__(auto_prefix=False)
+        listed = () if weights is None else (weights,) if isinstance(weights, Parameter) else tuple(weights)
+        self.single = isinstance(weights, Parameter)
+        self.dtypes = tuple(parameter.dtype for parameter in listed)
+        self.sum_dtypes = tuple(sum_dtype(dtype, options.accumulate_dtype) for dtype in self.dtypes)
+        self.shapes = tuple(tuple(parameter.shape) for parameter in listed)
+        self.float_dtype = ms.float64 if ms.float64 in self.sum_dtypes else ms.float32
+        self.zero = hidden_parameter(Tensor(0, self.float_dtype), "gradaccum.large_batch.zero")
+        self.nan = hidden_parameter(Tensor(float("nan"), self.float_dtype), "gradaccum.large_batch.nan")
+        """A Parameter, because the compiler made 0 of a sum with Python's NaN."""
+        self.axes, self.reduction, self.calls_weight = options.axes, options.reduction, callable(options.weight)
+        self.weight_function: Any = options.weight if self.calls_weight else None
+        self.may_be_zero = options.weight is not None
+        self.array = options.weight is not None and not self.calls_weight
+        self.backward = backward
+        self.checked_cuts, self.item_weights = cuts_of(fn, whole, options), weights_of(options)
+
+    def run(self, batch: Any) -> tuple[Tensor, Any]:
+        """The loss and the gradients, in the structure that `mindspore.value_and_grad` gives."""
+        full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
+        zero = self.zero * 1
+        step, loss, weight, sums = zero.astype(ms.int32), self.start(zero), zero * 1, self.zeros(zero)
+        per_item = self.zero
+        if self.array:
+            per_item = self.item_weights(full * size + tail, self.float_dtype)
+        while step < full:
+            loss, weight, sums = self.add(batch, ops.arange(size) + step * size, per_item, loss, weight, sums)
+            step = step + 1
+        if tail > 0:
+            loss, weight, sums = self.add(batch, ops.arange(tail) + full * size, per_item, loss, weight, sums)
+        divides = divisor((step, step, step, weight, weight > 0, zero + 1, step), self.reduction, where)
+        return self.finished(loss / divides, sums, divides)
+
+    def finished(self, loss: Tensor, sums: Any, divides: Tensor) -> tuple[Tensor, Any]:
+        """What the call returns, from the sums and what divides them."""
+        made: tuple[Tensor, ...] = ()
+        for place in range(len(self.shapes)):
+            made = (*made, _finished(divides, sums[place], self.dtypes[place]))
+        return loss, made[0] if self.single else made
+
+    def add(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Tensor, Tensor, Any]:
+        """One micro-batch: the sums of losses, weights and gradients with it."""
+        arguments = slices_of(batch, self.axes, indices)
+        amount = self.amount(arguments, indices, per_item)
+        value, gradients = self.differentiated(arguments)
+        if isinstance(value, Tensor):
+            check_loss("Tensor", value.shape, value.dtype)
+        else:
+            check_loss("tuple", (), None)
+        factor = contribution(amount, self.reduction)
+        # Everything becomes NaN by a negative weight: compiled code cannot refuse a value.
+        factor = where(amount > 0, factor, where(amount == 0, amount * 0, self.nan * 1))
+        sums = self.collected(sums, gradients, amount, factor)
+        given = value.astype(loss.dtype) * factor
+        return loss + where(amount != 0, given, ops.zeros_like(given)), weight + amount, sums
+
+    def differentiated(self, arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        """What `fn` returns for a micro-batch, and a tuple of gradients."""
+        value, gradients = self.backward(*arguments)
+        return value, (gradients,) if self.single else gradients
+
+    def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
+        """The sums with a micro-batch's gradients times `factor`; one of weight 0 adds nothing, whatever they hold."""
+        made: tuple[Tensor, ...] = ()
+        for place in range(len(self.shapes)):
+            part = gradients[place].astype(working_dtype(self.sum_dtypes[place])) * factor.astype(working_dtype(self.sum_dtypes[place]))
+            if self.may_be_zero:
+                part = where(amount != 0, part, (self.zero * 1).astype(part.dtype))
+            made = (*made, _sum(sums[place], part))
+        return made
+
+    def amount(self, arguments: Any, indices: Tensor, per_item: Tensor) -> Tensor:
+        """The weight of one micro-batch, a scalar in the dtype of the sum of weights."""
+        if self.calls_weight:
+            given = self.weight_function(*arguments)
+            amount = self.zero + number_of(given)
+        elif self.array:
+            amount = ops.gather(per_item, indices, 0).sum()
+        else:
+            amount = self.zero + indices.shape[0]
+        return amount.astype(self.float_dtype)
+
+    def start(self, zero: Tensor) -> Tensor:
+        """The sum of losses before the first micro-batch."""
+        return zero * 1
+
+    def zeros(self, zero: Tensor) -> Any:
+        """The sums before the first micro-batch."""
+        sums: tuple[Tensor, ...] = ()
+        for place in range(len(self.shapes)):
+            sums = (*sums, ops.broadcast_to(zero.astype(self.sum_dtypes[place]), self.shapes[place]))
+        return sums
+
+
+def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
+    """A function of the leaves' sizes that returns how many micro-batches of what size there are, and the items of the last one."""
+
+    @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
+    def checked_cuts(sizes: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
+        require_compilable(whole, options)
+        cuts = divided(options.division, require_one_size(sizes), None)
+        size, tail = cuts[0].items, cuts[-1].items
+        if tail == size:
+            return len(cuts), size, 0
+        require_one_program(fn, "micro-batches of two sizes in compiled code")
+        return len(cuts) - 1, size, tail
+
+    return checked_cuts
+
+
+def weights_of(options: SplitOptions) -> Any:
+    """A function that returns per-item weights as a constant Tensor."""
+
+    @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
+    def item_weights(items: int, dtype: DType) -> Tensor:
+        return Tensor(as_array(options.weight, items), dtype)
+
+    return item_weights
+
+
+def require_compilable(whole: bool, options: SplitOptions) -> None:
+    """Refuse what only Python can do.
+
+    Raises:
+        UsageError: an option needs values, or micro-batches of shapes that no loop can hold.
+    """
+    division = options.division
+    found = {
+        "has_aux": options.aux is not None,
+        "grad_position": whole,
+        "split": options.split is not None,
+        "micro_batch_weight": division.micro_batch_weight is not None,
+        "micro_batch_size": not isinstance(division.micro_batch_size, int | None),
+    }
+    for name, given in found.items():
+        if given:
+            expected = "a call from Python, because compiled code has one loop of equal micro-batches"
+            fix = "Call it outside mindspore.jit: in PyNative, with fn itself compiled by mindspore.jit, or in graph mode."
+            raise explain(UsageError, name, expected=expected, found="a call in compiled code", fix=fix)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_loss(kind: str, shape: tuple[int, ...], dtype: DType | None) -> None:
+    """Refuse a loss that is no scalar, while compiling."""
+    if dtype is None:
+        raise aux_shape_error(f"a {kind}", declared=False)
+    require_scalar(tuple(shape), dtype)
+
+
+def _sum(total: Tensor, part: Tensor) -> Tensor:
+    return (total.astype(part.dtype) + part.astype(total.dtype).astype(part.dtype)).astype(total.dtype)
+
+
+def _finished(divides: Tensor, total: Tensor, dtype: DType) -> Tensor:
+    work = working_dtype(total.dtype)
+    return (total.astype(work) / divides.astype(work)).astype(dtype)

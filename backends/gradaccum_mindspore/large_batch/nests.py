@@ -1,0 +1,109 @@
+"""Nests in compiled code: the core walks nests as Python, which MindSpore's compiler cannot follow.
+
+Here are the two walks that a compiled batch needs, over what the compiler knows: tuples, lists, dicts and leaves. Every ``if`` asks about
+a type or a structure, so that it is decided while compiling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore import Tensor, ops
+from mindspore.ops import constexpr
+
+from gradaccum.kit import spread
+from gradaccum_mindspore.large_batch.batch import require_axis, shape_along
+
+EMPTY = object()
+"""Stands for what a nest holds, where only its outline is asked for."""
+
+
+def sizes_of(nest: Any, axes: Any, path: str) -> tuple[tuple[str, int], ...]:
+    """(path, length along its axis) of each leaf that is divided."""
+    found: tuple[tuple[str, int], ...] = ()
+    if isinstance(nest, (tuple, list)):
+        check_prefix(axes, len(nest))
+        for place in range(len(nest)):
+            found = found + sizes_of(nest[place], axis_at(axes, place), path + "[" + str(place) + "]")
+    elif isinstance(nest, dict):
+        check_keys(axes, tuple(nest.keys()))
+        for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
+            found = found + sizes_of(nest[key], axis_of(axes, key), path + "['" + key + "']")
+    elif isinstance(nest, Tensor):
+        found = size_of(nest.shape, axes, path)
+    return found
+
+
+def slices_of(nest: Any, axes: Any, indices: Tensor) -> Any:
+    """The nest with the items `indices`, an int Tensor of shape (items of a micro-batch,), of each leaf that is divided."""
+    if isinstance(nest, (tuple, list)):
+        parts = []
+        for place in range(len(nest)):
+            parts.append(slices_of(nest[place], axis_at(axes, place), indices))
+        return tuple(parts) if isinstance(nest, tuple) else parts
+    if isinstance(nest, dict):
+        named = {}
+        for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
+            named[key] = slices_of(nest[key], axis_of(axes, key), indices)
+        return named
+    if isinstance(nest, Tensor) and axes is not None:
+        return ops.gather(nest, indices, axes)
+    return nest
+
+
+def axis_at(axes: Any, place: int) -> Any:
+    """The part of a prefix nest that is for a place of a tuple or list."""
+    return axes[place] if isinstance(axes, (tuple, list)) else axes
+
+
+def axis_of(axes: Any, key: str) -> Any:
+    """The part of a prefix nest that is for a key of a dict."""
+    return axes[key] if isinstance(axes, dict) else axes
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_prefix(axes: Any, length: int) -> None:
+    """Refuse `axes` that are no prefix of a tuple or list of this length, while compiling."""
+    if isinstance(axes, tuple | list | dict) and (isinstance(axes, dict) or len(axes) != length):
+        spread(axes, tuple((EMPTY,) for _ in range(length)), "axes")
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_keys(axes: Any, keys: tuple[str, ...]) -> None:
+    """Refuse `axes` that are no prefix of a dict of these keys, while compiling."""
+    if isinstance(axes, tuple | list | dict) and (not isinstance(axes, dict) or tuple(axes) != keys):
+        spread(axes, dict.fromkeys(keys, (EMPTY,)), "axes")
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def size_of(shape: tuple[int, ...], axis: Any, path: str) -> tuple[tuple[str, int], ...]:
+    """The length of one leaf with its path, or nothing of a leaf that is given whole."""
+    require_axis(axis)
+    return () if axis is None else ((path, shape_along(shape, axis, path)),)
+
+
+def leaves_in(nest: Any) -> tuple[Any, ...]:
+    """The leaves of a nest of tuples, lists and dicts, in order."""
+    if isinstance(nest, dict):
+        nest = tuple(nest.values())
+    if not isinstance(nest, (tuple, list)):
+        return (nest,)
+    found: tuple[Any, ...] = ()
+    for each in nest:
+        found = found + leaves_in(each)
+    return found
+
+
+def nest_in(places: Any, leaves: tuple[Any, ...]) -> Any:
+    """A nest like `places`, which holds numbers, with the leaf of each number in its place."""
+    if isinstance(places, dict):
+        named = {}
+        for key in places.keys():  # noqa: SIM118 - the compiler iterates over no dict
+            named[key] = nest_in(places[key], leaves)
+        return named
+    if isinstance(places, (tuple, list)):
+        parts = []
+        for each in places:
+            parts.append(nest_in(each, leaves))
+        return tuple(parts) if isinstance(places, tuple) else parts
+    return leaves[places]

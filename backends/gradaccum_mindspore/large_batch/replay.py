@@ -1,0 +1,157 @@
+"""The second pass over a micro-batch draws the first one's random numbers and moves statistics once.
+
+MindSpore has no state of random numbers that one could save and load. In PyNative it makes each operator with seeds that come from
+counters in `mindspore.common.seed`, so the same counters make the same operators again. `mindspore.nn.Dropout` makes its operator once and
+for all, so it is lent one for each micro-batch. Whatever else draws numbers is noticed: the outputs of both passes are compared.
+
+Parameters that nobody trains, such as a normalization's statistics, are set back between the passes: they move as in one pass.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import mindspore as ms
+import mindspore.common.seed  # the module; `mindspore.common` has functions of its name
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.api import _pynative_executor
+
+from gradaccum import UsageError
+from gradaccum.kit import explain
+from gradaccum_mindspore.large_batch.randomness import DEPTH, cells_of, random_cell
+
+SEEDS: Any = sys.modules["mindspore.common.seed"]
+"""Private to MindSpore: ``_GLOBAL_SEED``, ``_KERNEL_SEED`` and ``_get_graph_seed``. Without them nothing could be replayed; if they work in
+another way, the outputs of both passes differ, and `require_same` says so."""
+
+
+ROUNDINGS = {ms.float16: 2.0**-5, ms.bfloat16: 2.0**-4, ms.float32: 2.0**-11, ms.float64: 2.0**-26}
+"""How far the outputs of two passes may differ, relative to the largest: about the square root of a rounding. Integers are equal."""
+LARGEST = 2**16
+"""Elements of a Parameter that may be a statistic of a user's own Cell; a larger one that nobody trains counts as a frozen weight."""
+
+
+class Noted:
+    """What a function changes by running, as it was before: statistics, and MindSpore's counters of random operators.
+
+    Args:
+        fn: the function; the Cells that it names are searched.
+    """
+
+    def __init__(self, fn: object) -> None:
+        self.cells = {id(each): each for cell in cells_of(fn, DEPTH) for _, each in cell.cells_and_names()}.values()
+        held = {id(parameter): parameter for cell in self.cells for parameter in statistics_of(cell)}
+        self.values = [(parameter, parameter.value().copy()) for parameter in held.values()]
+        self.counters = dict(SEEDS._KERNEL_SEED)
+
+    def after_error(self) -> None:
+        """Make it as it was, and let MindSpore forget the operators that it has recorded.
+
+        It goes on recording after a function raised inside `mindspore.value_and_grad`, unless a Cell raised; then a later call
+        would differentiate through what came before it.
+        """
+        _pynative_executor.clear_res()
+        self.set_back()
+
+    def set_back(self) -> None:
+        """Make it as it was."""
+        set_counters(self.counters)
+        for parameter, value in self.values:
+            ops.assign(parameter, value)
+
+
+class Replay:
+    """Gives each micro-batch random numbers of its own, the same in a second pass, and sets back what a call that raised has changed.
+
+    Args:
+        fn: the function that is run; the Cells that it names are searched for `mindspore.nn.Dropout` and for statistics.
+        lends: whether there is a second pass. Without one, operators are lent in PyNative after `mindspore.set_seed` alone: MindSpore keeps
+            an operator for each size of micro-batch, and each begins at the seed.
+    """
+
+    keeps = False
+    """Whether what was changed stays although an error is raised."""
+
+    def __init__(self, fn: object, *, lends: bool = True) -> None:
+        self.fn = fn
+        self.lends = lends or (SEEDS._GLOBAL_SEED is not None and ms.get_context("mode") != ms.GRAPH_MODE)
+        self.places: list[dict[Any, int]] = []
+
+    def __enter__(self) -> Replay:
+        self.noted, self.seed = Noted(self.fn), SEEDS._GLOBAL_SEED
+        self.dropouts = [(cell, cell.dropout) for cell in self.noted.cells if self.lends and type(cell) is nn.Dropout]
+        if self.seed is None and self.lends:
+            SEEDS._GLOBAL_SEED = secrets.randbelow(2**31 - 2) + 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        SEEDS._GLOBAL_SEED = self.seed
+        for cell, operator in self.dropouts:
+            cell.dropout = operator
+        if kind is not None and not self.keeps:
+            self.noted.after_error()
+
+    def begin(self, place: int) -> None:
+        """Prepare the micro-batch at `place`, for the first time or the second."""
+        if not self.lends:
+            return
+        if place == len(self.places):
+            self.places.append(dict(SEEDS._KERNEL_SEED))
+        set_counters(self.places[place])
+        for cell, _ in self.dropouts:
+            keep = cell.keep_prob if cell.p is None else 1.0 - cell.p
+            cell.dropout = ops.Dropout(keep, *SEEDS._get_graph_seed(0, "dropout"))
+
+    def set_back(self) -> None:
+        """Give statistics the values that they had before the first pass."""
+        self.noted.set_back()
+
+
+def statistics_of(cell: nn.Cell) -> list[Parameter]:
+    """The Parameters of one Cell that nobody trains, but for frozen weights."""
+    normalizes = "Norm" in type(cell).__name__
+    held = cell.get_parameters(expand=False)
+    return [parameter for parameter in held if not parameter.requires_grad and (normalizes or parameter.size <= LARGEST)]
+
+
+def set_counters(counters: dict[Any, int]) -> None:
+    """Set MindSpore's counters of random operators."""
+    SEEDS._KERNEL_SEED.clear()
+    SEEDS._KERNEL_SEED.update(counters)
+
+
+def require_replayable(fn: object) -> None:
+    """Refuse graph mode for a function that draws random numbers: compiled operators hold the place in their numbers themselves.
+
+    Raises:
+        UsageError: it is so.
+    """
+    drawing = random_cell(fn)
+    if drawing is not None and ms.get_context("mode") == ms.GRAPH_MODE:
+        raise replay_error(f"a {drawing} in training in graph mode", "Run in PyNative mode, or write set_train(False).")
+
+
+def require_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    """Compare the outputs of one micro-batch in both passes.
+
+    They may differ by what two compilations of one function differ by, far less than by another random number.
+
+    Raises:
+        UsageError: they differ.
+    """
+    for before, after in zip(first, second, strict=True):
+        a, b = (each.astype(ms.float64).asnumpy() for each in (before, after))
+        scale = np.abs(a[np.isfinite(a)]).max(initial=0.0)
+        if not np.allclose(a, b, rtol=0, atol=ROUNDINGS.get(before.dtype, 0.0) * scale, equal_nan=True):
+            fix = "Draw with mindspore.nn.Dropout or mindspore.ops.dropout, in PyNative mode, or give random numbers in the batch."
+            raise replay_error("outputs of the second pass that differ from the first", fix)
+
+
+def replay_error(found: str, fix: str) -> UsageError:
+    """The error for random numbers, or another state, that differ between the passes."""
+    return explain(UsageError, "outputs_fn", expected="a function that gives the same outputs again", found=found, fix=fix)

@@ -1,0 +1,130 @@
+"""The large batch's value and gradients in one call, with the memory of one micro-batch.
+
+A call from Python is a loop of Python, `python_loop`; a call inside `mindspore.jit` or inside a Cell in graph mode is a loop of compiled
+code, `compiled`. The Cell keeps nothing between calls; a call that raises leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn
+
+from gradaccum import AutoMicroBatchSize
+from gradaccum.kit import Nest
+from gradaccum_mindspore.capturing import refuse_trace
+from gradaccum_mindspore.large_batch.auto import fitted
+from gradaccum_mindspore.large_batch.compiled import CompiledLoop
+from gradaccum_mindspore.large_batch.options import SplitOptions, plain_reduction, require_function, split_options
+from gradaccum_mindspore.large_batch.python_loop import Function, PythonLoop
+
+
+class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
+    """What `value_and_grad` returns: ``(value, gradients)`` of a large batch, as `mindspore.value_and_grad` would give it."""
+
+    def __init__(self, fn: Function, grad_position: Any, weights: Any, has_aux: bool, options: SplitOptions) -> None:
+        super().__init__(auto_prefix=False)
+        self.options = options
+        backward, positions = ms.value_and_grad(fn, grad_position, weights, has_aux), positions_of(grad_position)
+        self.python_loop = PythonLoop(fn, backward, positions, options)
+        self.loop = CompiledLoop(fn, backward, weights, bool(positions), options)
+
+    def __call__(self, *batch: Nest) -> tuple[Any, Any]:
+        """The large batch's value and gradients, from Python."""
+        refuse_trace()
+        division, run = self.options.division, self.python_loop.run
+        if isinstance(division.micro_batch_size, AutoMicroBatchSize):
+            return fitted(run, self.python_loop.fn, division.micro_batch_size, batch, self.options)  # type: ignore[no-any-return]
+        return run(batch, division)
+
+    def construct(self, *batch: Nest) -> tuple[Any, Any]:
+        return self.loop.run(batch)
+
+
+def value_and_grad(
+    fn: Function,
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Parameter | Sequence[Parameter] | None = None,
+    has_aux: bool = False,
+    *,
+    steps: int | None = None,
+    micro_batch_size: int | str | AutoMicroBatchSize | None = None,
+    micro_batch_weight: float | None = None,
+    reduction: str = "mean",
+    weight: Callable[..., Any] | Sequence[float] | Tensor | None = None,
+    axes: Nest = 0,
+    split: Callable[..., Any] | None = None,
+    aux: Nest = None,
+    accumulate_dtype: object = None,
+) -> LargeBatchGradient:
+    """A function of a large batch that returns its value and gradients, computed micro-batch by micro-batch.
+
+    It is `mindspore.value_and_grad`, divided: ``value_and_grad(forward, None, weights, steps=4)(x, y)`` returns ``(loss, gradients)`` as
+    ``mindspore.value_and_grad(forward, None, weights)(x, y)`` does. In PyNative, inside `mindspore.jit` and in graph mode.
+
+    Args:
+        fn: a function or Cell of the batch that returns a scalar loss; with `has_aux` a tuple of it and other outputs.
+        grad_position: as for `mindspore.value_and_grad`: the arguments to differentiate by. The gradient of an argument that is divided
+            is that of the large batch: one part per item.
+        weights: the Parameters to differentiate by.
+        has_aux: `fn` returns other outputs too, declared by `aux`. ``value`` is then the tuple of the loss and the merged outputs.
+        steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
+        micro_batch_size: items of a micro-batch; "auto" or an `AutoMicroBatchSize`: as many as fit.
+        micro_batch_weight: consecutive items are packed up to this weight, by `weight`; a callable is asked about each item alone.
+        reduction: "mean": `fn` returns a mean, weighed by `weight`. "sum": it returns a sum. "item_mean": it returns a sum, and the sum
+            over the batch is divided by the sum of the weights.
+        weight: a callable of the micro-batch's arguments that returns its weight, such as its tokens; or one number per item; the number
+            of items unless given. A micro-batch of weight 0 adds nothing, whatever its loss is. If all weigh 0, loss and gradients are 0.
+        axes: the axis of the items, an int, for each leaf of the batch (a prefix nest of the tuple of arguments); None: given whole to
+            each micro-batch, as are numbers, texts and None.
+        split: a function of the batch that yields micro-batches, each a tuple of arguments, in place of cutting; with `steps` it gets
+            ``steps=`` too.
+        aux: how the other outputs merge, a prefix nest of the second output, or of the tuple of several: "sum", "mean" (over items),
+            "weighted_mean", "max", "min", "concatenate" (along axis 0). Half precision is summed, and returned, in float32.
+        accumulate_dtype: the dtype of the sums; None: float32 for half precision, else the gradient's own. The gradients returned have
+            their own dtype.
+
+    Returns:
+        A Cell to call with the batch. It keeps nothing between calls. If a call raises, the statistics of the Cells that `fn` names are as
+        before.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch is empty or has leaves of unequal size, or `fn`
+            returns something else than declared.
+        UsageError: on a call, compiled micro-batches of two sizes would draw the same random numbers: MindSpore starts each compiled
+            program at the seed of `mindspore.set_seed`.
+
+    Example:
+        >>> import mindspore as ms
+        >>> from mindspore import Tensor, nn
+        >>> net = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> def forward(x):
+        ...     return net(x).mean()
+        >>> backward = value_and_grad(forward, None, net.trainable_params(), steps=2)
+        >>> loss, (weight, bias) = backward(Tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+        >>> float(loss), weight.asnumpy().tolist()
+        (7.0, [[3.0, 4.0]])
+    """
+    require_function("fn", fn)
+    options = split_options(
+        has_aux,
+        plain_reduction(reduction),
+        steps=steps,
+        micro_batch_size=micro_batch_size,
+        micro_batch_weight=micro_batch_weight,
+        weight=weight,
+        axes=axes,
+        split=split,
+        aux=aux,
+        accumulate_dtype=accumulate_dtype,
+    )
+    return LargeBatchGradient(fn, grad_position, weights, has_aux, options)
+
+
+def positions_of(grad_position: Any) -> tuple[int, ...]:
+    """`grad_position` as a tuple; MindSpore checks it."""
+    if grad_position is None:
+        return ()
+    return tuple(grad_position) if isinstance(grad_position, tuple | list) else (grad_position,)

@@ -1,0 +1,223 @@
+"""A whole window of a wrapped optimizer in one call: the large batch is split, each micro-batch goes through the optimizer, and it updates.
+
+Everything that a window can do is the wrapped optimizer's: clipping, skipping, a loss scale, overflow, sums in float32, its ``result``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops import constexpr
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize, UsageError
+from gradaccum.kit import Division, Nest, aux_shape_error, explain
+from gradaccum_mindspore.capturing import refuse_trace
+from gradaccum_mindspore.compiled_state import where
+from gradaccum_mindspore.large_batch.auto import fitted
+from gradaccum_mindspore.large_batch.batch import Batch
+from gradaccum_mindspore.large_batch.compiled import CompiledLoop
+from gradaccum_mindspore.large_batch.merging import MergedOutputs, loss_kind
+from gradaccum_mindspore.large_batch.options import SplitOptions, require_function, split_options
+from gradaccum_mindspore.large_batch.python_loop import Function, differentiated, divisor_of, weighed
+from gradaccum_mindspore.large_batch.replay import Replay
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+
+
+class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
+    """What `value_and_update` returns: one update per call."""
+
+    def __init__(self, fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool, options: SplitOptions) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer, self.options = optimizer, options
+        backward = ms.value_and_grad(scaled(fn, optimizer, has_aux), None, optimizer.parameters, True)
+        object.__setattr__(self, "user_function", fn)  # A Cell would list its parameters as its own.
+        object.__setattr__(self, "backward", backward)
+        self.loop = CompiledUpdateLoop(fn, backward, optimizer, options)
+
+    def __call__(self, *batch: Nest) -> Any:
+        """One update, from Python; returns the large batch's loss, or the tuple of it and the merged outputs."""
+        refuse_trace()
+        require_no_window(self.optimizer)
+        division = self.options.division
+        if isinstance(division.micro_batch_size, AutoMicroBatchSize):
+            return fitted(self.run, self.user_function, division.micro_batch_size, batch, self.options)
+        return self.run(batch, division)
+
+    def construct(self, *batch: Nest) -> Tensor:
+        return self.loop.run(batch)
+
+    def run(self, batch: Batch, division: Division) -> Any:
+        """The window and its update; if it raises before the update was made, the optimizer is as before."""
+        storage = self.optimizer.storage
+        event, closed = storage.last_event.value().copy(), windows_of(self.optimizer)
+        with Replay(self.user_function, lends=False) as replay:
+            try:
+                outputs = self.accumulated(batch, division, replay)
+                self.optimizer.flush()
+            except BaseException:
+                replay.keeps = windows_of(self.optimizer) != closed
+                if not replay.keeps:
+                    self.optimizer.discard()
+                    ops.assign(storage.last_event, event)
+                raise
+            return outputs
+
+    def accumulated(self, batch: Batch, division: Division, replay: Replay) -> Any:
+        """The merged outputs of a window whose micro-batches the optimizer has taken in."""
+        options = self.options
+        outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
+        items, weight = 0, 0.0
+        for place, (part, amount) in enumerate(weighed(self.user_function, batch, options, division)):
+            replay.begin(place)
+            (_, value), gradients = differentiated(self.backward, part.arguments, options.aux is not None, scaled=True)
+            self.optimizer(gradients, amount)
+            outputs.add(value, part.items, amount)
+            del value, gradients  # They would live beside the next ones.
+            items, weight = items + (part.items or 0), weight + amount
+        return outputs.finished(items, weight, divisor_of(weight, options))
+
+
+class CompiledUpdateLoop(CompiledLoop):
+    """The same for the compiler to follow: the optimizer adds each micro-batch's gradients in the loop."""
+
+    def __init__(self, fn: Function, backward: Function, optimizer: AccumulatingOptimizer, options: SplitOptions) -> None:
+        super().__init__(fn, backward, optimizer.parameters, False, options)
+        self.optimizer = optimizer
+
+    def differentiated(self, arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        (_, value), gradients = self.backward(*arguments)
+        return value, gradients
+
+    def start(self, zero: Tensor) -> Tensor:
+        """The sum of losses before the first micro-batch: NaN if someone else opened a window, because compiled code cannot raise."""
+        return where(self.optimizer.storage.micro_step > 0, self.nan * 1, zero)
+
+    def zeros(self, zero: Tensor) -> Any:
+        return zero * 1
+
+    def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
+        return ops.depend(sums, self.optimizer(gradients, amount))
+
+    def finished(self, loss: Tensor, sums: Any, divides: Tensor) -> Any:
+        return ops.depend(loss, self.optimizer.flush())
+
+
+def value_and_update(
+    fn: Function,
+    optimizer: AccumulatingOptimizer,
+    has_aux: bool = False,
+    *,
+    steps: int | None = None,
+    micro_batch_size: int | str | AutoMicroBatchSize | None = None,
+    micro_batch_weight: float | None = None,
+    weight: Callable[..., Any] | Sequence[float] | Tensor | None = None,
+    axes: Nest = 0,
+    split: Callable[..., Any] | None = None,
+    aux: Nest = None,
+) -> LargeBatchUpdate:
+    """A function of a large batch that makes one update of a wrapped optimizer and returns the large batch's loss.
+
+    The micro-batches are one window of `optimizer`: all its options hold, `fn` is scaled by its loss scale, and ``optimizer.result``
+    tells what the window did. In PyNative, inside `mindspore.jit` and in graph mode.
+
+    Args:
+        fn: a function or Cell of the batch that returns a scalar loss, not scaled; with `has_aux` a tuple of it and other outputs.
+        optimizer: what `gradaccum.wrap` returned with ``steps=None``; its ``reduction`` holds.
+        has_aux: `fn` returns other outputs too, declared by `aux`.
+        steps: as for `value_and_grad`, with the options that follow.
+        micro_batch_size: items of a micro-batch; "auto" or an `AutoMicroBatchSize`.
+        micro_batch_weight: the weight up to which items are packed.
+        weight: a callable of the micro-batch, or one number per item; the number of items unless given.
+        axes: the axis of the items, for each leaf of the batch.
+        split: a function of the batch that yields micro-batches.
+        aux: how the other outputs merge.
+
+    Returns:
+        A Cell to call with the batch. It returns the loss, or the tuple of it and the merged outputs, of all micro-batches: a dropped
+        one's too. If it raises before the update was made, the optimizer and the statistics of `fn`'s Cells are as before.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: as for `value_and_grad`; or `optimizer` is not wrapped with ``steps=None``.
+        UsageError: on a call from Python, `optimizer` has an open window. Compiled code cannot raise: there the loss is NaN then.
+
+    Example:
+        >>> import gradaccum
+        >>> from mindspore import Tensor, nn
+        >>> net = nn.Dense(2, 1, weight_init="ones", has_bias=False)
+        >>> optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.5), steps=None, clip_norm=1.0)
+        >>> train_step = value_and_update(lambda x: net(x).mean(), optimizer, steps=2)
+        >>> float(train_step(Tensor([[0.0, 4.0], [6.0, 4.0]]))), optimizer.result.grad_norm
+        (7.0, 5.0)
+        >>> [round(each, 4) for each in net.weight.asnumpy()[0].tolist()]
+        [0.7, 0.6]
+    """
+    require_function("fn", fn)
+    require_wrapped(optimizer)
+    options = split_options(
+        has_aux,
+        optimizer.options,
+        steps=steps,
+        micro_batch_size=micro_batch_size,
+        micro_batch_weight=micro_batch_weight,
+        weight=weight,
+        axes=axes,
+        split=split,
+        aux=aux,
+    )
+    return LargeBatchUpdate(fn, optimizer, has_aux, options)
+
+
+def windows_of(optimizer: AccumulatingOptimizer) -> int:
+    """How many windows were closed."""
+    return int(optimizer.storage.optimizer_step.item() + optimizer.storage.skipped_windows.item())
+
+
+def scaled(fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool) -> Function:
+    """`fn` as a function that returns its loss times the loss scale, to differentiate, and what it returned."""
+
+    def of_batch(*arguments: Nest) -> tuple[Tensor, Any]:
+        value = fn(*arguments)
+        check_outputs(isinstance(value, (tuple, list)), has_aux)
+        loss = value[0] if has_aux else value
+        return optimizer.scale(loss), value
+
+    return of_batch
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_outputs(several: bool, has_aux: bool) -> None:
+    """Refuse other outputs that nobody declared, and ones that are missing; in compiled code while it is compiled."""
+    if several != has_aux:
+        raise aux_shape_error("several outputs" if several else "the loss alone", declared=has_aux)
+
+
+def require_wrapped(optimizer: object) -> None:
+    """Refuse an optimizer whose windows the caller does not close.
+
+    Raises:
+        ArgumentTypeError: it is not wrapped.
+        ArgumentValueError: it has a number of steps.
+    """
+    fix = "Write gradaccum.wrap(optimizer, steps=None)."
+    if not isinstance(optimizer, AccumulatingOptimizer):
+        found = f"an object of type {type(optimizer).__name__}"
+        raise explain(ArgumentTypeError, "optimizer", expected="a wrapped optimizer", found=found, fix=fix)
+    if optimizer.options.steps is not None:
+        expected = "an optimizer wrapped with steps=None, because the call closes the window"
+        raise explain(ArgumentValueError, "optimizer", expected=expected, found=f"steps={optimizer.options.steps!r}", fix=fix)
+
+
+def require_no_window(optimizer: AccumulatingOptimizer) -> None:
+    """Refuse to add to a window that someone else opened.
+
+    Raises:
+        UsageError: there is one.
+    """
+    held = optimizer.storage.micro_step.item()
+    if held > 0:
+        found = f"a window that holds {held} micro-batches"
+        fix = "Write optimizer.flush() or optimizer.discard() before it."
+        raise explain(UsageError, "optimizer", expected="no open window, because the call is a window", found=found, fix=fix)

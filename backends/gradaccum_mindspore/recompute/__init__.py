@@ -1,0 +1,5 @@
+"""Recomputation, also called gradient checkpointing: activations are freed, and computed again for the backward pass."""
+
+from gradaccum_mindspore.recompute.function import recompute
+
+__all__ = ["recompute"]

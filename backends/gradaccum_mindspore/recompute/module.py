@@ -1,0 +1,158 @@
+"""Cells that are recomputed: in place, so that Parameters, their names, `cells_and_names` and indexing stay as they are.
+
+For the compiler `Cell.recompute()` marks the Cell. PyNative mode looks for ``_recompute_cell``, which is set to a `Segment`; if MindSpore
+renamed it, PyNative mode would go MindSpore's own way, and the tests of dropout and of batch normalization would fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import isqrt
+from typing import Any
+
+from mindspore import nn
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum.kit import explain
+from gradaccum_mindspore.recompute.buffers import keep_statistics
+from gradaccum_mindspore.recompute.segment import Segment
+
+FUNCTIONAL = ("batch_norm",)
+"""Functions that write into an argument by an operator of their own, which nobody can tell the compiler to keep."""
+
+
+def recompute_module(module: nn.Cell, segments: int | None, submodules: Sequence[str | nn.Cell] | None) -> nn.Cell:
+    """`module` with its segments, its named submodules or the whole of it recomputed."""
+    if submodules is not None:
+        if segments is not None:
+            fix = "Cut each: recompute(net.blocks, segments=3)."
+            raise explain(UsageError, "segments", expected="one of segments and submodules", found="both", fix=fix)
+        chosen = _submodules(module, submodules)
+    elif isinstance(module, nn.SequentialCell):
+        chosen = _segments(module, segments)
+    elif segments is not None:
+        fix = "Write recompute(net.blocks, segments=3) of its SequentialCell, or recompute(net, submodules=list(net.blocks))."
+        raise explain(
+            ArgumentTypeError, "module", expected="a SequentialCell, whose layers follow each other", found=f"a {_kind(module)}", fix=fix
+        )
+    else:
+        chosen = [module]
+    _require_fresh(chosen)
+    for cell in chosen:
+        _mark(cell)
+    if isinstance(module, nn.SequentialCell) and submodules is None:
+        module.cell_list = chosen
+    return module
+
+
+class Layers(nn.Cell):  # type: ignore[misc]
+    """Consecutive layers of a SequentialCell, which still owns them: they keep the names of their Parameters."""
+
+    def __init__(self, layers: Sequence[nn.Cell]) -> None:
+        super().__init__(auto_prefix=False)
+        self.layers = nn.CellList(layers, auto_prefix=False)
+
+    def construct(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _mark(cell: nn.Cell) -> None:
+    """For the compiler by MindSpore's own mark, for PyNative mode by a `Segment`."""
+    keep_statistics([cell])
+    cell.recompute(use_reentrant=False, early_stop=False)
+    cell._recompute_cell = Segment(cell.construct, [cell], type(cell).__name__)
+
+
+def _segments(module: nn.SequentialCell, segments: int | None) -> list[nn.Cell]:
+    """Its layers in `segments` runs of nearly equal length."""
+    layers = list(module)
+    count = _require_segments(len(layers), segments)
+    if any(isinstance(run, Layers) for run in module.cell_list):
+        raise _twice_error(module)
+    bounds = [len(layers) * k // count for k in range(count + 1)]
+    return [Layers(layers[start:end]) for start, end in pairwise(bounds)]
+
+
+def _require_segments(depth: int, segments: int | None) -> int:
+    if segments is None:
+        return max(1, isqrt(depth - 1) + 1) if depth else _require_segments(0, 1)
+    if isinstance(segments, bool) or not isinstance(segments, int):
+        raise explain(ArgumentTypeError, "segments", expected="an int", got=segments, fix="Write segments=3, or leave it out.")
+    if not 1 <= segments <= depth:
+        fix = "Leave segments out for about the square root."
+        raise explain(ArgumentValueError, "segments", expected=f"1 to {depth}, the number of layers", got=segments, fix=fix)
+    return segments
+
+
+def _submodules(module: nn.Cell, submodules: Sequence[str | nn.Cell]) -> list[nn.Cell]:
+    """The Cells that `submodules` names."""
+    if isinstance(submodules, str | nn.Cell) or not isinstance(submodules, Sequence) or not submodules:
+        fix = "Write submodules=['blocks.0', net.head]."
+        raise explain(ArgumentTypeError, "submodules", expected="a list of names and Cells", got=submodules, fix=fix)
+    by_name = {name: cell for name, cell in module.cells_and_names() if name}
+    return [_submodule(module, by_name, one) for one in submodules]
+
+
+def _submodule(module: nn.Cell, by_name: dict[str, nn.Cell], one: object) -> nn.Cell:
+    if isinstance(one, str) and one in by_name:
+        return by_name[one]
+    if isinstance(one, nn.Cell) and any(one is cell for cell in by_name.values()):
+        return one
+    if not isinstance(one, str | nn.Cell):
+        raise explain(ArgumentTypeError, "submodules", expected="names and Cells", got=one, fix="Write submodules=['blocks.0'].")
+    found = repr(one) if isinstance(one, str) else f"a {type(one).__name__} that it does not hold"
+    fix = f"It has {', '.join(by_name) or 'none'}."
+    raise explain(ArgumentValueError, "submodules", expected=f"submodules of the {type(module).__name__}", found=found, fix=fix)
+
+
+def _require_fresh(chosen: Sequence[nn.Cell]) -> None:
+    """Raise unless the Cells and their layers can be recomputed, each once.
+
+    Raises:
+        UsageError, ArgumentTypeError: they cannot.
+    """
+    seen: set[int] = set()
+    for cell in chosen:
+        if isinstance(cell, nn.CellList | nn.CellDict):
+            fix = "Write recompute(net, submodules=list(net.blocks))."
+            raise explain(ArgumentTypeError, "module", expected="a Cell that is called", found=f"a {_kind(cell)}", fix=fix)
+        for inner in dict(cell.cells_and_names()).values():
+            if inner._recompute_cell is not None or getattr(inner, "_has_config_recompute", False) or id(inner) in seen:
+                raise _twice_error(inner)
+            require_repeatable(type(inner).construct, type(inner).__name__)
+        seen |= {id(inner) for _, inner in cell.cells_and_names()}
+
+
+def require_repeatable(function: Callable[..., Any], name: str) -> None:
+    """Raise if a function moves statistics by an operator that no Cell has.
+
+    Raises:
+        UsageError: it does.
+    """
+    used = [word for word in _names_in(getattr(function, "__code__", None)) if word in FUNCTIONAL]
+    if used and not name.startswith("BatchNorm"):
+        fix = "Use nn.BatchNorm2d, or leave it outside of what is recomputed."
+        expected = "statistics that move once"
+        raise explain(
+            UsageError, f"recompute of {name}", expected=expected, found=f"a call of {used[0]}, which compiled code repeats", fix=fix
+        )
+
+
+def _names_in(code: Any) -> Iterator[str]:
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if hasattr(constant, "co_names"):
+                yield from _names_in(constant)
+
+
+def _twice_error(cell: nn.Cell) -> UsageError:
+    fix = "Recompute the whole or its parts, once; hooks, jit and copies of it need no second call."
+    return explain(UsageError, "module", expected="a Cell that is not recomputed yet", found=f"a {_kind(cell)} that is", fix=fix)
+
+
+def _kind(module: nn.Cell) -> str:
+    return type(module).__name__

@@ -1,0 +1,76 @@
+"""What the tests of MindSpore's large batches share: a model in float64 with its data, and a call in each of the modes."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+from conformance_tests.framework_tests.mindspore_common import set_mode
+
+MODES = ("pynative", "jit", "graph", "cell")
+"""From Python in PyNative and in graph mode; and inside compiled code: in `mindspore.jit`, and in a Cell in graph mode."""
+FROM_PYTHON, COMPILED = ("pynative", "graph"), ("jit", "cell")
+ITEMS = 7
+RNG = np.random.RandomState(3)
+X, Y = RNG.randn(ITEMS, 4), RNG.randn(ITEMS, 2)
+MASK = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]], np.float64)
+START = RNG.randn(2, 4)
+
+
+class Net(nn.Cell):
+    """``tanh(x W)``, with a parameter that no loss uses."""
+
+    def __init__(self, dtype=ms.float64):
+        super().__init__()
+        self.weight = Parameter(Tensor(START, dtype), name="weight")
+        self.unused = Parameter(Tensor([1.0, 2.0], dtype), name="unused")
+
+    def construct(self, x):
+        return ops.tanh(ops.matmul(x, self.weight.T))
+
+
+class Calls(nn.Cell):
+    def __init__(self, made):
+        super().__init__(auto_prefix=False)
+        self.made = made
+
+    def construct(self, *batch):
+        return self.made(*batch)
+
+
+def in_mode(mode, made):
+    """`made` as it is called in a mode, which is set."""
+    set_mode("graph" if mode in ("graph", "cell") else "pynative")
+    if mode == "cell":
+        return Calls(made)
+    if mode != "jit":
+        return made
+
+    @ms.jit
+    def compiled(*batch):
+        return made(*batch)
+
+    return compiled
+
+
+def tensors(*arrays, dtype=ms.float64):
+    return tuple(Tensor(array, dtype) for array in arrays)
+
+
+def numbers(nest):
+    """The arrays of a nest of Tensors, flat."""
+    if isinstance(nest, (tuple, list)):
+        return [number for each in nest for number in numbers(each)]
+    if isinstance(nest, dict):
+        return numbers(list(nest.values()))
+    return [nest.asnumpy().astype(np.float64)]
+
+
+def distance(found, expected):
+    """The largest difference, relative to the largest number of each array."""
+    pairs = list(zip(numbers(found), numbers(expected), strict=True))
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max(np.abs(a - b).max() / max(np.abs(b).max(), 1e-300) if b.any() else np.abs(a).max() for a, b in pairs)
+
+
+def trained(net):
+    return ParameterTuple(net.trainable_params())

@@ -1,0 +1,342 @@
+"""`gradaccum_mindspore.value_and_grad`: the large batch's loss and gradients, in float64, in every mode."""
+
+import dataclasses
+import itertools
+import os
+from collections import namedtuple
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn  # noqa: E402
+
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E402
+    FROM_PYTHON,
+    ITEMS,
+    MASK,
+    MODES,
+    Net,
+    X,
+    Y,
+    distance,
+    in_mode,
+    tensors,
+    trained,
+)
+from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
+
+TOLERANCE = 1e-13
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+    y: Tensor
+    note: str
+
+
+def squared(net):
+    """The mean of squares, the sum, and the mean over the tokens of a mask; by a function each, for the compiler."""
+
+    def mean(x, y):
+        return ((net(x) - y) ** 2).mean()
+
+    def total(x, y):
+        return ((net(x) - y) ** 2).sum()
+
+    return mean, total
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+def test_is_the_large_batch(mode, reduction):
+    """Seven items in micro-batches of three, three and one."""
+    net, (x, y) = Net(), tensors(X, Y)
+    mean, total = squared(net)
+    fn = mean if reduction == "mean" else total
+    loss, gradients = ms.value_and_grad(fn, None, trained(net))(x, y)
+    if reduction == "item_mean":
+        loss, gradients = loss / ITEMS, [gradient / ITEMS for gradient in gradients]
+    found = in_mode(mode, value_and_grad(fn, None, trained(net), steps=3, reduction=reduction))(x, y)
+    assert isinstance(found[1], tuple)
+    assert found[1][1].asnumpy().tolist() == [0.0, 0.0]
+    assert distance(found, (loss, list(gradients))) <= TOLERANCE
+
+
+def test_by_hand():
+    """d/dw of mean (w x - y)^2 is 2 mean x (w x - y), here with w = 2."""
+    weight = Parameter(Tensor(2.0, ms.float64), name="w")
+
+    def forward(x, y):
+        return ((weight * x - y) ** 2).mean()
+
+    x, y = np.array([1.0, 2.0, 4.0]), np.array([0.0, 5.0, 1.0])
+    loss, gradient = value_and_grad(forward, None, weight, micro_batch_size=2)(*tensors(x, y))
+    assert abs(loss.asnumpy() - (4 + 1 + 49) / 3) <= 1e-14
+    assert abs(gradient.asnumpy() - 2 * (1 * 2 + 2 * -1 + 4 * 7) / 3) <= 1e-14
+
+
+@pytest.mark.parametrize(("items", "steps", "sizes"), [(9, 4, [3, 3, 3]), (7, 7, [1] * 7), (7, 1, [7]), (5, 3, [2, 2, 1])])
+def test_steps_are_a_limit(items, steps, sizes):
+    net, seen = Net(), []
+
+    def forward(x):
+        seen.append(x.shape[0])
+        return net(x).mean()
+
+    value_and_grad(forward, None, trained(net), steps=steps)(Tensor(np.ones((items, 4))))
+    assert seen == sizes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_token_weights(mode):
+    """Micro-batches of unequal token counts weigh by these; weighing by items would be wrong."""
+    net = Net()
+    x = np.repeat(X[:, None], 3, axis=1)
+
+    def forward(x, mask):
+        return ((net(x) ** 2).sum(-1) * mask).sum() / mask.sum()
+
+    def tokens(x, mask):
+        return mask.sum()
+
+    batch = tensors(x, MASK)
+    expected = ms.value_and_grad(forward, None, trained(net))(*batch)
+    by_function = value_and_grad(forward, None, trained(net), steps=3, weight=tokens)
+    by_array = value_and_grad(forward, None, trained(net), steps=3, weight=MASK.sum(1))
+    unweighed = value_and_grad(forward, None, trained(net), steps=3)
+    assert distance(in_mode(mode, by_function)(*batch), expected) <= TOLERANCE
+    assert distance(in_mode(mode, by_array)(*batch), expected) <= TOLERANCE
+    assert distance(in_mode(mode, unweighed)(*batch), expected) > 1e-3
+
+
+@pytest.mark.parametrize("weight", ["array", "function"])
+def test_packs_by_weight(weight):
+    net, seen = Net(), []
+
+    def forward(x, mask):
+        seen.append(mask.asnumpy().sum())
+        return (net(x).sum(1) * mask.sum(1)).sum() / mask.sum()
+
+    def tokens(x, mask):
+        return mask.sum()
+
+    batch = tensors(X, MASK)
+    expected = ms.value_and_grad(forward, None, trained(net))(*batch)
+    seen.clear()
+    packed = value_and_grad(forward, None, trained(net), micro_batch_weight=4, weight=MASK.sum(1) if weight == "array" else tokens)
+    assert distance(packed(*batch), expected) <= TOLERANCE
+    assert seen == [4, 3, 4, 2], "items of 3, 1, 2, 1, 3, 1 and 2 tokens"
+
+
+def nested(kind, x, y):
+    return {
+        "dict": ({"x": x, "y": [y, y]},),
+        "named tuple": (Pair(x, y),),
+        "dataclass": (Record(x, y, "kept"),),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["dict", "named tuple", "dataclass"])
+def test_nests(kind):
+    net, (x, y) = Net(), tensors(X, Y)
+
+    def forward(batch):
+        assert kind != "dataclass" or batch.note == "kept"
+        x, y = (batch["x"], batch["y"][1]) if kind == "dict" else (batch.x, batch.y)
+        return ((net(x) - y) ** 2).mean()
+
+    batch = nested(kind, x, y)
+    expected = ms.value_and_grad(squared(net)[0], None, trained(net))(x, y)
+    assert distance(value_and_grad(forward, None, trained(net), steps=3)(*batch), expected) <= TOLERANCE
+    whole = batch[0].x if kind != "dict" else batch[0]["x"]
+    assert whole.shape == (ITEMS, 4), "the user's batch is as it was"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_axes(mode):
+    """Items along another axis, a leaf given whole, and a plain number."""
+    net, (x, y) = Net(), tensors(X.T, Y)
+
+    def forward(batch, scale, power):
+        return (scale.sum() * (net(batch["x"].T) - batch["y"][0]) ** power).mean()
+
+    scale = Tensor([0.5, 1.0, 1.5, 2.0], ms.float64)
+
+    def whole(x, y):
+        return forward({"x": x, "y": [y]}, scale, 2)
+
+    def call(x, y):
+        return made({"x": x, "y": [y]}, scale, 2)
+
+    expected = ms.value_and_grad(whole, None, trained(net))(x, y)
+    made = value_and_grad(forward, None, trained(net), steps=3, axes=({"x": 1, "y": 0}, None, None))
+    assert distance(in_mode(mode, call)(x, y), expected) <= TOLERANCE
+
+
+def test_texts_are_split():
+    net, seen = Net(), []
+
+    def forward(x, names):
+        seen.append(names)
+        return net(x).mean()
+
+    value_and_grad(forward, None, trained(net), micro_batch_size=2)(*tensors(X[:3]), ["a", "b", "c"])
+    assert seen == [["a", "b"], ["c"]]
+
+
+def test_own_split():
+    """Sequences packed into one row, with their cumulative lengths: no axis of items to cut along."""
+    net, (x,) = Net(), tensors(X)
+    starts = [0, 2, 3, 7]
+
+    def forward(x, starts):
+        parts = [net(x[a:b]).mean() for a, b in itertools.pairwise(starts)]
+        return sum(parts) / len(parts)
+
+    def split(x, starts, steps):
+        assert steps == 2
+        yield x[:3], starts[:3]
+        yield x[3:], [0, 4]
+
+    def sequences(x, starts):
+        return len(starts) - 1
+
+    expected = ms.value_and_grad(forward, None, trained(net))(x, starts)
+    made = value_and_grad(forward, None, trained(net), steps=2, split=split, weight=sequences, axes=(0, None))
+    assert distance(made(x, starts), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mode", FROM_PYTHON)
+def test_aux_merges(mode):
+    """One value of each kind, in micro-batches of 2, 2 and 1 items that weigh 1, 2 and 3."""
+    weight = Parameter(Tensor(1.0, ms.float64), name="w")
+
+    def forward(x, amount):
+        found = {"sum": x.sum(), "mean": x.mean(), "weighted_mean": x.mean(), "max": x.max(), "min": x.min(), "concatenate": 10 * x}
+        return (weight * x).mean(), found, x.shape[0] * x.sum() / x.sum()
+
+    def weigh(x, amount):
+        return amount.max()
+
+    x, amount = np.array([1.0, 3.0, 5.0, 7.0, -9.0]), np.array([1.0, 1.0, 2.0, 2.0, 3.0])
+    kinds = ("sum", "mean", "weighted_mean", "max", "min", "concatenate")
+    made = value_and_grad(forward, None, weight, True, steps=3, weight=weigh, aux=(dict(zip(kinds, kinds, strict=True)), "max"))
+    (loss, found, largest), gradient = in_mode(mode, made)(*tensors(x, amount))
+    mean = (1 * 2 + 2 * 6 + 3 * -9) / 6
+    assert abs(loss.asnumpy() - mean) <= 1e-15
+    assert abs(gradient.asnumpy() - mean) <= 1e-15
+    assert largest.asnumpy() == 2
+    assert [found[kind].asnumpy().tolist() for kind in kinds] == [7.0, 7 / 5, mean, 7.0, -9.0, (10 * x).tolist()]
+
+
+def test_aux_keeps_nan():
+    """The largest of a NaN and a number is NaN, whichever comes first."""
+    weight = Parameter(Tensor(1.0), name="w")
+
+    def forward(x):
+        return (weight * x).mean(), x.max(), x.min()
+
+    for x in ([np.nan, 1.0], [1.0, np.nan]):
+        (_, *found), _ = value_and_grad(forward, None, weight, True, steps=2, aux=("max", "min"))(Tensor(x, ms.float32))
+        assert np.isnan([each.asnumpy() for each in found]).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weight_zero_adds_nothing(mode):
+    """A micro-batch without tokens has a mean of NaN, and a batch without any has loss and gradients of 0."""
+    net = Net()
+
+    def forward(x, mask):
+        return (net(x).sum(1) * mask).sum() / mask.sum()
+
+    def tokens(x, mask):
+        return mask.sum()
+
+    mask = np.array([1.0, 1, 0, 0, 1, 0, 0])
+    call = in_mode(mode, value_and_grad(forward, None, trained(net), micro_batch_size=2, weight=tokens))
+    expected = ms.value_and_grad(forward, None, trained(net))(*tensors(X, mask))
+    assert distance(call(*tensors(X, mask)), expected) <= TOLERANCE
+    loss, gradients = call(*tensors(X, 0 * mask))
+    assert loss.asnumpy() == 0
+    assert not any(gradient.asnumpy().any() for gradient in gradients)
+
+
+def test_gradients_of_arguments():
+    """The gradient of an argument that is divided has a part for each item; that of one given whole is a sum."""
+    net, (x, y) = Net(), tensors(X, Y)
+    shift = Tensor([0.5, -1.0], ms.float64)
+
+    def forward(x, y, shift):
+        return ((net(x.T) + shift - y) ** 2).mean()
+
+    batch = (x.T, y, shift)
+    expected = ms.value_and_grad(forward, (0, 2), trained(net))(*batch)
+    found = value_and_grad(forward, (0, 2), trained(net), steps=3, axes=(1, 0, None))(*batch)
+    assert distance(found, expected) <= TOLERANCE
+    alone = value_and_grad(forward, 0, None, steps=3, axes=(1, 0, None))(*batch)
+    assert distance(alone, (expected[0], expected[1][0][0])) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
+def test_half_precision_sums_in_float32(mode, dtype):
+    """2048 + 1 is 2048 in float16, and 256 + 1 is 256 in bfloat16: a sum in that dtype would stay at its first number."""
+    weight = Parameter(Tensor(0.0, dtype), name="w")
+
+    def forward(x):
+        return (weight.astype(ms.float32) * x).sum()
+
+    large = 2048.0 if dtype == ms.float16 else 256.0
+    x = Tensor(np.array([large] + [1.0] * 8), ms.float32)
+    _, gradient = in_mode(mode, value_and_grad(forward, None, weight, steps=9, reduction="sum"))(x)
+    assert gradient.dtype == dtype
+    assert gradient.astype(ms.float32).asnumpy() == large + 8
+
+
+def test_batch_is_not_written():
+    """The gradient of sum(w * x) by w is x itself, which a sum in place would change."""
+    weight = Parameter(Tensor(np.zeros((1, 4)), ms.float32), name="w")
+
+    def forward(x):
+        return (weight * x).sum()
+
+    x = Tensor(X, ms.float32)
+    before = x.asnumpy().copy()
+    _, gradient = value_and_grad(forward, None, weight, micro_batch_size=1, reduction="sum")(x)
+    np.testing.assert_array_equal(x.asnumpy(), before)
+    np.testing.assert_allclose(gradient.asnumpy()[0], before.sum(0), rtol=1e-6)
+
+
+def test_wider_sums():
+    """``accumulate_dtype`` is that of the sums, and the gradient has its own: 1e8 + 1 - 1e8 is 1 in float64."""
+    weight = Parameter(Tensor(0.0, ms.float32), name="w")
+
+    def forward(x):
+        return (weight * x).sum()
+
+    x = Tensor([1e8, 1.0, -1e8], ms.float32)
+    made = (value_and_grad(forward, None, weight, steps=3, reduction="sum", accumulate_dtype=d)(x)[1] for d in (None, "float64"))
+    assert [(each.asnumpy().tolist(), each.dtype) for each in made] == [(0.0, ms.float32), (1.0, ms.float32)]
+
+
+def test_jitted_function_from_python():
+    """One compiled micro-batch, called again and again."""
+    net, (x, y) = Net(), tensors(X, Y)
+    mean, _ = squared(net)
+    expected = ms.value_and_grad(mean, None, trained(net))(x, y)
+    assert distance(value_and_grad(ms.jit(mean), None, trained(net), steps=3)(x, y), expected) <= TOLERANCE
+
+
+def test_cell_keeps_its_parameters():
+    """The user's network is no part of the call: its names and its lists of parameters stay."""
+    net = Net()
+    made = value_and_grad(nn.WithLossCell(net, nn.MSELoss()), None, trained(net), steps=3)
+    assert [parameter.name for parameter in made.trainable_params()] == []
+    set_mode("pynative")
+    assert made(*tensors(X, Y))[0].shape == ()

@@ -1,0 +1,80 @@
+"""The cost of a large batch in one call: compiled bodies, and buffers of the model's size."""
+
+import gc
+import os
+import re
+from collections import Counter
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, ops  # noqa: E402
+
+from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_graphs import saved_graphs  # noqa: E402
+from conformance_tests.framework_tests.mindspore_large_batch import in_mode  # noqa: E402
+from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
+
+SHAPE = (37, 41)
+
+
+def compiled(items):
+    """The graphs of kernels of a loop over micro-batches of two items."""
+    weight = Parameter(Tensor(np.ones(SHAPE) / 37, ms.float32), name="w")
+
+    def forward(x):
+        return ops.tanh(ops.matmul(x, weight)).mean()
+
+    with saved_graphs("graph_build") as texts:
+        call = in_mode("cell", value_and_grad(forward, None, weight, micro_batch_size=2))
+        _, gradient = call(Tensor(np.ones((items, SHAPE[0])), ms.float32))
+        set_mode("pynative")
+    assert gradient.shape == SHAPE
+    assert texts, "no graphs were saved, so the tests would count nothing"
+    return texts
+
+
+def operators(texts):
+    return Counter(name for text in texts for name in re.findall(r"= (?:PrimFunc_)?([A-Z]\w*)\(", text))
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    return {items: compiled(items) for items in (8, 64, 65)}
+
+
+def test_one_body_for_any_number(graphs):
+    """One forward and one backward product, however many micro-batches; a smaller last one is compiled a second time."""
+    few, many, ragged = (operators(graphs[items])["MatMul"] for items in (8, 64, 65))
+    assert few == many == 2
+    assert ragged == 4
+
+
+def test_zeros_are_no_constants(graphs):
+    shape = "[" + ", ".join(map(str, SHAPE)) + "]"
+    assert not [1 for texts in graphs.values() for text in texts if f"Tensor(shape={shape}" in text]
+
+
+def test_no_python_in_the_loop(graphs):
+    assert not any(operators(texts)["PyExecute"] for texts in graphs.values())
+
+
+def test_buffers_do_not_grow():
+    """Between two micro-batches one sum lives beside the parameter, and no gradient."""
+    weight, seen = Parameter(Tensor(np.ones(SHAPE) / 37, ms.float32), name="w"), []
+
+    def count(*batch):
+        gc.collect()
+        seen.append(sum(type(each) is Tensor and each.shape == SHAPE for each in gc.get_objects()))
+        return 1.0
+
+    def forward(x):
+        return ops.tanh(ops.matmul(x, weight)).mean()
+
+    count()
+    before = seen.pop()
+    value_and_grad(forward, None, weight, micro_batch_size=1, weight=count)(Tensor(np.ones((6, SHAPE[0])), ms.float32))
+    assert [each - before for each in seen] == [0, 1, 1, 1, 1, 1], "the sum"

@@ -1,0 +1,232 @@
+"""What `gradaccum_mindspore.value_and_grad` refuses, and random numbers of micro-batches."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
+
+from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode, tensors  # noqa: E402
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError  # noqa: E402
+from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
+
+X = np.arange(10.0).reshape(5, 2)
+
+
+def made(forward=None, has_aux=False, **options):
+    weight = Parameter(Tensor([1.0, 2.0], ms.float64), name="w")
+
+    def plain(x, *others):
+        return (weight * x).mean()
+
+    given = plain if forward is None else lambda x, *others: forward(weight * x)
+    return value_and_grad(given, None, weight, has_aux, **{"steps": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"steps": None}, ArgumentValueError, "steps: expected one of steps"),
+        ({"micro_batch_size": 2}, ArgumentValueError, "steps and micro_batch_size"),
+        ({"steps": 0}, ArgumentValueError, "steps"),
+        ({"steps": 2.5}, ArgumentTypeError, "steps"),
+        ({"reduction": "average"}, ArgumentValueError, "reduction"),
+        ({"weight": 3.0}, ArgumentTypeError, "weight: expected a callable"),
+        ({"has_aux": True}, ArgumentValueError, "aux: expected how each other output merges"),
+        ({"aux": "mean"}, ArgumentValueError, "has_aux: expected True beside aux"),
+        ({"has_aux": True, "aux": ("mean", {"a": "average"})}, ArgumentValueError, "aux: expected one of sum"),
+        ({"split": 3}, ArgumentTypeError, "split: expected a function"),
+        ({"split": lambda x: [x]}, ArgumentTypeError, "split: expected a function that takes steps="),
+        ({"accumulate_dtype": int}, ArgumentTypeError, "accumulate_dtype"),
+    ],
+)
+def test_options(options, kind, words):
+    with pytest.raises(kind, match=words):
+        made(**options)
+
+
+def test_function():
+    with pytest.raises(ArgumentTypeError, match="fn: expected a function or Cell"):
+        value_and_grad(3, None, None, steps=2)
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+@pytest.mark.parametrize(
+    ("options", "batch", "words"),
+    [
+        ({}, (X, X[:3]), r"batch\[1\]: expected 5 items, as batch\[0\] has; got 3"),
+        ({"steps": 6}, (X,), "steps: expected at most the 5 items"),
+        ({"micro_batch_size": 3, "steps": None}, (X[:0],), "batch: expected at least one item"),
+        ({"axes": 2}, (X,), r"batch\[0\]: expected an array with axis 2; got shape \(5, 2\)"),
+        ({"axes": None}, (X,), "batch: expected an array to split"),
+        ({"axes": (0, 0)}, (X,), "axes: expected a prefix of a nest"),
+        ({"axes": (0, None, 0)}, (X, X), "axes: expected a prefix of a nest"),
+        ({"weight": [1.0, 2.0]}, (X,), "weight: expected 5 finite numbers >= 0, one per item; got shape"),
+        ({"weight": [1.0, 2.0, -1.0, 0.0, 0.0]}, (X,), "weight: expected 5 finite numbers >= 0, one per item; got -1.0"),
+    ],
+)
+def test_batches(mode, options, batch, words):
+    if batch[0].size == 0 and mode == "jit":
+        batch = (X[:0],)
+    with pytest.raises(ArgumentValueError, match=words):
+        in_mode(mode, made(**options))(*tensors(*batch))
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (lambda x: x.sum(1), r"loss_fn: expected a function that returns a scalar loss; got a Tensor of shape"),
+        (lambda x: (x.mean(), x), "loss_fn: expected a function that returns a scalar loss; got"),
+    ],
+)
+def test_losses(forward, words):
+    with pytest.raises(ArgumentValueError, match=words):
+        made(forward)(*tensors(X))
+
+
+def test_aux_outputs():
+    with pytest.raises(ArgumentValueError, match=r"returns \(loss, aux\); got the loss alone"):
+        made(lambda x: x.mean(), True, aux="mean")(*tensors(X))
+    with pytest.raises(ArgumentValueError, match=r"an array with a leading axis to concatenate"):
+        made(lambda x: (x.mean(), x.sum()), True, aux="concatenate")(*tensors(X))
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+def test_weights_of_micro_batches(weight):
+    with pytest.raises(ArgumentValueError, match="weight"):
+        made(weight=lambda x: weight)(*tensors(X))
+
+
+def test_negative_weight_in_compiled_code():
+    """Compiled code cannot refuse a value: the gradient is NaN."""
+
+    def negative(x):
+        return x.sum() * 0 - 1
+
+    loss, gradient = in_mode("jit", made(weight=negative))(*tensors(X))
+    assert np.isnan(loss.asnumpy())
+    assert np.isnan(gradient.asnumpy()).all()
+
+
+def test_heavy_item():
+    with pytest.raises(ArgumentValueError, match="weight"):
+        made(steps=None, micro_batch_weight=4, weight=[1.0, 5.0, 1.0, 1.0, 1.0])(*tensors(X))
+    with pytest.raises(ArgumentValueError, match="per-item weights beside micro_batch_weight"):
+        made(steps=None, micro_batch_weight=4)(*tensors(X))
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (lambda x: x, "split: expected an iterable of micro-batches"),
+        (lambda x: [x], "got a micro-batch of type Tensor"),
+        (lambda x: [], "got no micro-batch"),
+    ],
+)
+def test_own_split(split, words):
+    with pytest.raises(ArgumentTypeError, match=words):
+        made(steps=None, split=split)(*tensors(X))
+
+
+@pytest.mark.parametrize("mode", COMPILED)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"steps": None, "split": lambda x: [(x,)]}, "split"),
+        ({"steps": None, "micro_batch_weight": 3, "weight": [1.0] * 5}, "micro_batch_weight"),
+        ({"steps": None, "micro_batch_size": "auto"}, "micro_batch_size"),
+        ({"has_aux": True, "aux": "mean"}, "has_aux"),
+    ],
+)
+def test_only_from_python(mode, options, name):
+    weight = Parameter(Tensor([1.0, 2.0], ms.float64), name="w")
+
+    def forward(x):
+        return (weight * x).mean()
+
+    def with_aux(x):
+        return (weight * x).mean(), x.sum()
+
+    call = value_and_grad(with_aux if "aux" in options else forward, None, weight, **{"steps": 2, **options})
+    with pytest.raises(UsageError, match=f"{name}: expected a call from Python"):
+        in_mode(mode, call)(*tensors(X))
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
+def test_interrupted(failure):
+    """In the third micro-batch: statistics are as before, and the next call is right."""
+    norm, calls = nn.BatchNorm1d(2).set_train(), []
+
+    def forward(x):
+        calls.append(1)
+        if len(calls) == 3:
+            raise failure("now")
+        return (norm(x) ** 3).mean()
+
+    x = Tensor(np.random.RandomState(0).randn(6, 2), ms.float32)
+    before = norm.moving_mean.asnumpy().copy()
+    call = value_and_grad(forward, None, norm.trainable_params(), steps=3)
+    with pytest.raises(failure, match="now"):
+        call(x)
+    np.testing.assert_array_equal(norm.moving_mean.asnumpy(), before)
+    found = call(x)
+    assert norm.moving_mean.asnumpy().any()
+    parts = [ms.value_and_grad(forward, None, norm.trainable_params())(x[i : i + 2])[1][0].asnumpy() for i in (0, 2, 4)]
+    np.testing.assert_allclose(found[1][0].asnumpy(), sum(parts) / 3, rtol=1e-5, atol=1e-7)
+
+
+def masks(kind, items, width=64):
+    """A call whose gradient by row i of a parameter is the dropout mask of item i."""
+    weight, dropout = Parameter(Tensor(np.ones((items, width)), ms.float32), name="w"), nn.Dropout(p=0.5).set_train()
+
+    def layer(rows):
+        return dropout(ops.matmul(rows, weight)).sum()
+
+    def operator(rows):
+        return ops.dropout(ops.matmul(rows, weight), 0.5).sum()
+
+    return layer if kind == "layer" else operator, weight, Tensor(np.eye(items), ms.float32)
+
+
+@pytest.fixture
+def seed(request):
+    """Sets MindSpore's global seed, or leaves none set, which only its module can do."""
+    import sys
+
+    module = sys.modules["mindspore.common.seed"]
+    before = module._GLOBAL_SEED
+    module._GLOBAL_SEED = None
+    if request.param is not None:
+        ms.set_seed(request.param)
+    yield request.param
+    module._GLOBAL_SEED = before
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [None, 3], indirect=True)
+@pytest.mark.parametrize("kind", ["layer", "operator"])
+def test_no_mask_twice(mode, seed, kind):
+    """A loop that MindSpore unrolls would draw one mask four times after `mindspore.set_seed`."""
+    forward, weight, rows = masks(kind, 4)
+    call = in_mode(mode, value_and_grad(forward, None, weight, steps=4, reduction="sum"))
+    found = np.concatenate([call(rows)[1].asnumpy() for _ in range(2)])
+    assert set(np.unique(found)) == {0.0, 2.0}
+    assert len({mask.tobytes() for mask in found}) == 8
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [3], indirect=True)
+def test_two_sizes_of_random_micro_batches(mode, seed):
+    """Two compiled sizes would begin with the same numbers; PyNative goes on where it stopped."""
+    forward, weight, rows = masks("layer", 5)
+    call = in_mode(mode, value_and_grad(forward, None, weight, micro_batch_size=2, reduction="sum"))
+    if mode == "pynative":
+        assert len({mask.tobytes() for mask in call(rows)[1].asnumpy()}) == 5
+        return
+    with pytest.raises(UsageError, match="Dropout starts in each at the seed"):
+        call(rows)

@@ -1,0 +1,170 @@
+"""`gradaccum_mindspore.value_and_update`: a whole window of a wrapped optimizer in one call."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
+
+import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode  # noqa: E402
+from gradaccum_mindspore.large_batch import value_and_update  # noqa: E402
+
+X = np.array([1.0, 2.0, 3.0, -4.0, 6.0])
+"""The gradient of mean(w x) by w is the mean of x, 1.6."""
+
+
+def window(call, start=1.0, dtype=ms.float32, has_aux=False, **options):
+    """A wrapped SGD at rate 1 over one parameter, and the call made of ``mean(w x)``."""
+    weight = Parameter(Tensor(start, dtype), name="w")
+
+    def forward(x):
+        loss = (weight * x.astype(weight.dtype)).astype(ms.float32).mean()
+        return (loss, x.max()) if has_aux else loss
+
+    optimizer = gradaccum.wrap(nn.SGD([weight], 1.0), steps=None, **options)
+    return weight, optimizer, value_and_update(forward, optimizer, has_aux, **{"micro_batch_size": 2, **call})
+
+
+def value(weight):
+    return float(weight.astype(ms.float32).asnumpy())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_update_per_call(mode):
+    """Clipped once, on the large batch's gradient; the loss is unscaled and that of all items."""
+    weight, optimizer, made = window({}, loss_scale=gradaccum.DynamicLossScale(init_scale=8.0, growth_interval=2), clip_norm=0.8)
+    call = in_mode(mode, made)
+    for updates in (1, 2):
+        before = value(weight)
+        loss = call(Tensor(X, ms.float32))
+        assert abs(float(loss.asnumpy()) - 1.6 * before) <= 1e-6
+        assert abs(value(weight) - (before - 0.8)) <= 1e-6
+        result = optimizer.result
+        assert (result.applied, result.micro_step, result.optimizer_step) == (True, 0, updates)
+        assert abs(result.grad_norm - 1.6) <= 1e-6
+    assert optimizer.result.loss_scale == 16, "two clean windows, not six"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_overflow_skips_the_window(mode):
+    weight, optimizer, made = window({}, loss_scale=gradaccum.DynamicLossScale(init_scale=8.0))
+    call = in_mode(mode, made)
+    call(Tensor([1.0, 2.0, np.inf, 4.0, 5.0], ms.float32))
+    assert value(weight) == 1
+    assert (optimizer.result.skipped, optimizer.result.overflow, optimizer.result.loss_scale) == (True, True, 4.0)
+    call(Tensor(X, ms.float32))
+    assert abs(value(weight) - (1 - 1.6)) <= 1e-6
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_drops_a_micro_batch(mode):
+    weight, _, made = window({}, on_overflow="drop_micro_batch")
+    in_mode(mode, made)(Tensor([1.0, 2.0, np.inf, 4.0, 6.0], ms.float32))
+    assert abs(value(weight) - (1 - 3)) <= 1e-6, "the mean of 1, 2 and 6"
+
+
+def test_skip_norm_and_reduction():
+    weight, optimizer, made = window({}, skip_norm=1.0, reduction="sum")
+    made(Tensor(X, ms.float32))
+    assert value(weight) == 1
+    assert abs(optimizer.result.grad_norm - (1.5 - 0.5 + 6)) <= 1e-6
+
+
+def test_aux_and_weights():
+    weight, _, made = window({"aux": "max", "weight": np.array([1.0, 1, 3, 3, 0])}, has_aux=True)
+    loss, largest = made(Tensor(X, ms.float32))
+    assert abs(float(loss.asnumpy()) - (2 * 1.5 + 6 * -0.5) / 8) <= 1e-6
+    assert float(largest.asnumpy()) == 6
+    assert abs(value(weight) - 1) <= 1e-6
+
+
+def test_sums_in_float32():
+    """2048 + 1 is 2048 in float16."""
+    weight, _, made = window({"micro_batch_size": 1}, dtype=ms.float16, start=0.0, reduction="sum")
+    made(Tensor([2048.0, 1.0, 1.0], ms.float32))
+    assert value(weight) == -2050
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_interrupted(failure):
+    """In the third micro-batch: the optimizer, its last result and the statistics are as before."""
+    norm, calls = nn.BatchNorm1d(2).set_train(), []
+
+    def forward(x):
+        calls.append(1)
+        if len(calls) == 6:
+            raise failure("now")
+        return (norm(x) ** 3).mean()
+
+    optimizer = gradaccum.wrap(nn.SGD(norm.trainable_params(), 0.1), steps=None, loss_scale=4.0)
+    made = value_and_update(forward, optimizer, steps=3)
+    x = Tensor(np.random.RandomState(0).randn(6, 2), ms.float32)
+    made(x)
+    before = [p.asnumpy().copy() for p in (*norm.get_parameters(), *optimizer.storage.get_parameters())]
+    result = optimizer.result
+    with pytest.raises(failure, match="now"):
+        made(x)
+    assert optimizer.result == result
+    assert result.applied
+    after = [p.asnumpy() for p in (*norm.get_parameters(), *optimizer.storage.get_parameters())]
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+    made(x)
+    assert optimizer.result.optimizer_step == 2
+
+
+def test_open_window_is_refused():
+    weight, optimizer, made = window({})
+    optimizer((Tensor(5.0, ms.float32),))
+    with pytest.raises(gradaccum.UsageError, match="optimizer: expected no open window"):
+        made(Tensor(X, ms.float32))
+    optimizer.flush()
+    assert value(weight) == -4, "what was there is still there"
+
+
+@pytest.mark.parametrize("mode", COMPILED)
+def test_open_window_in_compiled_code(mode):
+    """Compiled code cannot raise: the loss is NaN."""
+    _, optimizer, made = window({})
+    optimizer((Tensor(5.0, ms.float32),))
+    assert np.isnan(in_mode(mode, made)(Tensor(X, ms.float32)).asnumpy())
+
+
+def test_misuse():
+    weight = Parameter(Tensor(1.0), name="w")
+    bare = nn.SGD([weight], 1.0)
+    with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer: expected a wrapped optimizer"):
+        value_and_update(lambda x: x, bare, steps=2)
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"wrapped with steps=None, .*; got steps=4"):
+        value_and_update(lambda x: x, gradaccum.wrap(bare, steps=4), steps=2)
+
+
+def test_undeclared_aux():
+    weight = Parameter(Tensor(1.0), name="w")
+    optimizer = gradaccum.wrap(nn.SGD([weight], 1.0), steps=None)
+    with pytest.raises(gradaccum.ArgumentValueError, match="loss_fn: expected a function that returns a scalar loss"):
+        value_and_update(lambda x: ((weight * x).mean(), x.max()), optimizer, steps=2)(Tensor(X, ms.float32))
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"returns \(loss, aux\)"):
+        value_and_update(lambda x: (weight * x).mean(), optimizer, True, steps=2, aux="max")(Tensor(X, ms.float32))
+    assert optimizer.result.micro_step == 0
+
+
+def test_adam_equals_the_large_batch():
+    rng = np.random.RandomState(1)
+    x, y = Tensor(rng.randn(7, 4), ms.float32), Tensor(rng.randn(7, 2), ms.float32)
+    net, large = nn.Dense(4, 2), nn.Dense(4, 2)
+    for mine, other in zip(net.trainable_params(), large.trainable_params(), strict=True):
+        ops.assign(other, mine.value())
+    optimizer, reference = gradaccum.wrap(nn.Adam(net.trainable_params(), 0.01), steps=None), nn.Adam(large.trainable_params(), 0.01)
+    call = value_and_update(nn.WithLossCell(net, nn.MSELoss()), optimizer, steps=3)
+    backward = ms.value_and_grad(nn.WithLossCell(large, nn.MSELoss()), None, reference.parameters)
+    for _ in range(2):
+        call(x, y)
+        reference(backward(x, y)[1])
+    for mine, other in zip(net.trainable_params(), large.trainable_params(), strict=True):
+        np.testing.assert_allclose(mine.asnumpy(), other.asnumpy(), rtol=0, atol=2e-6)
