@@ -44,7 +44,7 @@ def by_hand(net: nn.Module, x: Tensor) -> Window:
     def window() -> Tensor:
         net.zero_grad()
         total = torch.zeros((), device=x.device)
-        for part in x.split(ITEMS):
+        for part in torch.split(x, ITEMS):
             share = loss(net, part) / STEPS
             share.backward()  # type: ignore[no-untyped-call]
             total += share.detach()

@@ -62,13 +62,15 @@ def test_an_adapter_imports_the_core_and_its_own_framework(adapter: str) -> None
         assert module in DOORS or not module.startswith("gradaccum."), f"{file} imports {module}; the doors are {list(DOORS)}"
 
 
-@pytest.mark.parametrize("wing", ["harness", "linearity"])
+@pytest.mark.parametrize("wing", ["harness", "linearity", "verification"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_accumulation_imports_no_wing(adapter: str, wing: str) -> None:
-    """The package's own ``__init__`` offers the linearity check; nothing else knows of it."""
+    """The package's own doors offer the checks, and `verify` asks the one about scaling; nothing else knows of them."""
     for file, module, _ in imports(ROOT / "backends" / adapter):
-        door = wing == "linearity" and file == ROOT / "backends" / adapter / "__init__.py"
-        if file.parent.name != wing and not door:
+        place = file.relative_to(ROOT / "backends" / adapter).as_posix()
+        door = place in {"linearity": ["__init__.py"], "verification": ["__init__.py", "backend.py"]}.get(wing, [])
+        asks = wing == "linearity" and file.parent.name == "verification"
+        if file.parent.name != wing and not door and not asks:
             assert not module.startswith(f"{adapter}.{wing}"), f"{file} imports {module}"
 
 

@@ -8,9 +8,9 @@ import pytest
 
 NAMES = {
     "gradaccum": """
-        ArgumentTypeError ArgumentValueError AutoMicroBatchSize BackendNotFoundError CheckpointError DynamicLossScale GradAccumError
-        GradientError LinearityReport LossScale StaticLossScale StepResult UsageError available_backends effective_batch_size load_backend
-        registered_backends scaled_learning_rate wrap
+        ArgumentTypeError ArgumentValueError AutoMicroBatchSize BackendNotFoundError Cause CheckpointError DynamicLossScale GradAccumError
+        GradientError LinearityReport LossScale MissingPackageError StaticLossScale StepResult UsageError VerificationReport
+        available_backends effective_batch_size load_backend registered_backends scaled_learning_rate verify wrap
     """,
     "gradaccum.kit": """
         Backend Decision FIELD_DTYPES Fields GatingBackend Options ROUNDINGS SCALES Scalar ScaleRule ScalerDriver Schedule State Terms Where
@@ -23,15 +23,21 @@ NAMES = {
         Leaf Nest children_of is_column leaves_of mapped spread with_leaves
         Cut Division Reduction aux_shape_error cuts divided item_weights_error make_division packed require_item_weights require_items
         require_one_size require_reduction scalar_loss_error size_for require_micro_batch_size too_small_error unknown_limit_error
+        segment_cuts DeviceBackend
+        ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine
     """,
-    "gradaccum_torch": "AccumulatingOptimizer GatedScheduler TorchBackend backend redistributed sharded_cross_entropy verify_loss_scaling",
+    "gradaccum_torch": """
+        AccumulatingOptimizer GatedScheduler TorchBackend backend backward coupled_backward recompute redistributed sharded_cross_entropy
+        verify verify_loss_scaling
+    """,
     "gradaccum_jax": """
-        AccumulationState MultiSteps apply_updates backend check_state data_parallel discard flush redistributed result scale_loss
-        sharded_cross_entropy verify_loss_scaling
+        AccumulationState MultiSteps apply_updates backend check_state coupled_value_and_grad data_parallel discard flush
+        recompute redistributed result scale_loss sharded_cross_entropy value_and_grad value_and_update verify verify_loss_scaling
     """,
     "gradaccum_mindspore": """
-        AccumulatingExperimentalOptimizer AccumulatingOptimizer Accumulator FlushAtEpochEnd TrainOneStepCell backend load_checkpoint_into
-        redistributed sharded_cross_entropy verify_loss_scaling
+        AccumulatingExperimentalOptimizer AccumulatingOptimizer Accumulator FlushAtEpochEnd TrainOneStepCell backend
+        coupled_value_and_grad load_checkpoint_into recompute redistributed sharded_cross_entropy value_and_grad value_and_update verify
+        verify_loss_scaling
     """,
 }
 
