@@ -59,8 +59,9 @@ def test_lazy_module_is_refused() -> None:
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[nn.Sequential], Any]]] = {
     "no function": (ArgumentTypeError, "function: ", lambda _: recompute(3)),
-    "too many": (ArgumentValueError, "segments: expected 1 to 12", lambda model: recompute(model, segments=13)),
+    "too many": (ArgumentValueError, "segments: expected at most 12", lambda model: recompute(model, segments=13)),
     "none": (ArgumentValueError, "segments: ", lambda model: recompute(model, segments=0)),
+    "no layers": (ArgumentValueError, "recompute: .*empty chain", lambda _: recompute(nn.Sequential())),
     "bool": (ArgumentTypeError, "segments: ", lambda model: recompute(model, segments=True)),
     "no sequence": (ArgumentTypeError, "segments: .*submodules=", lambda model: recompute(model[0], segments=1)),
     "of a function": (ArgumentTypeError, "segments: ", lambda _: recompute(len, segments=2)),

@@ -38,10 +38,8 @@ def require_no_parts(segments: object, submodules: object) -> None:
             raise explain(ArgumentTypeError, name, expected="none beside a function, which has no parts", got=value, fix=fix)
 
 
-def require_segments(segments: object, module: nn.Module) -> None:
-    """Raises ArgumentTypeError, ArgumentValueError: no number of segments that `module` can be cut into."""
-    if isinstance(segments, bool) or not isinstance(segments, int):
-        raise explain(ArgumentTypeError, "segments", expected="an int >= 1", got=segments, fix="Write segments=4, or leave it out.")
+def require_chain(segments: object, module: nn.Module) -> None:
+    """Raises ArgumentTypeError: `segments` of a module whose layers are not known to run one after the other."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         raise explain(
             ArgumentTypeError,
@@ -50,9 +48,6 @@ def require_segments(segments: object, module: nn.Module) -> None:
             found=f"segments={segments} for {type(module).__name__}",
             fix="Name the parts: recompute(model, submodules=model.layers).",
         )
-    if not 1 <= segments <= len(module):
-        fix = f"Write segments={max(1, len(module))}, or fewer."
-        raise explain(ArgumentValueError, "segments", expected=f"1 to {len(module)}, as it has so many layers", got=segments, fix=fix)
 
 
 def require_replaceable(module: nn.Module, argument: str) -> None:

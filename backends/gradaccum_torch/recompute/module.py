@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import explain
-from gradaccum_torch.recompute.checks import recomputed_twice_error, require_replaceable, require_segments
+from gradaccum.kit import explain, segment_cuts
+from gradaccum_torch.recompute.checks import recomputed_twice_error, require_chain, require_replaceable
 from gradaccum_torch.recompute.run import Rules, run
 
 M = TypeVar("M", bound=nn.Module)
@@ -36,8 +34,8 @@ def recompute_module(module: M, segments: int | None, submodules: Iterable[str |
     if segments is None and type(module).forward is not nn.Sequential.forward:
         _replace(module, _Whole(module, rules))
         return module
-    number = max(1, round(math.sqrt(len(_layers(module))))) if segments is None else segments
-    require_segments(number, module)
+    require_chain(segments, module)
+    number = len(segment_cuts(len(_layers(module)), segments))
     _replace(module, _Segments(module, number, rules))
     return module
 
@@ -68,7 +66,9 @@ class _Segments(_Whole):
         self._segments = segments
 
     def __call__(self, input: Any) -> Any:
-        for part in _cut(_layers(self._module), self._segments):
+        layers = _layers(self._module)
+        for cut in segment_cuts(len(layers), min(self._segments, len(layers))):
+            part = layers[cut.start : cut.stop]
             input = run(functools.partial(_chain, part), part, (input,), {}, self._rules)
         return input
 
@@ -87,12 +87,6 @@ def _replace(module: nn.Module, forward: _Whole) -> None:
 def _layers(module: nn.Module) -> list[nn.Module]:
     assert isinstance(module, nn.Sequential)
     return list(module)
-
-
-def _cut(layers: Sequence[nn.Module], segments: int) -> list[Sequence[nn.Module]]:
-    """Consecutive parts whose lengths differ by one at most."""
-    bounds = [len(layers) * index // segments for index in range(segments + 1)]
-    return [layers[first:end] for first, end in itertools.pairwise(bounds) if first < end]
 
 
 def _chain(layers: Sequence[nn.Module], input: Any) -> Any:
