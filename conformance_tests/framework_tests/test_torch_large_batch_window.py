@@ -122,11 +122,24 @@ def test_own_window_size_is_refused(steps: Any) -> None:
         split(model, opt)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+def test_reduction_of_the_optimizer(reduction: str) -> None:
+    """Not given, it is the optimizer's, not the "mean" of a call without one."""
+    results = []
+    for given in ({}, {"reduction": reduction}):
+        model = make_model()
+        opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=None, reduction=reduction)
+        results.append([split(model, opt, **given), *model.parameters()])
+    assert all(map(torch.equal, *results))
+    rows = [cross_entropy(make_model()(X[a:b]), Y[a:b]) * (b - a if reduction == "mean" else 1) for a, b in ((0, 3), (3, 6), (6, 8))]
+    assert results[0][0].item() == pytest.approx(sum(rows).item() / (1 if reduction == "sum" else 8), rel=1e-6)
+
+
 def test_other_reduction_is_refused() -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=None, reduction="sum")
     with pytest.raises(gradaccum.ArgumentValueError, match="reduction='sum'"):
-        split(model, opt)
+        split(model, opt, reduction="mean")
     split(model, opt, reduction="sum")
     assert opt.result.applied
 

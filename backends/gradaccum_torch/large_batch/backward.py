@@ -31,7 +31,7 @@ def backward(
     steps: int | None = None,
     micro_batch_size: int | str | AutoMicroBatchSize | None = None,
     micro_batch_weight: float | None = None,
-    reduction: str = "mean",
+    reduction: str | None = None,
     weight: Weight = None,
     axes: Nest = 0,
     split: Split | None = None,
@@ -60,7 +60,8 @@ def backward(
             the default process group, make such a call together.
         micro_batch_weight: consecutive items are packed up to this weight, by `weight`, an array.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight; ``"sum"``: losses are added; ``"item_mean"``:
-            `loss_fn` returns a sum, and the total is divided by the total weight.
+            `loss_fn` returns a sum, and the total is divided by the total weight. That of `optimizer` if not given, and without one
+            ``"mean"``; another than `optimizer` has is refused.
         weight: the weight of a micro-batch: a callable, ``weight(*micro_batch)``, called for all of them before the first one runs; or one
             number per item, shape ``(items,)``, which are summed. Its number of items if not given. A micro-batch of weight 0 is run, and
             adds nothing; where all have weight 0, ``.grad`` stays as it is and the loss is 0.
@@ -96,13 +97,16 @@ def backward(
 class _Call:
     """One call, checked; `run` can be started over with another size, since it leaves everything as it was if it raises."""
 
-    def __init__(self, loss_fn: Callable[..., Any], large: LargeBatch, reduction: str, aux: Nest, optimizer: object) -> None:
+    def __init__(self, loss_fn: Callable[..., Any], large: LargeBatch, reduction: str | None, aux: Nest, optimizer: object) -> None:
         require_function("loss_fn", loss_fn)
         if aux is not None:
             require_kinds(aux)
         self._loss_fn, self._aux, self.large = loss_fn, aux, large
-        self._options = make_options(None, reduction=reduction)
+        if reduction is not None:  # An unknown one is refused as such, whatever the optimizer has.
+            make_options(None, reduction=reduction)
         self._optimizer = None if optimizer is None else require_optimizer(optimizer, reduction)
+        own = "mean" if self._optimizer is None else self._optimizer.whole_window().options.reduction
+        self._options = make_options(None, reduction=own if reduction is None else reduction)
         self.reached = reached_by(loss_fn)
         if optimizer is None:
             require_alone(self.reached.modules)

@@ -42,7 +42,7 @@ def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingO
 
     Raises:
         ArgumentTypeError: it is not wrapped.
-        ArgumentValueError: it closes its windows itself, or has another `reduction`; None: the call has none.
+        ArgumentValueError: it closes its windows itself, or has another `reduction`; None: the call takes the optimizer's.
     """
     if not isinstance(optimizer, AccumulatingOptimizer):
         fix = "Write optimizer=gradaccum.wrap(optimizer, steps=None)."
@@ -52,7 +52,7 @@ def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingO
         fix = "Write gradaccum.wrap(optimizer, steps=None): this call makes the micro-batches and closes the window."
         raise explain(ArgumentValueError, "optimizer", expected="one that was wrapped with steps=None", found=f"steps={own.steps}", fix=fix)
     if reduction not in (None, own.reduction):
-        fix = f"Write reduction={own.reduction!r} here as well."
+        fix = f"Leave reduction out, or write reduction={own.reduction!r} here as well."
         expected = f"{own.reduction!r}, that of the wrapped optimizer"
         raise explain(ArgumentValueError, "reduction", expected=expected, got=reduction, fix=fix)
     return optimizer
