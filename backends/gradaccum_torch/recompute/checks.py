@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.torch_private import Operation
 
