@@ -57,6 +57,9 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that a view is of. Without it the transposed weight of a layer counts as memory that the loss keeps."""
 
+engine: Callable[..., object] = torch.autograd.graph._engine_run_backward
+"""A backward pass without the checks of incoming gradients. Without it `torch.autograd.backward` makes them for every micro-batch."""
+
 flatten_nest: Callable[[Any], tuple[list[Any], Any]] = tree_flatten
 unflatten_nest: Callable[[Iterable[Any], Any], Any] = tree_unflatten
 """The leaves of a nest of tuples, lists and dicts. Without them autograd does not notice a change of a tensor in a nest."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradaccum_torch.large_batch.checks import touched_error
-from gradaccum_torch.large_batch.gradients import Gradients, leaves_of_graph
+from gradaccum_torch.large_batch.gradients import Gradients
 from gradaccum_torch.large_batch.loss import Shares
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
@@ -70,7 +70,7 @@ class InGrad:
 
     def add(self, loss: Tensor, weight: float, contribution: float) -> None:
         if contribution:
-            self._gradients.reach(leaves_of_graph(loss))
+            self._gradients.reach(loss)
             if self._unit is None:
                 self._unit = self._unit_for(loss)
             self._gradients.backward([loss], [self._seed(contribution / self._unit, loss)])
@@ -129,7 +129,7 @@ class InWindow:
 
     def add(self, loss: Tensor, weight: float, contribution: float) -> None:
         if contribution:
-            self._others.reach(leaves_of_graph(loss))
+            self._others.reach(loss)
         self._optimizer.backward(loss, weight=weight)
         self._others.note()
         self._optimizer.step()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradaccum_torch.large_batch.checks import touched_error
-from gradaccum_torch.large_batch.gradients import Gradients, leaves_of_graph
+from gradaccum_torch.large_batch.gradients import Gradients
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
 
@@ -70,7 +70,7 @@ class CoupledInGrad:
 
     def add(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         if outputs:
-            self._gradients.reach(leaves_of_graph(*outputs))
+            self._gradients.reach(*outputs)
             self._gradients.backward(outputs, gradients)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class CoupledInWindow:
         self._optimizer.flush()
 
     def _collect(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
-        self._others.reach(leaves_of_graph(*tensors))
+        self._others.reach(*tensors)
         torch.autograd.backward(tensors, gradients)
         self._others.note()
         self._optimizer.step()

@@ -7,7 +7,7 @@ precision move on into float32 sums as autograd produces them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,7 +19,7 @@ from gradaccum.kit import explain
 from gradaccum_torch.hooks import Hooks, can_be_hooked
 from gradaccum_torch.large_batch.checks import touched_error
 from gradaccum_torch.sums import add, divide, gradient_dtype, narrowed, sum_dtype
-from gradaccum_torch.torch_private import AccumulateGrad, Node, accumulation_hooks, untraced, version
+from gradaccum_torch.torch_private import AccumulateGrad, Node, accumulation_hooks, engine, untraced, version
 from gradaccum_torch.update import through
 
 _SAMPLE = 4
@@ -39,6 +39,8 @@ class Gradients:
     def __init__(self, others: Iterable[int] = ()) -> None:
         self._known = set(others)
         """The ids of leaves that need not be looked at again; `_before` keeps its leaves alive."""
+        self._nodes: set[Node] = set()
+        """The nodes of leaves that were reached, which autograd makes anew if nobody holds them."""
         self._before: dict[Tensor, Tensor | None] = {}
         """What was in ``.grad`` of each leaf."""
         self._wide: dict[Tensor, Tensor] = {}
@@ -55,13 +57,13 @@ class Gradients:
         """Collect the gradients of `leaves` in case they get one; those of a wrapped optimizer are left to it."""
         self._take(leaf for leaf in leaves if not _is_wrapped(leaf))
 
-    def reach(self, leaves: Mapping[int, Tensor]) -> None:
-        """Collect the gradients of `leaves`, by id, which a backward pass is about to deliver.
+    def reach(self, *tensors: Tensor) -> None:
+        """Collect the gradients of the leaves to which a backward pass through `tensors` is about to deliver.
 
         Raises:
             UsageError: one belongs to a wrapped optimizer, which collects its gradients itself.
         """
-        new = [leaves[number] for number in leaves.keys() - self._known]
+        new = [leaf for leaf in leaves_of_graph(tensors, self._nodes) if id(leaf) not in self._known]
         for leaf in new:
             if _is_wrapped(leaf):
                 raise _wrapped_error(leaf)
@@ -99,8 +101,8 @@ class Gradients:
         return any(sum_dtype(leaf, None) != gradient_dtype(leaf) for leaf in self._before)
 
     def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Add the gradient of the sum of ``tensor * seed``; every leaf of the graphs has to be reached."""
-        torch.autograd.backward(tensors, seeds)
+        """Add the gradient of the sum of ``tensor * seed``, of one shape and dtype; every leaf of the graphs has to be reached."""
+        engine(tuple(tensors), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
         self.note()
 
     def note(self) -> None:
@@ -154,6 +156,7 @@ class Gradients:
     def _forget(self) -> None:
         self._hooks.keep({})
         self._wide.clear()
+        self._nodes.clear()
         self._noted, self._left = [], []
 
     def _sample(self) -> list[Tensor]:
@@ -173,22 +176,19 @@ def _give_back(pairs: Sequence[tuple[Tensor, Tensor, int]]) -> None:
         leaf.grad = before
 
 
-def leaves_of_graph(*tensors: Tensor) -> dict[int, Tensor]:
-    """The leaves that a backward pass through `tensors` would reach, by id."""
-    leaves: dict[int, Tensor] = {}
-    seen: set[Node] = set()
-    waiting: list[Node] = []
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            waiting.append(tensor.grad_fn)
-        elif tensor.requires_grad:
-            leaves[id(tensor)] = tensor
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
+def leaves_of_graph(tensors: Iterable[Tensor], passed: set[Node]) -> list[Tensor]:
+    """The leaves that a backward pass through `tensors` would reach, but for those whose nodes were `passed`, to which theirs are added."""
+    given = list(tensors)
+    leaves = [tensor for tensor in given if tensor.grad_fn is None and tensor.requires_grad]
+    waiting: list[Node] = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
+    seen = passed.copy()
+    for waited in waiting:  # It grows meanwhile.
+        for node, _ in waited.next_functions:
             if node is not None and node not in seen:
                 seen.add(node)
                 if type(node) is AccumulateGrad:
-                    leaves[id(node.variable)] = node.variable
+                    passed.add(node)
+                    leaves.append(node.variable)
                 else:
                     waiting.append(node)
     return leaves
