@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,15 @@ from gradaccum_torch.large_batch.auto import is_out_of_memory, key_of
 
 X = torch.linspace(-1, 2, 64, dtype=torch.float64).reshape(8, 8).sin()
 NO_LIMIT = 2**40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> Iterator[None]:
+    """A retry collects garbage. The objects of torch itself, a million, need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Failure(Exception):

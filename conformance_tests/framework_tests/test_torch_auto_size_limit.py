@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,15 @@ from gradaccum_torch.large_batch.auto import key_of
 
 X = torch.linspace(-1, 2, 64, dtype=torch.float64).reshape(8, 8).sin()
 NO_LIMIT = 2**40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> Iterator[None]:
+    """A retry collects garbage. The objects of torch itself, a million, need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def wide_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
