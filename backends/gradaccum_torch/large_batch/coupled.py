@@ -95,7 +95,10 @@ class _CoupledCall:
         self._outputs_fn, self._loss_fn, self.large = outputs_fn, loss_fn, large
         self._optimizer = None if optimizer is None else require_coupled_optimizer(optimizer)
         self.reached = reached_by(outputs_fn, loss_fn)
-        if optimizer is None:
+        self._require_alone()
+
+    def _require_alone(self) -> None:
+        if self._optimizer is None:
             require_alone(self.reached.modules)
 
     def run(self, division: Division, agreed: Callable[[], None]) -> Tensor:
@@ -115,8 +118,10 @@ class _CoupledCall:
         return loss
 
     def _two_passes(self, micro_batches: Sequence[MicroBatch], coupler: Coupler, before: Before, agreed: Callable[[], None]) -> Tensor:
-        outputs, states = self._first_pass(micro_batches, before)
-        loss, _ = evaluated(self._loss_fn, MicroBatch((outputs.whole(),), None, 1.0), has_aux=False)
+        with before.noting():
+            outputs, states = self._first_pass(micro_batches, before)
+            loss, _ = evaluated(self._loss_fn, MicroBatch((outputs.whole(),), None, 1.0), has_aux=False)
+        self._require_alone()
         coupler.require_untouched()
         final_random, final_buffers = before.random_state(), Buffers(self.reached.modules)
         coupler.differentiate(loss, outputs.leaves())

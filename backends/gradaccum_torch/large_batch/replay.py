@@ -1,20 +1,24 @@
 """What a forward pass moves besides gradients: random states and the buffers of modules. Noted before it, put back after an error.
 
 A loss function is a closure, so the modules are found by a look into it: what its cells, globals, defaults, ``self`` and partial arguments
-hold. A module that a function fetches from elsewhere (a registry) is not found, and its buffers stay as an interrupted call left them.
+hold. A module that a function fetches from elsewhere (a registry) is not found so, but as it is called inside `Before.noting`. Elsewhere its
+buffers stay as an interrupted call left them.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 _DEPTH = 6
 """How many objects deep the look goes: a closure over a trainer over a list of models is three."""
@@ -116,8 +120,16 @@ class Buffers:
     """The buffers of `modules` as they are now: which tensors, and copies of what is in them."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._noted = [(module._buffers, name, tensor) for module in modules for name, tensor in module._buffers.items()]
-        self._copies = [None if tensor is None else tensor.detach().clone() for _, _, tensor in self._noted]
+        self._noted: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        self._copies: list[Tensor | None] = []
+        for module in modules:
+            self.note(module)
+
+    def note(self, module: nn.Module) -> None:
+        """Those of one more module."""
+        new = [(module._buffers, name, tensor) for name, tensor in module._buffers.items()]
+        self._copies += [None if tensor is None else tensor.detach().clone() for _, _, tensor in new]
+        self._noted += new
 
     def put_back(self) -> None:
         """Make every buffer the tensor that it was, with what was in it."""
@@ -141,6 +153,32 @@ class Before:
         own = (each.device for module in reached.modules for each in module._parameters.values() if each is not None)
         self._reached, self._devices = reached, {*devices, *own}
         self._random, self._buffers = self.random_state(), Buffers(reached.modules)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """A module that is called in the block, and was not reached, is reached from then on: as it was before that call.
+
+        Not beside a module that `torch.compile` made, which warns of every hook on all modules.
+        """
+        if any("_orig_mod" in module._modules for module in self._reached.modules):
+            yield
+            return
+        thread, known = threading.get_ident(), set(map(id, self._reached.modules))
+
+        def note(called: nn.Module, _: object) -> None:
+            if id(called) in known or threading.get_ident() != thread:
+                return
+            for module in called.modules():
+                if id(module) not in known:
+                    known.add(id(module))
+                    self._reached.modules.append(module)
+                    self._buffers.note(module)
+
+        hook = register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def random_state(self) -> RandomState:
         """The random states as they are now."""
