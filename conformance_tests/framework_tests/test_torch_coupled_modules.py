@@ -19,9 +19,8 @@ from gradaccum_torch.large_batch import coupled_backward
 from gradaccum_torch.recompute import recompute
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_modules_fetched_elsewhere(compiled: bool, fails: bool) -> None:
+def test_modules_fetched_elsewhere(fails: bool) -> None:
     """No look into the closure finds them: they are noted as they are called. Each moves once, or not at all after an error."""
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).double()
     other, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
@@ -37,14 +36,25 @@ def test_modules_fetched_elsewhere(compiled: bool, fails: bool) -> None:
             raise KeyboardInterrupt
         return outputs.std()
 
-    outputs_fn = torch.compile(fetched, backend="eager") if compiled else fetched
     with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
-        coupled_backward(outputs_fn, loss_fn, x, steps=4)
+        coupled_backward(fetched, loss_fn, x, steps=4)
     if not fails:
         torch.cat([other(part) for part in x.split(2)]).std().backward()
         assert torch.allclose(model[0].weight.grad, other[0].weight.grad, rtol=1e-12)
     expected = before if fails else other.state_dict()
     assert all(map(torch.equal, model.state_dict().values(), expected.values()))
+
+
+def test_compiled_functions() -> None:
+    """Looking out for modules must not disturb the compiler, nor make it warn."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    for compiled in (
+        torch.compile(model, backend="eager", fullgraph=True),
+        torch.compile(lambda x: model(x), backend="eager", fullgraph=True),
+    ):
+        before = int(model[1].num_batches_tracked)
+        coupled_backward(compiled, Tensor.std, torch.randn(8, 8), steps=4)
+        assert int(model[1].num_batches_tracked) == before + 4
 
 
 @pytest.mark.parametrize("options", [{}, {"segments": 2}, {"submodules": ["0", "1", "2"]}], ids=str)

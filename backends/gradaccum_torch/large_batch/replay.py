@@ -1,8 +1,8 @@
 """What a forward pass moves besides gradients: random states and the buffers of modules. Noted before it, put back after an error.
 
 A loss function is a closure, so the modules are found by a look into it: what its cells, globals, defaults, ``self`` and partial arguments
-hold. A module that a function fetches from elsewhere (a registry) is not found so, but as it is called inside `Before.noting`. Elsewhere its
-buffers stay as an interrupted call left them.
+hold. A module that a function fetches from elsewhere (a registry) is not found so, but `Before.noting` finds it as it is called. Without that
+its buffers stay as an interrupted call left them.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class Before:
     def noting(self) -> Iterator[None]:
         """A module that is called in the block, and was not reached, is reached from then on: as it was before that call.
 
-        Not beside a module that `torch.compile` made, which warns of every hook on all modules.
+        Not beside a module that `torch.compile` made, which warns of every hook on all modules; nor from inside of compiled code, where
+        there is no call to be seen.
         """
         if any("_orig_mod" in module._modules for module in self._reached.modules):
             yield
@@ -166,7 +167,7 @@ class Before:
         thread, known = threading.get_ident(), set(map(id, self._reached.modules))
 
         def note(called: nn.Module, _: object) -> None:
-            if id(called) in known or threading.get_ident() != thread:
+            if torch.compiler.is_compiling() or id(called) in known or threading.get_ident() != thread:
                 return
             for module in called.modules():
                 if id(module) not in known:
