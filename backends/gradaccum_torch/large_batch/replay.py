@@ -1,7 +1,7 @@
 """What a forward pass moves besides gradients: random states and the buffers of modules. Noted before it, put back after an error.
 
 A loss function is a closure, so the modules are found by a look into it: what its cells, globals, defaults, ``self`` and partial arguments
-hold. A module that a function fetches from elsewhere (a registry) is not found so, but `Before.noting` finds it as it is called.
+hold. A module that a function fetches from elsewhere (a registry) is not found so, but `Before.noting` finds it as it is called. Without
 its buffers stay as an interrupted call left them.
 """
 
