@@ -10,8 +10,9 @@ from torch import Tensor
 
 from gradaccum import UsageError
 from gradaccum.kit import Options, explain
+from gradaccum_torch.fsdp_private import units_holding
 from gradaccum_torch.masters import Parameters
-from gradaccum_torch.torch_private import elements
+from gradaccum_torch.torch_private import elements, is_sharded
 from gradaccum_torch.window import Window
 
 
@@ -61,8 +62,12 @@ class WholeWindow:
 
     @property
     def parameters(self) -> set[int]:
-        """The ids of the parameters that the window sums over."""
-        return set(map(id, self._parameters.unique()))
+        """The ids of the parameters that the window sums over, and of the whole ones that FSDP2 makes of sharded ones."""
+        own = self._parameters.unique()
+        if not any(map(is_sharded, own)):
+            return set(map(id, own))
+        wholes = (whole for unit in units_holding(own) for _, whole in unit.whole_parameters())
+        return {id(each) for each in (*own, *wholes)}
 
     def begin_weightless(self, any_tensor: Tensor) -> None:
         """A backward pass is about to deliver a part of what the window has counted already: it adds no weight and has the scale."""

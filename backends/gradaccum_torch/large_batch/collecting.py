@@ -129,6 +129,7 @@ class InWindow:
 
     def add(self, loss: Tensor, weight: float, contribution: float) -> None:
         if contribution:
+            self._others.pass_by(self._window.parameters)  # FSDP2 makes whole ones in the forward pass.
             self._others.reach(loss)
         self._optimizer.backward(loss, weight=weight)
         self._others.note()

@@ -126,6 +126,7 @@ class CoupledInWindow:
         self._optimizer.flush()
 
     def _collect(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
+        self._others.pass_by(self._window.parameters)  # FSDP2 makes whole ones in the forward pass.
         self._others.reach(*tensors)
         torch.autograd.backward(tensors, gradients)
         self._others.note()

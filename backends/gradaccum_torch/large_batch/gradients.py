@@ -69,6 +69,10 @@ class Gradients:
                 raise _wrapped_error(leaf)
         self._take(new)
 
+    def pass_by(self, others: Iterable[int]) -> None:
+        """Leave the gradients of `others`, the ids of leaves, to somebody else."""
+        self._known.update(others)
+
     def leave(self, leaves: Iterable[Tensor]) -> None:
         """Leave the gradients of `leaves` in their ``.grad``."""
         self._left = list(leaves)  # Alive, so that no other leaf gets the id of one.
