@@ -42,6 +42,16 @@ def not_finite(names: Sequence[str]) -> Cause:
     return Cause("not_finite", listed(names), explanation, "Mend the loss first, or verify with another batch.")
 
 
+def not_finite_part(names: Sequence[str], times: str) -> Cause:
+    """The gradient of a micro-batch is inf or NaN, that of the large batch is not."""
+    explanation = (
+        f"The gradient of the large batch is finite, that of {times} is not: the loss divides by a count that is zero there, or by a "
+        "deviation over too few items."
+    )
+    fix = "Divide by max(count, 1), so that a micro-batch without any has a loss of zero, and write weight= that count."
+    return Cause("not_finite", listed(names), explanation, fix)
+
+
 def hidden_state(names: Sequence[str]) -> Cause:
     """The same batch gives two gradients."""
     explanation = (
@@ -105,9 +115,13 @@ def wrong_reduction(reduction: str, right: str) -> Cause:
     return Cause("wrong_reduction", LOSS, explanation, f"Write reduction={right!r}" + (" and no weight=." if right == "mean" else "."))
 
 
-def unequal_count(count: Count) -> Cause:
-    """A count of the batch makes it right."""
-    explanation = f"The loss is a mean over {count.where}, and micro-batches differ in it. Weighted by that count the gradient stays."
+def unequal_count(count: Count, times: str = "") -> Cause:
+    """A count of the batch makes it right. `times`: which micro-batches have a gradient that is not finite, in words; "" if none has."""
+    seen = f" The gradient of {times} is not finite: the count is zero there, and a weight of zero leaves such a micro-batch out."
+    explanation = (
+        f"The loss is a mean over {count.where}, and micro-batches differ in it. Weighted by that count the gradient stays."
+        f"{seen if times else ''}"
+    )
     return Cause("unequal_counts", count.where, explanation, f"Write reduction='mean', weight={count.code}.")
 
 
