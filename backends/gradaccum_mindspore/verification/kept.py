@@ -1,6 +1,8 @@
 """What a run of the model may change, and how it is put back: parameters, statistics, attributes of Cells, modes, random states.
 
 Values are compared and kept as NumPy's: one operator in PyNative takes a thousand times as long. A parameter is written only if it changed.
+Operators run one by one: MindSpore's own threads, which run ahead of Python, wait for each value that is read here, and take five times
+the processor time with small models.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ class Kept:
         self._modes = {name: cell.training for name, cell in self._cells.items()}
         self._seeds = (SEEDS._GLOBAL_SEED, dict(SEEDS._KERNEL_SEED))
         self._pythons = (random.getstate(), np.random.get_state())
-        self._mode = ms.get_context("mode")
+        self._context = {name: ms.get_context(name) for name in ("mode", "pynative_synchronize")}
 
     def __enter__(self) -> Kept:
-        ms.set_context(mode=ms.PYNATIVE_MODE)
+        ms.set_context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        ms.set_context(mode=self._mode)
+        ms.set_context(**self._context)
         self.put_back_state()
         for name, mode in self._modes.items():
             self._cells[name].training = mode

@@ -101,7 +101,7 @@ class MindSporeSubject:
     def precision(self, name: str) -> Precision:
         """See `Subject.precision`."""
         parameter = self._parameters[name]
-        return Precision(self._roundoff, LIMITS[parameter.dtype][1], parameter.size)
+        return Precision(self._roundoff, LIMITS[parameter.dtype][1], parameter.size, self._batch.terms)
 
     @cached_property
     def _roundoff(self) -> float:
