@@ -19,6 +19,8 @@ from mindspore import Parameter, Tensor, nn, ops
 
 SEEDS: Any = sys.modules["mindspore.common.seed"]
 """Private to MindSpore: ``_GLOBAL_SEED`` and ``_KERNEL_SEED``, a counter per random operator. MindSpore has no public way to read both."""
+NOBODYS = 1_618_033_988
+"""A seed that no loss sets, so that one which sets the user's own seed again is noticed."""
 PLAIN = (int, float, complex, str, bool, type(None), Tensor, np.ndarray, tuple)
 
 
@@ -81,9 +83,13 @@ class Kept:
         operators = dict(SEEDS._KERNEL_SEED) != self._seeds[1]
         return operators or repr((random.getstate(), np.random.get_state())) != repr(self._pythons)
 
-    def reseeded(self, seed: int = 0) -> bool:
-        """Whether MindSpore's seed was set since then."""
-        return bool((1 + seed if self._seeds[0] is None or seed else self._seeds[0]) != SEEDS._GLOBAL_SEED)
+    def watch_seed(self) -> None:
+        """From now on `reseeded` tells."""
+        SEEDS._GLOBAL_SEED = NOBODYS
+
+    def reseeded(self) -> bool:
+        """Whether MindSpore's seed was set since `watch_seed`, be it to the value that it had."""
+        return bool(SEEDS._GLOBAL_SEED != NOBODYS)
 
     def state(self) -> dict[str, Any]:
         """All that a forward pass may change, by name, as it is now."""

@@ -148,6 +148,7 @@ class MindSporeSubject:
         """Whether the loss draws random numbers by itself, and whether it sets the seed."""
         with self._running(Conditions()) as (kept, lent, _):
             lent.begin(range(self.items), (0,))
+            kept.watch_seed()
             self._watched(range(self.items))
             return kept.drew(), kept.reseeded()
 
