@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,19 @@ from gradaccum_jax import verify
 from .jax_losses import CLASSES, ITEMS, KEY, PARAMS, PLANTED, SOUND, Case, X, Y, plain, squares
 
 
+@pytest.fixture
+def compiled_quickly() -> Iterator[None]:
+    """Without most of XLA's passes: what a mistake does to a gradient is larger than what they do."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def verified(case: Case) -> gradaccum.VerificationReport:
     return verify(case.params, case.loss_fn, case.batch, **{"steps": 4, **case.options})
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("name", PLANTED)
 def test_mistake_is_named(name: str) -> None:
     report = verified(PLANTED[name])
