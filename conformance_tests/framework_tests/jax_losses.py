@@ -86,6 +86,16 @@ def focal(params: Any, x: Any, labels: Any) -> Any:
     return each.sum() / (labels > 0).sum()
 
 
+def over_positives(params: Any, x: Any, positives: Any) -> Any:
+    """A mean over positives, of which a micro-batch may have none: 0 / 0."""
+    return jnp.sum(hidden(params, x).sum(-1) ** 2 * positives) / positives.sum()
+
+
+def hardest(params: Any, x: Any, y: Any) -> Any:
+    """The largest error of the batch alone."""
+    return squares(params, hidden(params, x), y).max()
+
+
 def info_nce(params: Any, x: Any, y: Any) -> Any:
     a, b = hidden(params, x), hidden(params, jnp.roll(x, 1, axis=1) * y[:, None])
     a, b = (z / jnp.linalg.norm(z, axis=1, keepdims=True) for z in (a, b))
@@ -179,6 +189,8 @@ PLANTED = {
     "ignore_index": Case(ignore_index, (SEQUENCES, TOKEN_LABELS), kind="unequal_counts", where="batch[1] != -100"),
     "class_weighted": Case(class_weighted, (X, CLASS), kind="unequal_counts", where="weight by batch[1]"),
     "focal": Case(focal, (X, POSITIVES), kind="unequal_counts", where="batch[1] != 0"),
+    "over_positives": Case(over_positives, (X, POSITIVES > 1), kind="unequal_counts", where="batch[1] != 0"),
+    "hardest": Case(hardest, (X, Y), kind="coupled_loss"),
     "info_nce": Case(info_nce, (X, Y), kind="coupled_loss"),
     "variance": Case(variance, (X,), kind="coupled_loss"),
     "load_balance": Case(load_balance, (X,), kind="coupled_loss"),

@@ -21,6 +21,7 @@ def normal(*shape: int) -> Tensor:
 X, Y = normal(ITEMS, WIDTH), normal(ITEMS, 1)
 SEQUENCES = normal(ITEMS, TOKENS, WIDTH)
 MASK = np.arange(TOKENS) < np.asarray([1, 5, 2, 4, 3, 5, 1, 2])[:, None]
+POSITIVES = Tensor(np.asarray([0, 0, 1, 1, 0, 1, 1, 1], np.float32))
 LABELS = Tensor(np.where(MASK, RNG.integers(0, CLASSES, MASK.shape), -100).astype(np.int32))
 
 
@@ -41,8 +42,8 @@ def filled(cell: nn.Cell) -> nn.Cell:
     return cell.set_train(True)
 
 
-def net(*between: nn.Cell, outputs: int = 1) -> nn.Cell:
-    return filled(nn.SequentialCell(nn.Dense(WIDTH, CLASSES), *between, nn.Tanh(), nn.Dense(CLASSES, outputs)))
+def net(*between: nn.Cell, outputs: int = 1, dtype: Any = ms.float32) -> nn.Cell:
+    return filled(nn.SequentialCell(nn.Dense(WIDTH, CLASSES, dtype=dtype), *between, nn.Tanh(), nn.Dense(CLASSES, outputs, dtype=dtype)))
 
 
 def plain(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
@@ -69,6 +70,27 @@ def info_nce(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
 
 def penalised(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
     return summed(model, x, y) + (model[0].weight ** 2).sum()
+
+
+def over_positives(model: nn.Cell, x: Tensor, positives: Tensor) -> Tensor:
+    """A mean over positives, of which a micro-batch may have none: 0 / 0."""
+    return (model(x)[:, 0] ** 2 * positives).sum() / positives.sum()
+
+
+def hardest(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
+    """The largest error of the batch alone."""
+    return ((model(x) - y) ** 2).max()
+
+
+def with_sum(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
+    """A sum over items beside a mean over items."""
+    return plain(model, x, y) + 0.01 * (model(x) ** 2).sum()
+
+
+def standardised(model: nn.Cell, x: Tensor, rewards: Tensor) -> Tensor:
+    """Advantages by the mean and the deviation of the micro-batch."""
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    return (model(x) * advantages).mean()
 
 
 class OwnNorm(nn.Cell):
@@ -130,7 +152,11 @@ PLANTED = {
     "moving": Case(lambda: net(Moving()), plain, (X, Y), kind="state", where="moving"),
     "penalised": Case(net, penalised, (X, Y), {"reduction": "sum"}, kind="repeated_term", where="0.weight"),
     "wrong_reduction": Case(net, plain, (X, Y), {"reduction": "sum"}, kind="wrong_reduction"),
-    "seeding": Case(net, seeding, (X, Y), kind="shared_randomness", where="set_seed"),
+    "over_positives": Case(net, over_positives, (X, POSITIVES), kind="unequal_counts", where="batch[1] != 0"),
+    "hardest": Case(net, hardest, (X, Y), kind="coupled_loss"),
+    "with_sum": Case(net, with_sum, (X, Y), kind="summed_term", where="0.weight"),
+    "standardised": Case(net, standardised, (X, Y), kind="coupled_loss"),
+    "seeding": Case(lambda: net(nn.Dropout(p=0.5)), seeding, (X, Y), kind="shared_randomness", where="set_seed"),
 }
 
 
@@ -170,7 +196,7 @@ SOUND = {
     ),
     "weight_per_item": Case(net, token_mean, (SEQUENCES, Tensor(MASK.astype(np.float32))), {"weight": MASK.sum(1)}),
     "attention": Case(lambda: filled(Attention()), sequence_mean, (SEQUENCES, Tensor(MASK.astype(np.float32)))),
-    "float64": Case(lambda: net().to_float(ms.float64), plain, FLOAT64),
+    "float64": Case(lambda: net(dtype=ms.float64), plain, FLOAT64),
     "embedding": Case(
         lambda: filled(nn.SequentialCell(nn.Embedding(CLASSES, WIDTH), nn.Dense(WIDTH, 1))),
         embedded,

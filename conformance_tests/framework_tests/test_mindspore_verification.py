@@ -45,6 +45,31 @@ def test_the_front_door_finds_mindspore() -> None:
     assert gradaccum.verify(net(), plain, (X, Y), 2).equivalent
 
 
+def test_seed_that_was_set_before_is_noticed() -> None:
+    """The loss sets the very seed that the user has set."""
+    case, users = PLANTED["seeding"], ms.get_seed()
+    ms.set_seed(1)
+    try:
+        assert [cause.kind for cause in verified(case).causes] == ["shared_randomness"]
+        assert ms.get_seed() == 1
+    finally:
+        sys.modules["mindspore.common.seed"]._GLOBAL_SEED = users
+
+
+def test_context_is_put_back() -> None:
+    """Operators run one by one during the check alone, also if the loss raises."""
+    case = SOUND["plain"]
+
+    def raising(model: Any, x: Any, y: Any) -> Any:
+        assert ms.get_context("pynative_synchronize")
+        raise Boom
+
+    assert not ms.get_context("pynative_synchronize")
+    with pytest.raises(Boom):
+        verify(case.model(), raising, case.batch)
+    assert not ms.get_context("pynative_synchronize")
+
+
 def test_random_operator_is_told() -> None:
     """Its numbers cannot be given to the items again."""
 

@@ -107,6 +107,15 @@ def test_numbers_that_do_not_come_out() -> None:
     assert report.causes[0].where.startswith("rrelu_with_noise")
 
 
+def test_fused_dropout_is_replayed() -> None:
+    """The operation that a GPU uses: its mask and its output are both those of the items."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(torch.native_dropout(x, 0.5, True)[0]), y)
+
+    assert gradaccum.verify(net(), loss, (inputs(5), classes())).equivalent
+
+
 def test_reentrant_checkpoint_is_refused() -> None:
     """Its parameters would seem to be unused, and a mistake in them to be none."""
 

@@ -91,6 +91,25 @@ def test_nothing_of_the_users_changes(raises_at: int | None, error: type[BaseExc
     unchanged(before, everything(model, outside, batch))
 
 
+@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize("detach", [True, False])
+def test_loss_that_calls_backward_is_refused(retain: bool, detach: bool) -> None:
+    """A whole training step in place of the loss: ``.grad`` stays what it was, object and numbers."""
+    model, batch = net(), (inputs(5), classes())
+    model[0].weight.grad = gradient = torch.ones_like(model[0].weight)
+
+    def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(model, x, y)
+        loss.backward(retain_graph=retain)
+        return loss.detach() if detach else loss
+
+    with pytest.raises(gradaccum.UsageError, match=r"calls backward\(\).*Leave backward\(\) out"):
+        gradaccum.verify(model, training_step, batch)
+    assert model[0].weight.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(gradient))
+    assert model[0].bias.grad is None
+
+
 def test_open_window_is_left_alone() -> None:
     """A wrapped optimizer watches ``.grad`` and its parameters: it must not see anything."""
     model, (x, y) = net(), (inputs(5), classes())

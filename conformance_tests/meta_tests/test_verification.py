@@ -143,6 +143,26 @@ def coupled(x: Sequence[float], counts: Sequence[float], world: World) -> dict[s
     return {"w": mean([world.w * (value - centre) ** 2 for value in x]), "v": mean([value * max(x) for value in x])}
 
 
+def maximal(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """The hardest item of the batch alone: measured by leaving one out, it has all the weight."""
+    return {"w": world.w * max(x) ** 2, "v": max(x)}
+
+
+def two_hardest(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    return {"v": mean(sorted(x)[-2:])}
+
+
+def over_positives(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A mean over the items with a count above 3, of which a micro-batch may have none."""
+    chosen = [value for value, count in zip(x, counts, strict=True) if count > 3]
+    return {"v": mean(chosen) if chosen else math.nan, "w": mean(chosen) if chosen else math.inf}
+
+
+def deviating(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """Divided by a distance to the next item that some micro-batches have not."""
+    return {"w": mean(x) / (max(x) - min(x)) if max(x) > 1.4 else math.nan, "v": mean(x)}
+
+
 def in_training(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
     return coupled(x, counts, world) if world.training else sound(x, counts, world)
 
@@ -173,6 +193,7 @@ def kinds(report: gradaccum.VerificationReport) -> list[str]:
 
 TOKENS = Column("batch[1]", [[1.0] * int(n) + [0.0] * (5 - int(n)) for n in COUNTS], integers=True, sequence=True)
 CLASS = Column("batch[1]", [[float(n > 2)] for n in COUNTS], integers=True, sequence=False)
+POSITIVE = Column("batch[1]", [[float(n > 3)] for n in COUNTS], integers=True, sequence=False)
 NORM, GHOST = Layer("norm", "BatchNorm", False), Layer("", "Model", True)
 
 
@@ -185,6 +206,11 @@ NORM, GHOST = Layer("norm", "BatchNorm", False), Layer("", "Model", True)
         (PlainSubject(by_count, [TOKENS]), "mean", ["unequal_counts"], "batch[1] != 0"),
         (PlainSubject(by_count, [TOKENS]), "sum", ["unequal_counts"], "batch[1] != 0"),
         (PlainSubject(by_count), "mean", ["unequal_counts"], "the denominator of the loss"),
+        (PlainSubject(maximal), "mean", ["coupled_loss"], "the loss"),
+        (PlainSubject(two_hardest, names=["v"]), "mean", ["coupled_loss"], "the loss"),
+        (PlainSubject(over_positives, [POSITIVE]), "mean", ["unequal_counts"], "batch[1] != 0"),
+        (PlainSubject(over_positives), "mean", ["unequal_counts"], "the denominator of the loss"),
+        (PlainSubject(deviating), "mean", ["not_finite"], "w"),
         (PlainSubject(repeated), "sum", ["repeated_term"], "v"),
         (PlainSubject(part_summed), "mean", ["summed_term"], "v"),
         (PlainSubject(in_training, layers=[NORM]), "mean", ["batch_statistics"], "norm"),
@@ -256,6 +282,15 @@ def test_missing_where_it_is_right_is_a_note() -> None:
     assert len(report.notes) == 1
     assert "w: no gradient in" in report.notes[0]
     assert "w: no gradient in" in str(report)
+
+
+def test_empty_micro_batch_is_told() -> None:
+    """A mean over nothing is no state: the count is named, and which micro-batches have none."""
+    (cause,) = examine(PlainSubject(over_positives, [POSITIVE]), 4).causes
+    assert "2 of 4 micro-batches (4 micro-batches in order) is not finite" in cause.explanation
+    (cause,) = examine(PlainSubject(deviating), 4).causes
+    assert "1 of 4 micro-batches" in cause.explanation
+    assert "max(count, 1)" in cause.fix
 
 
 def test_weights_follow_a_label() -> None:

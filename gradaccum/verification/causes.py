@@ -42,6 +42,16 @@ def not_finite(names: Sequence[str]) -> Cause:
     return Cause("not_finite", listed(names), explanation, "Mend the loss first, or verify with another batch.")
 
 
+def not_finite_part(names: Sequence[str], times: str) -> Cause:
+    """The gradient of a micro-batch is inf or NaN, that of the large batch is not."""
+    explanation = (
+        f"The gradient of the large batch is finite, that of {times} is not: the loss divides by a count that is zero there, or by a "
+        "deviation over too few items."
+    )
+    fix = "Divide by max(count, 1), so that a micro-batch without any has a loss of zero, and write weight= that count."
+    return Cause("not_finite", listed(names), explanation, fix)
+
+
 def hidden_state(names: Sequence[str]) -> Cause:
     """The same batch gives two gradients."""
     explanation = (
@@ -62,8 +72,8 @@ def custom_backward(names: Sequence[str], culprits: Sequence[str]) -> Cause:
 
 def shared_randomness(places: Sequence[str]) -> Cause:
     """Every micro-batch draws the same random numbers."""
-    explanation = "Its random numbers do not follow the random state: a seed or key is fixed, so every micro-batch gets the same numbers."
-    fix = "Seed once, outside of the loss (torch); give each micro-batch a key of its own (JAX: axes='key', or jax.random.fold_in)."
+    explanation = "These random numbers do not follow the random state: a seed or key is fixed, so every micro-batch gets the same ones."
+    fix = "Seed once, at the start of the program, not in the loss. In JAX give each micro-batch its own key: axes='key' or fold_in."
     return Cause("shared_randomness", listed(places), explanation, fix)
 
 
@@ -73,13 +83,15 @@ def randomness(places: Sequence[str], names: Sequence[str]) -> Cause:
         f"The gradient of {listed(names)} depends on random numbers that cannot be given to the same items again in another partition, so "
         "that only evaluation mode can be compared."
     )
-    return Cause("randomness", listed(places), explanation, "Verify with these operations switched off; the draw itself accumulates well.")
+    return Cause(
+        "randomness", listed(places), explanation, "Verify again with these operations switched off; drawing is no mistake by itself."
+    )
 
 
 def state(changed: Sequence[str], names: Sequence[str]) -> Cause:
     """What one micro-batch leaves behind changes the gradient of the next."""
     explanation = (
-        f"The forward pass changes it and the loss reads it: with the state put back before each micro-batch the gradient of "
+        f"The forward pass changes this and the loss reads it: with the state put back before each micro-batch the gradient of "
         f"{listed(names)} is another one."
     )
     fix = "Update it once per window, after the optimizer's step, or use the value from before the window."
@@ -90,9 +102,9 @@ def batch_statistics(layers: Sequence[Layer], settled: bool | None) -> Cause:
     """Layers whose output for an item depends on the other items."""
     kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
     said = {
-        True: " In evaluation mode the gradient stays.",
-        False: " In evaluation mode it moves too, for another reason.",
-        None: " It does so in evaluation mode too.",
+        True: " In evaluation mode the gradient stays the same.",
+        False: " In evaluation mode the gradient moves too, for another reason.",
+        None: " The layer does so in evaluation mode too.",
     }[settled]
     explanation = f"{kinds}: the output for one item depends on the other items of its micro-batch.{said}"
     fix = "Use GroupNorm or LayerNorm, freeze the statistics (evaluation mode for these layers), or accept statistics per micro-batch."
@@ -101,13 +113,18 @@ def batch_statistics(layers: Sequence[Layer], settled: bool | None) -> Cause:
 
 def wrong_reduction(reduction: str, right: str) -> Cause:
     """Another reduction makes it right."""
-    explanation = f"With reduction={right!r} the gradient stays under every partition; with reduction={reduction!r} it moves."
+    explanation = f"The gradient moves with reduction={reduction!r}; it stays the same under every partition with reduction={right!r}."
     return Cause("wrong_reduction", LOSS, explanation, f"Write reduction={right!r}" + (" and no weight=." if right == "mean" else "."))
 
 
-def unequal_count(count: Count) -> Cause:
-    """A count of the batch makes it right."""
-    explanation = f"The loss is a mean over {count.where}, and micro-batches differ in it. Weighted by that count the gradient stays."
+def unequal_count(count: Count, times: str = "") -> Cause:
+    """A count of the batch makes it right. `times`: which micro-batches have a gradient that is not finite, in words; "" if none has."""
+    seen = f" The gradient of {times} is not finite: the count is zero there, and a weight of zero leaves such a micro-batch out."
+    explanation = (
+        f"The loss divides by a count ({count.where}) that differs between micro-batches. With that count as the weight the gradient stays "
+        f"the same under every partition."
+        f"{seen if times else ''}"
+    )
     return Cause("unequal_counts", count.where, explanation, f"Write reduction='mean', weight={count.code}.")
 
 
@@ -119,16 +136,18 @@ def unequal_weights(values: Sequence[float], labels: str | None, by_label: Seque
     else:
         seen = f"Measured, per item: {', '.join(f'{value:.3g}' for value in values[:8])}{', ...' if len(values) > 8 else ''}."
         where = "the denominator of the loss"
-    explanation = f"The loss is a weighted mean, and the items do not weigh the same. {seen} So weighted the gradient stays."
-    fix = "Write weight= the sum that the loss divides by, for the micro-batch; or divide by it outside, with reduction='item_mean'."
+    explanation = (
+        f"The loss is a weighted mean, whose items weigh differently. {seen} With these weights the gradient stays the same."
+    )
+    fix = "Write weight= a function that returns what the loss divides by in a micro-batch: the sum of these weights over its items."
     return Cause("unequal_counts", where, explanation, fix)
 
 
 def repeated_term(names: Sequence[str]) -> Cause:
     """A part of the gradient grows with the number of micro-batches."""
     explanation = (
-        "Its gradient grows with the number of micro-batches: every micro-batch adds a part of it in full, as a penalty, an auxiliary loss "
-        "or a parameter of the loss itself that is differentiated again in each."
+        "The gradient of these parameters grows with the number of micro-batches: each micro-batch adds a part of it in full. That part is "
+        "a penalty, an auxiliary loss, or a parameter of the loss itself, such as a temperature."
     )
     fix = "Add that term once per window (divide it by the number of micro-batches), or use coupled_backward, which differentiates it once."
     return Cause("repeated_term", listed(names), explanation, fix)
@@ -137,8 +156,8 @@ def repeated_term(names: Sequence[str]) -> Cause:
 def summed_term(names: Sequence[str]) -> Cause:
     """A part of the gradient shrinks with the number of micro-batches."""
     explanation = (
-        "A part of its gradient shrinks with the number of micro-batches: the loss adds a sum over the items to a mean over them, and "
-        "reduction='mean' divides both."
+        "A part of the gradient of these parameters shrinks with the number of micro-batches: the loss adds a sum over the items to a mean "
+        "over them, and reduction='mean' divides both."
     )
     return Cause("summed_term", listed(names), explanation, "Make each term of the loss a mean over items, or each a sum.")
 
@@ -146,7 +165,8 @@ def summed_term(names: Sequence[str]) -> Cause:
 def missing_gradients(names: Sequence[str], times: str) -> Cause:
     """Parameters without a gradient in a part of the micro-batches."""
     explanation = (
-        f"It has no gradient in {times}: a branch is taken by some micro-batches and not by others, and the choice depends on the batch."
+        f"These parameters have no gradient in {times}: some micro-batches take a branch and others do not, and the choice depends on the "
+        "batch."
     )
     fix = "Choose the branch per item (with a mask), so that an item takes the same branch in every micro-batch."
     return Cause("missing_gradients", listed(names), explanation, fix)
@@ -154,9 +174,9 @@ def missing_gradients(names: Sequence[str], times: str) -> Cause:
 
 def coupled_loss(names: Sequence[str], off: float | None) -> Cause:
     """The loss of one item depends on other items."""
-    best = "" if off is None else f", {off:.3g} units of rounding off at best"
+    best = "" if off is None else f" (the best ones are {off:.3g} units of rounding off)"
     explanation = (
-        f"No weights of the micro-batches add up to the large batch's gradient in {listed(names)}{best}: the loss of one item depends on "
+        f"No weights make the micro-batches add up to the large batch's gradient in {listed(names)}{best}: the loss of one item depends on "
         "the others, as in contrastive, ranking and load-balancing losses and statistics over the batch."
     )
     fix = "Split it into outputs per item and a loss of all outputs: coupled_backward (torch), coupled_value_and_grad (JAX, MindSpore)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from gradaccum._validation import require_int
@@ -13,6 +14,7 @@ from gradaccum.verification.experiments import (
     Finding,
     finite,
     fresh_numbers,
+    infinite_parts,
     linear,
     missing_gradients,
     repeatable,
@@ -102,10 +104,15 @@ class _Examination:
 
     def _find_in_the_loss(self, conditions: Conditions, names: tuple[str, ...], missing: Mapping[str, str]) -> None:
         """What the loss itself does with the items."""
-        weighted, off = right_weights(self._bench, conditions)
+        infinite = infinite_parts(self._bench, conditions) if any(map(math.isinf, self._errors.values())) else {}
+        times = next(iter(infinite.values()), "")
+        weighted, off = right_weights(self._bench, conditions, times)
         if weighted is not None:
             self._causes.append(weighted)
             return
+        if infinite:
+            self._causes.append(causes.not_finite_part(list(infinite), times))
+            names = tuple(name for name in names if name not in infinite)
         counted, explained = counted_terms(self._bench, conditions, names)
         self._causes += [counted] if counted is not None else []
         left = tuple(name for name in names if name not in explained)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gradaccum.verification import causes
-from gradaccum.verification.measuring import Bench, moved
+from gradaccum.verification.measuring import Bench, Gradients, moved
 from gradaccum.verification.report import Cause
 from gradaccum.verification.subject import Conditions, Layer
 
@@ -78,18 +78,37 @@ def _follow_the_seed(bench: Bench, conditions: Conditions) -> tuple[str, ...]:
 
 
 def stateless(bench: Bench, conditions: Conditions) -> Finding:
-    """Does what one micro-batch leaves behind change the gradient of the next?"""
+    """Does what one micro-batch leaves behind change the gradient of the next? Sums that are not finite either way do not tell."""
     alone = replace(conditions, carry_state=False)
     changed: dict[str, None] = {}
     found: dict[str, float] = {}
     for partition in bench.partitions:
         runs = bench.subject.window(partition.parts, conditions)
         carried = bench.total(partition.parts, runs, conditions, bench.way)
-        apart = bench.apart(carried, bench.accumulated(partition.parts, alone), conditions)
+        put_back = bench.accumulated(partition.parts, alone)
+        apart = bench.apart(*_without_same_infinities(bench, carried, put_back), conditions)
         found = {name: max(found.get(name, 0.0), error) for name, error in apart.items()}
         changed |= dict.fromkeys(name for run in runs for name in run.changed)
     names = moved(found)
     return Finding((causes.state(tuple(changed), names),), alone) if names else Finding((), conditions)
+
+
+def _without_same_infinities(bench: Bench, a: Gradients, b: Gradients) -> tuple[Gradients, Gradients]:
+    both = {name for name in a.keys() & b.keys() if not any(math.isfinite(bench.norm(sums[name])) for sums in (a, b))}
+    left_a, left_b = ({name: gradient for name, gradient in sums.items() if name not in both} for sums in (a, b))
+    return left_a, left_b
+
+
+def infinite_parts(bench: Bench, conditions: Conditions) -> dict[str, str]:
+    """Parameters whose gradient is not finite in some micro-batches; where, in words."""
+    found: dict[str, str] = {}
+    for partition in bench.partitions:
+        runs = bench.subject.window(partition.parts, conditions)
+        for name in bench.subject.names:
+            bad = sum(name in run.gradients and not math.isfinite(bench.norm(run.gradients[name])) for run in runs)
+            if bad:
+                found.setdefault(name, f"{bad} of {len(runs)} micro-batches ({partition.words})")
+    return found
 
 
 def separate(bench: Bench, conditions: Conditions, missing: Mapping[str, str]) -> Finding:

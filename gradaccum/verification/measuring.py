@@ -63,7 +63,8 @@ class Bench:
     """
 
     def __init__(self, subject: Subject, steps: int, way: Way, items: Items | None = None) -> None:
-        self.subject, self.way, self.items = subject, way, tuple(range(subject.items) if items is None else items)
+        self.subject, self.steps, self.way = subject, steps, way
+        self.items = tuple(range(subject.items) if items is None else items)
         self.partitions = partitions(self.items, steps)
         self._large: dict[Conditions, Run] = {}
         self._units: dict[Conditions, dict[str, float]] = {}

@@ -33,7 +33,7 @@ class Cause:
     """What to write instead."""
 
     def __str__(self) -> str:
-        return f"{self.kind} ({self.where}): {self.explanation} {self.fix}"
+        return f"{self.kind} ({self.where}): {self.explanation}\n    What to do: {self.fix}"
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class VerificationReport:
             worst = sorted(self.moved, key=lambda name: -self.errors[name])
             shown = ", ".join(f"{name} {_short(self.errors[name])}" for name in worst[:5])
             more = f" and {len(worst) - 5} more" if len(worst) > 5 else ""
-            lines.append(f"  moved, in units of rounding (up to {self.limit:g} is rounding): {shown}{more}")
+            lines.append(f"  Parameters that moved, in units of rounding (up to {self.limit:g} is rounding alone): {shown}{more}")
         if self.causes:
-            lines.append(f"  What to do about each cause: {PAGE}.")
+            lines.append(f"  More about each cause: {PAGE}.")
         return "\n".join(lines)
 
     def to_json(self) -> str:

@@ -32,9 +32,15 @@ class Measured(NamedTuple):
     """The worst parameter, in units."""
 
 
-def right_weights(bench: Bench, conditions: Conditions) -> tuple[Cause | None, float | None]:
-    """The cause, if another reduction or other weights make it right; and by how many units the best weights are off, where measured."""
-    found = _other_reduction(bench, conditions) or _count(bench, conditions)
+def right_weights(bench: Bench, conditions: Conditions, infinite: str = "") -> tuple[Cause | None, float | None]:
+    """The cause, if another reduction or other weights make it right; and by how many units the best weights are off, where measured.
+
+    Args:
+        bench: the batch.
+        conditions: those without the causes found so far.
+        infinite: which micro-batches have a gradient that is not finite, in words; "" if none has.
+    """
+    found = _other_reduction(bench, conditions) or _count(bench, conditions, infinite)
     if found is not None:
         return found, None
     try:
@@ -54,10 +60,10 @@ def _other_reduction(bench: Bench, conditions: Conditions) -> Cause | None:
     return causes.wrong_reduction(bench.way.reduction, right[0].reduction) if right else None
 
 
-def _count(bench: Bench, conditions: Conditions) -> Cause | None:
+def _count(bench: Bench, conditions: Conditions, infinite: str) -> Cause | None:
     tried = [(count, Way("mean", count.values)) for count in counts(bench.subject.columns())]
     right = bench.right(conditions, [way for _, way in tried])
-    return next((causes.unequal_count(count) for count, way in tried if way in right), None)
+    return next((causes.unequal_count(count, infinite) for count, way in tried if way in right), None)
 
 
 def _measured(bench: Bench, conditions: Conditions) -> Measured | None:
@@ -66,8 +72,22 @@ def _measured(bench: Bench, conditions: Conditions) -> Measured | None:
     values = {item: _share(probe, item, conditions) for item in probe.items}
     if not all(value >= -SAME for value in values.values()) or not sum(values.values()) > 0:
         return None
-    weights = [max(values.get(item, 0.0), 0.0) for item in range(bench.subject.items)]
-    return Measured(values, max(probe.errors(conditions, Way("mean", weights)).values()))
+    way = Way("mean", [max(values.get(item, 0.0), 0.0) for item in range(bench.subject.items)])
+    return Measured(values, max(_off(probe, way, conditions), _off(_without(probe, max(values, key=values.__getitem__)), way, conditions)))
+
+
+def _without(probe: Bench, item: int) -> Bench:
+    """The rest of a probe. A maximum gives one item all the weight, and in the rest another one; a weighted mean keeps its weights."""
+    rest = [other for other in probe.items if other != item]
+    return Bench(probe.subject, min(probe.steps, len(rest)), probe.way, rest)
+
+
+def _off(bench: Bench, way: Way, conditions: Conditions) -> float:
+    """By how many units the worst parameter is off; 0 where nothing has a weight and the gradient is zero or not finite."""
+    large = bench.large(conditions).gradients
+    if not way.weight(bench.items, bench.large(conditions)) and not any(0 < bench.norm(gradient) < math.inf for gradient in large.values()):
+        return 0.0
+    return max(bench.errors(conditions, way).values())
 
 
 def _share(probe: Bench, item: int, conditions: Conditions) -> float:

@@ -37,6 +37,11 @@ class Batch(NamedTuple):
         """The places of leaves with items."""
         return frozenset(place for place, axis in enumerate(self.axes) if isinstance(axis, int))
 
+    @property
+    def terms(self) -> int:
+        """About how many numbers are added up into one of a gradient."""
+        return max([self.items, *(int(leaf.size) for leaf in self.leaves if not is_key(leaf))])
+
     def part(self, items: Sequence[int], number: int | None, leaves: Sequence[Array] | None = None) -> list[Array]:
         """The leaves of the micro-batch of `items`.
 

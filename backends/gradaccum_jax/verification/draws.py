@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from gradaccum_jax.types import Array
-from gradaccum_jax.verification.program import Equation, Program, Step, bind, inner, joined
+from gradaccum_jax.verification.program import Around, Equation, Program, Step, bind, inner
 
 DRAWING = ("random_bits", "random_split", "random_fold_in", "random_seed")
 
@@ -44,7 +44,7 @@ def draws_of(program: Program, keys: Set[int], items: Set[int]) -> list[Draw]:
     """
     jaxpr = program.closed.jaxpr
     marks = {variable: (place in keys, place in items) for place, variable in enumerate(jaxpr.invars)}
-    return list(_walk(jaxpr, marks, "", within=False))
+    return list(_walk(jaxpr, marks, Around(), within=False))
 
 
 Mark = tuple[bool, bool]
@@ -52,7 +52,7 @@ Mark = tuple[bool, bool]
 NEITHER: Mark = (False, False)
 
 
-def _walk(jaxpr: Any, marks: dict[Any, Mark], stack: str, *, within: bool) -> Iterator[Draw]:
+def _walk(jaxpr: Any, marks: dict[Any, Mark], around: Around, *, within: bool) -> Iterator[Draw]:
     """Adds a mark to `marks` for each value. Inside of loops every value counts as following what the loop is given."""
     for eqn in jaxpr.eqns:
         given = [NEITHER if isinstance(v, core.Literal) else marks.get(v, NEITHER) for v in eqn.invars]
@@ -60,23 +60,23 @@ def _walk(jaxpr: Any, marks: dict[Any, Mark], stack: str, *, within: bool) -> It
         called = inner(eqn)
         if called is not None:
             below = dict(zip(called[0].invars, given, strict=True))
-            yield from _walk(called[0], below, joined(stack, eqn), within=within)
+            yield from _walk(called[0], below, around.within(eqn), within=within)
             made = [NEITHER if isinstance(v, core.Literal) else below.get(v, NEITHER) for v in called[0].outvars]
         else:
-            yield from _draws_at(eqn, every, joined(stack, eqn), within)
+            yield from _draws_at(eqn, every, around.within(eqn), within)
             made = [every] * len(eqn.outvars)
         marks.update(zip(eqn.outvars, made, strict=True))
 
 
-def _draws_at(eqn: Equation, mark: Mark, stack: str, within: bool) -> Iterator[Draw]:
+def _draws_at(eqn: Equation, mark: Mark, around: Around, within: bool) -> Iterator[Draw]:
     if eqn.primitive.name in DRAWING:
         shape = tuple(eqn.outvars[0].aval.shape)
-        yield Draw(Step(eqn, stack).place, shape, eqn.primitive.name == "random_bits", *mark, within)
+        yield Draw(Step(eqn, around).place, shape, eqn.primitive.name == "random_bits", *mark, within)
     for value in eqn.params.values():
         for body in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(body, (core.Jaxpr, core.ClosedJaxpr)):
                 jaxpr = body.jaxpr if isinstance(body, core.ClosedJaxpr) else body
-                yield from _walk(jaxpr, dict.fromkeys(jaxpr.invars, mark), stack, within=True)
+                yield from _walk(jaxpr, dict.fromkeys(jaxpr.invars, mark), around, within=True)
 
 
 def item_axis(large: Sequence[int], small: Sequence[int], items: int, part: int) -> int | None:

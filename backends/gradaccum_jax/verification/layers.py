@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradaccum.kit import ROUNDINGS, Layer
+from gradaccum.kit import ROUNDING_LIMIT, Layer
 from gradaccum_jax.types import Array
 from gradaccum_jax.verification.batch import is_key
 from gradaccum_jax.verification.draws import Replay, item_axis, rows
@@ -93,7 +93,7 @@ def _differs(values: Sequence[Array], axis: int, items: int, part: Sequence[int]
     a, b, c = (np.asarray(value).astype(complex) for value in (rows(large, axis, items, part), rows(moved, axis, items, part), small))
     largest = float(np.max(np.abs(a), initial=0.0))
     unit = max(float(np.max(np.abs(b - a), initial=0.0)), roundoff * largest)
-    return not float(np.max(np.abs(c - a), initial=0.0)) <= ROUNDINGS * unit
+    return not float(np.max(np.abs(c - a), initial=0.0)) <= ROUNDING_LIMIT * unit
 
 
 def _layers(trail: Trail, mixing: Sequence[Ran], axes: Sequence[int | None], parameters: set[int]) -> list[Layer]:

@@ -26,17 +26,30 @@ LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib", "flax"
 """Folders whose frames are not the user's."""
 
 
+class Around(NamedTuple):
+    """What an equation stands in."""
+
+    stack: str = ""
+    """The modules, as the library names them: ``Net/BatchNorm_0``; empty without any."""
+    frame: str = ""
+    """The user's function and line that called the innermost call; newer JAX keeps no frame of the user's inside of its own functions."""
+
+    def within(self, eqn: Equation) -> Around:
+        """What the equations inside of the call `eqn` stand in; for another equation, what it stands in itself."""
+        own = str(eqn.source_info.name_stack)
+        return Around("/".join(part for part in (self.stack, own) if part), _frame(eqn) or self.frame)
+
+
 class Step(NamedTuple):
     """One equation on the way through a program."""
 
     eqn: Equation
-    stack: str
-    """The modules around it, as the library names them: ``Net/BatchNorm_0``; empty without any."""
+    around: Around
 
     @property
     def place(self) -> str:
         """Where it stands: the module, or the user's function and line."""
-        return self.stack or _frame(self.eqn)
+        return self.around.stack or self.around.frame or str(self.eqn.primitive.name)
 
 
 class Program:
@@ -51,12 +64,13 @@ class Program:
 
     def run(self, arguments: Sequence[Array], hook: Hook | None = None) -> list[Array]:
         """Its results, with every equation run by `hook`. Can be differentiated and jitted."""
-        return _run(self.closed.jaxpr, self.closed.consts, arguments, hook or (lambda step, values: bind(step.eqn, values)), "")
+        return _run(self.closed.jaxpr, self.closed.consts, arguments, hook or (lambda step, values: bind(step.eqn, values)), Around())
 
 
 def bind(eqn: Equation, values: Sequence[Array]) -> list[Array]:
-    """The results of one equation."""
-    functions, parameters = eqn.primitive.get_bind_params(eqn.params)
+    """The results of one equation. Older JAX hands functions as arguments, apart from the parameters; newer JAX as parameters."""
+    found = eqn.primitive.get_bind_params(eqn.params)
+    functions, parameters = found if isinstance(found, tuple) else ((), found)
     results = eqn.primitive.bind(*functions, *values, **parameters)
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -69,33 +83,27 @@ def inner(eqn: Equation) -> tuple[Any, Sequence[Array]] | None:
     return (found.jaxpr, found.consts) if isinstance(found, core.ClosedJaxpr) else (found, ())
 
 
-def joined(stack: str, eqn: Equation) -> str:
-    """The modules around an equation inside a call that stands in `stack`."""
-    own = str(eqn.source_info.name_stack)
-    return "/".join(part for part in (stack, own) if part)
-
-
-def _run(jaxpr: Any, consts: Sequence[Array], arguments: Sequence[Array], hook: Hook, stack: str) -> list[Array]:
+def _run(jaxpr: Any, consts: Sequence[Array], arguments: Sequence[Array], hook: Hook, around: Around) -> list[Array]:
     values: dict[Any, Array] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
     def read(variable: Any) -> Array:
         return variable.val if isinstance(variable, core.Literal) else values[variable]
 
     for eqn in jaxpr.eqns:
-        given, within, called = [read(variable) for variable in eqn.invars], joined(stack, eqn), inner(eqn)
+        given, within, called = [read(variable) for variable in eqn.invars], around.within(eqn), inner(eqn)
         made = hook(Step(eqn, within), given) if called is None else _run(*called, given, hook, within)
         values.update(zip(eqn.outvars, made, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
 
 def _frame(eqn: Equation) -> str:
-    """The user's innermost function at work when the equation was traced."""
+    """The user's innermost function at work when the equation was traced; "" where the traceback holds none."""
     trace = getattr(eqn.source_info, "traceback", None)
     for frame in trace.frames if trace is not None else ():
         if not any(library in frame.file_name for library in LIBRARIES):
             function = frame.function_name.rpartition("<locals>.")[2]
             return f"{function} at {os.path.basename(frame.file_name)}:{frame.line_num}"
-    return str(eqn.primitive.name)
+    return ""
 
 
 def trace(function: Callable[..., Array], *arguments: Any) -> Program:

@@ -173,7 +173,7 @@ class JaxSubject:
     def precision(self, name: str) -> Precision:
         """See `Subject.precision`. XLA takes subnormal numbers for zero on most devices, so the smallest number is a normal one."""
         value = self._parameters.values[self._parameters.names[name]]
-        return Precision(self._roundoff, float(jnp.finfo(value.dtype).smallest_normal), value.size)
+        return Precision(self._roundoff, float(jnp.finfo(value.dtype).smallest_normal), value.size, self._batch.terms)
 
     def columns(self) -> list[Column]:
         """See `Subject.columns`."""

@@ -42,6 +42,11 @@ class Batch:
         """The leaves with items, each with its axis."""
         return [(leaf, axis) for leaf, axis in zip(self.leaves, self.axes, strict=True) if axis is not None]
 
+    @property
+    def terms(self) -> int:
+        """About how many numbers are added up into one of a gradient."""
+        return max([self.items, *(leaf.value.size for leaf in self.leaves if isinstance(leaf.value, Tensor | np.ndarray))])
+
     def part(self, items: Sequence[int], values: Sequence[object] | None = None) -> tuple[Any, ...]:
         """The arguments of the micro-batch of `items`, with other `values` of the leaves if given."""
         own = values if values is not None else [leaf.value for leaf in self.leaves]

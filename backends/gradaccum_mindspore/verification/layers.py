@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mindspore import Tensor, nn
 
-from gradaccum.kit import ROUNDINGS
+from gradaccum.kit import ROUNDING_LIMIT
 from gradaccum_mindspore.verification.batch import perturbed
 from gradaccum_mindspore.verification.rows import item_axis, rows, wide
 
@@ -90,7 +90,7 @@ def _mixes(call: Call, small: Call, items: int, part: Sequence[int], roundoff: f
         return False
     before, after = rows(whole, axis, items, part), rows(near, axis, items, part)
     unit = max(_largest(after - before), roundoff * _largest(before))
-    return not _largest(alone - before) <= ROUNDINGS * unit
+    return not _largest(alone - before) <= ROUNDING_LIMIT * unit
 
 
 def _axis(value: Any, other: Any, items: int, part: Sequence[int]) -> int | None:

@@ -101,7 +101,7 @@ class MindSporeSubject:
     def precision(self, name: str) -> Precision:
         """See `Subject.precision`."""
         parameter = self._parameters[name]
-        return Precision(self._roundoff, LIMITS[parameter.dtype][1], parameter.size)
+        return Precision(self._roundoff, LIMITS[parameter.dtype][1], parameter.size, self._batch.terms)
 
     @cached_property
     def _roundoff(self) -> float:
@@ -148,6 +148,7 @@ class MindSporeSubject:
         """Whether the loss draws random numbers by itself, and whether it sets the seed."""
         with self._running(Conditions()) as (kept, lent, _):
             lent.begin(range(self.items), (0,))
+            kept.watch_seed()
             self._watched(range(self.items))
             return kept.drew(), kept.reseeded()
 

@@ -115,7 +115,15 @@ class TorchSubject:
 
     def _loss(self, arguments: Sequence[Any]) -> Tensor:
         with torch.enable_grad():
-            return _require_loss(self._loss_fn(self._model, *arguments))
+            loss = self._loss_fn(self._model, *arguments)
+        self._require_no_backward()
+        return _require_loss(loss)
+
+    def _require_no_backward(self) -> None:
+        """`_isolated` took every ``.grad`` away, so one that is there was filled by the loss function itself."""
+        if any(parameter.grad is not None for parameter in self._every):
+            fix = "Leave backward() out of loss_fn, and return the loss: verify differentiates it."
+            raise explain(UsageError, "loss_fn", expected="a function that returns its loss", found="one that calls backward()", fix=fix)
 
     def _recording(self, conditions: Conditions) -> Recording:
         """The draws of the large batch at that seed and in that mode."""
