@@ -243,6 +243,16 @@ def test_coupled_losses(between: int) -> None:
     assert_same_bits(found, large_batch.coupled_value_and_grad(outputs, coupled, micro_batch_size=sizes.size)(PARAMS, BATCH))
 
 
+def test_plain_values_and_trees_of_one_shape() -> None:
+    """They are constants of the program: each value has a program of its own, and each tree."""
+    step = large_batch.value_and_grad(
+        lambda params, x, how: params * jnp.mean(x) * (how["double"] + 1 if "double" in how else 7),
+        micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**9),
+    )
+    for how, expected in (({"double": True}, 2), ({"double": 3}, 4), ({"single": 3}, 7), ({"double": 0.5}, 1.5)):
+        assert step(jnp.ones(()), jnp.ones(4), how) == (expected, expected)
+
+
 def test_traced_call() -> None:
     step = large_batch.value_and_grad(loss, micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**9))
     with pytest.raises(gradaccum.ArgumentTypeError, match=r"outside of jax\.jit"):
