@@ -181,3 +181,9 @@ def test_state_of_other_parameters() -> None:
 def test_coupled_functions_that_are_refused(outputs: Any, made: Any, message: str) -> None:
     with pytest.raises(VALUE, match=message):
         gradaccum_jax.coupled_value_and_grad(outputs, made, steps=2)(jnp.ones(()), X)
+
+
+def test_coupled_weights_that_nothing_asks_for() -> None:
+    """They would be dropped silently: the loss is taken over all rows at once."""
+    with pytest.raises(VALUE, match=r"weight: expected none, or micro_batch_weight.*inside of loss_fn"):
+        gradaccum_jax.coupled_value_and_grad(lambda p, x: p * x, lambda p, o: o.sum(), steps=2, weight=np.ones(6))
