@@ -46,7 +46,8 @@ def peak_of(way: str, items: int, shape: Encoder = FEW_LAYERS) -> int:
 @cache
 def compiled(way: str, items: int, shape: Encoder) -> Any:
     """The program."""
-    accumulates, parts = way in (ACCUMULATE, BOTH), (_attend, _transform)
+    accumulates = way in (ACCUMULATE, BOTH)
+    parts: tuple[Callable[..., Any], ...] = (_attend, _transform)
     if way in (RECOMPUTE, BOTH):
         parts = tuple(gradaccum_jax.recompute(part, static_argnums=2, hold=not accumulates) for part in parts)
 
