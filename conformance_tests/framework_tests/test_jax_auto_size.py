@@ -108,7 +108,7 @@ def test_whole_batch_where_it_fits() -> None:
 def test_items_of_one_do_not_fit() -> None:
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=1)
     with pytest.raises(gradaccum.UsageError, match=r"one item to fit.* 1 bytes"):
-        large_batch.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
+        large_batch.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH[:2])
     assert sizes.size is None
 
 
@@ -183,7 +183,7 @@ def test_exhausted_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, fail)
     step = large_batch.value_and_grad(loss, micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**9))
     with pytest.raises(gradaccum.UsageError, match="one item") as caught:
-        step(PARAMS, BATCH)
+        step(PARAMS, BATCH[:2])
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
 
 
@@ -241,6 +241,16 @@ def test_coupled_losses(between: int) -> None:
     found = large_batch.coupled_value_and_grad(outputs, coupled, micro_batch_size=sizes)(PARAMS, BATCH)
     assert sizes.size in (1, 2, 4, 8)
     assert_same_bits(found, large_batch.coupled_value_and_grad(outputs, coupled, micro_batch_size=sizes.size)(PARAMS, BATCH))
+
+
+def test_plain_values_and_trees_of_one_shape() -> None:
+    """They are constants of the program: each value has a program of its own, and each tree."""
+    step = large_batch.value_and_grad(
+        lambda params, x, how: params * jnp.mean(x) * (how["double"] + 1 if "double" in how else 7),
+        micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**9),
+    )
+    for how, expected in (({"double": True}, 2), ({"double": 3}, 4), ({"single": 3}, 7), ({"double": 0.5}, 1.5)):
+        assert step(jnp.ones(()), jnp.ones(4), how) == (expected, expected)
 
 
 def test_traced_call() -> None:

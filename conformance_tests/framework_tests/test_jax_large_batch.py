@@ -230,3 +230,15 @@ def test_derivative_by_the_weights() -> None:
 
     # d/dw_i of sum(w x) / sum(w) at w = 1: (x_i - mean) / 3.
     close(jax.grad(by_weight)(jnp.ones(3)), jnp.asarray([-2 / 3, -1 / 3, 1.0]))
+
+
+@pytest.mark.parametrize("axes", [0, (0, 0), (0, None)])
+def test_plain_values_are_given_whole(axes: Any) -> None:
+    def loss(params: Any, x: Any, how: Any) -> Any:
+        assert how["mask"] is None
+        return jnp.mean(params * x) * how["scale"] * how["power"] ** 2 * {"twice": 2}[how["mode"]]
+
+    step = gradaccum_jax.value_and_grad(loss, micro_batch_size=2, axes=axes)
+    for power in (3, 4):
+        found = step(jnp.ones(()), np.arange(5.0), {"scale": 0.5, "power": power, "mode": "twice", "mask": None})
+        close(found, (np.float64(2.0 * power**2), np.float64(2.0 * power**2)))

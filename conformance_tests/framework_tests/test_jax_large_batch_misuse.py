@@ -56,8 +56,10 @@ def test_options_that_make_no_sense(options: Any, error: Any, message: str) -> N
         ((X, {"y": X[:5]}), {}, VALUE, r"batch\[1\]\['y'\]: expected 6 items, as batch\[0\] has; got 5"),
         ((X[:0],), {}, VALUE, "batch: expected at least one item"),
         ((X[:1],), {}, VALUE, "steps: expected at most the 1 items"),
-        ((X, 0.5), {}, VALUE, r"batch\[1\]: expected an array with an axis 0.*axes=None"),
-        ((X, True), {}, VALUE, r"batch\[1\]: expected an array with an axis 0.*a bool"),
+        ((X, np.float32(0.5)), {}, VALUE, r"batch\[1\]: expected an array with an axis 0.*axes=None"),
+        ((X, [True] * 6), {}, VALUE, r"batch\[1\]\[0\]: expected an array with an axis 0.*a bool.*a list"),
+        ((X, {"y": (0.5, 0.5)}), {}, VALUE, r"batch\[1\]\['y'\]\[0\]: expected an array with an axis 0"),
+        ((3, 0.5), {}, VALUE, "batch: expected an array to split"),
         ((X,), {"axes": 2}, VALUE, r"batch\[0\]: expected an array with an axis 2 of items; got one of shape \(6, 2\)"),
         ((X,), {"axes": None}, VALUE, "batch: expected an array to split"),
         ((X,), {"axes": (0, 0)}, VALUE, "axes: expected a prefix"),
@@ -179,3 +181,9 @@ def test_state_of_other_parameters() -> None:
 def test_coupled_functions_that_are_refused(outputs: Any, made: Any, message: str) -> None:
     with pytest.raises(VALUE, match=message):
         gradaccum_jax.coupled_value_and_grad(outputs, made, steps=2)(jnp.ones(()), X)
+
+
+def test_coupled_weights_that_nothing_asks_for() -> None:
+    """They would be dropped silently: the loss is taken over all rows at once."""
+    with pytest.raises(VALUE, match=r"weight: expected none, or micro_batch_weight.*inside of loss_fn"):
+        gradaccum_jax.coupled_value_and_grad(lambda p, x: p * x, lambda p, o: o.sum(), steps=2, weight=np.ones(6))

@@ -23,23 +23,31 @@ KEY = jax.random.key(3, impl="rbg")
 
 
 @functools.cache
-def plain(dtype: Any = jnp.float32) -> Any:
-    return chain.gradient(chain.loss, chain.weights(dtype), chain.inputs(dtype=dtype), KEY)
+def plain() -> Any:
+    return chain.gradient(chain.loss, chain.weights(), chain.inputs(), KEY)
 
 
-def recomputed(dtype: Any = jnp.float32, **options: Any) -> Any:
+def recomputed(**options: Any) -> Any:
     loss = functools.partial(chain.loss, wrap=functools.partial(recompute, **options))
-    return chain.gradient(loss, chain.weights(dtype), chain.inputs(dtype=dtype), KEY)
+    return chain.gradient(loss, chain.weights(), chain.inputs(), KEY)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_same_bits(dtype: Any) -> None:
+def test_same_bits() -> None:
     """Two dropouts in each layer, replayed."""
-    chain.assert_same_bits(recomputed(dtype), plain(dtype))
+    chain.assert_same_bits(recomputed(), plain())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.deep)])
+def test_same_bits_in_half_precision(dtype: Any) -> None:
+    found, expected = (
+        chain.gradient(functools.partial(chain.loss, wrap=wrap), chain.weights(dtype, depth=2), chain.inputs(dtype=dtype), KEY)
+        for wrap in (recompute, lambda f: f)
+    )
+    chain.assert_same_bits(found, expected)
 
 
 def test_same_bits_with_threefry() -> None:
-    key, weights = jax.random.key(3), chain.weights(depth=2)
+    key, weights = jax.random.key(3), chain.weights(depth=1)
     found, expected = (
         chain.gradient(functools.partial(chain.loss, wrap=wrap), weights, chain.inputs(), key) for wrap in (recompute, lambda f: f)
     )
@@ -67,12 +75,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+DEEP = ("merged", "function", "offloaded_and_kept")
+"""The others run each of the three options."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.deep] * (name in DEEP)) for name in OPTIONS])
 def test_same_bits_with(name: str) -> None:
     chain.assert_same_bits(recomputed(**OPTIONS[name]), plain())
 
 
-@pytest.mark.parametrize("segments", [None, 1, 2, chain.DEPTH])
+@pytest.mark.parametrize("segments", [None, 1, pytest.param(2, marks=pytest.mark.deep), pytest.param(chain.DEPTH, marks=pytest.mark.deep)])
 def test_same_bits_in_segments(segments: int | None) -> None:
     loss = functools.partial(chain.chain_loss, chain=functools.partial(recompute, segments=segments))
     chain.assert_same_bits(chain.gradient(loss, chain.weights(), chain.inputs(), KEY), plain())
@@ -121,7 +133,7 @@ def test_memory_falls_in_a_chain() -> None:
 
 
 def test_memory_falls_in_calls() -> None:
-    arguments = (chain.weights(depth=4), chain.inputs(256), KEY)
+    arguments = (chain.weights(depth=3), chain.inputs(256), KEY)
     held = functools.partial(chain.loss, wrap=functools.partial(recompute, hold=True))
     assert chain.temporary_bytes(held, *arguments) < 0.6 * chain.temporary_bytes(chain.loss, *arguments)
 

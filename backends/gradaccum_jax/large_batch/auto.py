@@ -19,7 +19,7 @@ import numpy as np
 
 from gradaccum import ArgumentTypeError, AutoMicroBatchSize
 from gradaccum.kit import explain, unknown_limit_error
-from gradaccum_jax.large_batch.batch import make_batch
+from gradaccum_jax.large_batch.batch import is_constant, make_batch
 from gradaccum_jax.large_batch.splitting import Source, Splitting
 from gradaccum_jax.types import Array, Tree
 
@@ -50,7 +50,7 @@ class Fitting:
         _require_concrete(given, batch)
         items = max(1, make_batch(batch, self._splitting.axes).items // self._splitting.devices)
         limit = self._sizes.memory_limit if self._sizes.memory_limit is not None else _free_bytes((given, batch))
-        key = (self._number, *map(_type_of, jax.tree.leaves((given, batch))))
+        key = (self._number, jax.tree.structure((given, batch)), *map(_type_of, jax.tree.leaves((given, batch))))
         size, failure = self._sizes.start(key, items), None
         while True:
             made, failure = self._attempt((key, size), given, self._source(batch, size), limit)
@@ -145,7 +145,9 @@ def _free_of(device: Any) -> int:
 
 
 def _type_of(leaf: Array) -> Hashable:
-    """What a compiled program is compiled for."""
+    """What a compiled program is compiled for: of a constant its value, of data its type."""
+    if is_constant(leaf):
+        return type(leaf), leaf
     typeof: Any = jax.typeof
     return typeof(leaf), getattr(leaf, "sharding", None)
 

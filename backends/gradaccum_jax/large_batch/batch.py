@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Cut, Scalar, explain, require_one_size
+from gradaccum.kit import Cut, Scalar, explain, is_column, require_one_size
 from gradaccum_jax.dtypes import is_key
 from gradaccum_jax.trees import is_none
 from gradaccum_jax.types import Array, Tree
@@ -27,6 +27,8 @@ KEY = "key"
 """In place of an axis: the leaf is a random key, and micro-batch number i gets ``jax.random.fold_in(key, i)``."""
 Axis = int | str | None
 """A batch axis >= 0, None for what every micro-batch is given whole, or `KEY`."""
+PLAIN = (str, bytes, bool, int, float, complex)
+"""A leaf that is one plain value of Python has no items, and is given whole to each micro-batch."""
 _FIX = "Write an axis for arrays with items, None for what every micro-batch is given whole, or 'key' for a random key."
 
 
@@ -84,13 +86,14 @@ def make_batch(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
 
     Args:
         arguments: what the loss function is given beside what it is differentiated by.
-        axes: a prefix of that tuple: an axis for all leaves below, None or `KEY`. A scalar random key is `KEY` unless it is None.
+        axes: a prefix of that tuple: an axis for all leaves below, None or `KEY`. A scalar random key is `KEY` unless it is None. A plain
+            value of Python has no items whatever its axis, but those of a list or tuple of such are one per item: they are refused.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: `axes` is no such prefix, or a leaf has no such axis; names the leaf.
     """
     held, structure = jax.tree_util.tree_flatten_with_path(arguments)
-    spread = spread_over(axes, arguments, "axes")
+    spread = _whole_where_plain(arguments, spread_over(axes, arguments, "axes"))
     checked = [_axis_of(f"batch{jax.tree_util.keystr(path)}", leaf, axis) for (path, leaf), axis in zip(held, spread, strict=True)]
     constants = tuple((place, leaf) for place, (_, leaf) in enumerate(held) if is_constant(leaf))
     arrays = [(leaf, axis) for (_, leaf), axis in zip(held, checked, strict=True) if not is_constant(leaf)]
@@ -131,6 +134,18 @@ def take(leaf: Array, axis: Axis, start: Scalar, size: int, index: Scalar) -> Ar
     return leaf if axis is None else lax.dynamic_slice_in_dim(jnp.asarray(leaf), start, size, int(axis))
 
 
+def _whole_where_plain(arguments: tuple[Tree, ...], axes: list[Any]) -> list[Any]:
+    """`axes` with None for the plain values. Those of a list keep theirs: given whole, it would broadcast against a micro-batch of one."""
+    nodes = jax.tree.leaves(arguments, is_leaf=lambda node: node is not arguments and is_column(node))
+    alone = [not is_column(node) for node in nodes for _ in jax.tree.leaves(node)]
+    held = zip(jax.tree.leaves(arguments), axes, alone, strict=True)
+    return [None if by_itself and _is_plain(leaf) and axis != KEY else axis for leaf, axis, by_itself in held]
+
+
+def _is_plain(leaf: object) -> bool:
+    return isinstance(leaf, PLAIN) and not isinstance(leaf, np.generic)
+
+
 def _axis_of(path: str, leaf: Array, axis: Any) -> Axis:
     """`axis` checked, and counted from the front."""
     if axis is None:
@@ -142,7 +157,7 @@ def _axis_of(path: str, leaf: Array, axis: Any) -> Axis:
     rank = 0 if is_constant(leaf) else np.ndim(leaf)
     if not -rank <= axis < rank:
         found = f"a {type(leaf).__name__}" if is_constant(leaf) else f"one of shape {np.shape(leaf)}"
-        fix = "Write axes=None for this leaf if every micro-batch is given it whole."
+        fix = "Write axes=None for this leaf if every micro-batch is given it whole; make a list with one number per item an array."
         raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis} of items", found=found, fix=fix)
     return axis % rank
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum.kit import Scalar, concatenate_error, make_options
+from gradaccum import ArgumentValueError
+from gradaccum.kit import Scalar, concatenate_error, explain, make_options
 from gradaccum_jax import sums
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.dtypes import takes_part
@@ -84,6 +85,7 @@ def coupled_value_and_grad(
     loss = Differentiation(loss_fn, (0, 1), has_aux, allow_int=True, single=False)
     outputs = Differentiation(outputs_fn, (0,), has_aux=False, allow_int=False, single=True)
     splitting = make_splitting(steps, micro_batch_size, micro_batch_weight, axes, weight, split)
+    _require_use(weight, micro_batch_weight)
     return Coupled(outputs, loss, splitting, require_dtype(accumulate_dtype), require_names(axis_name))
 
 
@@ -174,6 +176,13 @@ class Coupled:
             return sums.add(held, pull_back(given)[0], None, True), []
 
         return over(_with_starts(groups, rows), body, start, first)[0]
+
+
+def _require_use(weight: Weight, micro_batch_weight: float | None) -> None:
+    """Refuse weights that nothing would ask for."""
+    if weight is not None and micro_batch_weight is None:
+        fix = "Weight the items inside of loss_fn: it is given the rows of the whole batch."
+        raise explain(ArgumentValueError, "weight", expected="none, or micro_batch_weight= beside it", found="weights alone", fix=fix)
 
 
 def _rows(outputs: Tree) -> list[Array]:

@@ -2,6 +2,11 @@
 
 XLA compiles a loop's body once, however often it runs. So micro-batches are grouped by size, wherever in the batch they stand: equal cuts
 make one loop, and a smaller last one is a second body. Sums do not ask for the order; `in_order` puts rows back into that of the batch.
+
+A tail is such a second body, and is not padded with masked items: a loss is a scalar, so nobody can take padded items out of its mean, nor
+out of what it computes across items. Padding also costs the time of a whole micro-batch in every call. The second body costs compilation
+only: 9.0 s of CPU in place of 5.4 s for an encoder of four layers, 0.8 s in place of 0.5 s for an MLP. Scratch rose by at most 3 %.
+Users who want one body pad the batch, and give the padding no weight inside of the loss.
 """
 
 from __future__ import annotations
