@@ -89,6 +89,37 @@ def test_losses(forward, words):
         made(forward)(*tensors(X))
 
 
+def loss_alone(x):
+    return x.mean()
+
+
+def a_scalar(x):
+    return x.mean(), x.sum()
+
+
+def two_arrays(x):
+    return x.mean(), x, x
+
+
+@pytest.mark.parametrize(
+    ("forward", "aux", "words"),
+    [
+        (loss_alone, "mean", "has_aux is True, origin fn requires more than one outputs"),
+        (a_scalar, "concatenate", "an array with a leading axis to concatenate"),
+        (a_scalar, {"a": "mean"}, "aux: expected a prefix of a nest"),
+        (two_arrays, ("mean",), "aux: expected a prefix of a nest"),
+    ],
+)
+def test_aux_outputs_in_compiled_code(forward, aux, words):
+    weight = Parameter(Tensor([1.0, 2.0], ms.float64), name="w")
+
+    def given(x):
+        return forward(weight * x)
+
+    with pytest.raises(ValueError, match=words):
+        in_mode("jit", value_and_grad(given, None, weight, True, steps=2, aux=aux))(*tensors(X))
+
+
 def test_aux_outputs():
     with pytest.raises(ArgumentValueError, match=r"returns \(loss, aux\); got the loss alone"):
         made(lambda x: x.mean(), True, aux="mean")(*tensors(X))
@@ -140,7 +171,6 @@ def test_own_split(split, words):
         ({"steps": None, "split": lambda x: [(x,)]}, "split"),
         ({"steps": None, "micro_batch_weight": 3, "weight": [1.0] * 5}, "micro_batch_weight"),
         ({"steps": None, "micro_batch_size": "auto"}, "micro_batch_size"),
-        ({"has_aux": True, "aux": "mean"}, "has_aux"),
     ],
 )
 def test_only_from_python(mode, options, name):
@@ -149,10 +179,7 @@ def test_only_from_python(mode, options, name):
     def forward(x):
         return (weight * x).mean()
 
-    def with_aux(x):
-        return (weight * x).mean(), x.sum()
-
-    call = value_and_grad(with_aux if "aux" in options else forward, None, weight, **{"steps": 2, **options})
+    call = value_and_grad(forward, None, weight, **{"steps": 2, **options})
     with pytest.raises(UsageError, match=f"{name}: expected a call from Python"):
         in_mode(mode, call)(*tensors(X))
 
