@@ -73,7 +73,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.backward = backward
         self.checked_cuts, self.item_weights = cuts_of(fn, whole, options), weights_of(options)
 
-    def run(self, batch: Any) -> tuple[Tensor, Any]:
+    def run(self, batch: Any) -> Any:
         """The loss and the gradients, in the structure that `mindspore.value_and_grad` gives."""
         if self.has_aux:
             return self.run_with_outputs(batch)
@@ -88,7 +88,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             loss, weight, sums = self.add(batch, ops.arange(tail) + full * size, per_item, loss, weight, sums)
         return self.finished(loss / self.divides(weight, zero), sums, self.divides(weight, zero))
 
-    def run_with_outputs(self, batch: Any) -> tuple[Any, Any]:
+    def run_with_outputs(self, batch: Any) -> Any:
         """The same with the merged outputs beside the loss. The first micro-batch stands before the loop: it tells their shapes."""
         full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
         zero = self.zero * 1
@@ -203,6 +203,8 @@ def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
         require_compilable(whole, options)
         cuts = divided(options.division, require_one_size(sizes), None)
         size, tail = cuts[0].items, cuts[-1].items
+        if options.aux is not None and len(cuts) > 1:
+            require_one_program(fn, "has_aux in compiled code, where the first micro-batch stands before the loop")
         if tail == size:
             return len(cuts), size, 0
         require_one_program(fn, "micro-batches of two sizes in compiled code")

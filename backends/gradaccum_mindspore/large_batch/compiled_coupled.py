@@ -3,6 +3,7 @@
 Each pass is a loop with one body; the first micro-batch of the first pass stands before it, because it tells the shapes of the outputs.
 Compiled code cannot raise for a value: where the second pass gives other outputs than the first, everything that is returned is NaN.
 Compiled operators hold the place in their random numbers themselves, so a Cell that draws is refused while compiling.
+So is a normalization whose statistics would move twice: the compiler did not keep their assignment between the two loops.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from gradaccum_mindspore.large_batch.compiled_outputs import begun, rows_joined,
 from gradaccum_mindspore.large_batch.nests import filled, leaves_in, sizes_of, slices_of
 from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.python_loop import Function
-from gradaccum_mindspore.large_batch.randomness import random_cell
-from gradaccum_mindspore.large_batch.replay import ROUNDINGS, Noted, replay_error
+from gradaccum_mindspore.large_batch.randomness import DEPTH, cells_of, random_cell
+from gradaccum_mindspore.large_batch.replay import ROUNDINGS, replay_error, statistics_of
 from gradaccum_mindspore.sums import working_dtype
 
 DOUBLE, SINGLE, HALF, LEAST = (ROUNDINGS[dtype] for dtype in (ms.float64, ms.float32, ms.float16, ms.bfloat16))
@@ -38,16 +39,13 @@ class CompiledCoupledLoop(CompiledLoop):
         super().__init__(outputs_fn, second, weights, False, options)
         self.outputs_of = leaves_function(outputs_fn)
         self.differentiated_loss = ms.value_and_grad(loss_of_leaves(loss_fn), 0, weights)
-        self.statistics = tuple(parameter for parameter, _ in Noted(outputs_fn).values)
-        self.check_random = random_check(outputs_fn)
+        self.check_cells = cells_check(outputs_fn)
 
-    def run(self, batch: Batch) -> tuple[Tensor, Any]:
+    def run(self, batch: Batch) -> Any:
         """Both passes."""
-        self.check_random()
+        self.check_cells()
         cuts = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
-        before = self.noted()
         outline, whole = self.first_pass(batch, cuts)
-        self.set_back(before)
         value, (cotangents, own) = self.differentiated_loss(floating_of(whole), others_in(whole), outline)
         loss, one = self.loss_of(value), self.zero + 1
         sums = self.collected(self.zeros(self.zero * 1), (own,) if self.single else own, one, one)
@@ -103,18 +101,6 @@ class CompiledCoupledLoop(CompiledLoop):
         different = differences(rows_of(whole, indices, start, items), again, self.zero)
         factor = where(different > 0, self.nan * 1, factor)
         return self.collected(sums, (gradients,) if self.single else gradients, factor, factor), factor
-
-    def noted(self) -> tuple[Tensor, ...]:
-        """The statistics before the first pass."""
-        values: tuple[Tensor, ...] = ()
-        for place in range(len(self.statistics)):
-            values = (*values, self.statistics[place] * 1)
-        return values
-
-    def set_back(self, values: tuple[Tensor, ...]) -> None:
-        """Give statistics these values, so that they move once."""
-        for place in range(len(self.statistics)):
-            ops.assign(self.statistics[place], values[place])
 
 
 def leaves_function(outputs_fn: Function) -> Function:
@@ -182,7 +168,8 @@ def others_in(leaves: Any) -> tuple[Tensor, ...]:
 def is_floating(leaf: Tensor) -> bool:
     """Whether a leaf has a gradient."""
     dtype = leaf.dtype
-    return dtype == ms.float32 or dtype == ms.float64 or dtype == ms.float16 or dtype == ms.bfloat16
+    found: bool = dtype == ms.float32 or dtype == ms.float64 or dtype == ms.float16 or dtype == ms.bfloat16
+    return found
 
 
 def rows_of(leaves: Any, indices: Tensor, start: Tensor, items: int) -> tuple[Tensor, ...]:
@@ -222,18 +209,27 @@ def ranks_of(leaves: Any) -> tuple[int, ...]:
     return ranks
 
 
-def random_check(outputs_fn: Function) -> Any:
-    """A function that refuses, while compiling, a Cell that draws random numbers."""
+def cells_check(outputs_fn: Function) -> Any:
+    """A function that refuses, while compiling, a Cell that draws random numbers, and a normalization whose statistics would move twice."""
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
-    def check_random() -> None:
-        drawing = random_cell(outputs_fn)
-        if drawing is not None:
+    def check_cells() -> None:
+        found = random_cell(outputs_fn) or normalization_of(outputs_fn)
+        if found is not None:
             raise replay_error(
-                f"a {drawing} in training in compiled code", "Call it from Python in PyNative mode, or write set_train(False)."
+                f"a {found} in training in compiled code", "Call it from Python in PyNative mode, or write set_train(False)."
             )
 
-    return check_random
+    return check_cells
+
+
+def normalization_of(outputs_fn: Function) -> str | None:
+    """The class of a normalization in training that keeps statistics; None if none is found."""
+    for cell in cells_of(outputs_fn, DEPTH):
+        for _, each in cell.cells_and_names():
+            if each.training and "Norm" in type(each).__name__ and statistics_of(each):
+                return type(each).__name__
+    return None
 
 
 @constexpr  # type: ignore[untyped-decorator]

@@ -44,7 +44,8 @@ def kinds_in(declared: Any, nest: Any) -> tuple[str, ...]:
 
 def shares_of(kinds: tuple[str, ...], outputs: Any, items: Tensor, weight: Tensor) -> Outputs:
     """What one micro-batch gives to each merged output; a mean over no weight gives nothing, though it be NaN."""
-    leaves, shares = leaves_in(outputs), ()
+    leaves = leaves_in(outputs)
+    shares: Outputs = ()
     for place in range(len(kinds)):
         kind, value = kinds[place], leaves[place]
         if kind == "concatenate":

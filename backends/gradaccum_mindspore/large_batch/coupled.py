@@ -149,14 +149,16 @@ def coupled_value_and_grad(
         accumulate_dtype: the dtype of the sums of gradients.
 
     Returns:
-        A Cell to call with the batch, in PyNative and in graph mode, from Python. `mindspore.nn.Dropout` and `mindspore.ops.dropout` draw
-        the same numbers in both passes in PyNative. Statistics of normalizations move once. A call that raises leaves them as they were.
+        A Cell to call with the batch: in PyNative, inside `mindspore.jit` and in graph mode. In PyNative `mindspore.nn.Dropout` and
+        `mindspore.ops.dropout` draw the same numbers in both passes. From Python statistics move once, and a call that raises leaves them
+        as they were; inside compiled code those of Cells of your own move twice. Over several workers the loss couples the items of one
+        worker alone.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch is empty or has leaves of unequal size, an output
             has no leading axis, or the loss is no scalar.
-        UsageError: on a call, `outputs_fn` gives other outputs in the second pass than in the first, or draws random numbers in
-            graph mode; or the call stands inside compiled code, where neither can be noticed.
+        UsageError: on a call, `outputs_fn` gives other outputs in the second pass than in the first; or one of its Cells draws random
+            numbers in graph mode or in compiled code, or normalizes in training inside compiled code. Inside compiled code, which cannot raise, other outputs make everything NaN.
 
     Example:
         >>> from mindspore import Tensor, nn

@@ -88,13 +88,13 @@ def value_and_grad(
 
     Returns:
         A Cell to call with the batch. It keeps nothing between calls. If a call raises, the statistics of the Cells that `fn` names are as
-        before.
+        before. Called from Python, it returns the loss in its own dtype; compiled code, in float32, or in float64 if a sum is float64.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch is empty or has leaves of unequal size, or `fn`
             returns something else than declared.
-        UsageError: on a call, compiled micro-batches of two sizes would draw the same random numbers: MindSpore starts each compiled
-            program at the seed of `mindspore.set_seed`.
+        UsageError: on a call, compiled micro-batches of two sizes, or of `has_aux` inside compiled code, would draw the same random
+            numbers: MindSpore starts each compiled program at the seed of `mindspore.set_seed`.
 
     Example:
         >>> import mindspore as ms
