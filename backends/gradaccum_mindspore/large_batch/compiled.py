@@ -107,7 +107,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             merged = with_tail(kinds, merged, shares_of(kinds, others_of(given), zero + tail, amount))
         merged = filled(others_of(value), finished_outputs(kinds, merged, zero + (full * size + tail), weight))
         made = self.finished(loss / self.divides(weight, zero), sums, self.divides(weight, zero))
-        return self.beside(made, (merged,) if len(value) == 2 else merged)
+        return self.beside(made, (merged,) if len(value) == 1 else merged)
 
     def beside(self, made: Any, outputs: tuple[Any, ...]) -> Any:
         """What `finished` returned, with the other outputs beside the loss."""
@@ -136,17 +136,18 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return loss, weight, sums
 
     def taken(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Any, ...]:
-        """The same three, then the weight of the micro-batch and all that `fn` returned for it."""
+        """The same three, then the weight of the micro-batch and what `fn` returned beside its loss."""
         arguments = slices_of(batch, self.axes, indices)
         amount = self.amount(arguments, indices, per_item)
         value, gradients = self.differentiated(arguments)
         given = self.loss_of(value)
+        others: Any = value[1:] if self.has_aux else ()
         factor = contribution(amount, self.reduction)
         # Everything becomes NaN by a negative weight: compiled code cannot refuse a value.
         factor = where(amount > 0, factor, where(amount == 0, amount * 0, self.nan * 1))
         sums = self.collected(sums, gradients, amount, factor)
         given = given.astype(loss.dtype) * factor
-        return loss + where(amount != 0, given, ops.zeros_like(given)), weight + amount, sums, amount, value
+        return loss + where(amount != 0, given, ops.zeros_like(given)), weight + amount, sums, amount, others
 
     def loss_of(self, value: Any) -> Tensor:
         """The loss in what `fn` returned, checked."""
@@ -178,7 +179,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             given = self.weight_function(*arguments)
             amount = self.zero + number_of(given)
         elif self.array:
-            amount = ops.gather(per_item, indices, 0).sum()
+            amount = self.zero + ops.gather(per_item, indices, 0).sum()
         else:
             amount = self.zero + indices.shape[0]
         return amount.astype(self.float_dtype)

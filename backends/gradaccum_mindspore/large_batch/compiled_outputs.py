@@ -22,8 +22,8 @@ Outputs = tuple[Tensor, ...]
 
 
 def others_of(value: Any) -> Any:
-    """What a function returns beside its loss: its second output, or the tuple of several."""
-    return value[1] if len(value) == 2 else value[1:]
+    """The outputs beside the loss as they are declared: the only one, or the tuple of several."""
+    return value[0] if len(value) == 1 else value
 
 
 def kinds_in(declared: Any, nest: Any) -> tuple[str, ...]:

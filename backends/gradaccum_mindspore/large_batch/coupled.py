@@ -157,8 +157,9 @@ def coupled_value_and_grad(
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch is empty or has leaves of unequal size, an output
             has no leading axis, or the loss is no scalar.
-        UsageError: on a call, `outputs_fn` gives other outputs in the second pass than in the first; or one of its Cells draws random
-            numbers in graph mode or in compiled code, or normalizes in training inside compiled code. Inside compiled code, which cannot raise, other outputs make everything NaN.
+        UsageError: on a call, `outputs_fn` gives other outputs in the second pass than in the first; or a Cell in training draws random
+            numbers in graph mode or inside compiled code, or normalizes inside compiled code. Other outputs make everything NaN inside
+            compiled code, which cannot raise.
 
     Example:
         >>> from mindspore import Tensor, nn
