@@ -52,7 +52,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         return self.run(batch, division)
 
     def construct(self, *batch: Nest) -> tuple[Tensor, Any]:
-        return self.loop.run(batch)
+        return self.loop.run(batch)  # type: ignore[no-any-return]
 
     def run(self, batch: Batch, division: Division) -> tuple[Tensor, Any]:
         """Both passes over the batch, divided so."""
