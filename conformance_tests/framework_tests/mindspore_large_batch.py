@@ -1,7 +1,10 @@
 """What the tests of MindSpore's large batches share: a model in float64 with its data, and a call in each of the modes."""
 
+import sys
+
 import mindspore as ms
 import numpy as np
+import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from conformance_tests.framework_tests.mindspore_common import set_mode
@@ -74,3 +77,15 @@ def distance(found, expected):
 
 def trained(net):
     return ParameterTuple(net.trainable_params())
+
+
+@pytest.fixture
+def seed(request):
+    """Sets MindSpore's global seed, or leaves none set, which only its module can do; for a test of a module that imports it."""
+    module = sys.modules["mindspore.common.seed"]
+    before = module._GLOBAL_SEED
+    module._GLOBAL_SEED = None
+    if request.param is not None:
+        ms.set_seed(request.param)
+    yield request.param
+    module._GLOBAL_SEED = before

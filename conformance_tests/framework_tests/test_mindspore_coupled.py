@@ -12,7 +12,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_large_batch import FROM_PYTHON, distance, in_mode, tensors  # noqa: E402
+from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, FROM_PYTHON, distance, in_mode, seed, tensors  # noqa: E402, F401
 from gradaccum_mindspore.large_batch import coupled_value_and_grad, value_and_grad  # noqa: E402
 
 TOLERANCE = 1e-13
@@ -85,8 +85,9 @@ def large_batch(net, loss_fn):
     return ms.value_and_grad(forward, None, trained(net)), value_and_grad(forward, None, trained(net), steps=3)
 
 
-@pytest.mark.parametrize("mode", FROM_PYTHON)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("mode", "loss"), [*((mode, loss) for mode in FROM_PYTHON for loss in LOSSES), *((mode, info_nce) for mode in COMPILED)]
+)
 def test_is_the_large_batch(mode, loss):
     """Seven items in micro-batches of three, three and one; plain accumulation is wrong."""
     net, batch = Towers(), tensors(IMAGES, TEXTS)
@@ -110,7 +111,7 @@ def test_temperature_is_counted_once():
     assert abs(found / expected - 1) <= TOLERANCE
 
 
-@pytest.mark.parametrize("mode", FROM_PYTHON)
+@pytest.mark.parametrize("mode", [*FROM_PYTHON, "jit"])
 def test_nests_of_outputs(mode):
     """A tuple in a dict, two rows per item, and labels that are no floating numbers."""
     net, labels = Towers(), Tensor(np.arange(7) % 3, ms.int32)
@@ -133,13 +134,11 @@ def test_nests_of_outputs(mode):
     assert distance(found, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("seed", [None, 11])
+@pytest.mark.parametrize("seed", [None, 11], indirect=True)
 @pytest.mark.parametrize("kind", ["layer", "operator"])
-def test_dropout_replays(kind, seed, monkeypatch):
+def test_dropout_replays(kind, seed):  # noqa: F811
     """The gradient by the input of a dropout shows its mask; outputs show the mask of the first pass. Both are one."""
-    monkeypatch.setattr("mindspore.common.seed.get_seed", lambda: seed, raising=False)
-    if seed is not None:
-        ms.set_seed(seed)
+    assert ms.get_seed() == seed
     weight, dropout, kept = Parameter(Tensor(np.ones((7, 64)), ms.float32), name="w"), nn.Dropout(p=0.5).set_train(), []
 
     def outputs_fn(rows):
@@ -156,6 +155,7 @@ def test_dropout_replays(kind, seed, monkeypatch):
     assert set(np.unique(kept[0])) == {0.0, 2.0}
     assert len({row.tobytes() for row in kept[0]}) == 7, "no two items share a mask"
     assert dropout.dropout is operator
+    assert ms.get_seed() == seed, "the seed that was lent is gone"
 
 
 @pytest.mark.parametrize("mode", FROM_PYTHON)
@@ -234,19 +234,70 @@ def test_other_randomness_is_noticed():
         coupled_value_and_grad(outputs_fn, lambda outputs: outputs.sum(), weight, steps=2)(*tensors(IMAGES))
 
 
-def test_dropout_in_graph_mode_is_refused():
+@pytest.mark.parametrize("mode", ["graph", "jit"])
+def test_dropout_in_compiled_operators_is_refused(mode):
     net = nn.SequentialCell(nn.Dense(4, 3), nn.Dropout(p=0.5)).set_train()
-    made = in_mode("graph", coupled_value_and_grad(net, ops.ReduceSum(), trained(net), steps=2))
-    with pytest.raises(gradaccum.UsageError, match="a Dropout in training in graph mode"):
+    made = in_mode(mode, coupled_value_and_grad(net, ops.ReduceSum(), trained(net), steps=2))
+    with pytest.raises(gradaccum.UsageError, match="a Dropout in training in"):
         made(Tensor(IMAGES, ms.float32))
 
 
-@pytest.mark.parametrize("mode", ["jit", "cell"])
-def test_compiled_code_is_refused(mode):
-    net = Towers()
-    made = in_mode(mode, coupled_value_and_grad(net, info_nce(net), trained(net), steps=3))
-    with pytest.raises(gradaccum.UsageError, match="coupled_value_and_grad: expected a call from Python"):
-        made(*tensors(IMAGES, TEXTS))
+@pytest.mark.parametrize("mode", COMPILED)
+def test_statistics_in_compiled_code(mode):
+    """They would move twice."""
+    norm = nn.BatchNorm1d(4).set_train()
+    made = in_mode(mode, coupled_value_and_grad(norm, ops.ReduceSum(), trained(norm), steps=3))
+    with pytest.raises(gradaccum.UsageError, match="a BatchNorm1d in training in compiled code"):
+        made(Tensor(IMAGES[:6], ms.float32))
+
+
+def test_other_randomness_in_compiled_code():
+    """It cannot be refused there: everything that is returned is NaN."""
+    weight = Parameter(Tensor(np.ones(4)), name="w")
+
+    def outputs_fn(x):
+        return ops.dropout(x * weight, 0.5)
+
+    def loss_fn(outputs):
+        return outputs.sum()
+
+    loss, gradient = in_mode("jit", coupled_value_and_grad(outputs_fn, loss_fn, weight, steps=3))(*tensors(IMAGES))
+    assert np.isnan(loss.asnumpy())
+    assert np.isnan(gradient.asnumpy()).all()
+
+
+def no_rows(x):
+    return x.sum()
+
+
+def integers(x):
+    return x.astype(ms.int32)
+
+
+def itself(x):
+    return x
+
+
+def of_items(outputs):
+    return outputs.sum(1)
+
+
+@pytest.mark.parametrize(
+    ("outputs_fn", "loss_fn", "words"),
+    [
+        (no_rows, no_rows, "outputs.*: expected an array with a leading axis"),
+        (integers, no_rows, "outputs_fn: expected a floating output"),
+        (itself, of_items, "loss_fn: expected a function that returns a scalar loss"),
+    ],
+)
+def test_misuse_in_compiled_code(outputs_fn, loss_fn, words):
+    weight = Parameter(Tensor(np.ones(4)), name="w")
+
+    def outputs(x):
+        return outputs_fn(x * weight)
+
+    with pytest.raises(gradaccum.ArgumentValueError, match=words):
+        in_mode("jit", coupled_value_and_grad(outputs, loss_fn, weight, steps=2))(*tensors(IMAGES))
 
 
 def test_loss_scale():

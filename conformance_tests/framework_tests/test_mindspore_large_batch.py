@@ -15,7 +15,6 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 
 from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E402
-    FROM_PYTHON,
     ITEMS,
     MASK,
     MODES,
@@ -212,7 +211,7 @@ def test_own_split():
     assert distance(made(x, starts), expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("mode", FROM_PYTHON)
+@pytest.mark.parametrize("mode", MODES)
 def test_aux_merges(mode):
     """One value of each kind, in micro-batches of 2, 2 and 1 items that weigh 1, 2 and 3."""
     weight = Parameter(Tensor(1.0, ms.float64), name="w")

@@ -11,7 +11,7 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode, tensors  # noqa: E402
+from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode, seed, tensors  # noqa: E402, F401
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError  # noqa: E402
 from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
 
@@ -89,6 +89,37 @@ def test_losses(forward, words):
         made(forward)(*tensors(X))
 
 
+def loss_alone(x):
+    return x.mean()
+
+
+def a_scalar(x):
+    return x.mean(), x.sum()
+
+
+def two_arrays(x):
+    return x.mean(), x, x
+
+
+@pytest.mark.parametrize(
+    ("forward", "aux", "words"),
+    [
+        (loss_alone, "mean", "has_aux is True, origin fn requires more than one outputs"),
+        (a_scalar, "concatenate", "an array with a leading axis to concatenate"),
+        (a_scalar, {"a": "mean"}, "aux: expected a prefix of a nest"),
+        (two_arrays, ("mean",), "aux: expected a prefix of a nest"),
+    ],
+)
+def test_aux_outputs_in_compiled_code(forward, aux, words):
+    weight = Parameter(Tensor([1.0, 2.0], ms.float64), name="w")
+
+    def given(x):
+        return forward(weight * x)
+
+    with pytest.raises(ValueError, match=words):
+        in_mode("jit", value_and_grad(given, None, weight, True, steps=2, aux=aux))(*tensors(X))
+
+
 def test_aux_outputs():
     with pytest.raises(ArgumentValueError, match=r"returns \(loss, aux\); got the loss alone"):
         made(lambda x: x.mean(), True, aux="mean")(*tensors(X))
@@ -140,7 +171,6 @@ def test_own_split(split, words):
         ({"steps": None, "split": lambda x: [(x,)]}, "split"),
         ({"steps": None, "micro_batch_weight": 3, "weight": [1.0] * 5}, "micro_batch_weight"),
         ({"steps": None, "micro_batch_size": "auto"}, "micro_batch_size"),
-        ({"has_aux": True, "aux": "mean"}, "has_aux"),
     ],
 )
 def test_only_from_python(mode, options, name):
@@ -149,10 +179,7 @@ def test_only_from_python(mode, options, name):
     def forward(x):
         return (weight * x).mean()
 
-    def with_aux(x):
-        return (weight * x).mean(), x.sum()
-
-    call = value_and_grad(with_aux if "aux" in options else forward, None, weight, **{"steps": 2, **options})
+    call = value_and_grad(forward, None, weight, **{"steps": 2, **options})
     with pytest.raises(UsageError, match=f"{name}: expected a call from Python"):
         in_mode(mode, call)(*tensors(X))
 
@@ -193,24 +220,10 @@ def masks(kind, items, width=64):
     return layer if kind == "layer" else operator, weight, Tensor(np.eye(items), ms.float32)
 
 
-@pytest.fixture
-def seed(request):
-    """Sets MindSpore's global seed, or leaves none set, which only its module can do."""
-    import sys
-
-    module = sys.modules["mindspore.common.seed"]
-    before = module._GLOBAL_SEED
-    module._GLOBAL_SEED = None
-    if request.param is not None:
-        ms.set_seed(request.param)
-    yield request.param
-    module._GLOBAL_SEED = before
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", [None, 3], indirect=True)
 @pytest.mark.parametrize("kind", ["layer", "operator"])
-def test_no_mask_twice(mode, seed, kind):
+def test_no_mask_twice(mode, seed, kind):  # noqa: F811
     """A loop that MindSpore unrolls would draw one mask four times after `mindspore.set_seed`."""
     forward, weight, rows = masks(kind, 4)
     call = in_mode(mode, value_and_grad(forward, None, weight, steps=4, reduction="sum"))
@@ -221,7 +234,7 @@ def test_no_mask_twice(mode, seed, kind):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", [3], indirect=True)
-def test_two_sizes_of_random_micro_batches(mode, seed):
+def test_two_sizes_of_random_micro_batches(mode, seed):  # noqa: F811
     """Two compiled sizes would begin with the same numbers; PyNative goes on where it stopped."""
     forward, weight, rows = masks("layer", 5)
     call = in_mode(mode, value_and_grad(forward, None, weight, micro_batch_size=2, reduction="sum"))
@@ -230,3 +243,22 @@ def test_two_sizes_of_random_micro_batches(mode, seed):
         return
     with pytest.raises(UsageError, match="Dropout starts in each at the seed"):
         call(rows)
+
+
+@pytest.mark.parametrize("seed", [None, 3], indirect=True)
+def test_masks_beside_other_outputs(seed):  # noqa: F811
+    """In compiled code the first micro-batch is a program of its own, whose numbers begin at the seed too."""
+    forward, weight, rows = masks("layer", 4)
+
+    def with_aux(rows):
+        loss = forward(rows)
+        return loss, rows.sum()
+
+    call = in_mode("jit", value_and_grad(with_aux, None, weight, True, steps=4, reduction="sum", aux="sum"))
+    if seed is not None:
+        with pytest.raises(UsageError, match="Dropout starts in each at the seed"):
+            call(rows)
+        return
+    (_, total), gradient = call(rows)
+    assert float(total.asnumpy()) == 4
+    assert len({mask.tobytes() for mask in gradient.asnumpy()}) == 4

@@ -76,9 +76,10 @@ def test_skip_norm_and_reduction():
     assert abs(optimizer.result.grad_norm - (1.5 - 0.5 + 6)) <= 1e-6
 
 
-def test_aux_and_weights():
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_aux_and_weights(mode):
     weight, _, made = window({"aux": "max", "weight": np.array([1.0, 1, 3, 3, 0])}, has_aux=True)
-    loss, largest = made(Tensor(X, ms.float32))
+    loss, largest = in_mode(mode, made)(Tensor(X, ms.float32))
     assert abs(float(loss.asnumpy()) - (2 * 1.5 + 6 * -0.5) / 8) <= 1e-6
     assert float(largest.asnumpy()) == 6
     assert abs(value(weight) - 1) <= 1e-6
@@ -129,10 +130,14 @@ def test_open_window_is_refused():
 
 @pytest.mark.parametrize("mode", COMPILED)
 def test_open_window_in_compiled_code(mode):
-    """Compiled code cannot raise: the loss is NaN."""
-    _, optimizer, made = window({})
+    """Compiled code cannot raise: the loss is NaN, and there is no update of both windows together."""
+    weight, optimizer, made = window({})
     optimizer((Tensor(5.0, ms.float32),))
-    assert np.isnan(in_mode(mode, made)(Tensor(X, ms.float32)).asnumpy())
+    call = in_mode(mode, made)
+    assert np.isnan(call(Tensor(X, ms.float32)).asnumpy())
+    assert (value(weight), optimizer.result.overflow, optimizer.result.micro_step) == (1, True, 0)
+    call(Tensor(X, ms.float32))
+    assert abs(value(weight) - (1 - 1.6)) <= 1e-6, "the next window is right"
 
 
 def test_misuse():

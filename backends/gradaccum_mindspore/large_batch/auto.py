@@ -95,7 +95,7 @@ def _same_draws(fn: object) -> AbstractContextManager[Callable[[], None]]:
 
 
 class _Draws:
-    """`mindspore.nn.Dropout` keeps its place in its numbers to itself: each attempt lends it a new operator of the same seeds."""
+    """A seed for all attempts, if the user set none, and the generator as it was; the call itself lends operators of the same seeds."""
 
     def __init__(self, fn: object) -> None:
         self._replay = Replay(fn)
@@ -105,7 +105,6 @@ class _Draws:
         self._replay.__enter__()
 
         def begin() -> None:
-            self._replay.begin(0)
             ms.set_rng_state(generator)
 
         return begin

@@ -23,8 +23,18 @@ from gradaccum import UsageError
 from gradaccum.kit import aux_shape_error, contribution, divided, divisor, explain, require_one_size
 from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.compiled_window import number_of
+from gradaccum_mindspore.large_batch.compiled_outputs import (
+    begun,
+    finished_outputs,
+    kinds_in,
+    others_of,
+    rows_joined,
+    shares_of,
+    with_shares,
+    with_tail,
+)
 from gradaccum_mindspore.large_batch.merging import require_scalar
-from gradaccum_mindspore.large_batch.nests import sizes_of, slices_of
+from gradaccum_mindspore.large_batch.nests import filled, sizes_of, slices_of
 from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.randomness import require_one_program
 from gradaccum_mindspore.large_batch.weights import as_array
@@ -55,6 +65,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.zero = hidden_parameter(Tensor(0, self.float_dtype), "gradaccum.large_batch.zero")
         self.nan = hidden_parameter(Tensor(float("nan"), self.float_dtype), "gradaccum.large_batch.nan")
         """A Parameter, because the compiler made 0 of a sum with Python's NaN."""
+        self.has_aux, self.aux = options.aux is not None, options.aux
         self.axes, self.reduction, self.calls_weight = options.axes, options.reduction, callable(options.weight)
         self.weight_function: Any = options.weight if self.calls_weight else None
         self.may_be_zero = options.weight is not None
@@ -62,21 +73,55 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.backward = backward
         self.checked_cuts, self.item_weights = cuts_of(fn, whole, options), weights_of(options)
 
-    def run(self, batch: Any) -> tuple[Tensor, Any]:
+    def run(self, batch: Any) -> Any:
         """The loss and the gradients, in the structure that `mindspore.value_and_grad` gives."""
+        if self.has_aux:
+            return self.run_with_outputs(batch)
         full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
         zero = self.zero * 1
         step, loss, weight, sums = zero.astype(ms.int32), self.start(zero), zero * 1, self.zeros(zero)
-        per_item = self.zero
-        if self.array:
-            per_item = self.item_weights(full * size + tail, self.float_dtype)
+        per_item = self.weights_of_items(full * size + tail)
         while step < full:
             loss, weight, sums = self.add(batch, ops.arange(size) + step * size, per_item, loss, weight, sums)
             step = step + 1
         if tail > 0:
             loss, weight, sums = self.add(batch, ops.arange(tail) + full * size, per_item, loss, weight, sums)
-        divides = divisor((step, step, step, weight, weight > 0, zero + 1, step), self.reduction, where)
-        return self.finished(loss / divides, sums, divides)
+        return self.finished(loss / self.divides(weight, zero), sums, self.divides(weight, zero))
+
+    def run_with_outputs(self, batch: Any) -> Any:
+        """The same with the merged outputs beside the loss. The first micro-batch stands before the loop: it tells their shapes."""
+        full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
+        zero = self.zero * 1
+        per_item, indices = self.weights_of_items(full * size + tail), ops.arange(size)
+        start = self.start(zero)
+        loss, weight, sums, amount, value = self.taken(batch, indices, per_item, start, zero * 1, self.zeros(zero))
+        kinds, step = kinds_in(self.aux, others_of(value)), zero.astype(ms.int32) + 1
+        merged = begun(kinds, shares_of(kinds, others_of(value), zero + size, amount), full)
+        while step < full:
+            loss, weight, sums, amount, given = self.taken(batch, indices + step * size, per_item, loss, weight, sums)
+            merged = with_shares(kinds, merged, shares_of(kinds, others_of(given), zero + size, amount), step)
+            step = step + 1
+        merged = rows_joined(kinds, merged)
+        if tail > 0:
+            loss, weight, sums, amount, given = self.taken(batch, ops.arange(tail) + full * size, per_item, loss, weight, sums)
+            merged = with_tail(kinds, merged, shares_of(kinds, others_of(given), zero + tail, amount))
+        merged = filled(others_of(value), finished_outputs(kinds, merged, zero + (full * size + tail), weight))
+        made = self.finished(loss / self.divides(weight, zero), sums, self.divides(weight, zero))
+        return self.beside(made, (merged,) if len(value) == 1 else merged)
+
+    def beside(self, made: Any, outputs: tuple[Any, ...]) -> Any:
+        """What `finished` returned, with the other outputs beside the loss."""
+        loss, gradients = made
+        return (loss, *outputs), gradients
+
+    def weights_of_items(self, items: int) -> Tensor:
+        """Each item's weight, of shape (items,), where an array gives them; otherwise what nobody reads."""
+        return self.item_weights(items, self.float_dtype) if self.array else self.zero
+
+    def divides(self, weight: Tensor, zero: Tensor) -> Tensor:
+        """What divides the sums, by the sum of weights."""
+        count = zero.astype(ms.int32)
+        return divisor((count, count, count, weight, weight > 0, zero + 1, count), self.reduction, where)
 
     def finished(self, loss: Tensor, sums: Any, divides: Tensor) -> tuple[Tensor, Any]:
         """What the call returns, from the sums and what divides them."""
@@ -87,19 +132,31 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
     def add(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Tensor, Tensor, Any]:
         """One micro-batch: the sums of losses, weights and gradients with it."""
+        loss, weight, sums, _, _ = self.taken(batch, indices, per_item, loss, weight, sums)
+        return loss, weight, sums
+
+    def taken(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Any, ...]:
+        """The same three, then the weight of the micro-batch and what `fn` returned beside its loss."""
         arguments = slices_of(batch, self.axes, indices)
         amount = self.amount(arguments, indices, per_item)
         value, gradients = self.differentiated(arguments)
-        if isinstance(value, Tensor):
-            check_loss("Tensor", value.shape, value.dtype)
-        else:
-            check_loss("tuple", (), None)
+        given = self.loss_of(value)
+        others: Any = value[1:] if self.has_aux else ()
         factor = contribution(amount, self.reduction)
         # Everything becomes NaN by a negative weight: compiled code cannot refuse a value.
         factor = where(amount > 0, factor, where(amount == 0, amount * 0, self.nan * 1))
         sums = self.collected(sums, gradients, amount, factor)
-        given = value.astype(loss.dtype) * factor
-        return loss + where(amount != 0, given, ops.zeros_like(given)), weight + amount, sums
+        given = given.astype(loss.dtype) * factor
+        return loss + where(amount != 0, given, ops.zeros_like(given)), weight + amount, sums, amount, others
+
+    def loss_of(self, value: Any) -> Tensor:
+        """The loss in what `fn` returned, checked."""
+        if self.has_aux:
+            value = value[0]
+        elif isinstance(value, (tuple, list)):
+            check_loss("tuple", (), None)
+        check_loss("Tensor", value.shape, value.dtype)
+        return value
 
     def differentiated(self, arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
         """What `fn` returns for a micro-batch, and a tuple of gradients."""
@@ -122,7 +179,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             given = self.weight_function(*arguments)
             amount = self.zero + number_of(given)
         elif self.array:
-            amount = ops.gather(per_item, indices, 0).sum()
+            amount = self.zero + ops.gather(per_item, indices, 0).sum()
         else:
             amount = self.zero + indices.shape[0]
         return amount.astype(self.float_dtype)
@@ -147,6 +204,8 @@ def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
         require_compilable(whole, options)
         cuts = divided(options.division, require_one_size(sizes), None)
         size, tail = cuts[0].items, cuts[-1].items
+        if options.aux is not None and len(cuts) > 1:
+            require_one_program(fn, "has_aux in compiled code, where the first micro-batch stands before the loop")
         if tail == size:
             return len(cuts), size, 0
         require_one_program(fn, "micro-batches of two sizes in compiled code")
@@ -173,7 +232,6 @@ def require_compilable(whole: bool, options: SplitOptions) -> None:
     """
     division = options.division
     found = {
-        "has_aux": options.aux is not None,
         "grad_position": whole,
         "split": options.split is not None,
         "micro_batch_weight": division.micro_batch_weight is not None,

@@ -14,13 +14,13 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import _no_grad
-from mindspore.ops import constexpr
 
-from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError
-from gradaccum.kit import Division, Nest, concatenate_error, explain, leaves_of, mapped, with_leaves
+from gradaccum import AutoMicroBatchSize
+from gradaccum.kit import Division, Nest, concatenate_error, leaves_of, mapped, with_leaves
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.batch import Batch, micro_batches
+from gradaccum_mindspore.large_batch.compiled_coupled import CompiledCoupledLoop, no_output_error
 from gradaccum_mindspore.large_batch.gradients import GradientSums
 from gradaccum_mindspore.large_batch.merging import require_outputs
 from gradaccum_mindspore.large_batch.nests import leaves_in, nest_in
@@ -40,6 +40,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         self.options = options
         for name, value in (("outputs_fn", outputs_fn), ("loss_fn", loss_fn), ("trained", weights), ("made", {})):
             object.__setattr__(self, name, value)  # A Cell would list their parameters as its own.
+        self.loop = CompiledCoupledLoop(outputs_fn, loss_fn, weights, options)
 
     def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
         """The loss and the gradients, from Python."""
@@ -50,8 +51,8 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             return fitted(self.run, self.outputs_fn, division.micro_batch_size, batch, self.options)  # type: ignore[no-any-return]
         return self.run(batch, division)
 
-    def construct(self, *batch: Nest) -> None:
-        refuse_compiled()
+    def construct(self, *batch: Nest) -> tuple[Tensor, Any]:
+        return self.loop.run(batch)  # type: ignore[no-any-return]
 
     def run(self, batch: Batch, division: Division) -> tuple[Tensor, Any]:
         """Both passes over the batch, divided so."""
@@ -88,7 +89,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         whole = [parts[0] if len(parts) == 1 else ops.concat(parts, 0) for parts in pieces]
         floating = tuple(place for place, leaf in enumerate(whole) if leaf.dtype in FLOATS.values())
         if not floating:
-            raise _no_output_error()
+            raise no_output_error()
         loss, (by_outputs, own) = self._loss(structure, floating)(*whole)
         require_outputs(loss, False)
         by_outputs = by_outputs if isinstance(by_outputs, tuple) else (by_outputs,)
@@ -148,14 +149,17 @@ def coupled_value_and_grad(
         accumulate_dtype: the dtype of the sums of gradients.
 
     Returns:
-        A Cell to call with the batch, in PyNative and in graph mode, from Python. `mindspore.nn.Dropout` and `mindspore.ops.dropout` draw
-        the same numbers in both passes in PyNative. Statistics of normalizations move once. A call that raises leaves them as they were.
+        A Cell to call with the batch: in PyNative, inside `mindspore.jit` and in graph mode. In PyNative `mindspore.nn.Dropout` and
+        `mindspore.ops.dropout` draw the same numbers in both passes. From Python statistics move once, and a call that raises leaves them
+        as they were; inside compiled code those of Cells of your own move twice. Over several workers the loss couples the items of one
+        worker alone.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch is empty or has leaves of unequal size, an output
             has no leading axis, or the loss is no scalar.
-        UsageError: on a call, `outputs_fn` gives other outputs in the second pass than in the first, or draws random numbers in
-            graph mode; or the call stands inside compiled code, where neither can be noticed.
+        UsageError: on a call, `outputs_fn` gives other outputs in the second pass than in the first; or a Cell in training draws random
+            numbers in graph mode or inside compiled code, or normalizes inside compiled code. Other outputs make everything NaN inside
+            compiled code, which cannot raise.
 
     Example:
         >>> from mindspore import Tensor, nn
@@ -235,16 +239,3 @@ def surrogate(outputs_fn: Function, floating: tuple[int, ...], compiled: bool) -
         return total, tuple(leaves)
 
     return products
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def refuse_compiled() -> None:
-    """Refuse a call inside compiled code, while compiling."""
-    fix = "Call it outside mindspore.jit, in PyNative or in graph mode; outputs_fn itself may be compiled by mindspore.jit."
-    expected = "a call from Python, because compiled code could not notice outputs that differ between the passes"
-    raise explain(UsageError, "coupled_value_and_grad", expected=expected, found="a call in compiled code", fix=fix)
-
-
-def _no_output_error() -> ArgumentValueError:
-    fix = "Return embeddings or logits; the labels can stand beside them."
-    return explain(ArgumentValueError, "outputs_fn", expected="a floating output to differentiate by", found="none", fix=fix)

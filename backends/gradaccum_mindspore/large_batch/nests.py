@@ -22,11 +22,11 @@ def sizes_of(nest: Any, axes: Any, path: str) -> tuple[tuple[str, int], ...]:
     """(path, length along its axis) of each leaf that is divided."""
     found: tuple[tuple[str, int], ...] = ()
     if isinstance(nest, (tuple, list)):
-        check_prefix(axes, len(nest))
+        check_prefix(axes, len(nest), "axes")
         for place in range(len(nest)):
             found = found + sizes_of(nest[place], axis_at(axes, place), path + "[" + str(place) + "]")
     elif isinstance(nest, dict):
-        check_keys(axes, tuple(nest.keys()))
+        check_keys(axes, tuple(nest.keys()), "axes")
         for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
             found = found + sizes_of(nest[key], axis_of(axes, key), path + "['" + key + "']")
     elif isinstance(nest, Tensor):
@@ -62,17 +62,17 @@ def axis_of(axes: Any, key: str) -> Any:
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def check_prefix(axes: Any, length: int) -> None:
-    """Refuse `axes` that are no prefix of a tuple or list of this length, while compiling."""
-    if isinstance(axes, tuple | list | dict) and (isinstance(axes, dict) or len(axes) != length):
-        spread(axes, tuple((EMPTY,) for _ in range(length)), "axes")
+def check_prefix(prefix: Any, length: int, argument: str) -> None:
+    """Refuse a `prefix` that is none of a tuple or list of this length, while compiling."""
+    if isinstance(prefix, tuple | list | dict) and (isinstance(prefix, dict) or len(prefix) != length):
+        spread(prefix, tuple((EMPTY,) for _ in range(length)), argument)
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def check_keys(axes: Any, keys: tuple[str, ...]) -> None:
-    """Refuse `axes` that are no prefix of a dict of these keys, while compiling."""
-    if isinstance(axes, tuple | list | dict) and (not isinstance(axes, dict) or tuple(axes) != keys):
-        spread(axes, dict.fromkeys(keys, (EMPTY,)), "axes")
+def check_keys(prefix: Any, keys: tuple[str, ...], argument: str) -> None:
+    """Refuse a `prefix` that is none of a dict of these keys, while compiling."""
+    if isinstance(prefix, tuple | list | dict) and (not isinstance(prefix, dict) or tuple(prefix) != keys):
+        spread(prefix, dict.fromkeys(keys, (EMPTY,)), argument)
 
 
 @constexpr  # type: ignore[untyped-decorator]
@@ -89,9 +89,32 @@ def leaves_in(nest: Any) -> tuple[Any, ...]:
     if not isinstance(nest, (tuple, list)):
         return (nest,)
     found: tuple[Any, ...] = ()
-    for each in nest:
-        found = found + leaves_in(each)
+    for place in range(len(nest)):
+        found = found + leaves_in(nest[place])
     return found
+
+
+def filled(nest: Any, leaves: Any) -> Any:
+    """A nest like `nest` with `leaves` in place of its own."""
+    made, _ = _filled(nest, leaves, 0)
+    return made
+
+
+def _filled(nest: Any, leaves: Any, start: int) -> tuple[Any, int]:
+    """The part of a nest that begins with the leaf at `start`, and the place of the leaf after it."""
+    if isinstance(nest, dict):
+        named = {}
+        for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
+            each, start = _filled(nest[key], leaves, start)
+            named[key] = each
+        return named, start
+    if isinstance(nest, (tuple, list)):
+        parts = []
+        for place in range(len(nest)):
+            each, start = _filled(nest[place], leaves, start)
+            parts.append(each)
+        return (tuple(parts) if isinstance(nest, tuple) else parts), start
+    return leaves[start], start + 1
 
 
 def nest_in(places: Any, leaves: tuple[Any, ...]) -> Any:

@@ -40,7 +40,7 @@ def require_one_program(fn: object, found: str) -> None:
     """
     drawing = random_cell(fn) if ms.get_seed() is not None else None
     if drawing is not None:
-        fix = "Choose a number of items that divides the batch, leave mindspore.set_seed out, or run in PyNative mode."
+        fix = "Leave mindspore.set_seed out, run in PyNative mode, or choose a number of items that divides the batch and no has_aux."
         expected = f"one compiled program, because {drawing} starts in each at the seed of mindspore.set_seed"
         raise explain(UsageError, "steps", expected=expected, found=found, fix=fix)
 

@@ -40,7 +40,7 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         return run(batch, division)
 
     def construct(self, *batch: Nest) -> tuple[Any, Any]:
-        return self.loop.run(batch)
+        return self.loop.run(batch)  # type: ignore[no-any-return]
 
 
 def value_and_grad(
@@ -82,19 +82,20 @@ def value_and_grad(
         split: a function of the batch that yields micro-batches, each a tuple of arguments, in place of cutting; with `steps` it gets
             ``steps=`` too.
         aux: how the other outputs merge, a prefix nest of the second output, or of the tuple of several: "sum", "mean" (over items),
-            "weighted_mean", "max", "min", "concatenate" (along axis 0). Half precision is summed, and returned, in float32.
+            "weighted_mean", "max", "min", "concatenate" (along axis 0). Half precision is summed, and returned, in float32. Inside a
+            Cell in graph mode MindSpore fails to compile some programs with "concatenate" (Mul of Int64): call it from Python then.
         accumulate_dtype: the dtype of the sums; None: float32 for half precision, else the gradient's own. The gradients returned have
             their own dtype.
 
     Returns:
         A Cell to call with the batch. It keeps nothing between calls. If a call raises, the statistics of the Cells that `fn` names are as
-        before.
+        before. Called from Python, it returns the loss in its own dtype; compiled code, in float32, or in float64 if a sum is float64.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch is empty or has leaves of unequal size, or `fn`
             returns something else than declared.
-        UsageError: on a call, compiled micro-batches of two sizes would draw the same random numbers: MindSpore starts each compiled
-            program at the seed of `mindspore.set_seed`.
+        UsageError: on a call, compiled micro-batches of two sizes, or of `has_aux` inside compiled code, would draw the same random
+            numbers: MindSpore starts each compiled program at the seed of `mindspore.set_seed`.
 
     Example:
         >>> import mindspore as ms

@@ -46,7 +46,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
             return fitted(self.run, self.user_function, division.micro_batch_size, batch, self.options)
         return self.run(batch, division)
 
-    def construct(self, *batch: Nest) -> Tensor:
+    def construct(self, *batch: Nest) -> Any:
         return self.loop.run(batch)
 
     def run(self, batch: Batch, division: Division) -> Any:
@@ -86,6 +86,8 @@ class CompiledUpdateLoop(CompiledLoop):
     def __init__(self, fn: Function, backward: Function, optimizer: AccumulatingOptimizer, options: SplitOptions) -> None:
         super().__init__(fn, backward, optimizer.parameters, False, options)
         self.optimizer = optimizer
+        sizes = [parameter.size for parameter in optimizer.parameters]
+        self.smallest = sizes.index(min(sizes))
 
     def differentiated(self, arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
         (_, value), gradients = self.backward(*arguments)
@@ -95,11 +97,17 @@ class CompiledUpdateLoop(CompiledLoop):
         """The sum of losses before the first micro-batch: NaN if someone else opened a window, because compiled code cannot raise."""
         return where(self.optimizer.storage.micro_step > 0, self.nan * 1, zero)
 
+    def beside(self, made: Any, outputs: tuple[Any, ...]) -> Any:
+        return (made, *outputs)
+
     def zeros(self, zero: Tensor) -> Any:
-        return zero * 1
+        """No sums; NaN if someone else opened a window. `collected` adds it to a gradient: an overflow, so that this is no update."""
+        return self.start(zero)
 
     def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
-        return ops.depend(sums, self.optimizer(gradients, amount))
+        k = self.smallest
+        spoiled = gradients[k] + sums.astype(gradients[k].dtype)
+        return ops.depend(sums, self.optimizer((*gradients[:k], spoiled, *gradients[k + 1 :]), amount))
 
     def finished(self, loss: Tensor, sums: Any, divides: Tensor) -> Any:
         return ops.depend(loss, self.optimizer.flush())
@@ -141,7 +149,8 @@ def value_and_update(
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as for `value_and_grad`; or `optimizer` is not wrapped with ``steps=None``.
-        UsageError: on a call from Python, `optimizer` has an open window. Compiled code cannot raise: there the loss is NaN then.
+        UsageError: on a call from Python, `optimizer` has an open window. Compiled code cannot raise: there the loss is NaN then, and the
+            window is an overflow.
 
     Example:
         >>> import gradaccum
