@@ -13,7 +13,7 @@ from gradaccum_jax.linearity import verify_loss_scaling
 from gradaccum_jax.masters import apply_updates
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, flush
-from gradaccum_jax.recompute import recompute
+from gradaccum_jax.recomputation import recompute
 from gradaccum_jax.state import AccumulationState, result, scale_loss
 from gradaccum_jax.verification import verify
 from gradaccum_jax.workers import data_parallel, redistributed, sharded_cross_entropy

@@ -7,7 +7,7 @@ from gradaccum_mindspore.checkpoint import load_checkpoint_into
 from gradaccum_mindspore.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
 from gradaccum_mindspore.linearity import verify_loss_scaling
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
-from gradaccum_mindspore.recompute import recompute
+from gradaccum_mindspore.recomputation import recompute
 from gradaccum_mindspore.training import TrainOneStepCell
 from gradaccum_mindspore.verification import verify
 from gradaccum_mindspore.workers import redistributed, sharded_cross_entropy

@@ -4,7 +4,7 @@ from gradaccum_torch.backend import TorchBackend, backend
 from gradaccum_torch.large_batch import backward, coupled_backward
 from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.recompute import recompute
+from gradaccum_torch.recomputation import recompute
 from gradaccum_torch.scheduler import GatedScheduler
 from gradaccum_torch.verification import verify
 from gradaccum_torch.workers import redistributed, sharded_cross_entropy

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import gradaccum
 from gradaccum_jax import large_batch
-from gradaccum_jax.recompute import recompute
+from gradaccum_jax.recomputation import recompute
 
 MESH = jax.make_mesh((2,), ("data",))
 SPREAD, WHOLE = PartitionSpec("data"), PartitionSpec()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import gradaccum
-from gradaccum_jax.recompute import recompute
+from gradaccum_jax.recomputation import recompute
 
 POLICIES = jax.checkpoint_policies
 

@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError  # noqa: E402
-from gradaccum_mindspore.recompute import recompute  # noqa: E402
+from gradaccum_mindspore.recomputation import recompute  # noqa: E402
 
 RNG = np.random.RandomState(0)
 X = Tensor(RNG.randn(6, 4).astype(np.float32))

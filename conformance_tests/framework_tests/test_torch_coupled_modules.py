@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gradaccum
 from gradaccum_torch.large_batch import coupled_backward
-from gradaccum_torch.recompute import recompute
+from gradaccum_torch.recomputation import recompute
 
 
 @pytest.mark.parametrize("fails", [False, True])

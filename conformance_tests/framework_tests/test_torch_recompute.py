@@ -25,7 +25,7 @@ from conformance_tests.framework_tests.torch_recompute import (
     state,
     trained,
 )
-from gradaccum_torch.recompute import recompute, surroundings
+from gradaccum_torch.recomputation import recompute, surroundings
 
 
 @pytest.mark.parametrize("way", WAYS)

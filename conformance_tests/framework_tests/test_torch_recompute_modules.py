@@ -30,7 +30,7 @@ from conformance_tests.framework_tests.torch_recompute import (
     trained,
 )
 from gradaccum_torch.large_batch import backward, coupled_backward
-from gradaccum_torch.recompute import recompute, run, surroundings
+from gradaccum_torch.recomputation import recompute, run, surroundings
 
 
 def test_nested_parts() -> None:
@@ -110,7 +110,7 @@ def test_module_stays_as_it_was() -> None:
 
 
 def test_example() -> None:
-    result = doctest.testmod(sys.modules["gradaccum_torch.recompute"])
+    result = doctest.testmod(sys.modules["gradaccum_torch.recomputation"])
     assert (result.failed, result.attempted) == (0, 4)
 
 

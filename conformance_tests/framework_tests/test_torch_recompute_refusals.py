@@ -21,7 +21,7 @@ from conformance_tests.framework_tests.torch_recompute import (
     trained,
 )
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum_torch.recompute import recompute
+from gradaccum_torch.recomputation import recompute
 
 
 def test_policy_with_draws_in_place_is_refused() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from conformance_tests.framework_tests.torch_recompute import data, make, same  # noqa: E402
-from gradaccum_torch.recompute import recompute  # noqa: E402
+from gradaccum_torch.recomputation import recompute  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

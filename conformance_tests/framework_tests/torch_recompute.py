@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum_torch.recompute import recompute
+from gradaccum_torch.recomputation import recompute
 
 MM = torch.ops.aten.addmm.default
 

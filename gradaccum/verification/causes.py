@@ -136,9 +136,7 @@ def unequal_weights(values: Sequence[float], labels: str | None, by_label: Seque
     else:
         seen = f"Measured, per item: {', '.join(f'{value:.3g}' for value in values[:8])}{', ...' if len(values) > 8 else ''}."
         where = "the denominator of the loss"
-    explanation = (
-        f"The loss is a weighted mean, whose items weigh differently. {seen} With these weights the gradient stays the same."
-    )
+    explanation = f"The loss is a weighted mean, whose items weigh differently. {seen} With these weights the gradient stays the same."
     fix = "Write weight= a function that returns what the loss divides by in a micro-batch: the sum of these weights over its items."
     return Cause("unequal_counts", where, explanation, fix)
 

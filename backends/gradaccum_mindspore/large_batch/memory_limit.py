@@ -14,7 +14,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor
 
-from gradaccum_mindspore.recompute.casting import detached
+from gradaccum_mindspore.recomputation.casting import detached
 
 
 class MemoryLimitError(MemoryError):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from gradaccum_torch.recompute.checks import changed_tensor_error, lazy_module_error
+from gradaccum_torch.recomputation.checks import changed_tensor_error, lazy_module_error
 from gradaccum_torch.torch_private import buffers_of, is_sharded, parameters_of, version, without_dispatch_modes
 
 Table = dict[str, Tensor | None]

@@ -1,5 +1,5 @@
 """Gradient checkpointing: a function keeps its inputs only, and its activations are computed again when the gradient needs them."""
 
-from gradaccum_jax.recompute.function import recompute
+from gradaccum_jax.recomputation.function import recompute
 
 __all__ = ["recompute"]

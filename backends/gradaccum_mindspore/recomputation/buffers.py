@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from gradaccum_mindspore.recompute.casting import uncast
+from gradaccum_mindspore.recomputation.casting import uncast
 from gradaccum_mindspore.types import Array
 
 WRITERS = ("BatchNorm", "SyncBatchNorm", "BatchNormExt", "InstanceNorm")

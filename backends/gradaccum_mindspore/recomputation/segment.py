@@ -17,9 +17,9 @@ from mindspore.graph.api import _pynative_executor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_mindspore.recompute.buffers import Values, buffers_of, same_bits
-from gradaccum_mindspore.recompute.casting import cast, current, detached, kept_whole
-from gradaccum_mindspore.recompute.randomness import Tape
+from gradaccum_mindspore.recomputation.buffers import Values, buffers_of, same_bits
+from gradaccum_mindspore.recomputation.casting import cast, current, detached, kept_whole
+from gradaccum_mindspore.recomputation.randomness import Tape
 
 
 class Segment:

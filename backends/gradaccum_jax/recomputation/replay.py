@@ -19,9 +19,9 @@ from jax.extend import core
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_jax.recompute.held import held
-from gradaccum_jax.recompute.keys import kind_of, raw, typed
-from gradaccum_jax.recompute.policy import Policy
+from gradaccum_jax.recomputation.held import held
+from gradaccum_jax.recomputation.keys import kind_of, raw, typed
+from gradaccum_jax.recomputation.policy import Policy
 from gradaccum_jax.types import Array, Leaves, Tree
 
 _TRACED = (jax.Array, np.ndarray, np.generic)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gradaccum_torch.recompute.run import Rules, modules_in, run
+from gradaccum_torch.recomputation.run import Rules, modules_in, run
 
 
 class Recomputed:

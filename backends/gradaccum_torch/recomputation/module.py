@@ -15,8 +15,8 @@ from torch import nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import explain, segment_cuts
-from gradaccum_torch.recompute.checks import recomputed_twice_error, require_chain, require_replaceable
-from gradaccum_torch.recompute.run import Rules, run
+from gradaccum_torch.recomputation.checks import recomputed_twice_error, require_chain, require_replaceable
+from gradaccum_torch.recomputation.run import Rules, run
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -22,7 +22,7 @@ import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore.ops.operations._grad_ops import DropoutGrad
 
-from gradaccum_mindspore.recompute.casting import detached
+from gradaccum_mindspore.recomputation.casting import detached
 
 seeds: Any = import_module("mindspore.common.seed")
 """The module; `mindspore.common.seed` is a function of the same name."""

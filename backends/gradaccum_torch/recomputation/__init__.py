@@ -7,11 +7,11 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from gradaccum_torch.recompute.checks import recomputed_twice_error, require_callable, require_no_parts, require_options
-from gradaccum_torch.recompute.function import Recomputed
-from gradaccum_torch.recompute.module import recompute_module
-from gradaccum_torch.recompute.policy import Policy
-from gradaccum_torch.recompute.run import Rules
+from gradaccum_torch.recomputation.checks import recomputed_twice_error, require_callable, require_no_parts, require_options
+from gradaccum_torch.recomputation.function import Recomputed
+from gradaccum_torch.recomputation.module import recompute_module
+from gradaccum_torch.recomputation.policy import Policy
+from gradaccum_torch.recomputation.run import Rules
 
 __all__ = ["recompute"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from gradaccum_torch.recompute.checks import drawing_in_place_error
+from gradaccum_torch.recomputation.checks import drawing_in_place_error
 from gradaccum_torch.torch_private import schema_of, without_dispatch_modes
 
 Policy = Sequence[Any] | Callable[..., CheckpointPolicy | bool]

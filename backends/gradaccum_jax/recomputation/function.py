@@ -12,9 +12,9 @@ from typing import Any, TypeVar, cast
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import explain, segment_cuts
-from gradaccum_jax.recompute.module import Layer, applied, owner_of, require_functional, stateful, threaded
-from gradaccum_jax.recompute.policy import Policy, make_policy
-from gradaccum_jax.recompute.replay import Rules, replay
+from gradaccum_jax.recomputation.module import Layer, applied, owner_of, require_functional, stateful, threaded
+from gradaccum_jax.recomputation.policy import Policy, make_policy
+from gradaccum_jax.recomputation.replay import Rules, replay
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -15,8 +15,8 @@ from mindspore import nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
-from gradaccum_mindspore.recompute.buffers import keep_statistics
-from gradaccum_mindspore.recompute.segment import Segment
+from gradaccum_mindspore.recomputation.buffers import keep_statistics
+from gradaccum_mindspore.recomputation.segment import Segment
 
 FUNCTIONAL = ("batch_norm",)
 """Functions that write into an argument by an operator of their own, which nobody can tell the compiler to keep."""

@@ -11,9 +11,9 @@ from mindspore import nn
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
-from gradaccum_mindspore.recompute.buffers import keep_statistics
-from gradaccum_mindspore.recompute.module import recompute_module
-from gradaccum_mindspore.recompute.segment import Segment
+from gradaccum_mindspore.recomputation.buffers import keep_statistics
+from gradaccum_mindspore.recomputation.module import recompute_module
+from gradaccum_mindspore.recomputation.segment import Segment
 
 DEPTH = 3
 """How many functions deep Cells are looked for."""

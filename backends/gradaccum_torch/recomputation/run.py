@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradaccum_torch.recompute.checks import changed_argument_error
-from gradaccum_torch.recompute.policy import Policy, selective_contexts
-from gradaccum_torch.recompute.surroundings import Surroundings
+from gradaccum_torch.recomputation.checks import changed_argument_error
+from gradaccum_torch.recomputation.policy import Policy, selective_contexts
+from gradaccum_torch.recomputation.surroundings import Surroundings
 from gradaccum_torch.torch_private import flatten_nest, unflatten_nest, version
 
 
