@@ -43,7 +43,6 @@ def loss(params: Any, *batch: Any) -> Any:
         ({"split": [1, 2]}, TYPE, "split"),
         ({"split": lambda x: [x], "micro_batch_size": 2}, VALUE, "steps"),
     ],
-    ids=str,
 )
 def test_options_that_make_no_sense(options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
@@ -79,7 +78,6 @@ def test_options_that_make_no_sense(options: Any, error: Any, message: str) -> N
         ((X,), {"split": lambda x, steps: [x], "weight": np.ones(6)}, TYPE, "weight: expected a function beside split="),
         ((), {}, VALUE, "batch: expected an array to split"),
     ],
-    ids=str,
 )
 def test_batches_that_cannot_be_divided(batch: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
@@ -98,7 +96,6 @@ def test_batches_that_cannot_be_divided(batch: Any, options: Any, error: Any, me
         (lambda p, x: (p * x.sum(), {"a": x.sum()}), {"has_aux": True, "aux": "concatenate"}, r"aux\['a'\]: .*leading axis"),
         (lambda p, x: (p * x.sum(), jax.random.key(0)), {"has_aux": True, "aux": "max"}, "aux: expected numbers to merge by 'max'"),
     ],
-    ids=str,
 )
 def test_losses_that_are_not_as_declared(made: Any, options: Any, message: str) -> None:
     with pytest.raises(VALUE, match=message):
