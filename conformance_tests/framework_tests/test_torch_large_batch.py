@@ -94,7 +94,11 @@ def tokens_of(x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
     return tokens.sum()
 
 
-@pytest.mark.parametrize("weight", [TOKENS, TOKENS.tolist(), TOKENS.numpy(), tokens_of, lambda x, y, t: int(t.sum())], ids=["tensor", "list", "array", "function", "lambda"])
+@pytest.mark.parametrize(
+    "weight",
+    [TOKENS, TOKENS.tolist(), TOKENS.numpy(), tokens_of, lambda x, y, t: int(t.sum())],
+    ids=["tensor", "list", "array", "function", "lambda"],
+)
 @pytest.mark.parametrize("steps", [3, 5, ITEMS])
 def test_weighted_mean_of_tokens(weight: Any, steps: int) -> None:
     """A micro-batch's mean over its tokens counts by their number. One without tokens adds nothing, though its mean is NaN."""
