@@ -7,6 +7,7 @@ size is halved, rounded up, and 1 is the last.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 
@@ -96,6 +97,21 @@ def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
     if isinstance(value, str):
         raise explain(ArgumentValueError, "micro_batch_size", expected=expected, got=value, fix=fix)
     return require_int("micro_batch_size", value, at_least=1, fix=fix)
+
+
+def free_frames(error: BaseException) -> None:
+    """Free what the frames of `error` hold, and of those errors that it came from: somebody else may still hold the error.
+
+    A traceback keeps the arrays of the attempt that failed, and the next attempt would lack their memory.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            waiting += (each.__cause__, each.__context__)
 
 
 def unknown_limit_error(device: str) -> GradAccumError:

@@ -10,7 +10,7 @@
 """
 
 from gradaccum._validation import require_weight
-from gradaccum.auto_size import require_micro_batch_size, too_small_error, unknown_limit_error
+from gradaccum.auto_size import free_frames, require_micro_batch_size, too_small_error, unknown_limit_error
 from gradaccum.class_shards import require_classes, require_loss_options, require_shard_sizes
 from gradaccum.errors import explain
 from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report, relative_error
@@ -62,7 +62,7 @@ from gradaccum.transitions import (
     steps_at,
     usable,
 )
-from gradaccum.verification import ROUNDING_LIMIT, Column, Conditions, Layer, Precision, Run, Subject, VerifyingBackend, examine
+from gradaccum.verification import ROUNDING_LIMIT, Column, Conditions, Layer, Precision, Run, Subject, VerifyingBackend, examine, item_axis
 
 __all__ = [
     "FIELD_DTYPES",
@@ -116,8 +116,10 @@ __all__ = [
     "examine",
     "explain",
     "finished",
+    "free_frames",
     "initial_state",
     "is_column",
+    "item_axis",
     "item_weights_error",
     "joined",
     "kinds_of",

@@ -20,6 +20,7 @@ from gradaccum_conformance.harness import (
     Snapshot,
     WorkersHarness,
     WrapOptions,
+    outputs_of,
 )
 from gradaccum_conformance.specs import (
     ATTENTION,
@@ -84,4 +85,5 @@ __all__ = [
     "make_batch",
     "make_weights",
     "mirrored",
+    "outputs_of",
 ]

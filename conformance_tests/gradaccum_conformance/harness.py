@@ -177,6 +177,12 @@ class LargeBatchCall(NamedTuple):
     """
 
 
+def outputs_of(logits: Any, declared: Mapping[str, str] | None) -> dict[str, Any]:
+    """The outputs that `LargeBatchCall.options` speaks of, by name, of an array with NumPy's methods."""
+    made = {"sum": logits.sum, "mean": logits.mean, "weighted_mean": logits.mean, "max": logits.max, "min": logits.min}
+    return {name: logits if name == "concatenate" else made[name](0) for name in declared or {}}
+
+
 class Outcome(NamedTuple):
     """What a call that took the large batch gives back."""
 

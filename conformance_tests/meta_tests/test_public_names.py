@@ -24,7 +24,7 @@ NAMES = {
         Cut Division Reduction aux_shape_error cuts divided item_weights_error make_division packed require_item_weights require_items
         require_one_size require_reduction scalar_loss_error size_for require_micro_batch_size too_small_error unknown_limit_error
         segment_cuts DeviceBackend
-        ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine
+        ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine free_frames item_axis
     """,
     "gradaccum_torch": """
         AccumulatingOptimizer GatedScheduler TorchBackend backend backward coupled_backward recompute redistributed sharded_cross_entropy

@@ -3,6 +3,7 @@
 from gradaccum.verification.dispatch import VerifyingBackend, verify
 from gradaccum.verification.examining import examine
 from gradaccum.verification.measuring import ROUNDING_LIMIT
+from gradaccum.verification.partitions import item_axis
 from gradaccum.verification.report import Cause, MissingPackageError, VerificationReport
 from gradaccum.verification.subject import Column, Conditions, Layer, Precision, Run, Subject
 
@@ -19,5 +20,6 @@ __all__ = [
     "VerificationReport",
     "VerifyingBackend",
     "examine",
+    "item_axis",
     "verify",
 ]

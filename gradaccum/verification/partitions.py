@@ -43,3 +43,17 @@ def partitions(items: Sequence[int], steps: int) -> list[Partition]:
 def cut(items: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
     """`items` in micro-batches of `size`, in order; the last one may be smaller."""
     return tuple(tuple(items[start : start + size]) for start in range(0, len(items), size))
+
+
+def item_axis(large: Sequence[int], small: Sequence[int], items: int, part: int) -> int | None:
+    """The axis along which an array has one row, or equally many, per item; None if there is none, or several.
+
+    Inside a model the batch axis is not marked. The array's shape in the `large` batch of `items` and in one of `part` items shows it.
+    """
+    if len(large) != len(small):
+        return None
+    differing = [axis for axis, (a, b) in enumerate(zip(large, small, strict=True)) if a != b]
+    if len(differing) != 1:
+        return None
+    a, b = large[differing[0]], small[differing[0]]
+    return differing[0] if a % items == 0 and b == a // items * part else None

@@ -21,6 +21,7 @@ from gradaccum_conformance import (
     Outcome,
     Session,
     mirrored,
+    outputs_of,
 )
 from gradaccum_jax.harness.couplings import COUPLINGS
 from gradaccum_jax.harness.models import forward, total_loss
@@ -40,7 +41,7 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
 
         def loss_fn(params: Any, x: Any, y: Any) -> Any:
             loss = total_loss(call.model, params, x, y, call.loss)
-            return (loss, _aux(forward(call.model, params, x), declared)) if declared else loss
+            return (loss, outputs_of(forward(call.model, params, x), declared)) if declared else loss
 
         with x64(call.dtype == "float64"):
             take = _in_mode(value_and_grad(loss_fn, has_aux=bool(declared), **call.options), call.mode)
@@ -91,18 +92,6 @@ def _params(call: LargeBatchCall) -> dict[str, Any]:
 
 def _arrays(batch: Batch, dtype: str) -> tuple[Any, Any]:
     return jnp.asarray(batch.x, getattr(jnp, dtype)), jnp.asarray(batch.y, jnp.int32)
-
-
-def _aux(logits: Any, declared: Mapping[str, str]) -> dict[str, Any]:
-    made = {
-        "sum": logits.sum(0),
-        "mean": logits.mean(0),
-        "weighted_mean": logits.mean(0),
-        "max": logits.max(0),
-        "min": logits.min(0),
-        "concatenate": logits,
-    }
-    return {name: made[name] for name in declared}
 
 
 harness = JaxLargeBatch()

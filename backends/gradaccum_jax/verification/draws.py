@@ -79,17 +79,6 @@ def _draws_at(eqn: Equation, mark: Mark, around: Around, within: bool) -> Iterat
                 yield from _walk(jaxpr, dict.fromkeys(jaxpr.invars, mark), around, within=True)
 
 
-def item_axis(large: Sequence[int], small: Sequence[int], items: int, part: int) -> int | None:
-    """The axis along which a value has one row, or equally many, per item, by its shape in the large batch and in a smaller one."""
-    if len(large) != len(small):
-        return None
-    differing = [axis for axis, (a, b) in enumerate(zip(large, small, strict=True)) if a != b]
-    if len(differing) != 1:
-        return None
-    a, b = large[differing[0]], small[differing[0]]
-    return differing[0] if a % items == 0 and b == a // items * part else None
-
-
 def rows(value: Array, axis: int, items: int, part: Sequence[int]) -> Array:
     """Those of the items of `part`."""
     if value.shape[axis] == items:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradaccum.kit import ROUNDING_LIMIT, Layer
+from gradaccum.kit import ROUNDING_LIMIT, Layer, item_axis
 from gradaccum_jax.types import Array
 from gradaccum_jax.verification.batch import is_key
-from gradaccum_jax.verification.draws import Replay, item_axis, rows
+from gradaccum_jax.verification.draws import Replay, rows
 from gradaccum_jax.verification.program import Program, Step
 
 Given = tuple[Program, list[Array], dict[int, Array]]

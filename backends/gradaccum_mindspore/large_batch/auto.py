@@ -10,7 +10,6 @@ Workers need no vote. Nothing is exchanged before the end of a window, so one wo
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
@@ -19,7 +18,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from gradaccum import AutoMicroBatchSize, GradAccumError, UsageError
-from gradaccum.kit import Division, explain, leaves_of, unknown_limit_error
+from gradaccum.kit import Division, explain, free_frames, leaves_of, unknown_limit_error
 from gradaccum_mindspore.large_batch.batch import Batch, items_of
 from gradaccum_mindspore.large_batch.memory_limit import MemoryLimitError, within
 from gradaccum_mindspore.large_batch.options import SplitOptions
@@ -60,7 +59,7 @@ def fitted(run: Run, fn: object, sizes: AutoMicroBatchSize, batch: Batch, option
                 if not is_out_of_memory(error):
                     raise
                 smaller = _smaller(sizes, size, error)
-                _let_go(error)
+                free_frames(error)
             else:
                 sizes.remember(key, size)
                 return made
@@ -125,18 +124,6 @@ def _smaller(sizes: AutoMicroBatchSize, size: int, error: BaseException) -> int:
         return sizes.after_failure(size)
     except UsageError as named:
         raise named from error
-
-
-def _let_go(error: BaseException) -> None:
-    """Free what the frames of `error` hold, and of those errors that it came from: somebody else may still hold the error."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            traceback.clear_frames(each.__traceback__)
-            waiting += (each.__cause__, each.__context__)
 
 
 def _require_limit(sizes: AutoMicroBatchSize) -> None:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from mindspore import Tensor, nn
 
-from gradaccum.kit import ROUNDING_LIMIT
+from gradaccum.kit import ROUNDING_LIMIT, item_axis
 from gradaccum_mindspore.verification.batch import perturbed
-from gradaccum_mindspore.verification.rows import item_axis, rows, wide
+from gradaccum_mindspore.verification.rows import rows, wide
 
 
 class Call(NamedTuple):

@@ -11,17 +11,6 @@ from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
 
-def item_axis(large: Sequence[int], small: Sequence[int], items: int, part: int) -> int | None:
-    """The axis along which a value has one row, or equally many, per item; None if there is none, or several."""
-    if len(large) != len(small):
-        return None
-    differing = [axis for axis, (a, b) in enumerate(zip(large, small, strict=True)) if a != b]
-    if len(differing) != 1:
-        return None
-    a, b = large[differing[0]], small[differing[0]]
-    return differing[0] if a % items == 0 and b == a // items * part else None
-
-
 def rows(value: Any, axis: int, items: int, part: Sequence[int]) -> Any:
     """Those of the items of `part`, of a Tensor or a NumPy array with the same number of rows for each of `items`."""
     each = value.shape[axis] // items

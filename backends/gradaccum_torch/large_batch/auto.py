@@ -8,7 +8,6 @@ wait for it in the window's reduction. So all of them vote after each attempt, b
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradaccum import AutoMicroBatchSize, UsageError
-from gradaccum.kit import Division, unknown_limit_error
+from gradaccum.kit import Division, free_frames, unknown_limit_error
 from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.large_batch.memory_limit import within
 from gradaccum_torch.large_batch.vote import ElsewhereShortError, Vote, workers_of_call
@@ -101,7 +100,7 @@ def with_largest_size(
             smaller = _after(error, size, sizes, vote)
             if smaller is None:
                 raise
-            _let_go(error)
+            free_frames(error)
         else:
             sizes.remember(key, size)
             return made
@@ -144,18 +143,6 @@ def _after(error: BaseException, size: int, sizes: AutoMicroBatchSize, vote: Vot
         return smaller or sizes.after_failure(1)
     except UsageError as named:
         raise named from error
-
-
-def _let_go(error: BaseException) -> None:
-    """Free what the frames of `error` hold, and of those errors that it came from: somebody else may still hold the error."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            traceback.clear_frames(each.__traceback__)
-            waiting += (each.__cause__, each.__context__)
 
 
 def _free() -> None:

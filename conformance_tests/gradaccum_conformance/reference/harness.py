@@ -32,6 +32,7 @@ from gradaccum_conformance.harness import (
     Snapshot,
     WorkersHarness,
     WrapOptions,
+    outputs_of,
 )
 from gradaccum_conformance.reference import large_batch
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
@@ -206,20 +207,7 @@ def loss_gradient_aux(
     typed = Batch(piece.x.astype(next(iter(weights.values())).dtype), piece.y)
     with np.errstate(invalid="ignore"):
         value, gradient = oracle.loss_and_gradient(model, weights, typed, loss=loss)
-        return value, gradient, aux_of(oracle.predict(model, weights, typed.x), declared)
-
-
-def aux_of(logits: Array, declared: Mapping[str, str] | None) -> Arrays:
-    """The declared outputs of a micro-batch, by name."""
-    made = {
-        "sum": logits.sum(0),
-        "mean": logits.mean(0),
-        "weighted_mean": logits.mean(0),
-        "max": logits.max(0),
-        "min": logits.min(0),
-        "concatenate": logits,
-    }
-    return {name: made[name] for name in declared or {}}
+        return value, gradient, outputs_of(oracle.predict(model, weights, typed.x), declared)
 
 
 def _plain(arrays: Arrays) -> Arrays:
