@@ -138,6 +138,8 @@ class Harness(ABC):
     """Ways to run a training step (``"eager"``, ``"jit"``, ``"graph"``); the first is the default."""
     deep_modes: ClassVar[tuple[str, ...]] = ()
     """The `modes` that only ``--deep`` runs."""
+    brief_modes: ClassVar[tuple[str, ...]] = ()
+    """The `modes` that without ``--deep`` run only the tests marked ``every_mode``: one that compiles what another mode compiles too."""
     gradient_faults: ClassVar[tuple[Fault, ...]] = ("structure", "shape", "dtype")
     """The mistakes in a gradient tree that reach gradaccum: the framework itself does not refuse them first."""
 

@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "deep: only with --deep")
     config.addinivalue_line("markers", "xdist_group(name): tests of one backend share a worker process")
+    config.addinivalue_line("markers", "every_mode: also in a backend's brief modes, without --deep")
     config.addinivalue_line("markers", "no_such_backend: no chosen backend does what the test is about")
     config.pluginmanager.register(Results(config), "gradaccum-results")
     config.pluginmanager.register(workers, "gradaccum-workers")
@@ -72,7 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         _parametrize_one_call(metafunc, harnesses)
     elif "mode" in metafunc.fixturenames:
         cases = [(harness, mode) for harness in harnesses for mode in harness.modes]
-        parameters = [_parameter(harness, mode) for harness, mode in cases]
+        parameters = [_parameter(harness, mode, brief=_is_brief(metafunc)) for harness, mode in cases]
         metafunc.parametrize(("backend", "mode"), parameters, scope="session")
     else:
         metafunc.parametrize("backend", [_parameter(harness) for harness in harnesses], scope="session")
@@ -87,7 +88,7 @@ def _parametrize_one_call(metafunc: pytest.Metafunc, harnesses: Sequence[Harness
     """A case for each backend that takes the large batch, and for each of its modes if the test asks for ``large_batch_mode``."""
     able = [harness for harness in harnesses if isinstance(harness, LargeBatchHarness)]
     if "large_batch_mode" in metafunc.fixturenames:
-        cases = [_parameter(harness, mode) for harness in able for mode in harness.large_batch_modes]
+        cases = [_parameter(harness, mode, brief=_is_brief(metafunc)) for harness in able for mode in harness.large_batch_modes]
         none = pytest.param(None, "", marks=pytest.mark.no_such_backend)
         metafunc.parametrize(("backend", "large_batch_mode"), cases or [none], scope="session")
     else:
@@ -95,8 +96,14 @@ def _parametrize_one_call(metafunc: pytest.Metafunc, harnesses: Sequence[Harness
         metafunc.parametrize("backend", [_parameter(harness) for harness in able] or [none], scope="session")
 
 
-def _parameter(harness: Harness, *mode: str) -> Any:
-    marks = [pytest.mark.xdist_group(harness.name)] + [pytest.mark.deep for one in mode if one in harness.deep_modes]
+def _is_brief(metafunc: pytest.Metafunc) -> bool:
+    """Whether the test leaves out a backend's `brief_modes`."""
+    return metafunc.definition.get_closest_marker("every_mode") is None
+
+
+def _parameter(harness: Harness, *mode: str, brief: bool = False) -> Any:
+    left_out = {*harness.deep_modes, *(harness.brief_modes if brief else ())}
+    marks = [pytest.mark.xdist_group(harness.name)] + [pytest.mark.deep for one in mode if one in left_out]
     return pytest.param(harness, *mode, id="-".join((harness.name, *mode)), marks=marks)
 
 

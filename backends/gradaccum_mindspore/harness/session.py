@@ -142,6 +142,8 @@ class MindSporeHarness(Harness):
 
     name = "mindspore"
     modes = ("pynative", "jit", "graph")
+    brief_modes = ("graph",)
+    """A graph is compiled from the same source as under ``jit``, and takes longest."""
 
     def __init__(self) -> None:
         self.pool: dict[Any, list[Trainer]] = {}

@@ -42,6 +42,7 @@ def test_resumed_run_equals_uninterrupted_run(backend: Harness, tmp_path: Path, 
     resume_at(backend, tmp_path, options, stop, backend.modes[0])
 
 
+@pytest.mark.every_mode
 def test_resume_in_every_mode(backend: Harness, mode: str, tmp_path: Path) -> None:
     resume_at(backend, tmp_path, {}, 6, mode)
 

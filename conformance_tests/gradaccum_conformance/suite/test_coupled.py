@@ -53,6 +53,7 @@ def test_gradient_of_the_large_batch(backend: LargeBatchHarness, errors: Errors,
     check(errors, run(backend, coupling, options), coupling, FLOAT64)
 
 
+@pytest.mark.every_mode
 @by_coupling
 def test_every_mode(backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, coupling: Coupling) -> None:
     check(errors, run(backend, coupling, {"micro_batch_size": 5}, "float32", large_batch_mode), coupling, FLOAT32)

@@ -48,6 +48,7 @@ def test_ragged_micro_batches_every_model(
     run(backend, errors, model, sizes, dtype, reduction)
 
 
+@pytest.mark.every_mode
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_ragged_micro_batches_every_mode(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
     run(backend, errors, MLP, (5, 5, 2), "float32", reduction, mode)

@@ -122,6 +122,7 @@ def test_long_random_sequences(backend: Harness, deep: bool, options: dict[str, 
     run()
 
 
+@pytest.mark.every_mode
 @by_variant
 def test_one_sequence_in_every_mode(backend: Harness, mode: str, options: dict[str, Option]) -> None:
     pair = Pair(backend, options, mode)

@@ -41,6 +41,7 @@ def test_small_updates_add_up(backend: Harness, mode: str, dtype: Dtype) -> None
     assert elements(without.parameters()) == {1.0}, "without masters each update is lost: the test would prove nothing otherwise"
 
 
+@pytest.mark.every_mode
 @by_half
 def test_model_holds_the_rounded_masters(backend: Harness, mode: str, dtype: Dtype) -> None:
     session = begin(backend, dtype, mode=mode)

@@ -67,6 +67,7 @@ def test_gradient_of_the_large_batch(backend: LargeBatchHarness, errors: Errors,
     check(errors, split(backend, options), loss, truth, MLP, micro_batches, "float32")
 
 
+@pytest.mark.every_mode
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_mode(backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, reduction: str) -> None:
     loss, truth = oracle.loss_and_gradient(MLP, make_weights(MLP), standard_batch(MLP), loss=large_loss(reduction))

@@ -44,6 +44,7 @@ def test_options_hold_for_a_split_window(backend: LargeBatchHarness, name: str) 
     assert (whole.state().skipped_windows == 3) == (name == "skipped")
 
 
+@pytest.mark.every_mode
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_mode(backend: LargeBatchHarness, large_batch_mode: str, reduction: str) -> None:
     batch = standard_batch(LINEAR)

@@ -39,6 +39,7 @@ def test_overflow_skips_this_window_only(backend: Harness, value: float, positio
     assert same(hurt.parameters(), clean.parameters()), "the overflow left a trace"
 
 
+@pytest.mark.every_mode
 @VALUES
 def test_overflow_in_every_mode(backend: Harness, mode: str, value: float) -> None:
     hurt, clean = start(backend, steps=STEPS, mode=mode), start(backend, steps=STEPS, mode=mode)
@@ -90,6 +91,7 @@ def test_dropped_micro_batch_adds_nothing(backend: Harness, errors: Errors, valu
     assert session.result().applied
 
 
+@pytest.mark.every_mode
 def test_drop_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None:
     session = start(backend, steps=STEPS, on_overflow="drop_micro_batch", mode=mode)
     window(session, (0, 1, 2), {0: math.nan, 2: math.inf})

@@ -50,6 +50,7 @@ def test_flush_divides_by_held_weight(backend: Harness, errors: Errors, held: in
     assert session.state().micro_step == 0
 
 
+@pytest.mark.every_mode
 def test_flush_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None:
     batch = standard_batch(MLP)
     session = start(backend, MLP, steps=8, mode=mode)

@@ -28,7 +28,8 @@ def parametrize_crews(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -
 
 def _case(harness: WorkersHarness, mode: str, workers: int, *marks: Any) -> Any:
     # Apart from the backend's other tests: these run in processes of their own, and the longest group decides how long all take.
-    marks = (pytest.mark.xdist_group(f"{harness.name}_workers"), *marks, *([pytest.mark.deep] if mode in harness.deep_modes else []))
+    left_out = mode in (*harness.deep_modes, *harness.brief_modes)
+    marks = (pytest.mark.xdist_group(f"{harness.name}_workers"), *marks, *([pytest.mark.deep] if left_out else []))
     return pytest.param(harness, mode, workers, id=f"{harness.name}-{mode}-{workers}", marks=marks)
 
 
