@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -24,9 +23,8 @@ from gradaccum.kit import Scalar, concatenate_error, explain, make_options
 from gradaccum_jax import sums
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.dtypes import takes_part
-from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.large_batch import gradients
-from gradaccum_jax.large_batch.auto import Fitting, fitting
+from gradaccum_jax.large_batch.call import Call
 from gradaccum_jax.large_batch.gradients import Differentiation
 from gradaccum_jax.large_batch.groups import Group, MicroBatch, in_order, over
 from gradaccum_jax.large_batch.loop import axes_in, copies, first_number
@@ -90,7 +88,7 @@ def coupled_value_and_grad(
 
 
 @dataclass(frozen=True, eq=False)
-class Coupled:
+class Coupled(Call):
     """What `coupled_value_and_grad` returns."""
 
     outputs: Differentiation
@@ -104,19 +102,7 @@ class Coupled:
         require_axes(self.axis_names)
         require_same_params(params, self.axis_names)
         by, batch = self.outputs.parted((params, *batch))
-        return self._fitting(by, batch) if self._fitting else self.run(by, self.splitting.source(batch))
-
-    def run(self, by: tuple[Tree, ...], source: Source) -> Any:
-        """The loss and the gradient of a batch that is cut."""
-        return call_jitted(self._jitted, self._run, by, source)
-
-    @cached_property
-    def _fitting(self) -> Fitting | None:
-        return fitting(self._jitted, self.splitting)
-
-    @cached_property
-    def _jitted(self) -> Callable[..., Any]:
-        return jax.jit(self._run)
+        return self._of_batch(by, batch)
 
     def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
         groups, axes = groups_in(source), axes_in(by, source, self.axis_names)

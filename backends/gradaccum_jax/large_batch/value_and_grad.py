@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Scalar, explain, make_options
 from gradaccum_jax.checks import require_dtype
-from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.large_batch import gradients
-from gradaccum_jax.large_batch.auto import Fitting, fitting
+from gradaccum_jax.large_batch.call import Call
 from gradaccum_jax.large_batch.gradients import Differentiation
 from gradaccum_jax.large_batch.loop import Gathering, Question, axes_in, copies, run
 from gradaccum_jax.large_batch.merging import check_declared
@@ -105,7 +102,7 @@ def value_and_grad(
 
 
 @dataclass(frozen=True, eq=False)
-class ValueAndGrad:
+class ValueAndGrad(Call):
     """What `value_and_grad` returns."""
 
     question: Question
@@ -119,19 +116,7 @@ class ValueAndGrad:
         if self.mesh is None:
             require_axes(self.question.axis_names)
             require_same_params(by, self.question.axis_names)
-        return self._fitting(by, batch) if self._fitting else self.run(by, self.splitting.source(batch))
-
-    def run(self, by: tuple[Tree, ...], source: Source) -> Any:
-        """The loss and the gradient of a batch that is cut."""
-        return call_jitted(self._jitted, self._run, by, source)
-
-    @cached_property
-    def _fitting(self) -> Fitting | None:
-        return fitting(self._jitted, self.splitting)
-
-    @cached_property
-    def _jitted(self) -> Callable[..., Any]:
-        return jax.jit(self._run)
+        return self._of_batch(by, batch)
 
     def _run(self, by: tuple[Tree, ...], source: Source) -> Any:
         names, differentiation = self.question.axis_names, self.question.differentiation

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,8 +13,7 @@ import optax
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax.dtypes import takes_part
-from gradaccum_jax.jitted import call_jitted
-from gradaccum_jax.large_batch.auto import Fitting, fitting
+from gradaccum_jax.large_batch.call import Call
 from gradaccum_jax.large_batch.gradients import Differentiation
 from gradaccum_jax.large_batch.loop import Gathering, Question, run
 from gradaccum_jax.large_batch.splitting import Source, Splitting, make_splitting
@@ -85,7 +83,7 @@ def value_and_update(
 
 
 @dataclass(frozen=True, eq=False)
-class ValueAndUpdate:
+class ValueAndUpdate(Call):
     """What `value_and_update` returns."""
 
     question: Question
@@ -96,21 +94,8 @@ class ValueAndUpdate:
         """The loss, the updates and the state; see `value_and_update`."""
         params, state = plain(params), plain(state)
         self.accumulation.check(state, params, extra)
-        given = (params, state, extra)
-        return self._fitting(given, batch) if self._fitting else self.run(given, self.splitting.source(batch))
-
-    def run(self, given: tuple[Params, AccumulationState, Extra], source: Source) -> tuple[Any, Tree, AccumulationState]:
-        """The same of a batch that is cut."""
-        made: tuple[Any, Tree, AccumulationState] = call_jitted(self._jitted, self._run, given, source)
+        made: tuple[Any, Tree, AccumulationState] = self._of_batch((params, state, extra), batch)
         return made
-
-    @cached_property
-    def _fitting(self) -> Fitting | None:
-        return fitting(self._jitted, self.splitting)
-
-    @cached_property
-    def _jitted(self) -> Callable[..., Any]:
-        return jax.jit(self._run)
 
     def _run(self, given: tuple[Params, AccumulationState, Extra], source: Source) -> tuple[Any, Tree, AccumulationState]:
         params, state, extra = given

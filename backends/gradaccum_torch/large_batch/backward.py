@@ -16,7 +16,7 @@ from gradaccum.kit import Division, Nest, make_division, make_options
 from gradaccum_torch.large_batch.auto import run_divided
 from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split
 from gradaccum_torch.large_batch.checks import require_alone, require_function, require_optimizer
-from gradaccum_torch.large_batch.collecting import Collector, InGrad, InWindow
+from gradaccum_torch.large_batch.collecting import Collector, LossesInGrad, LossesInWindow
 from gradaccum_torch.large_batch.loss import Shares, evaluated, large_batch_loss, shares_of
 from gradaccum_torch.large_batch.merging import Merged, require_kinds
 from gradaccum_torch.large_batch.replay import Before, Reached, reached_by
@@ -115,7 +115,7 @@ class _Call:
         """Differentiate the micro-batches that `division` makes; `agreed` is called before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         shares = shares_of([each.weight for each in micro_batches], self._options)
-        collector: Collector = InGrad(shares) if self._optimizer is None else InWindow(self._optimizer, shares)
+        collector: Collector = LossesInGrad(shares) if self._optimizer is None else LossesInWindow(self._optimizer, shares)
         before = Before(self.reached, self.large.devices())
         try:
             with collector.kept():
