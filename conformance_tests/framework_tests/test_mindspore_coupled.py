@@ -8,74 +8,23 @@ os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops  # noqa: E402
+from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, FROM_PYTHON, distance, in_mode, seed, tensors  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E402
+    COMPILED,
+    FROM_PYTHON,
+    distance,
+    in_mode,
+    seed,  # noqa: F401
+    tensors,
+    trained,
+)
+from conformance_tests.framework_tests.mindspore_towers import IMAGES, LOSSES, TEXTS, Towers, info_nce  # noqa: E402
 from gradaccum_mindspore.large_batch import coupled_value_and_grad, value_and_grad  # noqa: E402
 
 TOLERANCE = 1e-13
-RNG = np.random.RandomState(5)
-IMAGES, TEXTS = RNG.randn(7, 4), RNG.randn(7, 4)
-LEFT, RIGHT = RNG.randn(3, 4), RNG.randn(3, 4)
-
-
-class Towers(nn.Cell):
-    """Two towers, and a temperature that only the loss reads."""
-
-    def __init__(self, dtype=ms.float64):
-        super().__init__()
-        self.left, self.right = Parameter(Tensor(LEFT, dtype), name="left"), Parameter(Tensor(RIGHT, dtype), name="right")
-        self.temperature = Parameter(Tensor(0.7, dtype), name="temperature")
-
-    def construct(self, images, texts):
-        return {"images": ops.tanh(ops.matmul(images, self.left.T)), "texts": ops.tanh(ops.matmul(texts, self.right.T))}
-
-
-def info_nce(net):
-    """CLIP's loss: each image's own text among all texts, and the other way round, at a learned temperature."""
-
-    def loss(outputs):
-        a, b = outputs["images"], outputs["texts"]
-        logits = ops.matmul(a, b.T) * ops.exp(net.temperature)
-        own = (a * b).sum(1) * ops.exp(net.temperature)
-        by_image, by_text = ops.log(ops.exp(logits).sum(1)), ops.log(ops.exp(logits).sum(0))
-        return ((by_image - own) + (by_text - own)).mean()
-
-    return loss
-
-
-def vicreg(net):
-    """Invariance, variance and covariance over the batch; the temperature weighs the last."""
-
-    def loss(outputs):
-        a, b = outputs["images"], outputs["texts"]
-        centred = a - a.mean(0)
-        covariance = ops.matmul(centred.T, centred) / a.shape[0]
-        variance = ops.sqrt((centred * centred).mean(0) + 1e-4)
-        return ((a - b) ** 2).mean() + ops.relu(1 - variance).mean() + net.temperature * (covariance * covariance).sum()
-
-    return loss
-
-
-def moe_balance(net):
-    """The share of each expert times its mean probability, over the whole batch, and the task's loss."""
-
-    def loss(outputs):
-        gates = ops.exp(outputs["images"] * net.temperature)
-        gates = gates / gates.sum(1, keepdims=True)
-        chosen = (gates == gates.max(axis=1, keepdims=True)).astype(gates.dtype)
-        return gates.shape[1] * (chosen.mean(0) * gates.mean(0)).sum() + ((gates * outputs["texts"]).sum(1) ** 2).mean()
-
-    return loss
-
-
-LOSSES = (info_nce, vicreg, moe_balance)
-
-
-def trained(net):
-    return ParameterTuple(net.trainable_params())
 
 
 def large_batch(net, loss_fn):
@@ -224,82 +173,6 @@ def test_right_after_an_error(place):
     assert distance(made(*batch), large_batch(net, info_nce(net))[0](*batch)) <= TOLERANCE
 
 
-def test_other_randomness_is_noticed():
-    weight = Parameter(Tensor(np.ones(4)), name="w")
-
-    def outputs_fn(x):
-        return x * weight * Tensor(np.random.rand())
-
-    with pytest.raises(gradaccum.UsageError, match="outputs_fn: expected a function that gives the same outputs again"):
-        coupled_value_and_grad(outputs_fn, lambda outputs: outputs.sum(), weight, steps=2)(*tensors(IMAGES))
-
-
-@pytest.mark.parametrize("mode", ["graph", "jit"])
-def test_dropout_in_compiled_operators_is_refused(mode):
-    net = nn.SequentialCell(nn.Dense(4, 3), nn.Dropout(p=0.5)).set_train()
-    made = in_mode(mode, coupled_value_and_grad(net, ops.ReduceSum(), trained(net), steps=2))
-    with pytest.raises(gradaccum.UsageError, match="a Dropout in training in"):
-        made(Tensor(IMAGES, ms.float32))
-
-
-@pytest.mark.parametrize("mode", COMPILED)
-def test_statistics_in_compiled_code(mode):
-    """They would move twice."""
-    norm = nn.BatchNorm1d(4).set_train()
-    made = in_mode(mode, coupled_value_and_grad(norm, ops.ReduceSum(), trained(norm), steps=3))
-    with pytest.raises(gradaccum.UsageError, match="a BatchNorm1d in training in compiled code"):
-        made(Tensor(IMAGES[:6], ms.float32))
-
-
-def test_other_randomness_in_compiled_code():
-    """It cannot be refused there: everything that is returned is NaN."""
-    weight = Parameter(Tensor(np.ones(4)), name="w")
-
-    def outputs_fn(x):
-        return ops.dropout(x * weight, 0.5)
-
-    def loss_fn(outputs):
-        return outputs.sum()
-
-    loss, gradient = in_mode("jit", coupled_value_and_grad(outputs_fn, loss_fn, weight, steps=3))(*tensors(IMAGES))
-    assert np.isnan(loss.asnumpy())
-    assert np.isnan(gradient.asnumpy()).all()
-
-
-def no_rows(x):
-    return x.sum()
-
-
-def integers(x):
-    return x.astype(ms.int32)
-
-
-def itself(x):
-    return x
-
-
-def of_items(outputs):
-    return outputs.sum(1)
-
-
-@pytest.mark.parametrize(
-    ("outputs_fn", "loss_fn", "words"),
-    [
-        (no_rows, no_rows, "outputs.*: expected an array with a leading axis"),
-        (integers, no_rows, "outputs_fn: expected a floating output"),
-        (itself, of_items, "loss_fn: expected a function that returns a scalar loss"),
-    ],
-)
-def test_misuse_in_compiled_code(outputs_fn, loss_fn, words):
-    weight = Parameter(Tensor(np.ones(4)), name="w")
-
-    def outputs(x):
-        return outputs_fn(x * weight)
-
-    with pytest.raises(gradaccum.ArgumentValueError, match=words):
-        in_mode("jit", coupled_value_and_grad(outputs, loss_fn, weight, steps=2))(*tensors(IMAGES))
-
-
 def test_loss_scale():
     """The loss function scales; the wrapped optimizer divides, and clips the large batch's gradient."""
     net, reference, batch = Towers(ms.float32), Towers(ms.float32), tensors(IMAGES, TEXTS, dtype=ms.float32)
@@ -317,19 +190,3 @@ def test_loss_scale():
     assert abs(optimizer.result.grad_norm / norm - 1) <= 1e-5
     for mine, start, gradient in zip(net.trainable_params(), reference.trainable_params(), gradients, strict=True):
         np.testing.assert_allclose(mine.asnumpy(), start.asnumpy() - 0.1 * gradient.asnumpy() * 0.5 / norm, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("outputs_fn", "loss_fn", "words"),
-    [
-        (lambda x: x.sum(), lambda outputs: outputs, r"outputs: expected an array with a leading axis"),
-        (lambda x: (x, 3), lambda outputs: outputs[0].sum(), r"outputs\[1\]: expected an array with a leading axis"),
-        (lambda x: x.astype(ms.int32), lambda outputs: outputs.sum(), "outputs_fn: expected a floating output"),
-        (lambda x: x, lambda outputs: outputs.sum(1), "loss_fn: expected a function that returns a scalar loss"),
-    ],
-    ids=["scalar", "number", "integers", "loss of items"],
-)
-def test_misuse(outputs_fn, loss_fn, words):
-    weight = Parameter(Tensor(np.ones(4)), name="w")
-    with pytest.raises(gradaccum.ArgumentValueError, match=words):
-        coupled_value_and_grad(lambda x: outputs_fn(x * weight), loss_fn, weight, steps=2)(*tensors(IMAGES))

@@ -1,113 +1,18 @@
-"""MindSpore: recomputation gives the same gradient to the bit, repeats dropout, moves statistics once, and needs less memory."""
+"""MindSpore: recomputation gives the same gradient to the bit, repeats dropout, and moves statistics once."""
 
-import copy
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
-import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError  # noqa: E402
+from conformance_tests.framework_tests.mindspore_recompute_cells import HOW, Block, Net, Unread, X, equal, gradients, make, sequence  # noqa: E402
 from gradaccum_mindspore.recomputation import recompute  # noqa: E402
-
-RNG = np.random.RandomState(0)
-X = Tensor(RNG.randn(6, 4).astype(np.float32))
-RUNS = []
-
-
-class Block(nn.Cell):
-    """Two dropouts of different kinds, batch normalization, a counter and a running mean."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense, self.out = nn.Dense(4, 4), nn.Dense(4, 4)
-        self.dropout, self.norm = nn.Dropout(p=0.3), nn.BatchNorm1d(4)
-        self.count = Parameter(Tensor(0, ms.int32), requires_grad=False)
-        self.top = Parameter(Tensor(np.ones(4), ms.float32), requires_grad=False)
-
-    def construct(self, x):
-        ops.assign_add(self.count, Tensor(1, ms.int32))
-        y = self.norm(self.dropout(ops.tanh(self.dense(x))))
-        ops.assign(self.top, 0.5 * self.top + ops.stop_gradient(y).mean(0))
-        return ops.dropout(self.out(y * self.top), 0.2)
-
-
-class Unread(Block):
-    """Without an assignment: compiled code under `to_float` reads from before it, with recomputation or without."""
-
-    def construct(self, x):
-        y = self.norm(self.dropout(ops.tanh(self.dense(x))))
-        return ops.dropout(self.out(y * self.top), 0.2)
-
-
-class Net(nn.Cell):
-    def __init__(self, depth=4, block=Block):
-        super().__init__()
-        self.blocks = nn.SequentialCell(*[block() for _ in range(depth)])
-
-    def construct(self, x):
-        return (self.blocks(x) ** 2).sum()
-
-
-class ByFunction(nn.Cell):
-    """The same network, whose second block is called through a recomputed function."""
-
-    def __init__(self, net):
-        super().__init__(auto_prefix=False)
-        self.net = net
-
-        def second(x):
-            return net.blocks[1](x)
-
-        self.second = recompute(second)
-
-    def construct(self, x):
-        y = self.second(self.net.blocks[0](x))
-        return (self.net.blocks[3](self.net.blocks[2](y)) ** 2).sum()
-
-
-def sequence(net):
-    net.blocks = recompute(net.blocks)
-    return net
-
-
-HOW = {
-    "segments": sequence,
-    "whole": recompute,
-    "submodules": lambda net: recompute(net, submodules=["blocks.0", net.blocks[2]]),
-    "function": ByFunction,
-}
-
-
-def make(cell=Net, seed=3):
-    ms.set_seed(seed)
-    net = cell()
-    for p in net.trainable_params():
-        ops.assign(p, Tensor(np.random.RandomState(len(p.name)).randn(*p.shape).astype(np.float32) * 0.5))
-    return net.set_train()
-
-
-def gradients(net, weights, mode, times=2):
-    """The loss and the gradients of some micro-batches."""
-    set_mode(mode)
-    step = ms.value_and_grad(net, None, weights)
-    step = ms.jit(step) if mode == "jit" else step
-    ms.set_seed(7)
-    found = [step(X * (k + 1)) for k in range(times)]
-    return [array.asnumpy() for loss, grads in found for array in (loss, *grads)]
-
-
-def equal(first, second):
-    return len(first) == len(second) and all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -152,48 +57,6 @@ def test_mixed_precision():
     assert equal(gradient(lambda net: net), gradient(sequence))
 
 
-class Chain(nn.Cell):
-    """Layers that count their runs."""
-
-    def __init__(self, depth=9):
-        super().__init__()
-        self.layers = nn.SequentialCell(*[Counting() for _ in range(depth)])
-
-    def construct(self, x):
-        return self.layers(x).sum()
-
-
-class Counting(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Dense(4, 4)
-
-    def construct(self, x):
-        RUNS.append(1)
-        return ops.tanh(self.dense(x))
-
-
-def test_runs_twice_for_a_gradient_alone():
-    net = make(Chain)
-    recompute(net.layers)
-    for forward, runs in ((lambda: net(X), 9), (lambda: ms.value_and_grad(net, None, net.trainable_params())(X), 18)):
-        RUNS.clear()
-        forward()
-        assert len(RUNS) == runs
-    RUNS.clear()
-    with ms._no_grad():
-        net(X)
-    assert len(RUNS) == 9
-
-
-@pytest.mark.parametrize(("depth", "segments", "expected"), [(9, None, [3, 3, 3]), (5, None, [1, 2, 2]), (7, 2, [3, 4]), (1, None, [1])])
-def test_segments(depth, segments, expected):
-    layers = nn.SequentialCell(*[nn.Dense(4, 4) for _ in range(depth)])
-    assert recompute(layers, segments=segments) is layers
-    assert [len(run.layers) for run in layers.cell_list] == expected
-    assert len(layers) == depth
-
-
 def test_several_calls_of_one_segment():
     """Each call replays its own draws: two micro-batches before one backward pass, and a call that is never differentiated."""
     nets = make(), sequence(make())
@@ -208,105 +71,6 @@ def test_several_calls_of_one_segment():
         return [g.asnumpy() for g in ms.grad(loss, None, net.trainable_params())(X)]
 
     assert equal(gradient(nets[0]), gradient(nets[1]))
-
-
-class Nested(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.w = Parameter(Tensor(np.eye(4) * 0.5, ms.float32), name="w")
-
-    def construct(self, pair, scale=1.0, more=None):
-        return {"out": (ops.tanh(pair[0]["x"] @ self.w) * scale, pair[1] * more)}
-
-
-def test_nests_and_keywords():
-    """A Tensor in a nest or under a keyword gets its gradient; MindSpore's default way drops it without a word."""
-
-    def gradient(cell):
-        def loss(x):
-            y = ops.tanh(x @ cell.w)
-            out = cell(({"x": y}, y * 3), scale=2.0, more=y)["out"]
-            return (out[0] * out[1]).sum()
-
-        return [g.asnumpy() for g in ms.grad(loss, None, [cell.w])(X)]
-
-    assert equal(gradient(Nested()), gradient(recompute(Nested())))
-
-
-def test_recomputed_in_recomputed():
-    """A recomputed function that calls another one: the inner one runs a third time, with the same draws."""
-    net = make()
-    expected = gradients(net, net.trainable_params(), "pynative")
-    net = make()
-    inner = recompute(lambda x: net.blocks[1](x))
-    outer = recompute(lambda x: net.blocks[2](inner(net.blocks[0](x))))
-    assert equal(gradients(lambda x: (net.blocks[3](outer(x)) ** 2).sum(), net.trainable_params(), "pynative"), expected)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_copy(mode):
-    """A copy recomputes itself, with its own Parameters, and its statistics move once as well."""
-    plain, net = make(), sequence(make())
-    twin, expected = copy.deepcopy(net), gradients(plain, plain.trainable_params(), mode)
-    before = [p.asnumpy().copy() for p in net.get_parameters()]
-    names = ("dense", "out", "norm")
-    for p, other in zip(twin.get_parameters(), plain.get_parameters(), strict=True):
-        assert p.shape == other.shape, names
-    found = gradients(twin, twin.trainable_params(), mode)
-    assert equal([p.asnumpy() for p in net.get_parameters()], before)
-    assert equal([p.asnumpy() for p in twin.get_parameters()], [p.asnumpy() for p in plain.get_parameters()])
-    assert mode != "pynative" or equal(found, expected)
-
-
-class Channels(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.dense, self.dropout = nn.Dense(4, 4), nn.Dropout1d(p=0.5)
-
-    def construct(self, x):
-        return self.dropout(self.dense(x).reshape(1, 6, 4)).sum()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_cannot_be_drawn_again(mode):
-    """PyNative mode refuses it by name and leaves the random state; compiled code never draws twice."""
-    net = recompute(make(Channels))
-    if mode != "pynative":
-        plain = make(Channels)
-        assert equal(gradients(net, net.trainable_params(), mode), gradients(plain, plain.trainable_params(), mode))
-        return
-
-    def several():
-        """One mask may equal another one by chance."""
-        for _ in range(8):
-            ms.grad(net, None, net.trainable_params())(X)
-
-    state = ms.get_rng_state().asnumpy()
-    with pytest.raises(UsageError, match=r"recompute\(Channels\).*Dropout1d"):
-        several()
-    assert equal([ms.get_rng_state().asnumpy()], [state])
-
-
-def test_unseeded_functions():
-    """Without `set_seed` MindSpore's functions draw from nowhere: refused. With it they are drawn again."""
-    net = recompute(make(lambda: Drawing()))
-    seeds = sys.modules["mindspore.common.seed"]
-    ms.grad(net, None, net.trainable_params())(X)
-    seeds._GLOBAL_SEED = None
-    try:
-        with pytest.raises(UsageError, match="set_seed"):
-            ms.grad(net, None, net.trainable_params())(X)
-    finally:
-        ms.set_seed(3)
-
-
-class Drawing(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Dense(4, 4)
-
-    def construct(self, x):
-        return (self.dense(x) * ops.rand(6, 4)).sum()
 
 
 def test_an_error_changes_nothing():
@@ -354,63 +118,3 @@ def test_wrapped_optimizer(mode):
         return [p.asnumpy() for p in net.get_parameters()]
 
     assert equal(trained(lambda net: net), trained(sequence))
-
-
-REFUSED = {
-    "a number": (lambda: recompute(3), ArgumentTypeError, "function"),
-    "a class": (lambda: recompute(nn.Dense), ArgumentTypeError, "function"),
-    "segments of a function": (lambda: recompute(ops.tanh, segments=2), UsageError, "segments"),
-    "too many segments": (lambda: recompute(Net(2).blocks, segments=3), ArgumentValueError, "1 to 2"),
-    "no segments": (lambda: recompute(Net(2).blocks, segments=0), ArgumentValueError, "segments"),
-    "half a segment": (lambda: recompute(Net(2).blocks, segments=1.5), ArgumentTypeError, "segments"),
-    "segments of no sequence": (lambda: recompute(Net(2), segments=2), ArgumentTypeError, "SequentialCell"),
-    "a list of cells": (lambda: recompute(nn.CellList([nn.Dense(2, 2)])), ArgumentTypeError, "CellList"),
-    "a name that is not there": (lambda: recompute(Net(2), submodules=["blocks.7"]), ArgumentValueError, "blocks.7"),
-    "another's cell": (lambda: recompute(Net(2), submodules=[Block()]), ArgumentValueError, "Block"),
-    "one name": (lambda: recompute(Net(2), submodules="blocks"), ArgumentTypeError, "submodules"),
-    "no names": (lambda: recompute(Net(2), submodules=[]), ArgumentTypeError, "submodules"),
-    "a number for a name": (lambda: recompute(Net(2), submodules=[2]), ArgumentTypeError, "submodules"),
-    "both": (lambda: recompute(Net(2), segments=1, submodules=["blocks"]), UsageError, "both"),
-    "twice": (lambda: recompute(recompute(Net(2))), UsageError, "recomputed"),
-    "segments twice": (lambda: recompute(recompute(Net(2).blocks)), UsageError, "recomputed"),
-    "the whole after a part": (lambda: recompute(recompute(Net(2), submodules=["blocks.0"])), UsageError, "recomputed"),
-    "a part of the whole": (lambda: recompute(Net(2), submodules=["blocks", "blocks.0"]), UsageError, "recomputed"),
-    "the same part twice": (lambda: recompute(Net(2), submodules=["blocks.0", "blocks.0"]), UsageError, "recomputed"),
-    "a function of batch_norm": (lambda: recompute(Functional()), UsageError, "batch_norm"),
-}
-
-
-class Functional(nn.Cell):
-    def construct(self, x, mean, var):
-        return ops.batch_norm(x, mean, var, training=True)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    call, kind, words = REFUSED[name]
-    with pytest.raises(kind, match=words):
-        call()
-
-
-def test_refused_changes_nothing():
-    net = make(lambda: Net(2))
-    with pytest.raises(ArgumentValueError):
-        recompute(net, submodules=["blocks.0", "blocks.9"])
-    recompute(net, submodules=["blocks.0"])
-
-
-PEAK = Path(__file__).with_name("mindspore_peak.py")
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("mode", MODES)
-def test_memory(mode):
-    """Peak memory of one gradient over what is held before it, each in its own process."""
-    plain, recomputed = (int(peak(mode, how)) for how in ("plain", "recomputed"))
-    assert recomputed < 0.7 * plain, (plain, recomputed)
-
-
-def peak(mode, how):
-    done = subprocess.run([sys.executable, str(PEAK), mode, how], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.split()[-1]

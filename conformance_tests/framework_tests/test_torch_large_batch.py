@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,34 +14,14 @@ pytest.importorskip("torch", reason="needs PyTorch")
 import torch
 from torch import Tensor, nn
 
+from conformance_tests.framework_tests.torch_large_batch import ITEMS, X, Y, assert_close, cross_entropy, make_model, truth
 from gradaccum_torch.large_batch import backward
 
-ITEMS = 10
-X = torch.randn(ITEMS, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-Y = torch.arange(ITEMS) % 3
 TOKENS = torch.tensor([3, 1, 0, 2, 5, 1, 4, 1, 2, 6])
-cross_entropy = nn.functional.cross_entropy
-
-
-def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def truth(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The loss and the gradients of one backward pass of the large batch, in the model's dtype."""
-    value = loss()
-    return value.detach(), list(torch.autograd.grad(value, list(model.parameters())))
-
-
-def assert_close(model: nn.Module, expected: list[Tensor], bound: float = 1e-13) -> None:
-    for p, q in zip(model.parameters(), expected, strict=True):
-        assert p.grad is not None
-        assert float((p.grad - q).abs().max()) <= bound * float(q.abs().max())
 
 
 DIVISIONS: dict[str, dict[str, Any]] = {
@@ -213,47 +192,6 @@ def test_every_leaf_gets_its_gradient() -> None:
     assert unused.weight.grad is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
-    """1024 equal shares of which each is lost beside the sum of the others, were the sum in half precision."""
-    weight = nn.Parameter(torch.ones(4, dtype=dtype))
-    x = torch.full((1024, 4), 1.0, dtype=dtype)
-    loss = backward(lambda x: (x * weight).sum(1).mean(), x, micro_batch_size=1)
-    assert weight.grad is not None
-    assert weight.grad.dtype == dtype
-    assert torch.equal(weight.grad, torch.ones_like(weight))
-    assert float(loss) == 4
-    before = weight.grad
-    backward(lambda x: (x * weight).sum(1).mean(), x, micro_batch_size=4)
-    assert weight.grad is before
-    assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
-
-
-def test_small_half_gradients_do_not_underflow() -> None:
-    """Divided by the number of items before the sum, each float16 gradient would be 0."""
-    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
-    x = torch.full((4096, 1), 1e-5, dtype=torch.float16)
-    backward(lambda x: (x * weight).mean(), x, micro_batch_size=1)
-    assert weight.grad is not None
-    assert float(weight.grad) == float(x[0])
-
-
-@pytest.mark.parametrize("before", [None, "sparse", "dense"])
-def test_sparse_gradients(before: str | None) -> None:
-    torch.manual_seed(0)
-    table = nn.Embedding(7, 3, sparse=True, dtype=torch.float64)
-    rows = torch.tensor([1, 1, 2, 5, 6, 1, 0, 2])
-    (expected,) = torch.autograd.grad(table(rows).square().sum(1).mean(), [table.weight])
-    total = expected.to_dense()
-    if before:
-        ones = torch.ones(7, 3, dtype=torch.float64)
-        table.weight.grad = ones.to_sparse(1) if before == "sparse" else ones
-        total = total + 1
-    backward(lambda rows: table(rows).square().sum(1).mean(), rows, steps=3)
-    assert table.weight.grad is not None
-    torch.testing.assert_close(table.weight.grad.to_dense(), total, rtol=1e-14, atol=1e-14)
-
-
 def test_hooks_see_each_share() -> None:
     """A hook sees the share of every micro-batch, in order, as in a loop by hand with the losses weighted."""
     models, seen = (make_model(), make_model()), ([], [])
@@ -296,26 +234,6 @@ def test_randomness_is_fresh_and_reproducible() -> None:
     assert len({tuple(mask.tolist()) for mask in masks}) == 5
     assert torch.equal(results[0][0], results[1][0])
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
-
-
-def test_autocast() -> None:
-    """The same as the loop by hand under autocast, to the bit where weights are powers of two."""
-    models = make_model(torch.float32), make_model(torch.float32)
-    x = X.float()[:8]
-
-    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return cross_entropy(model(x), y)
-
-    backward(functools.partial(loss_fn, models[0]), x, Y[:8], steps=4)
-    for start in range(0, 8, 2):
-        (loss_fn(models[1], x[start : start + 2], Y[start : start + 2]) / 4).backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in models), strict=True))
-    model = make_model(torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        backward(functools.partial(loss_fn, model), x, Y[:8], steps=4)
-    for p, q in zip(model.parameters(), models[0].parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,0 +1,62 @@
+"""Two towers with a temperature, seven pairs of data, and three losses that couple the items of a batch."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+RNG = np.random.RandomState(5)
+IMAGES, TEXTS = RNG.randn(7, 4), RNG.randn(7, 4)
+LEFT, RIGHT = RNG.randn(3, 4), RNG.randn(3, 4)
+
+
+class Towers(nn.Cell):
+    """Two towers, and a temperature that only the loss reads."""
+
+    def __init__(self, dtype=ms.float64):
+        super().__init__()
+        self.left, self.right = Parameter(Tensor(LEFT, dtype), name="left"), Parameter(Tensor(RIGHT, dtype), name="right")
+        self.temperature = Parameter(Tensor(0.7, dtype), name="temperature")
+
+    def construct(self, images, texts):
+        return {"images": ops.tanh(ops.matmul(images, self.left.T)), "texts": ops.tanh(ops.matmul(texts, self.right.T))}
+
+
+def info_nce(net):
+    """CLIP's loss: each image's own text among all texts, and the other way round, at a learned temperature."""
+
+    def loss(outputs):
+        a, b = outputs["images"], outputs["texts"]
+        logits = ops.matmul(a, b.T) * ops.exp(net.temperature)
+        own = (a * b).sum(1) * ops.exp(net.temperature)
+        by_image, by_text = ops.log(ops.exp(logits).sum(1)), ops.log(ops.exp(logits).sum(0))
+        return ((by_image - own) + (by_text - own)).mean()
+
+    return loss
+
+
+def vicreg(net):
+    """Invariance, variance and covariance over the batch; the temperature weighs the last."""
+
+    def loss(outputs):
+        a, b = outputs["images"], outputs["texts"]
+        centred = a - a.mean(0)
+        covariance = ops.matmul(centred.T, centred) / a.shape[0]
+        variance = ops.sqrt((centred * centred).mean(0) + 1e-4)
+        return ((a - b) ** 2).mean() + ops.relu(1 - variance).mean() + net.temperature * (covariance * covariance).sum()
+
+    return loss
+
+
+def moe_balance(net):
+    """The share of each expert times its mean probability, over the whole batch, and the task's loss."""
+
+    def loss(outputs):
+        gates = ops.exp(outputs["images"] * net.temperature)
+        gates = gates / gates.sum(1, keepdims=True)
+        chosen = (gates == gates.max(axis=1, keepdims=True)).astype(gates.dtype)
+        return gates.shape[1] * (chosen.mean(0) * gates.mean(0)).sum() + ((gates * outputs["texts"]).sum(1) ** 2).mean()
+
+    return loss
+
+
+LOSSES = (info_nce, vicreg, moe_balance)

@@ -1,0 +1,50 @@
+"""The other outputs of a loss function: each leaf merges as the user declares, to what the large batch gives."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor  # noqa: E402
+
+from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_large_batch import MODES, in_mode, tensors  # noqa: E402
+from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aux_merges(mode):
+    """One value of each kind, in micro-batches of 2, 2 and 1 items that weigh 1, 2 and 3."""
+    weight = Parameter(Tensor(1.0, ms.float64), name="w")
+
+    def forward(x, amount):
+        found = {"sum": x.sum(), "mean": x.mean(), "weighted_mean": x.mean(), "max": x.max(), "min": x.min(), "concatenate": 10 * x}
+        return (weight * x).mean(), found, x.shape[0] * x.sum() / x.sum()
+
+    def weigh(x, amount):
+        return amount.max()
+
+    x, amount = np.array([1.0, 3.0, 5.0, 7.0, -9.0]), np.array([1.0, 1.0, 2.0, 2.0, 3.0])
+    kinds = ("sum", "mean", "weighted_mean", "max", "min", "concatenate")
+    made = value_and_grad(forward, None, weight, True, steps=3, weight=weigh, aux=(dict(zip(kinds, kinds, strict=True)), "max"))
+    (loss, found, largest), gradient = in_mode(mode, made)(*tensors(x, amount))
+    mean = (1 * 2 + 2 * 6 + 3 * -9) / 6
+    assert abs(loss.asnumpy() - mean) <= 1e-15
+    assert abs(gradient.asnumpy() - mean) <= 1e-15
+    assert largest.asnumpy() == 2
+    assert [found[kind].asnumpy().tolist() for kind in kinds] == [7.0, 7 / 5, mean, 7.0, -9.0, (10 * x).tolist()]
+
+
+def test_aux_keeps_nan():
+    """The largest of a NaN and a number is NaN, whichever comes first."""
+    weight = Parameter(Tensor(1.0), name="w")
+
+    def forward(x):
+        return (weight * x).mean(), x.max(), x.min()
+
+    for x in ([np.nan, 1.0], [1.0, np.nan]):
+        (_, *found), _ = value_and_grad(forward, None, weight, True, steps=2, aux=("max", "min"))(Tensor(x, ms.float32))
+        assert np.isnan([each.asnumpy() for each in found]).all()

@@ -1,0 +1,110 @@
+"""What recomputation refuses, by name: at the call, or before a second run that would differ from the first."""
+
+import os
+import sys
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+from mindspore import nn, ops  # noqa: E402
+
+from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_recompute_cells import Block, Net, X, equal, gradients, make  # noqa: E402
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError  # noqa: E402
+from gradaccum_mindspore.recomputation import recompute  # noqa: E402
+
+
+class Channels(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.dropout = nn.Dense(4, 4), nn.Dropout1d(p=0.5)
+
+    def construct(self, x):
+        return self.dropout(self.dense(x).reshape(1, 6, 4)).sum()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_cannot_be_drawn_again(mode):
+    """PyNative mode refuses it by name and leaves the random state; compiled code never draws twice."""
+    net = recompute(make(Channels))
+    if mode != "pynative":
+        plain = make(Channels)
+        assert equal(gradients(net, net.trainable_params(), mode), gradients(plain, plain.trainable_params(), mode))
+        return
+
+    def several():
+        """One mask may equal another one by chance."""
+        for _ in range(8):
+            ms.grad(net, None, net.trainable_params())(X)
+
+    state = ms.get_rng_state().asnumpy()
+    with pytest.raises(UsageError, match=r"recompute\(Channels\).*Dropout1d"):
+        several()
+    assert equal([ms.get_rng_state().asnumpy()], [state])
+
+
+def test_unseeded_functions():
+    """Without `set_seed` MindSpore's functions draw from nowhere: refused. With it they are drawn again."""
+    net = recompute(make(lambda: Drawing()))
+    seeds = sys.modules["mindspore.common.seed"]
+    ms.grad(net, None, net.trainable_params())(X)
+    seeds._GLOBAL_SEED = None
+    try:
+        with pytest.raises(UsageError, match="set_seed"):
+            ms.grad(net, None, net.trainable_params())(X)
+    finally:
+        ms.set_seed(3)
+
+
+class Drawing(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4, 4)
+
+    def construct(self, x):
+        return (self.dense(x) * ops.rand(6, 4)).sum()
+
+
+REFUSED = {
+    "a number": (lambda: recompute(3), ArgumentTypeError, "function"),
+    "a class": (lambda: recompute(nn.Dense), ArgumentTypeError, "function"),
+    "segments of a function": (lambda: recompute(ops.tanh, segments=2), UsageError, "segments"),
+    "too many segments": (lambda: recompute(Net(2).blocks, segments=3), ArgumentValueError, "1 to 2"),
+    "no segments": (lambda: recompute(Net(2).blocks, segments=0), ArgumentValueError, "segments"),
+    "half a segment": (lambda: recompute(Net(2).blocks, segments=1.5), ArgumentTypeError, "segments"),
+    "segments of no sequence": (lambda: recompute(Net(2), segments=2), ArgumentTypeError, "SequentialCell"),
+    "a list of cells": (lambda: recompute(nn.CellList([nn.Dense(2, 2)])), ArgumentTypeError, "CellList"),
+    "a name that is not there": (lambda: recompute(Net(2), submodules=["blocks.7"]), ArgumentValueError, "blocks.7"),
+    "another's cell": (lambda: recompute(Net(2), submodules=[Block()]), ArgumentValueError, "Block"),
+    "one name": (lambda: recompute(Net(2), submodules="blocks"), ArgumentTypeError, "submodules"),
+    "no names": (lambda: recompute(Net(2), submodules=[]), ArgumentTypeError, "submodules"),
+    "a number for a name": (lambda: recompute(Net(2), submodules=[2]), ArgumentTypeError, "submodules"),
+    "both": (lambda: recompute(Net(2), segments=1, submodules=["blocks"]), UsageError, "both"),
+    "twice": (lambda: recompute(recompute(Net(2))), UsageError, "recomputed"),
+    "segments twice": (lambda: recompute(recompute(Net(2).blocks)), UsageError, "recomputed"),
+    "the whole after a part": (lambda: recompute(recompute(Net(2), submodules=["blocks.0"])), UsageError, "recomputed"),
+    "a part of the whole": (lambda: recompute(Net(2), submodules=["blocks", "blocks.0"]), UsageError, "recomputed"),
+    "the same part twice": (lambda: recompute(Net(2), submodules=["blocks.0", "blocks.0"]), UsageError, "recomputed"),
+    "a function of batch_norm": (lambda: recompute(Functional()), UsageError, "batch_norm"),
+}
+
+
+class Functional(nn.Cell):
+    def construct(self, x, mean, var):
+        return ops.batch_norm(x, mean, var, training=True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_refused_changes_nothing():
+    net = make(lambda: Net(2))
+    with pytest.raises(ArgumentValueError):
+        recompute(net, submodules=["blocks.0", "blocks.9"])
+    recompute(net, submodules=["blocks.0"])
