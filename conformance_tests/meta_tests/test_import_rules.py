@@ -5,6 +5,7 @@ the suite no adapter and no framework.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -77,6 +78,20 @@ def test_accumulation_imports_no_wing(adapter: str, wing: str) -> None:
 def test_the_suite_imports_no_adapter_and_no_framework() -> None:
     for file, module, _ in imports(ROOT / "conformance_tests" / "gradaccum_conformance"):
         assert module.partition(".")[0] not in FRAMEWORKS | set(ADAPTERS), f"{file} imports {module}"
+
+
+PAGES = sorted((ROOT / "gradaccum").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_of_the_core_has_code_of_a_framework(page: Path) -> None:
+    """What holds in every framework is told in words; programs stand in the pages of the adapters."""
+    text = page.read_text(encoding="utf-8")
+    imported = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, flags=re.MULTILINE))
+    assert not imported & (FRAMEWORKS | set(ADAPTERS))
+    programs = re.findall(r"^ *```python\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL)
+    named = {word for program in programs for word in re.findall(r"\w+", program)}
+    assert not named & (FRAMEWORKS | set(ADAPTERS))
 
 
 def test_importing_the_core_imports_nothing_else() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted(page.relative_to(ROOT).as_posix() for folder in (".", "backends", "benchmarks") for page in (ROOT / folder).glob("*.md"))
+FOLDERS = (".", "gradaccum", "backends", "backends/*", "benchmarks")
+PAGES = sorted(page.relative_to(ROOT).as_posix() for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md"))
 EXAMPLES = {
     name: code
     for code in re.findall(r"(?<!-->\n)```python\n(.*?)```", README, re.DOTALL)
@@ -44,7 +45,8 @@ def test_quotations_equal_their_files() -> None:
 def test_links_lead_somewhere(page: str) -> None:
     """The links to files of this repository. No page is read from the network."""
     path = ROOT / page
-    links = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+    prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)#:]+)\)", prose)
     missing = [link for link in links if not (path.parent / link).exists()]
     assert not missing
 
