@@ -21,8 +21,8 @@ def wide() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_summed_in_float32(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_summed_in_float32(dtype: Any) -> None:
     """A sum of 2048 and of 1024 ones: in half precision the ones would vanish. The gradient is cast once."""
     x = jnp.asarray([2048.0] + [1.0] * 1024, dtype)
     step = gradaccum_jax.value_and_grad(lambda params, x: jnp.sum(params * x), micro_batch_size=1, reduction="sum")

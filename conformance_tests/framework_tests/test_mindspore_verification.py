@@ -70,10 +70,11 @@ def test_context_is_put_back() -> None:
         assert ms.get_context("pynative_synchronize")
         raise Boom
 
-    assert not ms.get_context("pynative_synchronize")
-    with pytest.raises(Boom):
-        verify(case.model(), raising, case.batch)
-    assert not ms.get_context("pynative_synchronize")
+    for users in (True, False):
+        ms.set_context(pynative_synchronize=users)
+        with pytest.raises(Boom):
+            verify(case.model(), raising, case.batch)
+        assert ms.get_context("pynative_synchronize") is users
 
 
 def test_random_operator_is_told() -> None:
