@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import gradaccum
 from gradaccum_jax import verify
 
-from .jax_losses import CLASSES, ITEMS, KEY, PARAMS, PLANTED, SOUND, Case, X, Y, plain, squares
+from .jax_losses import CLASSES, ITEMS, KEY, PARAMS, Case, X, Y, plain, squares
+from .jax_mistaken_losses import PLANTED
+from .jax_sound_losses import SOUND
 
 DEAR = ("ignore_index", "variance", "hardest_negative", "pairwise")
 """Each has a sister with the same cause in the default run."""

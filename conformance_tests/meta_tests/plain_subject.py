@@ -1,0 +1,179 @@
+"""A subject of `gradaccum.verify` in pure Python, and losses whose gradients are written by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradaccum.kit import Column, Conditions, Layer, Precision, Run
+
+X = (0.5, -1.25, 2.0, 0.75, 1.5, -0.625, 0.25, 3.0)
+COUNTS = (3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 2.0, 1.0)
+EPSILON = 2.0**-52
+
+
+class Vector(tuple[float, ...]):
+    """Enough of an array to be a gradient."""
+
+    def __add__(self, other: Any) -> Vector:
+        return Vector(a + b for a, b in zip(self, other, strict=True))
+
+    def __sub__(self, other: Any) -> Vector:
+        return Vector(a - b for a, b in zip(self, other, strict=True))
+
+    def __mul__(self, factor: Any) -> Vector:
+        return Vector(a * factor for a in self)
+
+
+@dataclass
+class World:
+    """What a loss may look at besides its items."""
+
+    w: float
+    training: bool
+    scale: float
+    state: list[float]
+    whole: bool
+    """Whether the micro-batch is the large batch: only for what must not depend on it."""
+    number: float
+    """A random number of the window."""
+
+
+Slopes = Callable[[Sequence[float], Sequence[float], World], Mapping[str, float]]
+"""(values of the items, their counts, the world) -> the loss's slope in two directions of each parameter."""
+
+
+@dataclass
+class PlainSubject:
+    """A loss in one variable; each parameter has the gradient (slope, 2 x slope)."""
+
+    slopes: Slopes
+    readable: Sequence[Column] = ()
+    layers: Sequence[Layer] = ()
+    fixed: Sequence[str] = ()
+    unreplayed: Sequence[str] = ()
+    culprits: Sequence[str] = ()
+    weights: Sequence[float] | None = None
+    items: int = len(X)
+    names: Sequence[str] = ("w", "v")
+    windows: list[Conditions] = field(default_factory=list)
+
+    def window(self, parts: Sequence[Sequence[int]], conditions: Conditions) -> list[Run]:
+        self.windows.append(conditions)
+        state, runs = [0.0], []
+        for part in parts:
+            state = state if conditions.carry_state else [0.0]
+            before = list(state)
+            own = random.Random(conditions.perturbation)
+            move = [1.0 if conditions.perturbation is None else 1 + own.choice((-EPSILON, EPSILON)) for _ in range(self.items + 1)]
+            world = World(1.5 * move[-1], conditions.training, conditions.scale, state, len(part) == self.items, 0.1 * conditions.seed)
+            found = self.slopes([X[item] * move[item] for item in part], [COUNTS[item] for item in part], world)
+            gradients = {name: Vector((slope, 2 * slope)) for name, slope in found.items()}
+            weight = float(len(part)) if self.weights is None else sum(self.weights[item] for item in part)
+            runs.append(Run(0.0, gradients, weight, ("counter",) if state != before else ()))
+        return runs
+
+    def dot(self, a: Vector, b: Vector) -> float:
+        return sum(p * q for p, q in zip(a, b, strict=True))
+
+    def precision(self, name: str) -> Precision:
+        return Precision(EPSILON, 5e-324, 2, self.items)
+
+    def columns(self) -> Sequence[Column]:
+        return self.readable
+
+    def mixing_layers(self) -> Sequence[Layer]:
+        return self.layers
+
+    def fixed_draws(self) -> Sequence[str]:
+        return self.fixed
+
+    def unreplayed_draws(self) -> Sequence[str]:
+        return self.unreplayed
+
+    def custom_rules(self) -> Sequence[str]:
+        return self.culprits
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def sound(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """The mean of (w x)^2 / 2, and of w x."""
+    return {"w": mean([world.w * value**2 for value in x]), "v": mean(x)}
+
+
+def summed(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    return {name: slope * len(x) for name, slope in sound(x, counts, world).items()}
+
+
+def by_count(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A mean over tokens: item i has counts[i] of them."""
+    tokens = math.fsum(counts)
+    pairs = list(zip(x, counts, strict=True))
+    return {"w": math.fsum(world.w * v**2 * n for v, n in pairs) / tokens, "v": math.fsum(v * n for v, n in pairs) / tokens}
+
+
+def repeated(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A sum over items, and a penalty in v that every micro-batch adds."""
+    found = summed(x, counts, world)
+    return {**found, "v": found["v"] + 0.3}
+
+
+def part_summed(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    found = sound(x, counts, world)
+    return {**found, "v": found["v"] + math.fsum(value**2 for value in x)}
+
+
+def coupled(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """The slope of a variance over the batch."""
+    centre = mean(x)
+    return {"w": mean([world.w * (value - centre) ** 2 for value in x]), "v": mean([value * max(x) for value in x])}
+
+
+def maximal(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """The hardest item of the batch alone: measured by leaving one out, it has all the weight."""
+    return {"w": world.w * max(x) ** 2, "v": max(x)}
+
+
+def two_hardest(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    return {"v": mean(sorted(x)[-2:])}
+
+
+def over_positives(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A mean over the items with a count above 3, of which a micro-batch may have none."""
+    chosen = [value for value, count in zip(x, counts, strict=True) if count > 3]
+    return {"v": mean(chosen) if chosen else math.nan, "w": mean(chosen) if chosen else math.inf}
+
+
+def deviating(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """Divided by a distance to the next item that some micro-batches have not."""
+    return {"w": mean(x) / (max(x) - min(x)) if max(x) > 1.4 else math.nan, "v": mean(x)}
+
+
+def in_training(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    return coupled(x, counts, world) if world.training else sound(x, counts, world)
+
+
+def remembering(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    world.state[0] += 1.0
+    return {name: slope * world.state[0] for name, slope in sound(x, counts, world).items()}
+
+
+def branching(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    return {"w" if x[0] > 0.6 else "v": mean(x)}
+
+
+def ignoring_scale(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    found = sound(x, counts, world)
+    return {**found, "v": found["v"] / world.scale}
+
+
+def drawing(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """Random numbers that depend on the micro-batch, in training."""
+    noise = (world.number + len(x) * 0.01 if world.training else 0.0) + 1
+    return {name: slope * noise for name, slope in sound(x, counts, world).items()}
