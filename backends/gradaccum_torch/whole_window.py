@@ -32,6 +32,7 @@ class WholeWindow:
         self.process_group = process_group
         self._window, self._parameters, self.options = window, parameters, options
         self._before: list[tuple[Tensor, Tensor]] = []
+        self._sharded = any(map(is_sharded, parameters.unique()))
 
     def __enter__(self) -> WholeWindow:
         """Begin.
@@ -62,12 +63,14 @@ class WholeWindow:
 
     @property
     def parameters(self) -> set[int]:
-        """The ids of the parameters that the window sums over, and of the whole ones that FSDP2 makes of sharded ones."""
-        own = self._parameters.unique()
-        if not any(map(is_sharded, own)):
-            return set(map(id, own))
-        wholes = (whole for unit in units_holding(own) for _, whole in unit.whole_parameters())
-        return {id(each) for each in (*own, *wholes)}
+        """The ids of the parameters that the window sums over."""
+        return set(map(id, self._parameters.unique()))
+
+    def unsharded(self) -> set[int]:
+        """The ids of the whole parameters that FSDP2 has made of sharded ones in the last forward pass."""
+        if not self._sharded:
+            return set()
+        return {id(whole) for unit in units_holding(self._parameters.unique()) for _, whole in unit.whole_parameters()}
 
     def begin_weightless(self, any_tensor: Tensor) -> None:
         """A backward pass is about to deliver a part of what the window has counted already: it adds no weight and has the scale."""

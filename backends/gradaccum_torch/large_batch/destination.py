@@ -95,7 +95,7 @@ class InWindow:
 
     def _reach(self, *tensors: Tensor) -> None:
         """Collect the leaves that a backward pass through `tensors` reaches beside the window's own."""
-        self._others.pass_by(self._window.parameters)  # FSDP2 makes whole ones in the forward pass.
+        self._others.pass_by(self._window.unsharded())
         self._others.reach(*tensors)
 
     def _deliver(self, divisor: float) -> None:
