@@ -15,7 +15,6 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradaccum
@@ -94,17 +93,21 @@ def loss_of_outputs(outputs: Tensor) -> Tensor:
     return outputs.std()
 
 
+def tensors() -> list[Tensor]:
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
 def test_one_accumulator() -> None:
     """Between two micro-batches nothing of the parameters' size lives but the sums: `.grad`, or float32 for half precision."""
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model().to(dtype)
         live: list[int] = []
+        others = tensors()  # The model's, and what other tests have left.
+        own = set(map(id, others))
         sizes = {p.numel() for p in model.parameters() if p.numel() > 1000}
 
-        def loss_fn(x: Tensor, live: list[int] = live, model: nn.Module = model, sizes: set[int] = sizes) -> Tensor:
-            own = {id(p) for p in model.parameters()}
-            tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and not is_lazy(t)]  # other tests' ones too
-            found = {id(t): t for t in tensors if t.numel() in sizes and id(t) not in own}
+        def loss_fn(x: Tensor, live: list[int] = live, model: nn.Module = model, sizes: set[int] = sizes, own: set[int] = own) -> Tensor:
+            found = {id(t): t for t in tensors() if id(t) not in own and t.numel() in sizes}
             grads = {id(p.grad): p.grad for p in model.parameters() if p.grad is not None and p.numel() in sizes}
             live.append(sum(t.nbytes for t in {**found, **grads}.values()))
             return model(x.to(model[0].weight.dtype)).float().square().mean()

@@ -40,6 +40,17 @@ def test_small_half_gradients_do_not_underflow() -> None:
     assert float(weight.grad) == float(x[0])
 
 
+@pytest.mark.parametrize(("own", "of_loss"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_small_shares_do_not_underflow(own: torch.dtype, of_loss: torch.dtype) -> None:
+    """Where the parameter alone or the loss alone is in half precision, a share of 1 / 2^32 would be 0 there."""
+    weight = nn.Parameter(torch.ones(1, dtype=own))
+    x = torch.full((4, 1), 2.0**14)
+    tokens = torch.full((4,), 2.0**30)
+    backward(lambda x: (x.to(of_loss) * weight.to(of_loss)).sum(), x, steps=4, reduction="item_mean", weight=tokens)
+    assert weight.grad is not None
+    assert float(weight.grad) == 2.0**-16
+
+
 @pytest.mark.parametrize("before", [None, "sparse", "dense"])
 def test_sparse_gradients(before: str | None) -> None:
     torch.manual_seed(0)

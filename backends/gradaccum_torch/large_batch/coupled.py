@@ -123,6 +123,7 @@ class _CoupledCall:
             loss, _ = evaluated(self._loss_fn, MicroBatch((outputs.whole(),), None, 1.0), has_aux=False)
         self._require_alone()
         coupler.require_untouched()
+        outputs.require_untouched()
         final_random, final_buffers = before.random_state(), Buffers(self.reached.modules)
         coupler.differentiate(loss, outputs.leaves())
         value = loss.detach()

@@ -47,9 +47,8 @@ class Gradients:
         """The sums that have another dtype than their gradient."""
         self._left: list[Tensor] = []
         self._hooks = Hooks()
-        self._noted: list[tuple[Tensor, Mark | None]] = []
-        """What the last `backward` left in some leaves."""
-        self._begun = False
+        self._noted: dict[Tensor, Mark | None] = {}
+        """What the last `backward` left in some leaves; in all that hold anything, if these are fewer than `_SAMPLE`."""
         self.delivered = False
         """`deliver` has come to its end."""
 
@@ -111,9 +110,8 @@ class Gradients:
 
     def note(self) -> None:
         """Take what is in ``.grad`` now for what the call itself has left there."""
-        if not self._begun:
-            self._noted, self._begun = [(leaf, None) for leaf in self._sample()], True
-        self._noted = [(leaf, self._mark(leaf)) for leaf, _ in self._noted]
+        sample = self._noted if len(self._noted) >= _SAMPLE else self._sample()
+        self._noted = {leaf: self._mark(leaf) for leaf in sample}
 
     def require_untouched(self) -> None:
         """Nothing but `backward` has added to the gradients.
@@ -121,8 +119,8 @@ class Gradients:
         Raises:
             UsageError: the loss function has.
         """
-        noted = self._noted if self._begun else [(leaf, None) for leaf in self._before]
-        if any(self._mark(leaf) != mark for leaf, mark in noted):
+        looked_at = self._noted if len(self._noted) >= _SAMPLE else self._before
+        if any(self._mark(leaf) != self._noted.get(leaf) for leaf in looked_at):
             raise touched_error()
 
     def deliver(self, divisor: float) -> None:
@@ -161,7 +159,7 @@ class Gradients:
         self._hooks.keep({})
         self._wide.clear()
         self._nodes.clear()
-        self._noted, self._left = [], []
+        self._noted, self._left = {}, []
 
     def _sample(self) -> list[Tensor]:
         filled = [leaf for leaf in self._before if self._mark(leaf) is not None]

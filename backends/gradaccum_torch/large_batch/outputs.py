@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import Leaf, Nest, concatenate_error, explain, leaves_of, with_leaves
+from gradaccum_torch.large_batch.checks import touched_error
 
 
 class Outputs:
@@ -51,6 +52,15 @@ class Outputs:
     def leaves(self) -> list[Tensor]:
         """The leaves of `whole`."""
         return self._leaves
+
+    def require_untouched(self) -> None:
+        """The user's loss function has not differentiated them itself.
+
+        Raises:
+            UsageError: it has.
+        """
+        if any(leaf.grad is not None for leaf in self._leaves):
+            raise touched_error()
 
     def with_gradients(self, place: int, outputs: Nest) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors of a micro-batch that have a graph and count in the loss, and their gradients.
