@@ -9,9 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
 
 PAGES = ("RECIPES.md", "WORKERS.md")
 SECONDS = 300
@@ -27,12 +30,19 @@ class Recipe(NamedTuple):
     code: str
     command: str = "python recipe.py"
     """The section's line of bash: it starts the program, which stands in the file that the line names last."""
+    page: str = PAGES[0]
 
 
 def recipes_of(package: ModuleType) -> list[Recipe]:
     """Return the Python block of each numbered section of the package's `PAGES`. The pages may have no other block."""
     assert package.__file__ is not None
-    return [recipe for name in PAGES for recipe in _recipes_in((Path(package.__file__).parent / name).read_text(encoding="utf-8"))]
+    pages = {name: (Path(package.__file__).parent / name).read_text(encoding="utf-8") for name in PAGES}
+    return [recipe._replace(page=name) for name, page in pages.items() for recipe in _recipes_in(page)]
+
+
+def cases(recipes: Iterable[Recipe]) -> list[Any]:
+    """`recipes` for ``parametrize``. Those of several processes, each of which imports its framework anew, wait for ``--deep``."""
+    return [pytest.param(each, id=each.title, marks=[pytest.mark.deep] * (each.page == "WORKERS.md")) for each in recipes]
 
 
 def _recipes_in(page: str) -> list[Recipe]:

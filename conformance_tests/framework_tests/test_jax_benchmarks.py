@@ -46,7 +46,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (lambda: jax_streaming.streaming("small", WIDTH, whole=True), 0),
         (lambda: jax_streaming.clipping("small", WIDTH), 0),
-        (lambda: jax_ensemble.ensemble("small", WIDTH), jax_ensemble.MEMBERS),
+        pytest.param(lambda: jax_ensemble.ensemble("small", WIDTH), jax_ensemble.MEMBERS, marks=pytest.mark.deep),
     ],
     ids=["streaming", "clipping", "ensemble"],
 )
@@ -88,6 +88,7 @@ def test_splitting_contestants_agree() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.deep
 def test_memory_contestants_agree() -> None:
     """On a tiny encoder; recomputation keeps less."""
     params, x = jax_memory.inputs(4, TINY)

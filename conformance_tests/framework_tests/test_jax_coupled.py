@@ -101,7 +101,7 @@ def distance(made: Any, wanted: Any) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.deep)])
 def test_coupled_loss_is_exact(name: str, size: int) -> None:
     case = CASES[name]
     made = gradaccum_jax.coupled_value_and_grad(case.outputs, case.loss, micro_batch_size=size)(parameters(), *data())

@@ -77,6 +77,7 @@ def test_members_train_as_if_alone(name: str) -> None:
             assert_close(member(step, index), single)
 
 
+@pytest.mark.deep
 def test_nested_ensembles() -> None:
     tx = MAKERS["plain"](optax.sgd(0.5))
     nested = {"b": jnp.stack([PARAMS["b"], 2 * PARAMS["b"]])}

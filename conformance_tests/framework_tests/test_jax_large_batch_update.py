@@ -40,13 +40,15 @@ def streamed(tx: Any, loss_fn: Any, params: Any, state: Any, *batch: Any) -> Any
     ("options", "overflow"),
     [
         ({}, False),
-        ({"clip_norm": 0.1, "loss_scale": SCALED}, False),
         ({"clip_norm": 0.1, "loss_scale": SCALED}, True),
-        ({"skip_norm": 1e-3}, False),
         ({"on_overflow": "drop_micro_batch", "loss_scale": SCALED}, True),
         ({"reduction": "item_mean", "accumulate_dtype": "float32"}, False),
         ({"reduction": "sum", "master_weights": True}, False),
         *(pytest.param(options, True, marks=pytest.mark.deep) for options in ({}, {"skip_norm": 1e-3}, {"reduction": "sum"})),
+        *(
+            pytest.param(options, False, marks=pytest.mark.deep)
+            for options in ({"clip_norm": 0.1, "loss_scale": SCALED}, {"skip_norm": 1e-3})
+        ),
     ],
     ids=str,
 )

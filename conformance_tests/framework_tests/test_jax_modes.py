@@ -64,7 +64,7 @@ def test_reverse_mode_matches_forward_mode(make: Any) -> None:
 
 
 @pytest.mark.parametrize("phases", [[1, 1, 1], [0, 1, 0]], ids=["together", "apart"])
-@pytest.mark.parametrize("outer", ["grad of vmap", "vmap of grad"])
+@pytest.mark.parametrize("outer", ["grad of vmap", pytest.param("vmap of grad", marks=pytest.mark.deep)])
 def test_reverse_mode_under_vmap(outer: str, phases: list[int]) -> None:
     """A member in mid-window adds nothing to the derivative, though that of its update, sqrt at 0, would be inf."""
     starts, counts = jnp.arange(3.0), jnp.array(phases, jnp.int32)

@@ -11,12 +11,12 @@ pytest.importorskip("optax", reason="needs optax")
 import jax
 
 import gradaccum_jax
-from conformance_tests.framework_tests.recipes import Recipe, recipes_of, run_recipe
+from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_recipe
 
 RECIPES = [recipe for recipe in recipes_of(gradaccum_jax) if "JAX 0.10" not in recipe.title or jax.__version_info__ >= (0, 10)]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
+@pytest.mark.parametrize("recipe", cases(RECIPES))
 def test_recipe(recipe: Recipe, tmp_path: Path) -> None:
     for library in ("flax", "orbax.checkpoint"):
         if library in recipe.code:

@@ -37,7 +37,8 @@ def test_same_bits() -> None:
     chain.assert_same_bits(recomputed(), plain())
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_same_bits_in_half_precision(dtype: Any) -> None:
     found, expected = (
         chain.gradient(functools.partial(chain.loss, wrap=wrap), chain.weights(dtype, depth=2), chain.inputs(dtype=dtype), KEY)
@@ -234,7 +235,7 @@ def test_composes_with_transformations() -> None:
         np.testing.assert_allclose(jax.jit(jax.vmap(derive(recomputed)))(x), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("prevent_cse", [True, False])
+@pytest.mark.parametrize("prevent_cse", [pytest.param(True, marks=pytest.mark.deep), False])
 def test_same_bits_in_scan(prevent_cse: bool) -> None:
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chain.weights())
     found, expected = (scanned(wrap) for wrap in (functools.partial(recompute, prevent_cse=prevent_cse), lambda plain: plain))

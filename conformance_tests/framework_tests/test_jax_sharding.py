@@ -105,25 +105,28 @@ def run_on_four_devices(program: str, control_flow: str) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
-@pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
+by_control_flow = pytest.mark.parametrize("control_flow", [pytest.param("while_loop", marks=pytest.mark.deep), "cond"])
+
+
+@by_control_flow
 def test_shard_map_checks_varying_gradients(control_flow: str) -> None:
     """``check_vma=True``, the default, accepts a model on each device, an ensemble on each, and gradients reduced before the update."""
     run_on_four_devices(VARYING, control_flow)
 
 
-@pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
+@by_control_flow
 def test_columns_are_not_gathered(control_flow: str) -> None:
     """Parameters are sharded by columns. An Auto mesh gathers nothing; an Explicit mesh traces and keeps its types."""
     run_on_four_devices(COLUMNS, control_flow)
 
 
-@pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
+@by_control_flow
 def test_sharded_ensemble_needs_no_collective(control_flow: str) -> None:
     """Members lie on several devices. They get one device's values, also where windows end apart, in scratch like `optax.MultiSteps`'."""
     run_on_four_devices(ENSEMBLE, control_flow)
 
 
-@pytest.mark.parametrize("control_flow", ["while_loop", "cond"])
+@by_control_flow
 def test_shards_have_one_norm(control_flow: str) -> None:
     """Parameters are sharded inside ``shard_map``: what a window decides is what one device with all of them would."""
     script = Path(__file__).with_name("jax_shards.py")

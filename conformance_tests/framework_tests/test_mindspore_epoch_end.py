@@ -40,7 +40,7 @@ def everything(model):
     return {name: p.asnumpy().tolist() for name, p in model.train_network.parameters_dict().items()}
 
 
-@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("sink", [pytest.param(False, id="", marks=pytest.mark.deep), pytest.param(True, id="sink")])
 @pytest.mark.parametrize("mode", MODES)
 def test_checkpoint_holds_the_tail(mode, sink, tmp_path):
     """A run that is resumed from the checkpoint equals the uninterrupted run."""

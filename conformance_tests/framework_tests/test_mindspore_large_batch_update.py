@@ -35,6 +35,7 @@ def value(weight):
     return float(weight.astype(ms.float32).asnumpy())
 
 
+@pytest.mark.every_mode
 @pytest.mark.parametrize("mode", MODES)
 def test_one_update_per_call(mode):
     """Clipped once, on the large batch's gradient; the loss is unscaled and that of all items."""

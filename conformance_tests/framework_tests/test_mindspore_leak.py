@@ -16,6 +16,7 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
+from gradaccum_conformance.deep import deep_but  # noqa: E402
 from gradaccum_mindspore import Accumulator  # noqa: E402
 
 WINDOWS = 200
@@ -126,8 +127,11 @@ def two_parameters():
     return [Parameter(Tensor(np.ones((4, 4), np.float32)), name=name) for name in "ab"]
 
 
+MAKERS = (wrapped, with_everything, of_sizes_from_a_function, with_a_scale_of_its_own, by_hand)
+
+
 @pytest.mark.parametrize("mode", ["jit", "graph"])
-@pytest.mark.parametrize("make", [wrapped, with_everything, of_sizes_from_a_function, with_a_scale_of_its_own, by_hand])
+@pytest.mark.parametrize("make", deep_but((wrapped, with_everything), MAKERS))
 def test_window_keeps_no_memory(make, mode):
     assert kept_per_window(make(two_parameters()), mode) < LEAK
 

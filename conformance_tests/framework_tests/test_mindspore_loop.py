@@ -82,6 +82,7 @@ def large_batches(kind):
     return train(OPTIMIZERS[kind], 12, "pynative")[0]
 
 
+@pytest.mark.every_mode
 @pytest.mark.parametrize(("kind", "mode"), CASES)
 def test_two_windows_equal_two_large_batches(kind, mode):
     expected = large_batches(kind)

@@ -98,7 +98,7 @@ class Failing(nn.Cell):
         return self.dense(x).sum()
 
 
-@pytest.mark.parametrize("mode", ["pynative", "graph"])
+@pytest.mark.parametrize("mode", ["pynative", pytest.param("graph", marks=pytest.mark.deep)])
 def test_wrapped_optimizer(mode):
     """A window of two micro-batches under a loss scale ends with the same parameters."""
 

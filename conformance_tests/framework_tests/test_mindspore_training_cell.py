@@ -66,8 +66,10 @@ class Named(Callback):
         run_context.original_args().optimizer = self.optimizer
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("mode", ["pynative", "graph"])
+DEEP = [pytest.param("graph", scale, marks=pytest.mark.deep) for scale in SCALES if scale != "dynamic"]
+
+
+@pytest.mark.parametrize(("mode", "scale"), [*(("pynative", scale) for scale in SCALES), ("graph", "dynamic"), *DEEP])
 def test_short_micro_batch_weighs_less(mode, scale):
     """`Model.train` gives 20 items in micro-batches of 8, 8 and 4: the short one counts half."""
     expected, _ = large_batches((0, 20), (0, 20))

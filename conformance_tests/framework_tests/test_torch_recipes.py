@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch")
 
 import gradaccum_torch
-from conformance_tests.framework_tests.recipes import Recipe, recipes_of, run_recipe
+from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_recipe
 
 RECIPES = recipes_of(gradaccum_torch)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
+@pytest.mark.parametrize("recipe", cases(RECIPES))
 def test_recipe(recipe: Recipe, tmp_path: Path) -> None:
     assert "assert " in recipe.code
     run_recipe(recipe, tmp_path)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from gradaccum_conformance.deep import deep_but
+
 SKIPS = {
     "test": "import pytest\n\ndef test_one():\n    pytest.skip('not here')\n\ndef test_two():\n    pass\n",
     "module": "import pytest\n\npytest.skip('not here', allow_module_level=True)\n",
@@ -24,7 +26,7 @@ def run(folder, code: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "distributed"])
-@pytest.mark.parametrize("code", SKIPS.values(), ids=SKIPS)
+@pytest.mark.parametrize("code", deep_but((SKIPS["test"],), SKIPS.values()), ids=SKIPS)
 def test_skip_fails_the_run(tmp_path, code: str, workers: tuple[str, ...]) -> None:
     assert run(tmp_path, code, *workers).returncode == 0
     forbidden = run(tmp_path, code, "--no-skips", *workers)

@@ -9,6 +9,7 @@ import pytest
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import worst
 from gradaccum_conformance.couplings import Coupling
+from gradaccum_conformance.deep import deep_but
 from gradaccum_conformance.harness import Dtype, LargeBatchCall, LargeBatchHarness, Option, Outcome
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import cut, global_norm, standard_batch
@@ -54,7 +55,7 @@ def test_gradient_of_the_large_batch(backend: LargeBatchHarness, errors: Errors,
 
 
 @pytest.mark.every_mode
-@by_coupling
+@pytest.mark.parametrize("coupling", deep_but(("contrast",), get_args(Coupling)))
 def test_every_mode(backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, coupling: Coupling) -> None:
     check(errors, run(backend, coupling, {"micro_batch_size": 5}, "float32", large_batch_mode), coupling, FLOAT32)
 

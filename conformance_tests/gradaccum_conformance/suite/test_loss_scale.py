@@ -53,7 +53,6 @@ def test_overflow_restarts_the_count(backend: Harness) -> None:
     assert scales(backend, rule, "..x..x...") == [4.0, 4.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 2.0]
 
 
-@pytest.mark.every_mode
 @pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
 def test_scale_moves_once_per_window(backend: Harness, mode: str, on_overflow: str) -> None:
     """It moves at the window's end and nowhere else."""

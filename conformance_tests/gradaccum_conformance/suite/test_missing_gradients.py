@@ -20,7 +20,6 @@ def test_missing_gradient_is_zero(backend: Harness, errors: Errors, absent: tupl
     check(backend, errors, absent, name, backend.modes[0])
 
 
-@pytest.mark.every_mode
 def test_missing_gradient_in_every_mode(backend: Harness, mode: str, errors: Errors) -> None:
     check(backend, errors, (2,), NAMES[0], mode)
 

@@ -39,7 +39,6 @@ def test_overflow_skips_this_window_only(backend: Harness, value: float, positio
     assert same(hurt.parameters(), clean.parameters()), "the overflow left a trace"
 
 
-@pytest.mark.every_mode
 @VALUES
 def test_overflow_in_every_mode(backend: Harness, mode: str, value: float) -> None:
     hurt, clean = start(backend, steps=STEPS, mode=mode), start(backend, steps=STEPS, mode=mode)
