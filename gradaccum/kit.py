@@ -9,7 +9,7 @@
 - `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: what the core asks for in return.
 """
 
-from gradaccum._validation import require_weight
+from gradaccum._validation import require_bool, require_weight
 from gradaccum.auto_size import free_frames, require_micro_batch_size, too_small_error, unknown_limit_error
 from gradaccum.class_shards import require_classes, require_loss_options, require_shard_sizes
 from gradaccum.errors import explain
@@ -135,6 +135,7 @@ __all__ = [
     "packed",
     "redistributed",
     "relative_error",
+    "require_bool",
     "require_classes",
     "require_item_weights",
     "require_items",

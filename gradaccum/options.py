@@ -31,6 +31,8 @@ class Options(NamedTuple):
     """Keep float32 masters of half-precision parameters; the inner optimizer works on those."""
     scaler: Any = None
     """The framework's own loss scaler, if that was given as the loss scale: the backend drives it."""
+    separate_sums: bool = False
+    """Leave the place where the framework puts gradients to the user. A backend whose parameters hold their gradients sets it."""
 
 
 def make_options(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradaccum import VerificationReport
-from gradaccum.kit import Options, ScaleRule, optimizer_error, wrapped_twice_error
+from gradaccum.kit import Options, ScaleRule, optimizer_error, require_bool, wrapped_twice_error
 from gradaccum_torch.checks import require_accumulate_dtype, require_layouts
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
@@ -37,13 +37,22 @@ class TorchBackend:
         return ("cpu", *(f"{kind}:{index} ({name(index)})" for index in range(torch.accelerator.device_count())))
 
     def wrap(
-        self, optimizer: object, options: Options, *, module: object = None, gradient_sync: object = "micro_batch"
+        self,
+        optimizer: object,
+        options: Options,
+        *,
+        separate_sums: bool = False,
+        module: object = None,
+        gradient_sync: object = "micro_batch",
     ) -> AccumulatingOptimizer:
         """Wrap a `torch.optim.Optimizer`.
 
         Args:
             optimizer: the optimizer.
             options: the checked options.
+            separate_sums: whether ``step`` takes the micro-batch out of ``.grad`` into a sum of its own. Between two steps ``.grad`` is
+                then yours, to clear, assign, reduce or clip per micro-batch: every loop is right that is right with a bare optimizer. It
+                takes one pass more per micro-batch and one buffer more, and no change of a gradient is refused.
             module: what several workers train together: a `torch.nn.parallel.DistributedDataParallel`, whose sum is reduced once, at the
                 window's end, or a module under `torch.distributed.fsdp.fully_shard`. A window is then that of all workers. This call, the
                 end of a window and ``flush`` are collective.
@@ -62,7 +71,8 @@ class TorchBackend:
         if not isinstance(optimizer, torch.optim.Optimizer):
             fix = "Write for example gradaccum.wrap(torch.optim.AdamW(model.parameters()), steps=4)."
             raise optimizer_error("a torch.optim.Optimizer", optimizer, fix)
-        checked = options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype))
+        separate = require_bool("separate_sums", separate_sums)
+        checked = options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype), separate_sums=separate)
         require_layouts(optimizer)
         return AccumulatingOptimizer(optimizer, checked, workers_of(optimizer, module, checked, gradient_sync))
 

@@ -1,12 +1,17 @@
-"""``step(closure)``: an inner optimizer that evaluates the model again and again, as `torch.optim.LBFGS` does.
+"""``step(closure)``: a loop that puts the forward and the backward pass into a function, as Lightning's does.
 
-The closure puts a gradient into ``.grad`` each time, and the optimizer reads it at once. So it must be the true gradient, and not be
-changed after: a window of one micro-batch without options that change its gradient.
+Such a closure is run once, and what it puts into ``.grad`` is the micro-batch. Only an inner optimizer that evaluates the model again and
+again, as `torch.optim.LBFGS` does, is given the closure itself: it reads ``.grad`` each time, at once. There it must be the true gradient,
+and not be changed after: a window of one micro-batch without options that change its gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any
+
+import torch
 
 from gradaccum import UsageError
 from gradaccum.kit import Options, ScaleRule, explain
@@ -15,6 +20,23 @@ from gradaccum_torch.sums import sum_dtype
 
 Loss = Any
 """The value of a closure. torch hands it through, whatever it is."""
+
+
+def needs_closure(inner: torch.optim.Optimizer) -> bool:
+    """Whether the ``step`` of `inner` cannot do without a closure."""
+    closure = signature(inner.step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
+
+
+def is_plain(options: Options, size: int | None, parameters: Parameters) -> bool:
+    """Whether the inner optimizer can be given the closure; see `require_plain`."""
+    return not _in_the_way(options, size, parameters)
+
+
+def evaluated_once(closure: Callable[[], Loss]) -> Loss:
+    """What `closure` returns, which runs a backward pass, also where the user has switched gradients off around ``step``."""
+    with torch.enable_grad():
+        return closure()
 
 
 def require_plain(options: Options, size: int | None, parameters: Parameters) -> None:
@@ -27,9 +49,9 @@ def require_plain(options: Options, size: int | None, parameters: Parameters) ->
         raise explain(
             UsageError,
             "closure",
-            expected="no closure, or steps=1 with no other option than reduction and accumulate_dtype",
+            expected="an inner optimizer that does without a closure, or steps=1 with no other option than reduction and accumulate_dtype",
             found=f"a closure, which must find the true gradient in .grad each time, beside {', '.join(found)}",
-            fix="Write opt.backward(loss); opt.step() for each micro-batch, or leave these options out for step(closure).",
+            fix="Leave these options out, or take an optimizer that does not evaluate the model again and again.",
         )
 
 
@@ -49,6 +71,7 @@ def _in_the_way(options: Options, size: int | None, parameters: Parameters) -> l
     found += [f"steps={size}"] if size != 1 else []
     found += ["loss_scale="] if options.scale_rule != ScaleRule() else []
     found += [f"on_overflow={options.on_overflow!r}"] if options.on_overflow == "drop_micro_batch" else []
+    found += ["separate_sums=True"] if options.separate_sums else []
     found += ["master_weights=True"] if parameters.has_masters else []
     pairs = {(parameter.dtype, sum_dtype(parameter, options.accumulate_dtype)) for parameter in parameters.positions()}
     apart = {f"sums of {own} gradients in {total} (write accumulate_dtype={own})" for own, total in pairs if own != total}

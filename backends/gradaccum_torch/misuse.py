@@ -16,8 +16,8 @@ def changed_gradients_error() -> UsageError:
         fix="To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to clear, opt.zero_grad(); to log the norm, read "
         "opt.result.grad_norm after the window's last step; in place of p.grad = g, torch.autograd.backward(parameters, gradients); to "
         "change the window's gradient, opt.register_step_pre_hook(...), which runs once per update; for DistributedDataParallel, "
-        "gradaccum.wrap(optimizer, ..., module=parallel); under torch.distributed.pipelining, scale_grads=False. The window cannot be "
-        "mended: call opt.discard().",
+        "gradaccum.wrap(optimizer, ..., module=parallel); under torch.distributed.pipelining, scale_grads=False. A loop that keeps .grad "
+        "for itself is right with gradaccum.wrap(optimizer, ..., separate_sums=True). The window cannot be mended: call opt.discard().",
     )
 
 
@@ -29,7 +29,8 @@ def unfinished_error(call: str) -> UsageError:
         expected="to be called after step()",
         found="a call between backward() and step() of a micro-batch in an open window",
         fix="Call opt.step() first, or opt.discard() to drop the whole window. If that backward() was for something else, as a "
-        "GAN's generator or an adversarial input, keep it away from these parameters: loss.backward(inputs=list(generator.parameters())). "
+        "GAN's generator or an adversarial input, keep it away from these parameters: loss.backward(inputs=list(generator.parameters())), "
+        "or write gradaccum.wrap(optimizer, ..., separate_sums=True), under which only step() takes what is in .grad. "
         'To leave out micro-batches whose gradient is not finite, write on_overflow="drop_micro_batch".',
     )
 

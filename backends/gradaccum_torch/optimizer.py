@@ -16,7 +16,7 @@ from gradaccum import StepResult
 from gradaccum.kit import Options, require_weight
 from gradaccum_torch.attempt import StepReturn
 from gradaccum_torch.checkpoint import load, save
-from gradaccum_torch.closure import Loss
+from gradaccum_torch.closure import Loss, evaluated_once, is_plain, needs_closure
 from gradaccum_torch.delegating import DelegatingOptimizer, OptimizerState
 from gradaccum_torch.entry import StateDict
 from gradaccum_torch.forwarding import Argument, forwarded
@@ -105,24 +105,26 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         """Count the micro-batch whose gradient is in ``.grad``, and at the end of the window make the update.
 
         Args:
-            closure: only for ``steps=1``: re-evaluates the model, as `torch.optim.LBFGS` needs.
+            closure: computes the loss of the micro-batch and its gradient, and is run once. An inner optimizer that evaluates the model
+                again and again, as `torch.optim.LBFGS` does, needs ``steps=1``.
 
         Returns:
-            None; with a closure, what the inner optimizer's ``step`` returns.
+            None; with a closure, what it returns, or the inner optimizer's ``step`` if that evaluates it.
 
         Raises:
             UsageError: something changed ``.grad`` since autograd filled it, a plain ``backward()`` was used where weight or loss
                 scale are needed, or a closure was given where it cannot work. The window is as it was before the call.
         """
         window = self._window
-        if closure is not None:
+        if closure is not None and self._hands_over():
             return window.step_with(closure)
+        loss = None if closure is None else evaluated_once(closure)
         if _FROM_SCALER in self.__dict__:
             return self._step_for_scaler()
         window.add()
         if window.ends():
             window.close()
-        return None
+        return loss
 
     def flush(self) -> None:
         """Close the open window now, dividing by what it holds; an empty one stays as it is.
@@ -184,6 +186,10 @@ class AccumulatingOptimizer(DelegatingOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Read by ``scaler.step``: whether it may call ``step`` at once, without unscaling and without waiting for the device."""
         return self._scaler is not None
+
+    def _hands_over(self) -> bool:
+        """Whether the inner optimizer is to evaluate a closure itself."""
+        return needs_closure(self._inner) or is_plain(self._options, self._window.size, self._parameters)
 
     def _step_for_scaler(self) -> None:
         """The step that ``scaler.step`` calls."""

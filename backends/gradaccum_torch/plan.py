@@ -12,6 +12,7 @@ from gradaccum.kit import Options, explain, largest_number
 from gradaccum_torch.buffers import DroppingStrategy, MovingStrategy
 from gradaccum_torch.in_grad import GradStrategy
 from gradaccum_torch.masters import Parameters
+from gradaccum_torch.separate import SeparateDroppingStrategy, SeparateStrategy
 from gradaccum_torch.strategy import Strategy
 from gradaccum_torch.sums import sum_dtype
 from gradaccum_torch.tensors import DTYPE, REQUIRES_GRAD
@@ -76,7 +77,9 @@ def _seen(parameters: Sequence[Tensor]) -> tuple[list[int], list[torch.dtype], l
 
 
 def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], options: Options) -> type[Strategy]:
-    """The sum is in ``.grad`` unless micro-batches can be dropped or some sum has another dtype than its parameter."""
+    """The sum is in ``.grad`` unless it is to be apart, micro-batches can be dropped or some sum has another dtype than its parameter."""
+    if options.separate_sums:
+        return SeparateDroppingStrategy if options.on_overflow == "drop_micro_batch" else SeparateStrategy
     if options.on_overflow == "drop_micro_batch":
         return DroppingStrategy
     return GradStrategy if sum_dtypes == dtypes else MovingStrategy

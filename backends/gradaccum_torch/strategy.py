@@ -1,7 +1,7 @@
 """Where the sum of a window lives: the interface that `Window` and `Update` speak to.
 
-Three classes are behind it. `GradStrategy` keeps the sum in ``.grad``, `MovingStrategy` moves it into buffers of another dtype, and
-`DroppingStrategy` lets a micro-batch prove finite before it is added. `Plan` chooses.
+`GradStrategy` keeps the sum in ``.grad``, `MovingStrategy` moves it into buffers of another dtype, `DroppingStrategy` lets a micro-batch
+prove finite before it is added, and `SeparateStrategy` leaves ``.grad`` to the user. `Plan` chooses.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ class Strategy(ABC):
         if self.sentinels.arrivals.arrived:
             raise unfinished_error("zero_grad()")
         return False
+
+    @property
+    def begun(self) -> bool:
+        """Autograd has delivered a part of a micro-batch that is not counted yet."""
+        return self.sentinels.arrived
 
     def require_whole(self) -> None:
         """The last backward pass has ended.
@@ -180,6 +185,10 @@ class Strategy(ABC):
     def forget_micro_batch(self) -> None:
         """The user cleared ``.grad``, which held the micro-batch under way and nothing else."""
         self.sentinels.reset()
+
+    def window_ended(self) -> None:
+        """The window was closed: free its sum."""
+        self.clear()
 
     def clear(self) -> None:
         """Free the sum and whatever is in ``.grad``."""

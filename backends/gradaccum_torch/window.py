@@ -103,9 +103,7 @@ class Window:
 
     def add(self) -> None:
         """End the micro-batch under way: check it, add it to the sum, count it."""
-        first = self._fields.micro_step == 0
-        if first:  # Looked up once, so that a schedule cannot change it under way.
-            self._size = window_size(self._options, self._fields.optimizer_step)
+        first, self._size = self._fields.micro_step == 0, self.size  # Looked up once, so that a schedule cannot change it under way.
         fields, micro_batch, sentinels = self._fields, self._micro_batch, self.strategy.sentinels
         if self._update.half_made or sentinels.arrivals.under_way or self._workers.not_own:
             self._require_whole("step()")
@@ -122,6 +120,11 @@ class Window:
             self._scaler.count(first=first)
         self._fields = at_rest(accumulate(fields, weight, finite, select), float64_weight=self._plan.float64_weight)
         self._event = _NOTHING_CLOSED if finite else _DROPPED
+
+    @property
+    def size(self) -> int | None:
+        """Its micro-batches. Between two windows the schedule is asked for the next one's."""
+        return self._size if self._fields.micro_step else window_size(self._options, self._fields.optimizer_step)
 
     def ends(self) -> bool:
         """Whether the window is full, and must be closed."""
@@ -147,9 +150,7 @@ class Window:
 
     def step_with(self, closure: Callable[[], Loss]) -> StepReturn:
         """An update of one micro-batch, whose gradient the closure puts into ``.grad``; it counts once it is made."""
-        if self._fields.micro_step == 0:
-            self._size = window_size(self._options, self._fields.optimizer_step)
-        require_plain(self._options, self._size, self._parameters)
+        require_plain(self._options, self.size, self._parameters)
         self._workers.require_no_closure()
         try:
             return self._update.make_with(lambda: self._evaluated(closure))
@@ -162,7 +163,7 @@ class Window:
     def flush(self) -> None:
         """Close the window with what it holds."""
         self._require_whole()
-        if self._micro_batch.noted or (self._fields.micro_step and self.strategy.sentinels.arrived):
+        if self._micro_batch.noted or (self._fields.micro_step and self.strategy.begun):
             raise unfinished_error("flush()")
         self._event = _NOTHING_CLOSED
         if self._fields.micro_step and not self.strategy.sentinels.intact():
@@ -179,7 +180,7 @@ class Window:
 
     def is_under_way(self) -> bool:
         """Whether a window is open, or the micro-batch that opens one has begun."""
-        return bool(self._fields.micro_step) or self._micro_batch.noted or self.strategy.sentinels.arrived
+        return bool(self._fields.micro_step) or self._micro_batch.noted or self.strategy.begun
 
     def groups_changed(self) -> None:
         """Parameters were added, replaced, frozen or cast; if the sum must now live elsewhere, it moves there."""
@@ -250,7 +251,7 @@ class Window:
         fields = close(self._fields, decision.apply, decision.overflow, options, select)
         self._grad_norm = decision.grad_norm
         self._set(fields, (decision.apply, not decision.apply, decision.overflow))
-        through(self.strategy.clear)
+        through(self.strategy.window_ended)
         self._workers.window_ended()
         self.strategy.sentinels.window_ended()
         self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))

@@ -210,8 +210,10 @@ def test_added_group_has_masters_too() -> None:
     assert masters_of(opt)[-1].tolist() == [1 - STEP / 2] * 2
 
 
-def test_closure_is_refused() -> None:
-    _, opt = make(torch.float16, steps=1, accumulate_dtype="float16")
+def test_lbfgs_is_refused() -> None:
+    model, _ = make(torch.float16)
+    inner = torch.optim.LBFGS(model.parameters())
+    opt = gradaccum.wrap(inner, steps=1, accumulate_dtype="float16", master_weights=True)
     with pytest.raises(gradaccum.UsageError, match="closure"):
         opt.step(lambda: None)
 

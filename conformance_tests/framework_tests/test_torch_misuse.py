@@ -46,10 +46,10 @@ def test_unscaled_backward_is_refused() -> None:
 
 
 @pytest.mark.parametrize("options", [{"steps": 2}, {"steps": None}, {"steps": 1, "clip_norm": 1.0}, {"steps": 1, "loss_scale": 2.0}])
-def test_closure_needs_plain_steps_1(options: dict) -> None:
-    """A closure cannot work with longer windows, clipping or a loss scale."""
+def test_lbfgs_needs_plain_steps_1(options: dict) -> None:
+    """An optimizer that evaluates the model again and again cannot work with longer windows, clipping or a loss scale."""
     model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), **options)
+    opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters(), lr=0.5), **options)
     called: list[int] = []
     with pytest.raises(gradaccum.UsageError, match="steps=1"):
         opt.step(lambda: called.append(1))

@@ -25,6 +25,9 @@ def require_deferrable(units: Sequence[Unit], parameters: Sequence[Tensor], opti
     if options.on_overflow == "drop_micro_batch":
         found = 'on_overflow="drop_micro_batch", which looks at each reduced gradient'
         raise _error(sync, "no look at a single micro-batch", found, 'Leave one of them out: gradient_sync="micro_batch" reduces each.')
+    if options.separate_sums:
+        fix = 'Leave one of them out: gradient_sync="micro_batch" leaves .grad to you.'
+        raise _error(sync, "to keep the sum", "separate_sums=True, which takes each micro-batch out of .grad", fix)
     if sync == "all_reduce_per_window" and not any(unit.copies > 1 for unit in units):
         found = "a mesh without a dimension of copies, on which nothing is all-reduced"
         raise _error(sync, "a mesh of two dimensions (HSDP)", found, 'Write gradient_sync="micro_batch", which reduce-scatters each.')
