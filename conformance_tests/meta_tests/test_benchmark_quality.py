@@ -17,6 +17,7 @@ from benchmarks.contestants.runs import GRADACCUM, LARGE
 from benchmarks.questions.quality import FRAMEWORKS, curves
 
 ROOT = Path(__file__).parents[2]
+MODULE = "conformance_tests.meta_tests.test_benchmark_quality"
 EPOCHS = 2
 ROUNDING = 1e-5
 """Of the parameters, which are of the order of 1, after some dozens of updates in float32."""
