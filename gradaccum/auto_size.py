@@ -30,7 +30,7 @@ class AutoMicroBatchSize:
         ArgumentTypeError: `memory_limit` is no int.
         ArgumentValueError: `memory_limit` is below 1.
 
-    Example:
+    Examples:
         >>> sizes = AutoMicroBatchSize(memory_limit=2 * 1024**3)
         >>> sizes.size is None  # nothing has run yet
         True

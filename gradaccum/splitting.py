@@ -66,8 +66,9 @@ def make_division(
 def cuts(items: int, size: int) -> tuple[Cut, ...]:
     """`items` cut into micro-batches of `size`; the last one may be smaller.
 
-    >>> cuts(7, 3)
-    (Cut(start=0, stop=3), Cut(start=3, stop=6), Cut(start=6, stop=7))
+    Examples:
+        >>> cuts(7, 3)
+        (Cut(start=0, stop=3), Cut(start=3, stop=6), Cut(start=6, stop=7))
     """
     return tuple(Cut(start, min(start + size, items)) for start in range(0, items, size))
 
@@ -98,8 +99,9 @@ def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
     Raises:
         ArgumentValueError: one item alone is heavier than the budget, or there is no item.
 
-    >>> packed([3, 1, 2, 4], 4)
-    (Cut(start=0, stop=2), Cut(start=2, stop=3), Cut(start=3, stop=4))
+    Examples:
+        >>> packed([3, 1, 2, 4], 4)
+        (Cut(start=0, stop=2), Cut(start=2, stop=3), Cut(start=3, stop=4))
     """
     require_items(len(weights))
     made, start, held = [], 0, 0.0

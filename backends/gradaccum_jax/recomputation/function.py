@@ -60,7 +60,7 @@ def recompute(
         UsageError: `function` is a flax linen module, which is recomputed by its ``apply`` or by `flax.linen.remat`. Later, in a call:
             it reads or writes a `Ref` from outside, or changes the structure of an nnx module.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> layer = recompute(lambda weight, x: jnp.tanh(x @ weight))
         >>> jax.grad(lambda weight: layer(weight, jnp.ones((2, 3))).sum())(jnp.zeros((3, 3))).shape

@@ -161,7 +161,7 @@ def coupled_value_and_grad(
             numbers in graph mode or inside compiled code, or normalizes inside compiled code. Other outputs make everything NaN inside
             compiled code, which cannot raise.
 
-    Example:
+    Examples:
         >>> from mindspore import Tensor, nn
         >>> net = nn.Dense(2, 1, weight_init="ones", has_bias=False)
         >>> def spread(outputs):

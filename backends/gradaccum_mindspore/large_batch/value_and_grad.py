@@ -97,7 +97,7 @@ def value_and_grad(
         UsageError: on a call, compiled micro-batches of two sizes, or of `has_aux` inside compiled code, would draw the same random
             numbers: MindSpore starts each compiled program at the seed of `mindspore.set_seed`.
 
-    Example:
+    Examples:
         >>> import mindspore as ms
         >>> from mindspore import Tensor, nn
         >>> net = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")

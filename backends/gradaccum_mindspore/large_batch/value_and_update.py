@@ -152,7 +152,7 @@ def value_and_update(
         UsageError: on a call from Python, `optimizer` has an open window. Compiled code cannot raise: there the loss is NaN then, and the
             window is an overflow.
 
-    Example:
+    Examples:
         >>> import gradaccum
         >>> from mindspore import Tensor, nn
         >>> net = nn.Dense(2, 1, weight_init="ones", has_bias=False)

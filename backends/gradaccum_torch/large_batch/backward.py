@@ -81,7 +81,7 @@ def backward(
         UsageError: `loss_fn` calls ``backward()``, or its parameters are a wrapped optimizer's or several workers' and `optimizer` is not
             given.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = torch.nn.Linear(3, 1)
         >>> x, y = torch.randn(8, 3), torch.randn(8, 1)

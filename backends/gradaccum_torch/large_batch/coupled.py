@@ -68,7 +68,7 @@ def coupled_backward(
             `loss_fn` returns something else.
         UsageError: the second run gives other outputs; a function calls ``backward()``; or `optimizer` drops micro-batches, or is missing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = torch.nn.Linear(3, 4)
         >>> x = torch.randn(8, 3)

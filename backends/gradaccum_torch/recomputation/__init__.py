@@ -64,7 +64,7 @@ def recompute(
         ArgumentValueError: more segments than layers, a submodule that is none of the module's, or both `segments` and `submodules`.
         UsageError: it is recomputed already, or cannot be replaced. The second run raises it, too, for parameters that changed since.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = recompute(torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(9)]))  # In three segments of three.
         >>> model(torch.ones(2, 8)).sum().backward()

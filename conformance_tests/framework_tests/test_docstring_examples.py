@@ -1,0 +1,29 @@
+"""The examples in the adapters' docstrings run, and say what comes out."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+BACKENDS = Path(__file__).parents[2] / "backends"
+WITH_EXAMPLES = sorted(
+    path.relative_to(BACKENDS).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for path in BACKENDS.rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_examples(module: str) -> None:
+    framework = module.partition(".")[0].removeprefix("gradaccum_")
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_adapters_have_examples() -> None:
+    assert {module.partition(".")[0] for module in WITH_EXAMPLES} == {"gradaccum_torch", "gradaccum_jax", "gradaccum_mindspore"}
