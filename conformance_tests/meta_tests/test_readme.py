@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-FOLDERS = (".", "gradaccum", "backends", "backends/*", "benchmarks")
+FOLDERS = (".", ".github", "gradaccum", "backends", "backends/*", "benchmarks")
 PAGES = sorted(page.relative_to(ROOT).as_posix() for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md"))
 EXAMPLES = {
     name: code

@@ -1,0 +1,47 @@
+"""The pages on moving to gradaccum from another loop, as programs: each section's blocks run after the page's first block."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+BACKENDS = Path(__file__).parents[2] / "backends"
+NEIGHBOURS = ("accelerate",)
+"""Packages that a section may need beside its framework. Such a section runs in the integration tests."""
+
+_PYTHON = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+
+
+class Program(NamedTuple):
+    """One section of a page that runs."""
+
+    title: str
+    """Its heading."""
+    first: str
+    """The block that all sections of the page begin with."""
+    blocks: tuple[str, ...]
+    """Before and after."""
+
+    def neighbour(self) -> str | None:
+        """The package that it needs beside its framework."""
+        return next((name for name in NEIGHBOURS if f"from {name} " in self.blocks[0]), None)
+
+    def run_here(self) -> None:
+        """Run it in this process."""
+        names = {"__name__": "__main__"}
+        for block in (self.first, *self.blocks):
+            exec(compile(block, f"MIGRATING.md, {self.title}", "exec"), names)
+
+    def as_file(self) -> str:
+        """All of it as the text of one file."""
+        return "\n\n".join([self.first, *self.blocks])
+
+
+def programs_of(framework: str) -> list[Program]:
+    """The sections of the page of `framework` that have programs; each asserts its distance to the large batch."""
+    page = (BACKENDS / f"gradaccum_{framework}" / "MIGRATING.md").read_text(encoding="utf-8")
+    start, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    (first,) = _PYTHON.findall(start)
+    found = [Program(section.split("\n", 1)[0], first, tuple(_PYTHON.findall(section))) for section in sections]
+    return [program for program in found if program.blocks]

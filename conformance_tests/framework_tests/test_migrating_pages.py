@@ -1,0 +1,41 @@
+"""The pages on moving to gradaccum from another loop: what they say of the loop before and of the loop after holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from conformance_tests.framework_tests.migrating import Program, programs_of
+from conformance_tests.framework_tests.recipes import Recipe, run_recipe
+
+IN_PROCESS = [(framework, program) for framework in ("torch", "jax") for program in programs_of(framework) if not program.neighbour()]
+FROM_FILES = programs_of("mindspore")
+
+
+@pytest.mark.parametrize(("framework", "program"), IN_PROCESS, ids=lambda value: value.title if isinstance(value, Program) else value)
+def test_program_of_the_page(framework: str, program: Program) -> None:
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    program.run_here()
+
+
+@pytest.mark.parametrize("program", FROM_FILES, ids=lambda program: program.title)
+def test_program_from_a_file(program: Program, tmp_path: Path) -> None:
+    """MindSpore's compiler reads the source of what it compiles from a file."""
+    pytest.importorskip("mindspore", reason="mindspore is not installed")
+    run_recipe(Recipe(program.title, program.as_file()), tmp_path, GLOG_v="4")
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax", "mindspore"])
+def test_each_loop_after_is_compared(framework: str) -> None:
+    for program in programs_of(framework):
+        assert re.search(r"^assert distance_to_large_batch\(.*\) < 1e-(6|12)$", program.blocks[1], flags=re.MULTILINE), program.title
+
+
+def test_wrong_loop_is_seen() -> None:
+    """The plain loop before, told to be the large batch."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    plain = programs_of("torch")[0]
+    with pytest.raises(AssertionError):
+        plain._replace(blocks=(plain.blocks[0].replace("> 1e-2", "< 1e-12"),)).run_here()
