@@ -1,0 +1,109 @@
+"""The page on errors: every call of `gradaccum.kit.explain` in the sources, so that a search for a message finds what to do.
+
+The sources are read, not run. Words that a message takes from its call stand as ``…``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FOLDERS: Mapping[str, str] = {
+    "In every framework": "gradaccum",
+    "PyTorch": "backends/gradaccum_torch",
+    "JAX": "backends/gradaccum_jax",
+    "MindSpore": "backends/gradaccum_mindspore",
+}
+UNKNOWN = "…"
+_HEADER = """# Every error
+
+Each message has one shape: `argument: expected ...; got .... What to write instead.` This page is made from the sources; `…` is what
+a message takes from your call. What most people meet is told by symptom in [Troubleshooting](../gradaccum/TROUBLESHOOTING.md).
+"""
+
+
+class Entry(NamedTuple):
+    """One error, in the words of the source."""
+
+    kind: str
+    argument: str
+    expected: str
+    found: str
+    fix: str
+
+
+def entries_in(folder: str) -> list[Entry]:
+    """The errors of a folder, each once, by what they are about."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    found = {entry for file in files for entry in _entries_of(ast.parse(file.read_text(encoding="utf-8")))}
+    return sorted((entry for entry in found if entry.expected != UNKNOWN), key=lambda entry: (entry.argument == UNKNOWN, entry))
+
+
+def error_page() -> str:
+    """The Markdown of the page."""
+    sections = [f"## {title}\n\n{''.join(_shown(entry) for entry in entries_in(folder))}" for title, folder in FOLDERS.items()]
+    return "\n".join([_HEADER, *sections])
+
+
+def _shown(entry: Entry) -> str:
+    got = "" if entry.found == UNKNOWN else f"; got {entry.found}"
+    fix = "" if entry.fix == UNKNOWN else f"<br>{_escaped(entry.fix)}"
+    return f"- **{_escaped(entry.argument)}**: expected {_escaped(entry.expected + got)}. *({entry.kind})*{fix}\n"
+
+
+def _escaped(text: str) -> str:
+    for mark in ("\\", "`", "*", "_", "<", "[", "{"):
+        text = text.replace(mark, f"&#{ord(mark)};")
+    return text
+
+
+def _entries_of(tree: ast.Module) -> Iterator[Entry]:
+    outer = _assigned(tree.body)
+    for scope in (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
+        names = outer | _assigned(list(ast.walk(scope)))
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "explain" and len(node.args) == 2:
+                yield _entry(node, names)
+
+
+def _entry(call: ast.Call, names: Mapping[str, ast.expr]) -> Entry:
+    said = {keyword.arg: _words(keyword.value, names) for keyword in call.keywords}
+    kind = call.args[0].id if isinstance(call.args[0], ast.Name) and call.args[0].id[0].isupper() else "GradAccumError"
+    found = said.get("found", UNKNOWN)
+    return Entry(kind, _words(call.args[1], names), said.get("expected", UNKNOWN), found, said.get("fix", UNKNOWN))
+
+
+def _words(node: ast.expr, names: Mapping[str, ast.expr]) -> str:
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(part.value if isinstance(part, ast.Constant) else _words(part.value, names) for part in parts)
+        case ast.Name(id=name) if name in names:
+            return _words(names[name], {key: value for key, value in names.items() if key != name})
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _words(left, names) + _words(right, names)
+        case ast.IfExp(body=first, orelse=second):
+            return " / ".join(_words(one, names) for one in (first, second))
+    return UNKNOWN
+
+
+def _assigned(nodes: list[ast.stmt] | list[ast.AST]) -> dict[str, ast.expr]:
+    """The names that are assigned once, and what to."""
+    found: list[tuple[str, ast.expr]] = []
+    for node in nodes:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            found += _pairs(node.targets[0], node.value)
+    names = [name for name, _ in found]
+    return {name: value for name, value in found if names.count(name) == 1}
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
+    if isinstance(target, ast.Name):
+        return [(target.id, value)]
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return [pair for one, its in zip(target.elts, value.elts, strict=True) for pair in _pairs(one, its)]
+    return []

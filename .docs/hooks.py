@@ -1,0 +1,34 @@
+"""What mkdocs asks while it builds the site: which pages there are, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from api import PACKAGES, api_page
+from error_list import error_page
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from pages import ROOT, SECTIONS, all_pages, pages_of, pictures_of, place_on_site, text_for_site
+
+ERRORS = "api/errors.md"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lay out the navigation by the pages that are there."""
+    sections: dict[str, list[Any]] = {section: [place_on_site(page) for page in pages_of(section)] for section in SECTIONS}
+    sections["API"] = [*({package: f"api/{package}.md"} for package in PACKAGES), {"Every error": ERRORS}]
+    config.nav = [{section: pages} for section, pages in sections.items()]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Bring in the pages, the pictures that they show, and the pages that are made from the sources."""
+    repository = f"{config.repo_url.rstrip('/')}/blob/HEAD" if config.repo_url else None
+    made = {place_on_site(page): text_for_site(page, repository) for page in all_pages()}
+    made |= {f"api/{package}.md": api_page(package) for package in PACKAGES}
+    made[ERRORS] = error_page()
+    for place, text in made.items():
+        files.append(File.generated(config, place, content=text))
+    for picture in sorted({picture for page in all_pages() for picture in pictures_of(page)}):
+        files.append(File.generated(config, picture, abs_src_path=str(ROOT / picture)))
+    return files
