@@ -81,7 +81,7 @@ def _words(node: ast.expr, names: Mapping[str, ast.expr]) -> str:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=parts):
-            return "".join(part.value if isinstance(part, ast.Constant) else _words(part.value, names) for part in parts)
+            return "".join(_words(part.value if isinstance(part, ast.FormattedValue) else part, names) for part in parts)
         case ast.Name(id=name) if name in names:
             return _words(names[name], {key: value for key, value in names.items() if key != name})
         case ast.BinOp(left=left, op=ast.Add(), right=right):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from api import PACKAGES, api_page
+from api import api_page, packages
 from error_list import error_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -16,7 +16,7 @@ ERRORS = "api/errors.md"
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Lay out the navigation by the pages that are there."""
     sections: dict[str, list[Any]] = {section: [place_on_site(page) for page in pages_of(section)] for section in SECTIONS}
-    sections["API"] = [*({package: f"api/{package}.md"} for package in PACKAGES), {"Every error": ERRORS}]
+    sections["API"] = [*({package: f"api/{package}.md"} for package in packages()), {"Every error": ERRORS}]
     config.nav = [{section: pages} for section, pages in sections.items()]
     return config
 
@@ -25,7 +25,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Bring in the pages, the pictures that they show, and the pages that are made from the sources."""
     repository = f"{config.repo_url.rstrip('/')}/blob/HEAD" if config.repo_url else None
     made = {place_on_site(page): text_for_site(page, repository) for page in all_pages()}
-    made |= {f"api/{package}.md": api_page(package) for package in PACKAGES}
+    made |= {f"api/{package}.md": api_page(package) for package in packages()}
     made[ERRORS] = error_page()
     for place, text in made.items():
         files.append(File.generated(config, place, content=text))

@@ -64,6 +64,18 @@ def test_public_names_are_in_the_api() -> None:
         assert all(f"::: {package}.{name}\n" in api.api_page(package) for name in module.__all__)
 
 
+def test_integrations_are_in_the_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its public classes; a file of helpers has none."""
+    folder = tmp_path / "backends" / "gradaccum_x" / "integrations"
+    folder.mkdir(parents=True)
+    (folder / "trainer.py").write_text('"""A trainer."""\n\n\nclass Callback: ...\n\n\nclass _Own: ...\n', encoding="utf-8")
+    (folder / "trainer_checks.py").write_text("def require() -> None: ...\n", encoding="utf-8")
+    monkeypatch.setattr(api, "ROOT", tmp_path)
+    assert list(api.packages()) == ["gradaccum_x.integrations.trainer"]
+    page = api.api_page("gradaccum_x.integrations.trainer")
+    assert page == "# `gradaccum_x.integrations.trainer`\n\nA trainer.\n\n::: gradaccum_x.integrations.trainer.Callback\n"
+
+
 def test_errors_are_listed_in_their_words() -> None:
     entries = [entry for folder in errors.FOLDERS.values() for entry in errors.entries_in(folder)]
     calls = sum(
