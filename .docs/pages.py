@@ -69,7 +69,7 @@ def _link_for_site(page: str, link: re.Match[str], repository: str | None) -> st
         return link.group()
     path, hash_mark, anchor = target.partition("#")
     file = _resolved(page, path)
-    if mark or file in all_pages():
+    if mark or file in all_pages() or not (ROOT / file).exists():  # mkdocs names a link that leads nowhere
         relative = posixpath.relpath(place_on_site(file), posixpath.dirname(place_on_site(page)) or ".")
         return f"{mark}[{shown}]({relative}{hash_mark}{anchor})"
     return f"[{shown}]({repository}/{file})" if repository else shown
