@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -26,6 +27,8 @@ CLIPPING: dict[str, Recipe] = {
     "Accelerate": lambda model, inner, loss: accelerate(model, inner, loss, CLIP),
     "Fabric": lambda model, inner, loss: fabric(model, inner, loss, CLIP),
 }
+SEPARATE: Recipe = partial(wrapped, separate_sums=True)
+"""The sum beside ``.grad``: one pass over the gradients more per micro-batch, and one buffer."""
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -33,6 +36,7 @@ def cases(quick: bool) -> Iterator[Case]:
         x = torch.randn(ITEMS, width, device=DEVICE)
         for kind in ("foreach", "fused"):
             windows = {label: _window(recipe, width, layers, kind, x) for label, recipe in recipes().items()}
+            windows["gradaccum, separate_sums"] = _window(SEPARATE, width, layers, kind, x)
             if kind == "foreach" and find_spec("keras") and width <= 512:
                 windows["Keras"] = _keras(width, layers, x)
             yield Case(f"{name}, {kind}", BASELINE, windows)
