@@ -20,6 +20,7 @@ from gradaccum.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from gradaccum.registry import available_backends, load_backend, registered_backends
 from gradaccum.result import StepResult
 from gradaccum.verification import Cause, MissingPackageError, VerificationReport, verify
+from gradaccum.watching import Watch
 from gradaccum.wrapping import wrap
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "StepResult",
     "UsageError",
     "VerificationReport",
+    "Watch",
     "available_backends",
     "effective_batch_size",
     "load_backend",

@@ -4,6 +4,7 @@
 - `terms_of`, `resumed`, `redistributed`: what an open window depends on, and how a saved one goes on;
 - `make_division`, `divided`, `leaves_of`, `share`: where a large batch is cut, the nests that it comes in, how other outputs merge;
 - `explain` and the ``require_`` and ``_error`` functions: one mistake has one class and one wording in every backend;
+- `Listeners`, `Losses`: who hears of closed windows, and the loss of one; `described`, `status`: the state in one line;
 - `comparable`, `linearity_report`: whether a loss can be scaled;
 - `examine`, `Subject`, `Conditions`, `Run`: what `gradaccum.verify` runs, and how;
 - `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: what the core asks for in return.
@@ -46,6 +47,7 @@ from gradaccum.splitting import (
     size_for,
 )
 from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, initial_state, largest_number
+from gradaccum.status import described, status
 from gradaccum.transitions import (
     Decision,
     Fields,
@@ -63,6 +65,9 @@ from gradaccum.transitions import (
     usable,
 )
 from gradaccum.verification import ROUNDING_LIMIT, Column, Conditions, Layer, Precision, Run, Subject, VerifyingBackend, examine, item_axis
+from gradaccum.watching.listeners import Handle, Listeners
+from gradaccum.watching.losses import Losses
+from gradaccum.watching.window import ClosedWindow, Listener
 
 __all__ = [
     "FIELD_DTYPES",
@@ -71,6 +76,7 @@ __all__ = [
     "ROUNDING_LIMIT",
     "SCALES",
     "Backend",
+    "ClosedWindow",
     "Column",
     "Conditions",
     "Cut",
@@ -79,8 +85,12 @@ __all__ = [
     "Division",
     "Fields",
     "GatingBackend",
+    "Handle",
     "Layer",
     "Leaf",
+    "Listener",
+    "Listeners",
+    "Losses",
     "MergingOps",
     "Nest",
     "Options",
@@ -108,6 +118,7 @@ __all__ = [
     "cuts",
     "decide",
     "decode_terms",
+    "described",
     "discard",
     "divided",
     "divisor",
@@ -154,6 +165,7 @@ __all__ = [
     "share",
     "size_for",
     "spread",
+    "status",
     "steps_at",
     "terms_of",
     "too_small_error",

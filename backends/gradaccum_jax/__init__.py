@@ -14,7 +14,7 @@ from gradaccum_jax.masters import apply_updates
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, flush
 from gradaccum_jax.recomputation import recompute
-from gradaccum_jax.state import AccumulationState, result, scale_loss
+from gradaccum_jax.state import AccumulationState, describe, result, scale_loss
 from gradaccum_jax.verification import verify
 from gradaccum_jax.workers import data_parallel, redistributed, sharded_cross_entropy
 
@@ -26,6 +26,7 @@ __all__ = [
     "check_state",
     "coupled_value_and_grad",
     "data_parallel",
+    "describe",
     "discard",
     "flush",
     "recompute",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import ArgumentTypeError, StepResult
-from gradaccum.kit import Fields, Options, Scalar, State, encode_terms, explain, select, steps_at, terms_of
+from gradaccum.kit import Fields, Options, Scalar, State, encode_terms, explain, select, status, steps_at, terms_of
 from gradaccum_jax.types import Array, DType, InnerState, Tree
 from gradaccum_jax.varying import axes_of, vary
 
@@ -149,6 +149,30 @@ def result(state: Tree) -> StepResult:
         micro_step=jnp.asarray(found.micro_step),
         optimizer_step=jnp.asarray(found.optimizer_step),
     )
+
+
+def describe(state: Tree) -> str:
+    """The state in one line: ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
+
+    The size is that of the window that the last micro-batch belonged to. This waits for the device; call it on the host, not inside
+    compiled code, where nothing has a value.
+
+    Args:
+        state: as in `result`.
+
+    Raises:
+        ArgumentTypeError: `state` holds no accumulation's state, or several; or it is traced, or that of several models side by side.
+    """
+    found = the_state(state)
+    if any(isinstance(field, jax.core.Tracer) or jnp.ndim(field) for field in (found.micro_step, found.optimizer_step)):
+        fix = (
+            "Call it after the compiled step, with one model's state; inside, write jax.debug.callback(watch, gradaccum_jax.result(state))."
+        )
+        raise explain(ArgumentTypeError, "state", expected="a state of scalars with values", found="a traced or stacked one", fix=fix)
+    micro_step, optimizer_step, skipped = (int(field) for field in found[:3])
+    steps = None if found.terms is None else int(jnp.reshape(found.terms, (-1, 4))[0, STEPS]) or None
+    fields = State(micro_step, optimizer_step, skipped, 0.0, False, float(found.loss_scale), 0)
+    return status(fields, steps)
 
 
 def _on_any_device(state: AccumulationState) -> Array:

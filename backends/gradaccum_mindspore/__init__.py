@@ -10,6 +10,7 @@ from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, Acc
 from gradaccum_mindspore.recomputation import recompute
 from gradaccum_mindspore.training import TrainOneStepCell
 from gradaccum_mindspore.verification import verify
+from gradaccum_mindspore.window_callback import WatchWindows
 from gradaccum_mindspore.workers import redistributed, sharded_cross_entropy
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Accumulator",
     "FlushAtEpochEnd",
     "TrainOneStepCell",
+    "WatchWindows",
     "backend",
     "coupled_value_and_grad",
     "load_checkpoint_into",

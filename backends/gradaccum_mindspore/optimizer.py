@@ -16,7 +16,7 @@ from mindspore import ParameterTuple, Tensor, nn
 from mindspore.experimental import optim
 
 from gradaccum import UsageError
-from gradaccum.kit import Options, ends, explain, select
+from gradaccum.kit import Listener, Options, State, described, ends, explain, select
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.checks import gradients_by_position, weight_as_number, without_none
 from gradaccum_mindspore.compiled_window import CompiledWindow
@@ -24,6 +24,7 @@ from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
 from gradaccum_mindspore.masters import turn_to_masters
 from gradaccum_mindspore.pynative_window import PyNativeWindow
 from gradaccum_mindspore.scaled import require_read
+from gradaccum_mindspore.sizes import window_size
 from gradaccum_mindspore.state import StateReader, Storage
 from gradaccum_mindspore.types import Gradients, NamedGradients, Optimizer, Weight
 from gradaccum_mindspore.update import Update
@@ -168,6 +169,26 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
         if full:
             self.pynative_window.close(state, self.update)
         return full
+
+    def add_listener(self, listener: Listener) -> None:
+        """Raise `UsageError`: compiled code, which a step mostly is here, cannot call a listener, and would leave it out without a word."""
+        fix = "Write watch = gradaccum.Watch(listener) and after each step watch(optimizer.result, loss=loss); under mindspore.train.Model "
+        fix += "take callbacks=[gradaccum_mindspore.WatchWindows(optimizer, listener)]."
+        raise explain(UsageError, "add_listener", expected="a listener beside the optimizer", found=f"{listener!r} for it to call", fix=fix)
+
+    def __repr__(self) -> str:
+        """The state in one line; waits for the device, which has it. ``print(optimizer.inner)`` shows the inner optimizer."""
+        state = self.storage.pull()
+        return described(type(self).__name__, type(self.inner).__name__, self.options, state, self._steps(state))
+
+    def _steps(self, state: State) -> int | None:
+        """The size of the open window, or of the next one; None if the user's function does not give one, or the caller closes it."""
+        if state.micro_step and self.storage.varies:
+            return self.storage.open_size()
+        try:
+            return window_size(self.options.steps, state.optimizer_step)
+        except Exception:
+            return None
 
     def construct(self, gradients: Gradients | NamedGradients, weight: Weight = None) -> Tensor:
         require_read(self.storage.scaled)

@@ -141,6 +141,11 @@ class Storage(nn.Cell):  # type: ignore[misc]
         if size != before:
             self._assign(self.terms, [*others, size])
 
+    def open_size(self) -> int:
+        """The size of the open window, from its terms."""
+        *_, size = self.terms.tolist()
+        return int(size)
+
     def held(self) -> int:
         """Whose the open window's sum is: `OWN`, `OF_ALL` or `TORN`."""
         held: int = self.shared.tolist()[0]

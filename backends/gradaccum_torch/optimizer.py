@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from gradaccum import StepResult
-from gradaccum.kit import Options, require_weight
+from gradaccum.kit import Handle, Listener, Options, described, require_weight
 from gradaccum_torch.attempt import StepReturn
 from gradaccum_torch.checkpoint import load, save
+from gradaccum_torch.checks import known_window_size
 from gradaccum_torch.closure import Loss, evaluated_once, is_plain, needs_closure
 from gradaccum_torch.delegating import DelegatingOptimizer, OptimizerState
 from gradaccum_torch.entry import StateDict
 from gradaccum_torch.forwarding import Argument, forwarded
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
+from gradaccum_torch.listening import NOBODY, Listening
 from gradaccum_torch.loss import require_loss
 from gradaccum_torch.masters import Group, Parameters
 from gradaccum_torch.torch_private import LocalVariables, initialize_state
@@ -71,6 +73,28 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         """The float32 master of each half-precision parameter by its index, with ``master_weights=True``; the tensors themselves."""
         return self._parameters.masters()
 
+    def add_listener(self, listener: Listener) -> Handle:
+        """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
+
+        It is called when the ``step`` or ``flush`` that closed the window is through, and never in mid-window or for ``discard``. What it
+        raises is raised by that call; the window has ended by then, and the update is made. A window's loss is known if each micro-batch
+        went through ``opt.backward`` or ``opt.scale``. It waits for the device at the window's end; without a listener nothing does.
+        Listeners belong to this object: no state, pickle or copy has them.
+
+        Args:
+            listener: a function of one `gradaccum.watching.ClosedWindow`, such as a `gradaccum.watching.JsonLines`.
+
+        Returns:
+            A handle, whose ``remove()`` takes the listener off.
+
+        Raises:
+            ArgumentTypeError: `listener` cannot be called.
+        """
+        listening = Listening(self._options.reduction) if self._window.listening is NOBODY else self._window.listening
+        handle = listening.add(listener)
+        self._window.listening = listening
+        return handle
+
     def backward(self, loss: Tensor, weight: float | None = None, **kwargs: Argument) -> None:
         """``loss.backward(**kwargs)`` with the weight and the loss scale multiplied in.
 
@@ -87,7 +111,9 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         """
         if kwargs.get("create_graph"):
             self._workers.require_no_graph()
-        self._window.backward(require_loss(loss), 1.0 if weight is None else require_weight(weight), kwargs)
+        own = 1.0 if weight is None else require_weight(weight)
+        self._window.backward(require_loss(loss), own, kwargs)
+        self._window.listening.hear(loss, own)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for ``opt.scale(loss).backward()``; the weight is then 1.
@@ -99,7 +125,9 @@ class AccumulatingOptimizer(DelegatingOptimizer):
             ArgumentTypeError: `loss` is no tensor.
             UsageError: another loss of the same micro-batch had another weight.
         """
-        return self._window.scale(require_loss(loss))
+        scaled = self._window.scale(require_loss(loss))
+        self._window.listening.hear(loss, 1.0)
+        return scaled
 
     def step(self, closure: Callable[[], Loss] | None = None) -> StepReturn:
         """Count the micro-batch whose gradient is in ``.grad``, and at the end of the window make the update.
@@ -117,13 +145,11 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         """
         window = self._window
         if closure is not None and self._hands_over():
-            return window.step_with(closure)
+            return window.listening.after(lambda: window.step_with(closure))
         loss = None if closure is None else evaluated_once(closure)
         if _FROM_SCALER in self.__dict__:
             return self._step_for_scaler()
-        window.add()
-        if window.ends():
-            window.close()
+        self._count(window)
         return loss
 
     def flush(self) -> None:
@@ -135,7 +161,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
             UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``; or, with ``module=``,
                 another worker did not come before the process group's timeout.
         """
-        self._window.flush()
+        self._window.listening.after(self._window.flush)
 
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way: no update, nothing counted, the loss scale as it was."""
@@ -167,8 +193,10 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         self._window.groups_changed()
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self._options._asdict().items() if value is not None)
-        return f"{type(self).__name__} ({options})\n{self._inner!r}"
+        # The class and the options; ``print(opt.optimizer)`` shows the groups. A GradScaler has the scale on its device: this waits for it.
+        state = self._window.fields_to_save()
+        size = self._window.size if state.micro_step else known_window_size(self._options, state.optimizer_step)
+        return described(type(self).__name__, type(self._inner).__name__, self._options, state, size)
 
     def __getstate__(self) -> dict[str, Any]:
         self._workers.require_no_copy()
@@ -197,9 +225,15 @@ class AccumulatingOptimizer(DelegatingOptimizer):
             raise foreign_scaler_error()
         self._window.note_scaled()
         with self._scaler.stepping(self):
-            self._window.add()
-            if self._window.ends():
-                self._window.close()
+            self._count(self._window)
+
+    def _count(self, window: Window) -> None:
+        """Count the micro-batch under way; if the window is full, close it and tell the listeners."""
+        window.add()
+        if window.listening is not NOBODY:
+            window.listening.counted(window.result)
+        if window.ends():
+            window.listening.after(window.close)
 
     def _groups_for_scaler(self, caller: LocalVariables) -> list[Group]:
         if self._scaler is None:

@@ -34,6 +34,7 @@ from gradaccum_torch.checks import known_window_size, window_size
 from gradaccum_torch.closure import Loss, require_no_weight, require_plain
 from gradaccum_torch.entry import Saved, own_copy
 from gradaccum_torch.grad_scaler import ScalerLink
+from gradaccum_torch.listening import NOBODY
 from gradaccum_torch.loss import factor, scaled
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.micro_batch import NOTHING_SAID, MicroBatch
@@ -61,11 +62,10 @@ class Window:
     def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
         self._parameters, self._options, self._update = parameters, options, update
         self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
-        self._micro_batch = NOTHING_SAID
+        self._micro_batch, self._grad_norm, self.listening = NOTHING_SAID, 0.0, NOBODY
         self._plan = Plan(parameters, options, workers.deferred)
         self.strategy = self._plan.strategy()
         self._size: int | None = None
-        self._grad_norm = 0.0
         self._fields: State
         self._set(initial_state(options.scale_rule.init_scale))
         self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
@@ -100,6 +100,7 @@ class Window:
         """Clear ``.grad`` between two windows; in mid-window keep the partial sum."""
         if self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0):
             self._micro_batch = NOTHING_SAID
+            self.listening.drop()
 
     def add(self) -> None:
         """End the micro-batch under way: check it, add it to the sum, count it."""
@@ -173,10 +174,10 @@ class Window:
     def discard(self) -> None:
         """Forget it, and the micro-batch under way."""
         self.strategy.clear()
-        self._micro_batch = NOTHING_SAID
-        self._update.half_made = False
+        self._micro_batch, self._update.half_made = NOTHING_SAID, False
         self._workers.window_ended()
         self._set(discard(self._fields))
+        self.listening.forget()
 
     def is_under_way(self) -> bool:
         """Whether a window is open, or the micro-batch that opens one has begun."""
@@ -248,15 +249,15 @@ class Window:
     def _finish(self, decision: Decision) -> None:
         """Count the window, free its sum, move the loss scale."""
         options = self._options if self._scaler is None else self._options._replace(scale_rule=self._scaler.rule)
-        fields = close(self._fields, decision.apply, decision.overflow, options, select)
-        self._grad_norm = decision.grad_norm
-        self._set(fields, (decision.apply, not decision.apply, decision.overflow))
+        ended, self._grad_norm = self._fields, decision.grad_norm
+        self._set(close(ended, decision.apply, decision.overflow, options, select), (decision.apply, not decision.apply, decision.overflow))
         through(self.strategy.window_ended)
         self._workers.window_ended()
         self.strategy.sentinels.window_ended()
         self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
         if self._scaler is not None:
             self._scaler.window_ended(self._fields, decision.overflow)
+        self.listening.window_ended(ended, self)
 
     def _join(self) -> bool:
         """Make the sum and its weight those of all workers; False if all are empty."""
@@ -271,9 +272,8 @@ class Window:
 
     def _start_with(self, fields: State, grad_norm: float) -> None:
         self._size = window_size(self._options, fields.optimizer_step) if fields.micro_step else None
-        self._update.half_made = False
+        self._update.half_made, self._grad_norm = False, grad_norm
         self._workers.window_ended()
-        self._grad_norm = grad_norm
         self._set(fields)
         self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
         if self._scaler is not None:
@@ -295,7 +295,6 @@ class Window:
 
     def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
         """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1."""
-        undivided = divisor(after, self._options, select) == 1
-        if not undivided or not (flushing or ends(after, self._size, select)):
+        if divisor(after, self._options, select) != 1 or not (flushing or ends(after, self._size, select)):
             raise changed_gradients_error()
         self.strategy.require_true_gradient(first=after.micro_step == 1, flushing=flushing)

@@ -1,0 +1,14 @@
+"""Watching a run: a listener is called with each window that closed, and with no micro-batch before that.
+
+A listener is any function of a `ClosedWindow`. Ready ones: `JsonLines`, `RichProgress`, `TensorBoard`. `Watch` calls listeners in a loop
+that reads its `StepResult` itself; an optimizer whose steps run in Python has ``add_listener``. Importing this imports the standard
+library only: rich and TensorBoard are imported when their listener is made.
+"""
+
+from gradaccum.watching.json_lines import JsonLines
+from gradaccum.watching.progress import RichProgress
+from gradaccum.watching.tensorboard import TensorBoard
+from gradaccum.watching.watch import Watch
+from gradaccum.watching.window import ClosedWindow, Listener
+
+__all__ = ["ClosedWindow", "JsonLines", "Listener", "RichProgress", "TensorBoard", "Watch"]
