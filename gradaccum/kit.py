@@ -67,7 +67,7 @@ from gradaccum.transitions import (
 from gradaccum.verification import ROUNDING_LIMIT, Column, Conditions, Layer, Precision, Run, Subject, VerifyingBackend, examine, item_axis
 from gradaccum.watching.listeners import Handle, Listeners
 from gradaccum.watching.losses import Losses
-from gradaccum.watching.window import ClosedWindow, Listener
+from gradaccum.watching.window import Listener
 
 __all__ = [
     "FIELD_DTYPES",
@@ -76,7 +76,6 @@ __all__ = [
     "ROUNDING_LIMIT",
     "SCALES",
     "Backend",
-    "ClosedWindow",
     "Column",
     "Conditions",
     "Cut",

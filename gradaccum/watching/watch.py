@@ -71,7 +71,10 @@ class Watch:
         if loss is not None or weight is not None:
             self._take(value, 1.0 if counted is None else counted)
         with self._listeners.settled():
-            return self._end(known) if known.closed else self._go_on(known)
+            if known.closed:
+                return self._end(known)
+        self._go_on(known)
+        return None
 
     def _take(self, loss: float | None, weight: float) -> None:
         self._told += 1
