@@ -9,7 +9,7 @@ import pytest
 NAMES = {
     "gradaccum": """
         ArgumentTypeError ArgumentValueError AutoMicroBatchSize BackendNotFoundError Cause CheckpointError DynamicLossScale GradAccumError
-        GradientError LinearityReport LossScale MissingPackageError StaticLossScale StepResult UsageError VerificationReport
+        GradientError LinearityReport LossScale MissingPackageError StaticLossScale StepResult UsageError VerificationReport Watch
         available_backends effective_batch_size load_backend registered_backends scaled_learning_rate verify wrap
     """,
     "gradaccum.kit": """
@@ -25,17 +25,21 @@ NAMES = {
         require_one_size require_reduction scalar_loss_error size_for require_micro_batch_size too_small_error unknown_limit_error
         segment_cuts DeviceBackend
         ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine free_frames item_axis
+        Handle Listener Listeners Losses described status
+    """,
+    "gradaccum.watching": """
+        ClosedWindow JsonLines Listener RichProgress TensorBoard Watch
     """,
     "gradaccum_torch": """
         AccumulatingOptimizer GatedScheduler TorchBackend backend backward coupled_backward recompute redistributed sharded_cross_entropy
         verify verify_loss_scaling
     """,
     "gradaccum_jax": """
-        AccumulationState MultiSteps apply_updates backend check_state coupled_value_and_grad data_parallel discard flush
-        recompute redistributed result scale_loss sharded_cross_entropy value_and_grad value_and_update verify verify_loss_scaling
+        AccumulationState MultiSteps apply_updates backend check_state coupled_value_and_grad data_parallel describe discard
+        flush recompute redistributed result scale_loss sharded_cross_entropy value_and_grad value_and_update verify verify_loss_scaling
     """,
     "gradaccum_mindspore": """
-        AccumulatingExperimentalOptimizer AccumulatingOptimizer Accumulator FlushAtEpochEnd TrainOneStepCell backend
+        AccumulatingExperimentalOptimizer AccumulatingOptimizer Accumulator FlushAtEpochEnd TrainOneStepCell WatchWindows backend
         coupled_value_and_grad load_checkpoint_into recompute redistributed sharded_cross_entropy value_and_grad value_and_update verify
         verify_loss_scaling
     """,

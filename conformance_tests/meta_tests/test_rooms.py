@@ -82,6 +82,7 @@ TOPICS = {
     "schedule": {JAX, MINDSPORE},
     "sharded_cross_entropy": ALL,
     "sharding": {TORCH, JAX},
+    "watching": ALL,
     "workers": ALL,
 }
 """The topics that two or three frameworks are tested for by themselves, each in files of one stem."""
