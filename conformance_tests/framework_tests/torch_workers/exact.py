@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -122,3 +123,25 @@ def empty_windows_change_nothing(rank: int) -> None:
     opt.flush()
     assert not opt.result.closed
     assert numbers(model) == numbers(build())
+
+
+@check
+def listeners_hear_the_window_of_all(rank: int) -> None:
+    """One worker's listener raises while the other still flushes: every window ends on both."""
+    model, heard = build(), []
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+    opt.add_listener(heard.append)
+    if rank == 0:
+        opt.add_listener(lambda window: window.no_such_field)
+    calls = [*(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)), opt.flush]
+    raised = 0
+    for call in calls:
+        try:
+            call()
+        except AttributeError:
+            raised += 1
+    assert raised == (2 if rank == 0 else 0)
+    assert [window.weight for window in heard] == [sum(len(x) for x, _, _ in window) for window in all_windows()]
+    assert [window.micro_batches for window in heard] == ([4, 2] if rank == 0 else [3, 0])
+    require_equal(model, alone(all_windows())[0])
