@@ -107,6 +107,9 @@ def test_describe_is_one_line() -> None:
     for _ in range(2):
         weight, state, _ = step(weight, state, X)
     assert gradaccum_jax.describe((state, None)) == "micro-batch 1 of 3, update 1, scale 64"
+    for rows in (X * math.inf, X, X):
+        weight, state, _ = step(weight, state, rows)
+    assert gradaccum_jax.describe(state) == "micro-batch 1 of 3, update 1, 1 skipped, scale 64"
     assert gradaccum_jax.describe(gradaccum.wrap(optax.sgd(0.1), steps=None).init(WEIGHT)) == "micro-batch 0, update 0"
 
 
