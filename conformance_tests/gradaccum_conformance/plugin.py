@@ -109,11 +109,12 @@ def _parameter(harness: Harness, *mode: str, brief: bool = False) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if not item.get_closest_marker("no_such_backend")]
+    # A gap may be in a deep test.
+    Xfails.read(config.getoption("--xfails-file"), chosen_backends(config)).mark(items, whole=not config.getoption("-k"))
     if not config.getoption("--deep"):
         deep = [item for item in items if item.get_closest_marker("deep")]
         config.hook.pytest_deselected(items=deep)
         items[:] = [item for item in items if not item.get_closest_marker("deep")]
-    Xfails.read(config.getoption("--xfails-file"), chosen_backends(config)).mark(items, whole=not config.getoption("-k"))
 
 
 @pytest.fixture
