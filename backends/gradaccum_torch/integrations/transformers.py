@@ -1,0 +1,130 @@
+"""A wrapped optimizer in the `transformers.Trainer`: a window of the optimizer is one of the Trainer's own accumulated batches.
+
+The Trainer takes each micro-batch for a whole batch: it clips it, logs its norm, divides its loss by its own number of tokens and knows of
+no window's end. `AccumulationCallback` gives it the window's: while it trains, two methods of its accelerator and ``get_batch_samples`` are
+the callback's. The arguments of the Trainer stay as they are.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from gradaccum import UsageError
+from gradaccum.kit import explain
+from gradaccum_torch.integrations.transformers_checks import require_trainer, unwrapped
+from gradaccum_torch.optimizer import AccumulatingOptimizer
+
+Trainer = Any
+"""A `transformers.Trainer`; mypy runs without that package."""
+Argument = Any
+"""What the Trainer hands to every callback."""
+
+
+class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Makes a window right under the `transformers.Trainer`: ``trainer.add_callback(AccumulationCallback(trainer))``.
+
+    - Clipping: ``max_grad_norm``, 1.0 by default, is the window's ``clip_norm``, which must be the same; a micro-batch is not clipped.
+    - ``grad_norm`` in the logs is that of the last window that was closed, 0 before any.
+    - Weights: where the Trainer counts items (tokens with a label), a micro-batch weighs as many. This waits for the device.
+    - The last window of an epoch, and of the run, is closed with what it holds; the scheduler moves with it.
+    - A run that does not resume begins with an empty window, as with empty gradients.
+
+    Args:
+        trainer: the `transformers.Trainer`, given ``optimizers=(opt, scheduler)``: an optimizer wrapped with ``separate_sums=True`` and a
+            gated scheduler.
+
+    Raises:
+        ArgumentTypeError: as ``trainer.train()`` begins; its optimizer is not wrapped, or its scheduler not gated.
+        UsageError: then; its arguments contradict the window's, or the gradients are not the optimizer's to handle.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._opt: AccumulatingOptimizer
+        self._replaced = ExitStack()
+        self._norm = torch.zeros(())
+        """What the Trainer logs. It asks before the optimizer's step, and reads after that."""
+        self._weight: float | None = None
+        self._asked: set[str] = set()
+        """The replacements that were called in the step under way."""
+
+    def on_train_begin(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
+        """Check the Trainer and stand in for its clipping, its backward pass and its count of items."""
+        require_trainer(self._trainer)
+        self._replaced.close()  # An earlier run may have ended with an exception.
+        self._opt, self._weight = unwrapped(self._trainer.optimizer), None
+        if state.global_step == 0:
+            self._opt.discard()
+        accelerator, self._counted = self._trainer.accelerator, self._trainer.get_batch_samples
+        self._replace(accelerator, "backward", self._backward)
+        self._replace(accelerator, "clip_grad_norm_", self._window_norm)
+        self._replace(self._trainer, "get_batch_samples", self._batch_samples)
+
+    def on_epoch_begin(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
+        """End a window that was saved open when an epoch was over; see `on_epoch_end`."""
+        if float(state.epoch or 0).is_integer():
+            self._flush()
+
+    def on_pre_optimizer_step(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
+        """Require that the Trainer went through the replacements.
+
+        Raises:
+            UsageError: a subclass differentiates by itself, or the Trainer clips by itself, as it does with gradients on several meshes.
+        """
+        needed = {"accelerator.backward"} | ({"accelerator.clip_grad_norm_"} if args.max_grad_norm > 0 else set())
+        missing, self._asked = sorted(needed - self._asked), set()
+        if missing:
+            expected, found = f"a step that calls {', '.join(needed)}", f"one that did without {', '.join(missing)}"
+            fix = "Call it in training_step, or accumulate with gradient_accumulation_steps= and a bare optimizer."
+            raise explain(UsageError, "trainer", expected=expected, found=found, fix=fix)
+
+    def on_optimizer_step(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
+        """End the window with the last micro-batch of an epoch or of the run, before the scheduler moves and a checkpoint is saved."""
+        if self._trainer.accelerator.gradient_state.end_of_dataloader or state.global_step + 1 >= state.max_steps:
+            self._opt.flush()
+        self._norm.fill_(self._opt.result.grad_norm)
+
+    def on_epoch_end(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
+        """End the window of an epoch that was broken off, or whose last batch the loader did not announce."""
+        self._flush()
+
+    def on_train_end(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
+        """Give the Trainer its own methods back."""
+        self._replaced.close()
+
+    def _flush(self) -> None:
+        updates = self._opt.result.optimizer_step
+        self._opt.flush()
+        self._norm.fill_(self._opt.result.grad_norm)
+        if self._opt.result.optimizer_step > updates:
+            self._trainer.lr_scheduler.step()
+
+    def _backward(self, loss: Tensor, **kwargs: Argument) -> None:
+        """Stands for ``accelerator.backward``."""
+        self._asked.add("accelerator.backward")
+        self._opt.backward(loss, self._weight, **kwargs)
+
+    def _window_norm(self, parameters: Argument, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Stands for ``accelerator.clip_grad_norm_``: clips nothing, and gives the norm of the window that the next step may close."""
+        self._asked.add("accelerator.clip_grad_norm_")
+        return self._norm
+
+    def _batch_samples(self, *args: Argument, **kwargs: Argument) -> tuple[Any, Any]:
+        """Stands for ``trainer.get_batch_samples``: notes the number of items by which the mean of the micro-batch is taken."""
+        samples, items = self._counted(*args, **kwargs)
+        means = items is None or getattr(self._trainer, "loss_is_scaled_for_ga", None) is False
+        self._weight = None if means else float(torch.as_tensor(items).flatten()[0])
+        return samples, items
+
+    def _replace(self, owner: Any, name: str, method: Argument) -> None:
+        """Set `method` on this object; its class, or what the user set there, comes back as the run ends."""
+        if name in vars(owner):
+            self._replaced.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self._replaced.callback(delattr, owner, name)
+        setattr(owner, name, method)
