@@ -14,7 +14,7 @@ class Items(Dataset[dict[str, Tensor]]):
 
     def __init__(self, count: int, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(count, 5, dtype=dtype, generator=generator)
+        self.x = torch.randn(count, 5, dtype=torch.float64, generator=generator).to(dtype)
         self.labels = self.x.sum(1, keepdim=True).sin() * 2
 
     def __len__(self) -> int:

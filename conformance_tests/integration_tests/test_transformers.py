@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import IntervalStrategy, Trainer, TrainerCallback
 
 from conformance_tests.integration_tests.regression import Items, Regressor, distance
-from conformance_tests.integration_tests.transformers_runs import MICRO, STEPS, bare, large, logged, trained, wrapped
+from conformance_tests.integration_tests.transformers_runs import COUNT, MICRO, STEPS, bare, large, logged, trained, wrapped
 
 
 def test_default_arguments_equal_large_batch(tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""A wrapped optimizer that Accelerate prepares, in Accelerate's own loop, beside the large batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+pytest.importorskip("accelerate", reason="needs accelerate")
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+import gradaccum
+from conformance_tests.framework_tests.refusing import refused
+from conformance_tests.integration_tests.regression import Items, Regressor, distance, loss_of
+from gradaccum import UsageError
+from gradaccum_torch.optimizer import AccumulatingOptimizer
+
+MICRO, STEPS = 2, 4
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield
+    forget_settings()
+
+
+def forget_settings() -> None:
+    """Accelerate keeps them for the process."""
+    for kind in (AcceleratorState, GradientState, PartialState):
+        kind._reset_state()
+
+
+class Prepared(NamedTuple):
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Any
+    """Accelerate's own, around `opt`."""
+    loader: Any
+    scheduler: Any
+    opt: AccumulatingOptimizer
+
+
+def prepared(
+    count: int = 20,
+    scaler: torch.amp.GradScaler | None = None,
+    wrap: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> Prepared:
+    accelerator, model = Accelerator(cpu=True, **options), Regressor(dtype)
+    accelerator.scaler = scaler
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    opt = gradaccum.wrap(inner, **{"steps": STEPS, "clip_norm": 1.0, **(wrap or {})})
+    scheduler, loader = gradaccum.wrap(falling(opt)), DataLoader(Items(count, dtype), batch_size=MICRO)
+    return Prepared(accelerator, *accelerator.prepare(model, opt, loader, scheduler), opt)
+
+
+def falling(opt: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(opt, lambda update: 1 / (1 + update))
+
+
+def epoch(run: Prepared) -> None:
+    """Accelerate's loop, without its accumulation and its clipping."""
+    for batch in run.loader:
+        run.optimizer.zero_grad()
+        run.accelerator.backward(loss_of(run.model, batch))
+        run.optimizer.step()
+        run.scheduler.step()
+    run.opt.flush()
+    run.scheduler.step()
+
+
+def large(count: int = 20, epochs: int = 2, size: int = MICRO * STEPS, clip_norm: float = 1.0) -> nn.Module:
+    model = Regressor()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = falling(opt)
+    for _ in range(epochs):
+        for batch in DataLoader(Items(count), batch_size=size):
+            opt.zero_grad()
+            loss_of(model, batch).backward()
+            norm = float(torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]))
+            for each in model.parameters():
+                assert each.grad is not None
+                each.grad /= max(1.0, norm / clip_norm)
+            opt.step()
+            scheduler.step()
+    return model
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_loop_equals_large_batch(separate: bool) -> None:
+    """Windows of four, four and two micro-batches, twice."""
+    run = prepared(wrap={"separate_sums": separate})
+    for _ in range(2):
+        epoch(run)
+    assert distance(run.model, large()) < 1e-12
+    assert run.opt.result.optimizer_step == 6
+    assert run.scheduler.get_last_lr() == pytest.approx([0.1 / 7])
+
+
+def test_scaler_equals_large_batch() -> None:
+    """Accelerate hands the wrapper to the scaler that it made for fp16, in each micro-batch."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    run = prepared(scaler=scaler, wrap={"loss_scale": scaler})
+    for _ in range(2):
+        epoch(run)
+    assert distance(run.model, large()) < 1e-12
+    assert scaler.state_dict()["_growth_tracker"] == 6
+
+
+def test_foreign_scaler_is_refused() -> None:
+    run = prepared(scaler=torch.amp.GradScaler("cpu"))
+    with refused(UsageError, "loss_scale=scaler"):
+        epoch(run)
+
+
+@pytest.mark.parametrize("after", [6, 10], ids=["mid-window", "open short window"])
+def test_state_saved_in_mid_window(tmp_path: Path, after: int) -> None:
+    whole = prepared()
+    for index, batch in enumerate(whole.loader, 1):
+        micro_batch(whole, batch)
+        if index == after:
+            whole.accelerator.save_state(str(tmp_path))
+    epoch(whole)
+    forget_settings()
+
+    resumed = prepared()
+    resumed.accelerator.load_state(str(tmp_path))
+    assert resumed.opt.result.micro_step == 2
+    for batch in resumed.accelerator.skip_first_batches(resumed.loader, after):
+        micro_batch(resumed, batch)
+    epoch(resumed)
+    assert distance(resumed.model, whole.model) == 0
+    assert resumed.opt.result == whole.opt.result
+    assert resumed.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
+
+
+def micro_batch(run: Prepared, batch: Any) -> None:
+    run.accelerator.backward(loss_of(run.model, batch))
+    run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad()
+
+
+def test_clipping_a_partial_sum_is_refused() -> None:
+    run = prepared()
+    with refused(UsageError, "clip_norm="):
+        for batch in run.loader:
+            run.accelerator.backward(loss_of(run.model, batch))
+            run.accelerator.clip_grad_norm_(run.model.parameters(), 0.1)
+            run.optimizer.step()
+
+
+def test_clipping_under_separate_sums_is_per_micro_batch() -> None:
+    """It is what the loop says, and not the window's: the mean of gradients of norm 0.1 at most."""
+    run = prepared(8, wrap={"separate_sums": True})
+    for batch in run.loader:
+        run.accelerator.backward(loss_of(run.model, batch))
+        assert float(run.accelerator.clip_grad_norm_(run.model.parameters(), 0.1)) > 0.1
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert 0 < run.opt.result.grad_norm < 0.1
+
+
+def test_accumulate_nests() -> None:
+    """``accumulate`` makes one micro-batch of two, and a window is four of those: sixteen items."""
+    run = prepared(32, gradient_accumulation_steps=2)
+    for batch in run.loader:
+        with run.accelerator.accumulate(run.model):
+            micro_batch(run, batch)
+    assert run.opt.result.optimizer_step == 2
+    assert distance(run.model, large(32, epochs=1, size=16)) < 1e-12
+    assert run.scheduler.get_last_lr() == [0.1 / 3]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_equals_own_accumulation_bit_for_bit(precision: str) -> None:
+    """Full windows: Accelerate divides each loss by the 4 that the window divides by at its end."""
+    dtype = torch.float32
+    run = prepared(16, wrap={"clip_norm": None}, dtype=dtype, mixed_precision=precision)
+    epoch(run)
+    accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=STEPS), Regressor(dtype)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    own, opt, loader, scheduler = accelerator.prepare(model, inner, DataLoader(Items(16, dtype), batch_size=MICRO), falling(inner))
+    for batch in loader:
+        with accelerator.accumulate(own):
+            accelerator.backward(loss_of(own, batch))
+            opt.step()
+            scheduler.step()
+            opt.zero_grad()
+    assert distance(run.model, own) == 0
+    assert (distance(own, large(16, epochs=1, clip_norm=float("inf"))) < 1e-6) == (precision == "no")
