@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ def test_without_clipping_equals_large_batch(tmp_path: Path) -> None:
     assert distance(mine.model, trained(large(tmp_path, max_grad_norm=0.0)).model) < 1e-12
 
 
-def test_float32_equals_own_accumulation_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [COUNT, COUNT - 1], ids=["short window", "short micro-batch"])
+def test_float32_equals_own_accumulation_bit_for_bit(tmp_path: Path, count: int) -> None:
     """The Trainer divides each loss by the 4 or 2 that the window divides by at its end: powers of two."""
-    data, options = Items(COUNT, torch.float32), {"max_grad_norm": 0.0}
+    data, options = Items(count, torch.float32), {"max_grad_norm": 0.0}
     own = trained(bare(tmp_path, Regressor(torch.float32), data, gradient_accumulation_steps=STEPS, **options))
     mine = trained(wrapped(tmp_path, Regressor(torch.float32), data, {"clip_norm": None}, **options))
     assert distance(mine.model, own.model) == 0
@@ -99,6 +101,20 @@ def test_max_steps_closes_last_window(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "checkpoint-6" / "optimizer.pt")
     assert saved["gradaccum"]["optimizer_step"] == trainer.optimizer.optimizer.result.optimizer_step == 2
     assert trainer.lr_scheduler.get_last_lr() == [0.1 / 3]
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Data without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return map(Items(COUNT).__getitem__, range(COUNT))
+
+
+def test_stream_of_data_equals_large_batch(tmp_path: Path) -> None:
+    """The loader alone knows where an epoch ends."""
+    mine, other = wrapped(tmp_path, data=Stream(), max_steps=20), large(tmp_path, data=Stream(), max_steps=6)
+    assert distance(trained(mine).model, trained(other).model) < 1e-6
+    assert mine.optimizer.optimizer.result.optimizer_step == 6
 
 
 class Raising(TrainerCallback):

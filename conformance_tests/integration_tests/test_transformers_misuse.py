@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import Trainer
 
@@ -20,6 +21,7 @@ from conformance_tests.integration_tests.regression import Regressor, distance
 from conformance_tests.integration_tests.transformers_runs import bare, wrapped
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum_torch.integrations.transformers import AccumulationCallback
+from gradaccum_torch.integrations.transformers_checks import require_trainer
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,24 @@ def test_loss_scaler_is_refused(tmp_path: Path) -> None:
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
     with refused(UsageError, "fp16", "bf16=True"):
         trainer.train()
+
+
+def test_other_engines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed keeps gradients to itself."""
+    trainer = wrapped(tmp_path)
+    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
+    with refused(UsageError, "DEEPSPEED", "accumulation of that engine"):
+        require_trainer(trainer)
+
+
+def test_weights_of_one_worker_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker would divide by another sum of weights."""
+    trainer = wrapped(tmp_path)
+    trainer.model_accepts_loss_kwargs, trainer.args.average_tokens_across_devices = True, False
+    require_trainer(trainer)
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    with refused(UsageError, "average_tokens_across_devices"):
+        require_trainer(trainer)
 
 
 class OwnStep(Trainer):

@@ -23,9 +23,10 @@ VOCABULARY, LENGTH = 11, 6
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences of unequal length; what is beyond is no label."""
+    """Sequences of unequal length; what is beyond is no label. In the first `empty` there is none at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, empty: int = 0) -> None:
+        self.empty = empty
         self.ids = torch.randint(0, VOCABULARY, (COUNT, LENGTH), generator=torch.Generator().manual_seed(2))
 
     def __len__(self) -> int:
@@ -33,7 +34,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         labels = self.ids[index].clone()
-        labels[2 + index % 5 :] = -100
+        labels[0 if index < self.empty else 2 + index % 5 :] = -100
         return {"input_ids": self.ids[index], "labels": labels}
 
 
@@ -58,6 +59,13 @@ def test_token_means_equal_large_batch(tmp_path: Path) -> None:
     own = trained(bare(tmp_path, gpt2(), Tokens(), gradient_accumulation_steps=STEPS))
     assert distance(own.model, other.model) < 1e-6
     assert distance(mine.model, other.model) < 1e-6
+
+
+@pytest.mark.usefixtures("sgd")
+def test_micro_batches_without_a_token(tmp_path: Path) -> None:
+    """Their loss is 0 / 0. They weigh nothing, and there is no backward pass."""
+    trainer = trained(wrapped(tmp_path, gpt2(), Tokens(15)))
+    assert distance(trainer.model, trained(bare(tmp_path, gpt2(), Tokens(15), gradient_accumulation_steps=STEPS)).model) < 1e-6
 
 
 @pytest.mark.usefixtures("sgd")

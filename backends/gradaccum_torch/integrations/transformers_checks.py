@@ -30,6 +30,7 @@ def require_trainer(trainer: Trainer) -> None:
         found = "without it, and the Trainer clears .grad after each micro-batch"
         raise _error("separate_sums", "gradaccum.wrap(..., separate_sums=True)", found, "Write separate_sums=True.")
     _require_no_second_accumulation(trainer)
+    _require_one_weight(trainer)
     _require_same_clipping(trainer.args.max_grad_norm, opt._options.clip_norm)
     _require_gate(trainer.lr_scheduler)
 
@@ -61,6 +62,13 @@ def _require_no_second_accumulation(trainer: Trainer) -> None:
     if engine in _OWN_ENGINES:
         fix = "Use the accumulation of that engine, with a bare optimizer."
         raise _error("trainer", "gradients that are in .grad", f"a Trainer on {engine}", fix)
+
+
+def _require_one_weight(trainer: Trainer) -> None:
+    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if counts and trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
+        expected, found = "True where losses are means over tokens", "False, under which a micro-batch weighs another number on each worker"
+        raise _error("average_tokens_across_devices", expected, found, "Leave it out.")
 
 
 def _require_same_clipping(max_grad_norm: float, clip_norm: float | None) -> None:
