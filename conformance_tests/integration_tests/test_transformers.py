@@ -15,9 +15,10 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import IntervalStrategy, Trainer, TrainerCallback
+from transformers.optimization import GreedyLR
 
 from conformance_tests.integration_tests.regression import Items, Regressor, distance
-from conformance_tests.integration_tests.transformers_runs import COUNT, MICRO, STEPS, bare, large, logged, trained, wrapped
+from conformance_tests.integration_tests.transformers_runs import COUNT, EPOCHS, MICRO, STEPS, bare, large, logged, trained, wrapped
 
 
 def test_default_arguments_equal_large_batch(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_interrupted_run_starts_anew(tmp_path: Path) -> None:
     assert distance(trained(trainer).model, trained(wrapped(tmp_path)).model) == 0
 
 
-class Plateau(TrainerCallback):
+class ShortEpochs(TrainerCallback):
     """Ends each epoch after three micro-batches."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -141,15 +142,19 @@ class Plateau(TrainerCallback):
 
 def test_broken_off_epoch_closes_its_window(tmp_path: Path) -> None:
     trainer = wrapped(tmp_path, wrap={"steps": 5})
-    trainer.add_callback(Plateau())
+    trainer.add_callback(ShortEpochs())
     trainer.train()
     assert trainer.optimizer.optimizer.result.optimizer_step == 2
     assert trainer.lr_scheduler.get_last_lr() == [0.1 / 3]
 
 
-def test_scheduler_of_a_metric(tmp_path: Path) -> None:
-    """The Trainer moves it at an evaluation."""
-    trainer = wrapped(tmp_path, metric_for_best_model="loss")
+@pytest.mark.parametrize("kind", [ReduceLROnPlateau, GreedyLR])
+def test_scheduler_of_a_metric(tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer moves it at an evaluation, and nothing else does, where an epoch is broken off either."""
+    trainer, metrics = wrapped(tmp_path, metric_for_best_model="loss", wrap={"steps": 5}), []
     trainer.args.eval_strategy, trainer.eval_dataset = IntervalStrategy.EPOCH, Items(4)
-    trainer.lr_scheduler = ReduceLROnPlateau(trainer.optimizer, patience=0, factor=0.5, threshold=0.99)
-    assert trained(trainer).lr_scheduler.get_last_lr() == [0.05]
+    trainer.lr_scheduler = kind(trainer.optimizer)
+    monkeypatch.setattr(trainer.lr_scheduler, "step", metrics.append)
+    trainer.add_callback(ShortEpochs())
+    assert trained(trainer).optimizer.optimizer.result.optimizer_step == 2
+    assert len(metrics) == EPOCHS

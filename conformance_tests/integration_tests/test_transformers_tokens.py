@@ -63,7 +63,7 @@ def test_token_means_equal_large_batch(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("sgd")
 def test_micro_batches_without_a_token(tmp_path: Path) -> None:
-    """Their loss is 0 / 0. They weigh nothing, and there is no backward pass."""
+    """At least five of ten, whose loss is 0 / 0. They weigh nothing, and there is no backward pass."""
     trainer = trained(wrapped(tmp_path, gpt2(), Tokens(15)))
     assert distance(trainer.model, trained(bare(tmp_path, gpt2(), Tokens(15), gradient_accumulation_steps=STEPS)).model) < 1e-6
 

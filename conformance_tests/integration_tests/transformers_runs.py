@@ -51,7 +51,13 @@ def wrapped(folder: Path, model: nn.Module | None = None, data: Any = None, wrap
 
 
 def trained(trainer: Trainer) -> Trainer:
-    trainer.train()
+    """On one thread: others wait longer for each other than so small a model takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        trainer.train()
+    finally:
+        torch.set_num_threads(threads)
     return trainer
 
 

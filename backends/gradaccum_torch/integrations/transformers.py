@@ -18,6 +18,7 @@ from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.integrations.transformers_checks import require_trainer, unwrapped
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.scheduler import GatedScheduler
 
 Trainer = Any
 """A `transformers.Trainer`; mypy runs without that package."""
@@ -98,10 +99,10 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._replaced.close()
 
     def _flush(self) -> None:
-        updates = self._opt.result.optimizer_step
+        """Between two steps, where the Trainer does not move the scheduler. A gated one moves if an update was made."""
         self._opt.flush()
         self._norm.fill_(self._opt.result.grad_norm)
-        if self._opt.result.optimizer_step > updates:
+        if isinstance(self._trainer.lr_scheduler, GatedScheduler):
             self._trainer.lr_scheduler.step()
 
     def _backward(self, loss: Tensor, **kwargs: Argument) -> None:
