@@ -68,13 +68,31 @@ def test_micro_batches_without_a_token(tmp_path: Path) -> None:
     assert distance(trainer.model, trained(bare(tmp_path, gpt2(), Tokens(15), gradient_accumulation_steps=STEPS)).model) < 1e-6
 
 
+class Untold(Trainer):
+    """Its model is not told how many tokens there are."""
+
+    def _get_num_items_in_batch(self, *args: Any) -> None:
+        return None
+
+
+class MeanOfBatch(Trainer):
+    """Its loss is not told, though the Trainer counts."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = model(**inputs).loss
+        return loss
+
+
 @pytest.mark.usefixtures("sgd")
-def test_means_of_unequal_counts_are_the_trainers_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Untold, MeanOfBatch])
+def test_means_of_unequal_counts_are_the_trainers_own(tmp_path: Path, kind: type[Trainer]) -> None:
     """A loss that is not told the number of items is a mean for the Trainer too, whatever it holds."""
 
     def once(make: Any, **options: Any) -> Trainer:
         trainer = make(tmp_path, gpt2(), Tokens(), **options)
-        trainer.loss_is_scaled_for_ga = trainer.model_accepts_loss_kwargs = False
+        trainer.__class__ = kind
         return trained(trainer)
 
     mine, own = once(wrapped), once(bare, gradient_accumulation_steps=STEPS)
