@@ -107,6 +107,18 @@ def test_loop_equals_large_batch(separate: bool) -> None:
     assert run.scheduler.get_last_lr() == pytest.approx([0.1 / 7])
 
 
+def test_weights_equal_large_batch() -> None:
+    """The last micro-batch of nineteen items holds one."""
+    run = prepared(19)
+    for batch in run.loader:
+        run.optimizer.zero_grad()
+        run.opt.backward(loss_of(run.model, batch), weight=len(batch["x"]))
+        run.optimizer.step()
+        run.scheduler.step()
+    run.opt.flush()
+    assert distance(run.model, large(19, epochs=1)) < 1e-12
+
+
 def test_scaler_equals_large_batch() -> None:
     """Accelerate hands the wrapper to the scaler that it made for fp16, in each micro-batch."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

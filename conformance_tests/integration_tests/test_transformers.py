@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import IntervalStrategy, Trainer, TrainerCallback
 from transformers.optimization import GreedyLR
 
+import gradaccum
 from conformance_tests.integration_tests.regression import Items, Regressor, distance
 from conformance_tests.integration_tests.transformers_runs import COUNT, EPOCHS, MICRO, STEPS, bare, large, logged, trained, wrapped
 
@@ -33,6 +34,13 @@ def test_default_arguments_equal_large_batch(tmp_path: Path) -> None:
 def test_without_clipping_equals_large_batch(tmp_path: Path) -> None:
     mine = trained(wrapped(tmp_path, wrap={"clip_norm": None}, max_grad_norm=0.0))
     assert distance(mine.model, trained(large(tmp_path, max_grad_norm=0.0)).model) < 1e-12
+
+
+def test_loss_scale_is_the_windows(tmp_path: Path) -> None:
+    """The Trainer differentiates the loss times the scale of the wrapper, a power of two."""
+    scaled = trained(wrapped(tmp_path, wrap={"loss_scale": gradaccum.DynamicLossScale(init_scale=2.0**10)}))
+    assert scaled.optimizer.optimizer.result.loss_scale == 2.0**10
+    assert distance(scaled.model, trained(wrapped(tmp_path)).model) == 0
 
 
 @pytest.mark.parametrize("count", [COUNT, COUNT - 1], ids=["short window", "short micro-batch"])

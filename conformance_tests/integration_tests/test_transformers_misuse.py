@@ -87,10 +87,20 @@ class OwnStep(Trainer):
         return loss.detach()
 
 
-def test_step_that_goes_another_way_is_refused(tmp_path: Path) -> None:
-    """Weight and loss scale would be lost."""
+class OwnClipping(Trainer):
+    """As the Trainer does where gradients are on several meshes."""
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"), [(OwnStep, "did without accelerator.backward"), (OwnClipping, "did without accelerator.clip")]
+)
+def test_step_that_goes_another_way_is_refused(tmp_path: Path, kind: type[Trainer], missing: str) -> None:
+    """Weight and loss scale would be lost, or each micro-batch clipped."""
     trainer = wrapped(tmp_path)
-    trainer.__class__ = OwnStep
-    with refused(UsageError, "accelerator.backward", "training_step"):
+    trainer.__class__ = kind
+    with refused(UsageError, missing, "training_step"):
         trainer.train()
     assert distance(trainer.model, Regressor()) == 0

@@ -81,7 +81,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         missing, self._asked = sorted(needed - self._asked), set()
         if missing:
             expected, found = f"a step that calls {', '.join(needed)}", f"one that did without {', '.join(missing)}"
-            fix = "Call it in training_step, or accumulate with gradient_accumulation_steps= and a bare optimizer."
+            fix = "Leave training_step and clipping to the Trainer, or accumulate with gradient_accumulation_steps= and a bare optimizer."
             raise explain(UsageError, "trainer", expected=expected, found=found, fix=fix)
 
     def on_optimizer_step(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
