@@ -80,7 +80,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         needed = {"accelerator.backward"} | ({"accelerator.clip_grad_norm_"} if args.max_grad_norm > 0 else set())
         missing, self._asked = sorted(needed - self._asked), set()
         if missing:
-            expected, found = f"a step that calls {', '.join(needed)}", f"one that did without {', '.join(missing)}"
+            expected, found = f"a step that calls {', '.join(sorted(needed))}", f"one that did without {', '.join(missing)}"
             fix = "Leave training_step and clipping to the Trainer, or accumulate with gradient_accumulation_steps= and a bare optimizer."
             raise explain(UsageError, "trainer", expected=expected, found=found, fix=fix)
 
