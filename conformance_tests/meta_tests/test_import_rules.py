@@ -56,6 +56,8 @@ def test_an_adapter_imports_the_core_and_its_own_framework(adapter: str) -> None
         allowed = {adapter, "gradaccum", "numpy"} | ADAPTERS[adapter]
         if file.parent.name == "harness":
             allowed |= {"gradaccum_conformance", "flax"}
+        if file.parent.name == "integrations":
+            allowed.add(file.stem.partition("_")[0])
         assert top in allowed or top in sys.stdlib_module_names, f"{file} imports {module}"
         if module in DOORS:
             private = names - set(DOORS[module].__all__)
@@ -63,7 +65,7 @@ def test_an_adapter_imports_the_core_and_its_own_framework(adapter: str) -> None
         assert module in DOORS or not module.startswith("gradaccum."), f"{file} imports {module}; the doors are {list(DOORS)}"
 
 
-@pytest.mark.parametrize("wing", ["harness", "linearity", "verification"])
+@pytest.mark.parametrize("wing", ["harness", "integrations", "linearity", "verification"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_accumulation_imports_no_wing(adapter: str, wing: str) -> None:
     """The package's own doors offer the checks, and `verify` asks the one about scaling; nothing else knows of them."""
