@@ -23,6 +23,24 @@ _BARE = Saved(initial_state(), None, 0.0, {}, {})
 """What a bare optimizer's state says of a window."""
 
 
+class Loads:
+    """What a wrapped optimizer was told about saved states.
+
+    It is one object that is changed, not attributes that are set: Lightning and Fabric put proxies in the optimizer's place, whose methods
+    are the optimizer's, and what those set on ``self`` stays on the proxy.
+    """
+
+    def __init__(self) -> None:
+        self.expects_open_window = False
+        """The next state to load was saved in mid-window; see ``expect_open_window``."""
+        self.pair = 0, 0
+        """How often a saved state was loaded, and the updates that the last one had."""
+
+    def note(self, updates: int) -> None:
+        """A state with this many updates was loaded."""
+        self.expects_open_window, self.pair = False, (self.pair[0] + 1, updates)
+
+
 def save(
     window: Window, parameters: Parameters, inner: torch.optim.Optimizer, workers: Workers, caller: LocalVariables | None, *, room: bool
 ) -> StateDict:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradaccum import StepResult
 from gradaccum.kit import Handle, Listener, Options, described, require_weight
 from gradaccum_torch.attempt import StepReturn
-from gradaccum_torch.checkpoint import load, save
+from gradaccum_torch.checkpoint import Loads, load, save
 from gradaccum_torch.checks import known_window_size
 from gradaccum_torch.closure import Loss, evaluated_once, is_plain, needs_closure
 from gradaccum_torch.delegating import DelegatingOptimizer, OptimizerState
@@ -59,9 +59,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         self._parameters = Parameters(self._inner, options.master_weights, masters)
         self._scaler = link_scaler(options, self._parameters.device())
         self._window = Window(self._parameters, options, Update(self, self._inner, self._parameters), self._scaler, self._workers)
-        self._expects_open_window = False
-        self._loads = 0, 0
-        """How often a saved state was loaded, and the updates that the last one had."""
+        self._loads = Loads()
 
     @property
     def result(self) -> StepResult:
@@ -181,7 +179,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         Its ``load`` fills the tensors of a state that ``get_optimizer_state_dict`` makes of this optimizer. After this call, until a state
         is loaded, that state has room for the sum of a window.
         """
-        self._expects_open_window = True
+        self._loads.expects_open_window = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear what is in ``.grad`` between two windows; in mid-window keep the partial sum.
@@ -204,7 +202,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._workers.require_no_copy()
-        state = {"inner": self._inner, "options": self._options, "loads": self._loads}
+        state = {"inner": self._inner, "options": self._options, "loads": self._loads.pair}
         return {**state, "masters": self._parameters.masters(), "window": self._window.pickled()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -212,7 +210,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         self._workers = workers_of(self._inner, None, state["options"])
         self._build(state["options"], state["masters"])
         self._window.unpickle(state["window"])
-        self._loads = state["loads"]
+        self._loads.pair = state["loads"]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -254,9 +252,8 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         return forwarded(method, name, self._window, self._parameters)
 
     def _save(self, caller: LocalVariables | None) -> StateDict:
-        return save(self._window, self._parameters, self._inner, self._workers, caller, room=self._expects_open_window)
+        return save(self._window, self._parameters, self._inner, self._workers, caller, room=self._loads.expects_open_window)
 
     def _load(self, state_dict: StateDict) -> None:
         load(state_dict, self._window, self._parameters, self._inner, self._workers)
-        self._expects_open_window = False
-        self._loads = self._loads[0] + 1, self.result.optimizer_step
+        self._loads.note(self.result.optimizer_step)

@@ -61,7 +61,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
                 fix="Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10).",
             )
         self._scheduler = scheduler
-        self._stepped_at, (self._loads, _), self._was_loaded = self._updates(), scheduler.optimizer._loads, False
+        self._stepped_at, (self._loads, _), self._was_loaded = self._updates(), scheduler.optimizer._loads.pair, False
 
     def step(self, *args: Argument, **kwargs: Argument) -> None:
         """``scheduler.step(...)`` if an update was applied since the last one, else nothing; the arguments are the scheduler's."""
@@ -123,7 +123,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     def _follow_loads(self) -> None:
         """Loading a state into the optimizer alone is no update: the scheduler counts as having moved at the loaded one."""
-        loads, updates = self._scheduler.optimizer._loads
+        loads, updates = self._scheduler.optimizer._loads.pair
         if loads != self._loads and not self._was_loaded:
             self._stepped_at = updates
         self._loads, self._was_loaded = loads, False

@@ -1,0 +1,147 @@
+"""Lightning's ``Trainer`` over a wrapped optimizer: a callback closes an epoch's windows and refuses what Lightning does beside them.
+
+Lightning takes every micro-batch for an optimizer step. So it clips each one, moves a scheduler and an average after each one, and ends an
+epoch in mid-window. Nothing of this raises by itself under ``separate_sums=True``, where ``.grad`` is the user's: this callback does it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+
+from gradaccum import UsageError
+from gradaccum.kit import explain
+from gradaccum_torch.entry import StateDict
+from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.scheduler import GatedScheduler
+
+Output = Any
+"""What ``training_step`` has returned: handed through by Lightning, whatever it is."""
+
+
+class AccumulationCallback(Callback):  # type: ignore[misc]
+    """Closes the open window with an epoch's last batch, before the validation and the checkpoint that follow it.
+
+    Put it first among the callbacks. It also makes a batch whose ``training_step`` returns None weigh nothing, moves gated schedulers of
+    ``"interval": "step"`` after the update that it made, and lets a run resume in mid-window where the sum is in ``.grad``.
+
+    Raises:
+        UsageError: as training begins, or at the batch that changes it, the ``Trainer`` would clip, divide, average or schedule per
+            micro-batch; or no optimizer is wrapped.
+    """
+
+    def __init__(self) -> None:
+        self._delivered = False
+        self._saved: list[StateDict] = []
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the optimizers' states until training starts: Lightning loads them, and then clears the model's gradients."""
+        self._saved = checkpoint.get("optimizer_states", [])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what would make every window wrong; put the sum of a resumed window back."""
+        saved, self._saved = self._saved, []
+        for optimizer, state in zip(trainer.optimizers, saved, strict=False):
+            if isinstance(optimizer, AccumulatingOptimizer) and optimizer.result.micro_step:
+                optimizer.load_state_dict(state)
+        if not _wrapped(trainer):
+            fix = "Return gradaccum.wrap(optimizer, steps=4) from it, or leave AccumulationCallback out."
+            raise explain(UsageError, "configure_optimizers", expected="a wrapped optimizer", found=_names(trainer.optimizers), fix=fix)
+        _require_no_clipping(trainer)
+        if pl_module.automatic_optimization:
+            _require_gates(trainer)
+        _require_no_average_per_micro_batch(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Output, batch_idx: int) -> None:
+        """Refuse a second accumulation. Lightning's ``GradientAccumulationScheduler`` switches it on between two epochs."""
+        self._delivered = False
+        _require_no_second_accumulation(trainer)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that the batch has a loss."""
+        self._delivered = True
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        """A batch without a loss is counted and weighs nothing."""
+        if pl_module.automatic_optimization and not self._delivered and isinstance(optimizer, AccumulatingOptimizer):
+            optimizer.backward(torch.zeros(()), weight=0)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Output, batch: Output, batch_idx: int) -> None:
+        """Close the window if this was the last batch of the epoch; Lightning validates after this."""
+        if trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches:
+            _flush(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close what is still open: the data were a stream of unknown length, or training stops in mid-epoch."""
+        _flush(trainer, pl_module)
+
+
+def _wrapped(trainer: Trainer) -> list[AccumulatingOptimizer]:
+    return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, AccumulatingOptimizer)]
+
+
+def _names(optimizers: list[torch.optim.Optimizer]) -> str:
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+
+
+def _flush(trainer: Trainer, module: LightningModule) -> None:
+    open_ones = [optimizer for optimizer in _wrapped(trainer) if optimizer.result.micro_step]
+    for optimizer in open_ones:
+        optimizer.flush()
+    if open_ones and module.automatic_optimization:
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step" and not config.reduce_on_plateau:
+                config.scheduler.step()
+
+
+def _require_no_clipping(trainer: Trainer) -> None:
+    if value := trainer.gradient_clip_val:
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        fix = f"gradaccum.wrap(optimizer, ..., clip_norm={value})" if by_norm else "optimizer.register_step_pre_hook(...)"
+        raise explain(
+            UsageError,
+            "gradient_clip_val",
+            expected="None, as the Trainer clips each micro-batch and not the gradient of the window",
+            got=value,
+            fix=f"Leave it out of the Trainer and write {fix} in configure_optimizers.",
+        )
+
+
+def _require_no_second_accumulation(trainer: Trainer) -> None:
+    if (batches := trainer.accumulate_grad_batches) != 1:
+        raise explain(
+            UsageError,
+            "accumulate_grad_batches",
+            expected="1, as the wrapped optimizer accumulates",
+            got=batches,
+            fix=f"Leave it out of the Trainer and write gradaccum.wrap(optimizer, steps={batches}); steps takes a schedule as well.",
+        )
+
+
+def _require_gates(trainer: Trainer) -> None:
+    for config in trainer.lr_scheduler_configs:
+        gated = isinstance(config.scheduler, GatedScheduler) and config.frequency == 1
+        if config.interval == "step" and not gated:
+            raise explain(
+                UsageError,
+                "lr_scheduler",
+                expected='a gated scheduler with "frequency": 1 where "interval" is "step", since Lightning steps it per micro-batch',
+                found=f"{type(config.scheduler).__name__} with frequency {config.frequency}",
+                fix='Write {"scheduler": gradaccum.wrap(scheduler), "interval": "step"}, which moves once per update.',
+            )
+
+
+def _require_no_average_per_micro_batch(trainer: Trainer) -> None:
+    for callback in trainer.callbacks:
+        # Lightning's own rules count micro-batches; a rule of the user's may ask ``result.applied``.
+        if isinstance(callback, WeightAveraging) and type(callback).should_update.__module__.startswith("lightning."):
+            raise explain(
+                UsageError,
+                "callbacks",
+                expected="a WeightAveraging that averages once per update",
+                found=f"{type(callback).__name__}, whose should_update says yes after each micro-batch",
+                fix="Override should_update(self, step_idx=None, epoch_idx=None) to return optimizer.result.applied.",
+            )

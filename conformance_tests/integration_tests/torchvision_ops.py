@@ -1,0 +1,31 @@
+"""Lets torchvision be imported beside a torch of another build, as in a venv with the CPU build of torch and PyPI's torchvision.
+
+Lightning (through torchmetrics) and timm import torchvision. Its compiled operators do not load there, and its Python code then fails as it
+names two of them. No test here calls an operator of torchvision: a declaration without a kernel is enough. Import this before them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+NAMES = ("nms", "qnms")
+
+
+def declare() -> torch.library.Library | None:
+    """Declare the operators that torchvision names as it is imported, unless it is whole or missing."""
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in NAMES:
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return library
+    return None
+
+
+LIBRARY = declare()
+"""Kept alive: a library takes its declarations with it."""
