@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradaccum_torch.tensors import GRAD
-from gradaccum_torch.torch_private import all_step_post_hooks, is_sharded, step_post_hooks, version
+from gradaccum_torch.torch_private import NO_HOOKS, all_step_post_hooks, is_sharded, step_post_hooks, version
 from gradaccum_torch.versions import Versions
 
 StepReturn = Any
@@ -50,9 +50,9 @@ class Attempt:
         inner = self._inner
         self._parameters, self._state = Versions(self._own), self._states()
         hook = None
-        if step_post_hooks(inner) or all_step_post_hooks:
+        if (hooks := step_post_hooks(inner)) or (all_step_post_hooks and hooks is not NO_HOOKS):
             hook = inner.register_step_post_hook(self._note_made)
-            step_post_hooks(inner).move_to_end(hook.id, last=False)
+            hooks.move_to_end(hook.id, last=False)
         try:
             returned = inner.step(*args, **kwargs)
         finally:

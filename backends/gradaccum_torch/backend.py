@@ -9,7 +9,7 @@ import torch
 
 from gradaccum import VerificationReport
 from gradaccum.kit import Options, ScaleRule, optimizer_error, require_bool, wrapped_twice_error
-from gradaccum_torch.checks import require_accumulate_dtype, require_layouts
+from gradaccum_torch.checks import require_accumulate_dtype, require_layouts, require_update_in_step
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
@@ -62,7 +62,7 @@ class TorchBackend:
                 ``set_requires_all_reduce(False)``.
 
         Raises:
-            ArgumentTypeError: `optimizer` is none, or is wrapped already; `module` is no such module.
+            ArgumentTypeError: `optimizer` is none, is wrapped already, or updates within the backward pass; `module` is no such module.
             ArgumentValueError: `module` has other parameters, or not all; other workers gave other options; FSDP2 cannot wait with these.
             UsageError: `module` has a communication hook.
         """
@@ -74,6 +74,7 @@ class TorchBackend:
         separate = require_bool("separate_sums", separate_sums)
         checked = options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype), separate_sums=separate)
         require_layouts(optimizer)
+        require_update_in_step(optimizer)
         return AccumulatingOptimizer(optimizer, checked, workers_of(optimizer, module, checked, gradient_sync))
 
     def is_scheduler(self, candidate: object) -> bool:

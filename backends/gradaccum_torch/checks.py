@@ -55,3 +55,19 @@ def require_layouts(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def require_update_in_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer` makes its update in ``step``, not in hooks of the backward pass, as LOMO and AdaLOMO do.
+
+    Raises:
+        ArgumentTypeError: it has ``fused_backward``, by which those are known.
+    """
+    if callable(getattr(optimizer, "fused_backward", None)):
+        raise explain(
+            ArgumentTypeError,
+            "optimizer",
+            expected="an optimizer that makes its update in step()",
+            found=f"{type(optimizer).__name__}, which makes it within each backward pass and keeps no gradient to add up",
+            fix="Take another optimizer, or use this one alone, without accumulation.",
+        )

@@ -7,7 +7,8 @@ and not be changed after: a window of one micro-batch without options that chang
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import Parameter, signature
 from typing import Any
 
@@ -17,6 +18,12 @@ from gradaccum import UsageError
 from gradaccum.kit import Options, ScaleRule, explain
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.sums import sum_dtype
+
+_NOTE = (
+    "gradaccum: the closure was run once, for its micro-batch, and the inner optimizer's step is called without one. An optimizer that "
+    "evaluates the model again needs steps=1, or a window for each of its updates (RECIPES.md of gradaccum_torch, An optimizer with two "
+    "updates). The window is as it was: call opt.discard() to drop it."
+)
 
 Loss = Any
 """The value of a closure. torch hands it through, whatever it is."""
@@ -37,6 +44,17 @@ def evaluated_once(closure: Callable[[], Loss]) -> Loss:
     """What `closure` returns, which runs a backward pass, also where the user has switched gradients off around ``step``."""
     with torch.enable_grad():
         return closure()
+
+
+@contextmanager
+def noting_missing_closure(*, given: bool) -> Iterator[None]:
+    """An inner optimizer that turns out to need the closure, `given` and run already, raises its own error; a note says what to write."""
+    try:
+        yield
+    except Exception as error:
+        if given and "closure" in str(error).lower():
+            error.add_note(_NOTE)
+        raise
 
 
 def require_plain(options: Options, size: int | None, parameters: Parameters) -> None:

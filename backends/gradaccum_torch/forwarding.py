@@ -27,7 +27,10 @@ _TOUCHES = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses to read or write the ``.grad`` of a parameter while it holds a part of a window."""
+    """Refuses to read or write the ``.grad`` of a parameter while it holds a part of a window.
+
+    With ``separate_sums=True`` nobody but the user knows whether what is in ``.grad`` is such a part: there a gradient is refused always.
+    """
 
     def __init__(self, method: str, window: Window, parameters: Parameters) -> None:
         super().__init__()
@@ -37,9 +40,12 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _TOUCHES and id(args[0]) in self._ids and self._window.is_under_way():
+        if func in _TOUCHES and id(args[0]) in self._ids and (self._window.is_under_way() or self._holds_users(args[0])):
             raise _own_update_error(self._method)
         return func(*args, **(kwargs or {}))
+
+    def _holds_users(self, parameter: Tensor) -> bool:
+        return not self._window.strategy.sentinels.watching and parameter.grad is not None
 
 
 def forwarded(method: Callable[..., Any], name: str, window: Window, parameters: Parameters) -> Callable[..., Any]:

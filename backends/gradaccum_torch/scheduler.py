@@ -74,8 +74,9 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._stepped_at = updates
 
     def _step_update(self, num_updates: int | None = None, *args: Argument, **kwargs: Argument) -> Any:
-        """The scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted."""
-        return self._scheduler.step_update(self._updates(), *args, **kwargs)
+        """The scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted; before the first one nothing."""
+        updates = self._updates()
+        return self._scheduler.step_update(updates, *args, **kwargs) if updates else None
 
     def get_last_lr(self) -> list[Any]:
         return list(self._scheduler.get_last_lr())

@@ -29,11 +29,12 @@ class Sentinels:
         """A write counts even if it changes nothing: most gradients are elsewhere, and a norm taken here is not theirs."""
         self.holds = False
         """There was something in a ``.grad`` at the last `reset`."""
-        self._watching = True
+        self.watching = True
+        """A change of a ``.grad`` is refused; False: every change is the user's to make."""
 
     def leave_all_changes(self) -> None:
         """Every change of a ``.grad`` is the user's to make."""
-        self._watching = self.arrivals.values.wanted = False
+        self.watching = self.arrivals.values.wanted = False
 
     @property
     def arrived(self) -> bool:
@@ -58,7 +59,7 @@ class Sentinels:
 
     def intact(self) -> bool:
         """Whether every ``.grad`` is what autograd left there; waits for the device where values are compared."""
-        if not self._watching:
+        if not self.watching:
             return True
         touched = []
         for watched in self._watched.values():

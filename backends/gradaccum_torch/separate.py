@@ -11,11 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradaccum import UsageError
+from gradaccum.kit import explain
 from gradaccum_torch.buffers import BufferStrategy
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.norm import is_finite
 from gradaccum_torch.sums import sum_dtype
-from gradaccum_torch.tensors import coalesced
+from gradaccum_torch.tensors import GRAD, REQUIRES_GRAD, coalesced
 
 
 class SeparateStrategy(BufferStrategy):
@@ -39,6 +41,7 @@ class SeparateStrategy(BufferStrategy):
 
     def take(self) -> bool:
         filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
+        _require_no_graph(filled)
         new = self._copied(filled)  # Memory may run out here, before anything was added.
         for parameter in filled:
             if parameter in new:
@@ -93,3 +96,20 @@ class SeparateDroppingStrategy(SeparateStrategy):
         self._parameters.free_gradients()
         self.sentinels.reset()
         return False
+
+
+def _require_no_graph(parameters: Sequence[Tensor]) -> None:
+    """A copy would lose the graph that an optimizer of second order differentiates.
+
+    Raises:
+        UsageError: a gradient has one.
+    """
+    if any(map(REQUIRES_GRAD, map(GRAD, parameters))):
+        raise explain(
+            UsageError,
+            "separate_sums",
+            expected="gradients without a graph, as backward() leaves them",
+            found="a .grad that can be differentiated again, after backward(create_graph=True)",
+            fix="For an optimizer that does that, such as AdaHessian, leave separate_sums=True out: the sum in .grad keeps the graph. For "
+            "any other, leave create_graph=True out, or assign p.grad = gradient.detach().",
+        )

@@ -76,9 +76,16 @@ STATE_HOOK_TABLES = (
 )
 """Where an optimizer keeps its hooks. If torch renames them, ``register_step_pre_hook`` and its like fail on a wrapped optimizer."""
 
-step_pre_hooks: Callable[[torch.optim.Optimizer], OrderedDict[int, Callable[..., Any]]] = attrgetter(STEP_HOOK_TABLES[0])
-step_post_hooks: Callable[[torch.optim.Optimizer], OrderedDict[int, Callable[..., Any]]] = attrgetter(STEP_HOOK_TABLES[1])
-save_pre_hooks, save_post_hooks, load_pre_hooks, load_post_hooks = map(attrgetter, STATE_HOOK_TABLES)
+NO_HOOKS: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+
+
+def _table(name: str) -> Callable[[torch.optim.Optimizer], OrderedDict[int, Callable[..., Any]]]:
+    """An optimizer that never calls ``Optimizer.__init__``, as torch_optimizer's Lookahead, has no table: it runs no hook."""
+    return lambda optimizer: getattr(optimizer, name, NO_HOOKS)
+
+
+step_pre_hooks, step_post_hooks = map(_table, STEP_HOOK_TABLES)
+save_pre_hooks, save_post_hooks, load_pre_hooks, load_post_hooks = map(_table, STATE_HOOK_TABLES)
 """One optimizer's hooks by number. Without them a hook that was registered on the wrapped optimizer is not run."""
 
 all_step_pre_hooks: Mapping[int, Any] = _global_optimizer_pre_hooks
