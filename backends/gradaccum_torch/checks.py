@@ -58,16 +58,22 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def require_update_in_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer` makes its update in ``step``, not in hooks of the backward pass, as LOMO and AdaLOMO do.
+    """`optimizer` makes its update in ``step``, from what is in ``.grad``.
+
+    LOMO and AdaLOMO, known by ``fused_backward``, make it in hooks of the backward pass. Opacus' optimizer makes it from gradients by
+    sample, which it keeps itself.
 
     Raises:
-        ArgumentTypeError: it has ``fused_backward``, by which those are known.
+        ArgumentTypeError: it is one of these.
     """
+    name, own = type(optimizer).__name__, "Use it alone: "
     if callable(getattr(optimizer, "fused_backward", None)):
-        raise explain(
-            ArgumentTypeError,
-            "optimizer",
-            expected="an optimizer that makes its update in step()",
-            found=f"{type(optimizer).__name__}, which makes it within each backward pass and keeps no gradient to add up",
-            fix="Take another optimizer, or use this one alone, without accumulation.",
-        )
+        found = f"{name}, which makes it within each backward pass and keeps no gradient to add up"
+        raise explain(ArgumentTypeError, "optimizer", expected=_IN_STEP, found=found, fix=f"{own}it does not accumulate.")
+    if any(kind.__module__.partition(".")[0] == "opacus" for kind in type(optimizer).__mro__):
+        found = f"{name} of Opacus, which makes it from gradients by sample"
+        fix = f"{own}opacus.utils.batch_memory_manager.BatchMemoryManager adds up clipped gradients, and adds noise once per batch."
+        raise explain(ArgumentTypeError, "optimizer", expected=_IN_STEP, found=found, fix=fix)
+
+
+_IN_STEP = "an optimizer that makes its update in step() from what is in .grad"

@@ -74,7 +74,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._stepped_at = updates
 
     def _step_update(self, num_updates: int | None = None, *args: Argument, **kwargs: Argument) -> Any:
-        """The scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted; before the first one nothing."""
+        """The scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted; before the first, nothing."""
         updates = self._updates()
         return self._scheduler.step_update(updates, *args, **kwargs) if updates else None
 

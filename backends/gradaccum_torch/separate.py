@@ -28,8 +28,12 @@ class SeparateStrategy(BufferStrategy):
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         self._users: list[tuple[Tensor, Tensor]] | None = None
         """What is in ``.grad`` beside the window, while the inner optimizer has the window's gradient there."""
+        self._of_one = False
         super().__init__(parameters, accumulate_dtype)
         self.sentinels.leave_all_changes()
+
+    def expect(self, size: int | None) -> None:
+        self._of_one = size == 1
 
     def require_whole(self) -> None:
         """What a backward pass that raised has left in ``.grad`` is the user's to clear."""
@@ -42,6 +46,8 @@ class SeparateStrategy(BufferStrategy):
     def take(self) -> bool:
         filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
         _require_no_graph(filled)
+        if filled and not self._of_one:
+            _require_no_noise(filled[0])
         new = self._copied(filled)  # Memory may run out here, before anything was added.
         for parameter in filled:
             if parameter in new:
@@ -112,4 +118,20 @@ def _require_no_graph(parameters: Sequence[Tensor]) -> None:
             found="a .grad that can be differentiated again, after backward(create_graph=True)",
             fix="For an optimizer that does that, such as AdaHessian, leave separate_sums=True out: the sum in .grad keeps the graph. For "
             "any other, leave create_graph=True out, or assign p.grad = gradient.detach().",
+        )
+
+
+def _require_no_noise(parameter: Tensor) -> None:
+    """Opacus' optimizer, which gives each of its parameters a ``summed_grad``, adds noise before it calls ``step``.
+
+    Raises:
+        UsageError: it has this parameter.
+    """
+    if hasattr(parameter, "summed_grad"):
+        raise explain(
+            UsageError,
+            "make_private",
+            expected="an optimizer that is not wrapped, or is wrapped with steps=1",
+            found="a longer window of micro-batches, to each of which Opacus has added the noise of a whole batch",
+            fix="Leave gradaccum.wrap out, and take opacus.utils.batch_memory_manager.BatchMemoryManager, which adds noise once per batch.",
         )

@@ -89,5 +89,5 @@ def assert_equals_large_batches(make: Make, loop: Loop = Loop(), bound: float = 
     for options in SUMS[:1] if loop.graph else SUMS:
         assert furthest(accumulated(make, loop, **options), wanted) < bound, options
     if loop.graph:
-        with pytest.raises(gradaccum.UsageError, match="separate_sums: .*leave separate_sums=True out"):
+        with pytest.raises(gradaccum.UsageError, match=r"separate_sums: .*leave separate_sums=True out"):
             accumulated(make, loop, separate_sums=True)

@@ -124,7 +124,7 @@ def test_closure_variant_needs_windows_of_one(kind: str, options: dict[str, Any]
         return closure
 
     opt = gradaccum.wrap(inner, steps=4, **options)
-    with pytest.raises(gradaccum.UsageError, match="closure: .*steps=4"):
+    with pytest.raises(gradaccum.UsageError, match=r"closure: .*steps=4"):
         opt.step(closure_of(mine, opt))
     opt = gradaccum.wrap(inner, steps=1)
     for _ in range(3):
@@ -135,5 +135,5 @@ def test_closure_variant_needs_windows_of_one(kind: str, options: dict[str, Any]
 
 def test_its_wrapper_is_refused_as_it_is() -> None:
     opt = schedulefree.ScheduleFreeWrapper(torch.optim.SGD(Loop().model().parameters(), lr=0.1))
-    with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer: .*ScheduleFreeWrapper"):
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer: .*ScheduleFreeWrapper"):
         gradaccum.wrap(opt, steps=4)

@@ -64,7 +64,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", SUMS, ids=str)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedule_per_update(name: str, options: dict[str, Any]) -> None:
-    """timm's training script counts the calls of ``step``; the gate hands on the number of updates, whatever the loop has counted."""
+    """The training script of timm counts the calls of ``step``; the gate hands on the number of updates, whatever the loop has counted."""
     kind, loop = getattr(timm.scheduler, name), Loop()
 
     def run(wrapped: bool) -> tuple[nn.Module, list[float]]:
@@ -118,7 +118,7 @@ def test_model_ema_per_update(options: dict[str, Any]) -> None:
 
 
 def test_adaptive_clipping_of_a_part_is_refused() -> None:
-    """timm clips ``.grad`` in its loop, here by value: not of a sum that still grows."""
+    """The loop of timm clips what is in ``.grad``, and that is a sum that still grows."""
     loop = Loop()
     model = loop.model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
