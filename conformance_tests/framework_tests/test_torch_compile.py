@@ -33,16 +33,16 @@ def make(dtype: torch.dtype, options: dict) -> tuple[nn.Module, Any, Callable[[t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.01}, {"separate_sums": True}, {"separate_sums": True, "clip_norm": 0.01}], ids=str)
-@pytest.mark.parametrize("what", ["the step", "the step by aot_eager", "the backward pass"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.01}], ids=str)
+@pytest.mark.parametrize("what", ["the step", "the backward pass"])
 def test_compiled_training_equals_eager(dtype: torch.dtype, options: dict, what: str) -> None:
     """The batches change in size, so Dynamo makes their shapes symbolic."""
     torch._dynamo.reset()
     model, opt, train = make(dtype, options)
     reference, other, plain = make(dtype, options)
     batches = [torch.ones(2 + index, 3, dtype=dtype) for index in range(6)]
-    if what.startswith("the step"):
-        compiled = torch.compile(train, backend="aot_eager" if "aot" in what else "eager")
+    if what == "the step":
+        compiled = torch.compile(train, backend="eager")
         for batch in batches:
             compiled(batch)
     else:
@@ -66,3 +66,19 @@ def test_clip_in_compiled_step_is_refused() -> None:
 
     with pytest.raises(gradaccum.UsageError, match="clip_norm="):
         torch.compile(train, backend="eager")(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_step_with_separate_sums(backend: str) -> None:
+    """The last window is flushed, and the optimizer's own step is compiled as well."""
+    torch._dynamo.reset()
+    model, opt, train = make(torch.float32, {"separate_sums": True, "clip_norm": 0.01})
+    reference, other, plain = make(torch.float32, {"separate_sums": True, "clip_norm": 0.01})
+    compiled = torch.compile(train, backend=backend)
+    for step in (compiled, plain):
+        for index in range(5):
+            step(torch.full((2, 3), 0.1 + index))
+    opt.flush()
+    other.flush()
+    assert opt.result.optimizer_step == other.result.optimizer_step == 3
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
