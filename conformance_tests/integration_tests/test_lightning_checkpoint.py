@@ -57,7 +57,7 @@ def saving(folder: Path) -> ModelCheckpoint:
 
 
 @pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("options", [{}, {"separate_sums": True}, {"clip_norm": 0.1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"separate_sums": True, "clip_norm": 0.1}], ids=str)
 @pytest.mark.parametrize("module", [Automatic, Manual])
 def test_resumed_in_mid_window(module: type[Automatic], options: dict[str, Any], gate: bool, tmp_path: Path) -> None:
     whole = module(options, gate)

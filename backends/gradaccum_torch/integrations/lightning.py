@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.entry import StateDict
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler
+
+_LIGHTNINGS_RULES = (WeightAveraging.should_update, EMAWeightAveraging.should_update)
 
 Output = Any
 """What ``training_step`` has returned: handed through by Lightning, whatever it is."""
@@ -137,7 +139,7 @@ def _require_gates(trainer: Trainer) -> None:
 def _require_no_average_per_micro_batch(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         # Lightning's own rules count micro-batches; a rule of the user's may ask ``result.applied``.
-        if isinstance(callback, WeightAveraging) and type(callback).should_update.__module__.startswith("lightning."):
+        if getattr(type(callback), "should_update", None) in _LIGHTNINGS_RULES:
             raise explain(
                 UsageError,
                 "callbacks",
