@@ -236,7 +236,7 @@ class Adversarial(pl.LightningModule):
 
 @pytest.mark.parametrize("options", SUMS, ids=str)
 def test_two_optimizers_in_manual_optimization(options: dict[str, Any]) -> None:
-    """One window: within it both see the same parameters, as in the large batch only the first update comes before the second's loss."""
+    """One window: the first network's is the large batch's. The second one's loss sees the first's update in the last micro-batch only."""
     model, bare = Adversarial(options), Adversarial(None)
     trainer(max_epochs=1).fit(model, loader(8))
     trainer(pl.Callback(), max_epochs=1).fit(bare, loader(8, size=8))
