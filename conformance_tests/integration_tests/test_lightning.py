@@ -9,8 +9,6 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch")
 
-from conformance_tests.integration_tests import torchvision_ops  # noqa: F401  # isort: skip
-
 pytest.importorskip("lightning", reason="needs Lightning")
 
 import lightning.pytorch as pl

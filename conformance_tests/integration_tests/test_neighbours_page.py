@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -41,6 +42,7 @@ def packages_of(code: str) -> set[str]:
 
 
 PROGRAMS = list(programs_of(PAGE))
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.title)
@@ -49,7 +51,8 @@ def test_program(program: Recipe, tmp_path: Path) -> None:
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
     assert re.search(r"^assert |assert_close\(", program.code, flags=re.MULTILINE), "it does not check its result"
-    run_recipe(program, tmp_path, OMP_NUM_THREADS="1")
+    ready = program._replace(code=f"from conformance_tests.integration_tests import torchvision_ops as _\n{program.code}")
+    run_recipe(ready, tmp_path, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def test_every_block_is_found() -> None:

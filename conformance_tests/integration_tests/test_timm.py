@@ -8,8 +8,6 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch")
 
-from conformance_tests.integration_tests import torchvision_ops  # noqa: F401  # isort: skip
-
 pytest.importorskip("timm", reason="needs timm")
 
 import timm.optim
