@@ -25,6 +25,7 @@ from gradaccum_jax.control_flow import ControlFlow
 from gradaccum_jax.dtypes import handed, strong
 from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.masters import in_place_of
+from gradaccum_jax.misplaced import require_placeable
 from gradaccum_jax.sizes import check_known, size_at
 from gradaccum_jax.state import AccumulationState, fields_of, first_terms, fresh
 from gradaccum_jax.trees import plain
@@ -54,7 +55,7 @@ class Accumulation:
         """The state before the first micro-batch; one accumulator, in the structure of `params`.
 
         Raises:
-            ArgumentTypeError: the inner optimizer accumulates too.
+            ArgumentTypeError: the inner optimizer accumulates too, or cannot stand inside a wrapper: see `misplaced`.
             ArgumentValueError: JAX has ``accumulate_dtype`` switched off.
             UsageError: with ``axis_name``: no such axis is in scope, or the parameters differ along it. Or some parameters are sharded by
                 `jax.shard_map`, and ``shard_axes`` is not given.
@@ -65,6 +66,7 @@ class Accumulation:
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = self._inner_state(whole(params))
         require_plain(inner_state)
+        require_placeable(params, inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
         trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": first_terms(self.options)}
         state = vary_like(params, fresh(fields, sums.weight_dtype(accumulator), **trees), frozenset(self.shard_axes or ()))
@@ -90,6 +92,8 @@ class Accumulation:
             UsageError: the inner optimizer reduces over a named axis, and a weight or an option is given that would differ from device to
                 device: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``. Or, with ``axis_name``: no such axis is in scope, the
                 gradients are reduced already, something else differs from device to device, or the inner optimizer reduces too.
+            UsageError: the inner optimizer reads ``value``, ``grad`` or another argument of `misplaced.OF_A_BATCH` in a window of several
+                micro-batches.
         """
         self.check(state, params, extra)
         check_known(self.options.steps, state.optimizer_step)
@@ -175,7 +179,8 @@ class Accumulation:
     def _inner_update(self, state: AccumulationState, params: Params, extra: Extra, gradients: Gradients | None = None) -> Update:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
         held = replicated(whole(params), self.axes)
-        return Update(self.inner.update, dtypes, held, extra, self.control_flow, self.axes, self.shard_axes)
+        part = gradients is not None and self.options.steps not in (1, None)
+        return Update(self.inner.update, dtypes, held, extra, self.control_flow, self.axes, self.shard_axes, part)
 
 
 def flush(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from gradaccum.kit import Scalar
 from gradaccum_jax.control_flow import ControlFlow, named_axes, once
 from gradaccum_jax.dtypes import Handed, cast_like, takes_part, wider
+from gradaccum_jax.misplaced import part_of_window, require_same_structure, require_unread
 from gradaccum_jax.sums import divide
 from gradaccum_jax.types import Array, Axes, Extra, InnerState, Params, Tree, Updates
 from gradaccum_jax.workers.replicated import replicated
@@ -43,6 +44,8 @@ class Update(NamedTuple):
     """The mesh axes whose devices share the window: at its end the sums are the same along these."""
     shard_axes: tuple[str, ...] | None = None
     """The mesh axes along which parameters are sharded; None: nobody said."""
+    part: bool = False
+    """The extra arguments may be those of one micro-batch out of several."""
 
     def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
         """Trace the call; nothing of it enters the program.
@@ -51,14 +54,20 @@ class Update(NamedTuple):
             accumulator: the tree of sums.
             held: the inner optimizer's state.
             divisor: a scalar of the type that `run` gets.
-        """
 
-        def made(accumulator: Tree, held: InnerState) -> Updates:
+        Raises:
+            UsageError: the optimizer reads an extra argument of one micro-batch out of several, or its state changes its structure.
+        """
+        rest, watched = part_of_window(self.extra) if self.part else (self.extra, {})
+
+        def made(watched: Extra, accumulator: Tree, held: InnerState) -> tuple[Updates, InnerState]:
             leaves, structure = jax.tree.flatten(self._gradients(accumulator, divisor))
             gradients = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.dtypes.like, strict=True)]
-            return self.optimizer(jax.tree.unflatten(structure, gradients), held, self.params, **self.extra)[0]
+            return self.optimizer(jax.tree.unflatten(structure, gradients), held, self.params, **rest, **watched)
 
-        program, updates = jax.make_jaxpr(made, return_shape=True)(accumulator, held)
+        program, (updates, after) = jax.make_jaxpr(made, return_shape=True)(watched, accumulator, held)
+        require_unread(program, watched)
+        require_same_structure(after, held)
         return Traced(_still(updates, accumulator), named_axes(program))
 
     def run(

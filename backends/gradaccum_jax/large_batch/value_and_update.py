@@ -65,7 +65,8 @@ def value_and_update(
     Returns:
         A function of ``(params, state, *batch, **extra)`` that returns ``(loss, updates, state)``, or ``((loss, aux), updates, state)``.
         The loss is unscaled and is that of the whole batch, dropped micro-batches included. The updates are zeros if none was made, in the
-        parameters' dtypes. `extra` is passed on to the inner optimizer.
+        parameters' dtypes. `extra` is passed on to the inner optimizer, and the loss as `value` unless `extra` has one: momo and
+        `optax.contrib.reduce_on_plateau` read it, others must ignore what they do not know, as optax asks.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
@@ -106,7 +107,7 @@ class ValueAndUpdate(Call):
 
         axes = frozenset(self.question.axis_names)
         made = run(self.question, (params,), source, Gathering(state, add, relative=False, axes=axes, scale=state.loss_scale))
-        updates, state = self.accumulation.flush(made.held, params, **extra)
+        updates, state = self.accumulation.flush(made.held, params, **{"value": made.loss, **extra})
         return (made.loss, made.aux) if self.question.differentiation.has_aux else made.loss, updates, state
 
 
