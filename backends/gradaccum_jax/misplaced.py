@@ -23,8 +23,8 @@ OF_A_BATCH = ("value", "grad", "value_fn", "grad_fn", "obj_fn")
 """optax's extra arguments that describe the batch of the gradient."""
 
 _WHOLE = (
-    "Wrap with steps=None and close the window yourself, with what belongs to all of it: gradaccum_jax.flush(tx, state, params, {}=...). "
-    "gradaccum_jax.value_and_update passes the large batch's loss on as value."
+    "Wrap with steps=None, where tx.update only notes its type, and close the window yourself with what belongs to all of it: "
+    "gradaccum_jax.flush(tx, state, params, {}=...). gradaccum_jax.value_and_update passes the large batch's loss on as value."
 )
 
 

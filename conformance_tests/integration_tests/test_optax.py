@@ -8,6 +8,7 @@ after every micro-batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ import optax
 import gradaccum
 import gradaccum_jax
 
-from .optax_optimizers import COMBINATORS, OF_THE_BATCH, REFUSED, factories, make, params
+from .optax_optimizers import OF_THE_BATCH, REFUSED, factories, make, params
 
 STEPS, WINDOWS, ITEMS = 3, 3, 2
 TOLERANCE = 1e-12
@@ -30,6 +31,8 @@ QUICK = {"xla_cpu_use_fusion_emitters": False}
 """Halves the time that XLA:CPU compiles a small program for."""
 FACTORIES = factories()
 STREAMED = sorted(FACTORIES.keys() - REFUSED.keys() - OF_THE_BATCH.keys())
+PARTS = {name for name in STREAMED if name.removeprefix("scale_by_") in FACTORIES.keys() - {name}}
+"""Transformations that are the main part of an optimizer which the default run has: these run with --deep."""
 RNG = np.random.default_rng(5)
 X, Y = RNG.normal(size=(WINDOWS, STEPS, ITEMS, 3)), RNG.normal(size=(WINDOWS, STEPS, ITEMS, 2))
 
@@ -46,6 +49,7 @@ def wide_and_quickly_compiled() -> Iterator[None]:
 pytestmark = [
     pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings('ignore:"seed" is deprecated and will be removed in optax 0.2.7:DeprecationWarning'),
 ]
 
 
@@ -66,11 +70,11 @@ def of_batch(names: tuple[str, ...], params: Any, x: Any, y: Any) -> dict[str, A
     return {name: made[name] for name in names}
 
 
-def bare_run(inner: Any, start: Any) -> list[Any]:
+def bare_run(inner: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
     """The parameters and the optimizer's state after each large batch. Op by op: the programs of single ops serve all optimizers."""
     params, state, held = start, inner.init(start), []
-    for x, y in zip(X, Y, strict=True):
-        updates, state = inner.update(GRADIENT(params, x.reshape(-1, 3), y.reshape(-1, 2)), state, params)
+    for x, y in zip(X.reshape(WINDOWS, -1, 3), Y.reshape(WINDOWS, -1, 2), strict=True):
+        updates, state = inner.update(GRADIENT(params, x, y), state, params, **of_batch(names, params, x, y))
         params = optax.apply_updates(params, updates)
         held.append((params, state))
     return held
@@ -104,7 +108,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.deep) if name in PARTS else name for name in STREAMED])
 def test_equals_the_bare_optimizer(name: str) -> None:
     inner, start = make(name, FACTORIES[name]), params()
     ours, theirs = streamed_run(gradaccum.wrap(inner, steps=STEPS), start), bare_run(inner, start)
@@ -115,3 +119,78 @@ def test_equals_the_bare_optimizer(name: str) -> None:
             assert_bitwise((after[0], after[1].inner_state), (before[0], before[1].inner_state))
         else:
             assert_close((after[0], after[1].inner_state), theirs[window - 1])
+
+
+@pytest.mark.parametrize("name", sorted(OF_THE_BATCH))
+def test_equals_the_bare_optimizer_at_a_flush(name: str) -> None:
+    """Those that read the loss of the batch, or a function of it, get that of the whole window from the caller."""
+    inner, start, names = make(name, FACTORIES[name]), params(), OF_THE_BATCH[name]
+    tx = gradaccum.wrap(inner, steps=None)
+    moved, state = start, tx.init(start)
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def add(params: Any, state: Any, x: Any, y: Any) -> Any:
+        return tx.update(GRADIENT(params, x, y), state, params, **of_batch(names, params, x, y))[1]
+
+    for window, wanted in enumerate(bare_run(inner, start, names)):
+        for x, y in zip(X[window], Y[window], strict=True):
+            before, state = state, add(moved, state, x, y)
+            assert_bitwise(state.inner_state, before.inner_state)
+        extra = of_batch(names, moved, X[window].reshape(-1, 3), Y[window].reshape(-1, 2))
+        updates, state = gradaccum_jax.flush(tx, state, moved, **extra)
+        moved = optax.apply_updates(moved, updates)
+        assert_close((moved, state.inner_state), wanted)
+
+
+@pytest.mark.parametrize("name", sorted(OF_THE_BATCH))
+def test_what_belongs_to_one_micro_batch_is_refused(name: str) -> None:
+    """In a streaming loop the optimizer would read it together with the whole window's gradient. Windows of one are large batches."""
+    inner, start, names = make(name, FACTORIES[name]), params(), OF_THE_BATCH[name]
+    x, y = X[0, 0], Y[0, 0]
+    extra = of_batch(names, start, x, y)
+    for steps in (STEPS, [(0, 1), (4, 2)], lambda step: 1 + step):
+        tx = gradaccum.wrap(inner, steps=steps)
+        with pytest.raises(gradaccum.UsageError, match=rf"^({'|'.join(names)}): .*gradaccum_jax\.flush"):
+            tx.update(GRADIENT(start, x, y), tx.init(start), start, **extra)
+    jax.eval_shape(lambda: (tx := gradaccum.wrap(inner, steps=1)).update(GRADIENT(start, x, y), tx.init(start), start, **extra))
+
+
+def test_unread_extra_arguments_pass() -> None:
+    """A loop that gives every optimizer its loss goes on as it was."""
+    start = params()
+    tx, extra = gradaccum.wrap(optax.adam(0.1), steps=STEPS), of_batch(("value", "grad", "value_fn"), start, X[0, 0], Y[0, 0])
+    assert tx.update(start, tx.init(start), start, **extra)[1].micro_step == 1
+    with pytest.raises(gradaccum.UsageError, match="^grad: "):
+        reading = optax.GradientTransformationExtraArgs(optax.init_empty_state, lambda u, s, p=None, *, grad, **_: (grad, s))
+        gradaccum.wrap(reading, steps=STEPS).update(start, gradaccum.wrap(reading, steps=STEPS).init(start), start, **extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("differentially_private_aggregate", "optimizer: .*per_example_global_norm_clip"),
+        ("dpsgd", "optimizer: .*per_example_global_norm_clip"),
+        ("lookahead", r"optimizer: .*optax\.lookahead\(gradaccum\.wrap\(fast"),
+        ("monitor", r"optimizer: .*keeps its structure"),
+    ],
+)
+def test_optimizer_that_fits_in_no_window_is_refused(name: str, told: str) -> None:
+    assert name in REFUSED
+    tx = gradaccum.wrap(make(name, FACTORIES[name]), steps=STEPS)
+    start = optax.LookaheadParams.init_synced(params()) if name == "lookahead" else params()
+    with pytest.raises(gradaccum.GradAccumError, match=told):
+        tx.update(params(), tx.init(start), start)
+
+
+def test_every_optimizer_is_found() -> None:
+    """Known ones are among them, and a factory with arguments that nobody listed is an error with its name."""
+    assert FACTORIES.keys() >= {"adamw", "muon", "dog", "scale_by_factored_rms", "sam", "lbfgs"}
+    assert not FACTORIES.keys() & {"linear_schedule", "global_norm", "apply_updates", "l2_loss"}
+    for name, factory in FACTORIES.items():
+        assert isinstance(make(name, factory), optax.GradientTransformation)
+
+    def brand_new(learning_rate: float, sharpness: float) -> Any:
+        return optax.sgd(learning_rate * sharpness)
+
+    with pytest.raises(AssertionError, match="brand_new requires .*sharpness"):
+        make("brand_new", brand_new)
