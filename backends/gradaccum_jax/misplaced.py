@@ -1,9 +1,9 @@
 """Inner optimizers, and extra arguments of theirs, that would make a window wrong. Each is refused by name, with its right place.
 
-optax documents extra arguments that describe the batch of the gradient: `value` for `optax.contrib.reduce_on_plateau`, momo and polyak_sgd,
-`grad` and `value_fn` for line searches, `grad_fn` for SAM, `obj_fn` for Sophia. The inner optimizer runs at the window's end, and a streaming
-loop then has those of the last micro-batch only. Training would go on with a loss that does not belong to the gradient. So an optimizer that
-reads one of them is refused; the caller closes the window and gives those of the whole window. One that ignores them gets them as ever.
+optax documents extra arguments that describe the batch of the gradient: `value` for `reduce_on_plateau`, momo and polyak_sgd, `grad` and
+`value_fn` for line searches, `grad_fn` for SAM, `obj_fn` for Sophia. The inner optimizer runs at the window's end, and a streaming loop then
+has those of the last micro-batch only. Training would go on with a loss that does not belong to the gradient. So an optimizer that reads one
+of them is refused; the caller closes the window and gives those of the whole window. An optimizer that ignores them gets them as ever.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def require_same_structure(after: InnerState, before: InnerState) -> None:
     Raises:
         UsageError: it has.
     """
-    if (new := jax.tree.structure(after)) != (old := jax.tree.structure(before)):
+    new, old = str(jax.tree.structure(after)), str(jax.tree.structure(before))
+    if new != old:
         fix = "Its init must make what its update returns. If it only measures, as optax.monitor, call it outside of the wrapper."
-        raise explain(UsageError, "optimizer", expected=f"a state that keeps its structure, {old}", found=str(new), fix=fix)
+        raise explain(UsageError, "optimizer", expected=f"one whose state keeps its structure, {old}", found=new, fix=fix)
 
 
 def require_placeable(params: Params, inner_state: InnerState) -> None:

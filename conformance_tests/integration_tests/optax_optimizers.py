@@ -1,8 +1,8 @@
 """Every optimizer of `optax` and `optax.contrib`, found by introspection, and how each is made.
 
-A public function is an optimizer's factory if its annotation says that it returns a transformation. Some factories have no annotation, so a
-function without one must be listed here, as a factory or as none. A factory whose required arguments nobody listed is an error with its name:
-a new release of optax cannot add an optimizer that no test runs.
+A public function is an optimizer's factory if its annotation says that it returns a transformation. Some factories have no annotation, so
+a function without one must be listed here, as a factory or as none. A factory whose required arguments nobody listed is an error with its
+name: a new release of optax cannot add an optimizer that no test runs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ NO_FACTORIES = (
     "update_moment",
     "update_moment_per_elem_norm",
 )
-"""Public callables without an annotation that make no transformation, and `measure_with_ema`, whose updates are `optax.monitor`'s scalars."""
+"""Public callables without an annotation that make no transformation, and `measure_with_ema`, whose updates are scalars for `monitor`."""
 
 
 def factories() -> dict[str, Factory]:

@@ -62,7 +62,7 @@ def test_policy_with_our_scale(compute: str) -> None:
 
 
 def test_jmp_scale_in_the_loop() -> None:
-    """jmp's loop, word for word: what it rejects never reaches the window, and its scale may move in mid-window, as it unscales first."""
+    """The loop of jmp, word for word: what it rejects never reaches the window, and its scale may move in mid-window, as it unscales first."""
     loss, inner = loss_under(jmp.get_policy("full")), optax.adamw(0.05)
     tx = gradaccum.wrap(inner, steps=STEPS)
 
@@ -90,6 +90,6 @@ def test_jmp_scale_in_the_loop() -> None:
 
 @pytest.mark.parametrize("scale", [jmp.DynamicLossScale(jnp.asarray(8.0)), jmp.StaticLossScale(8.0), jmp.NoOpLossScale()])
 def test_jmp_scale_as_our_option_is_refused(scale: Any) -> None:
-    """jmp's scale adjusts per micro-batch; the wrapper's moves between windows."""
+    """The scale of jmp adjusts per micro-batch; the wrapper's moves between windows."""
     with pytest.raises(gradaccum.ArgumentTypeError, match=r"^loss_scale: .*DynamicLossScale"):
         gradaccum.wrap(optax.sgd(0.1), steps=2, loss_scale=scale)

@@ -133,7 +133,7 @@ def test_reduce_on_plateau_around_averages_a_windows_losses() -> None:
 
 
 def test_value_and_update_passes_the_loss_on() -> None:
-    """momo reads the loss of the large batch, and the call knows it."""
+    """Momo reads the loss of the large batch, and the call knows it."""
     x = jnp.arange(24.0).reshape(8, 3) / 8
 
     def loss(params: Any, x: Any) -> Any:

@@ -1,7 +1,7 @@
 """What optax asks of its own multi-step wrapper, asked of `gradaccum_jax.MultiSteps`.
 
-Beside the comparison with optax's class after every mini-step, which the framework's tests make: the behaviours that optax's own tests hold,
-with numbers of our own.
+The framework's tests compare it with optax's class after every mini-step. Here are the behaviours that optax's own tests hold, with numbers
+of our own.
 """
 
 from __future__ import annotations

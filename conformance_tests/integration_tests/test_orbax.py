@@ -76,7 +76,7 @@ def test_train_state_by_the_manager(tmp_path: Path) -> None:
 
 
 def test_state_of_another_window_is_refused(tmp_path: Path) -> None:
-    """orbax restores it without a word; `check_state` names the option."""
+    """It is restored without a word; `check_state` names the option."""
     with orbax.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", train(created(), range(6)))
         checkpointer.wait_until_finished()
