@@ -1,9 +1,10 @@
 """Inner optimizers, and extra arguments of theirs, that would make a window wrong. Each is refused by name, with its right place.
 
-optax documents extra arguments that describe the batch of the gradient: `value` for `reduce_on_plateau`, momo and polyak_sgd, `grad` and
-`value_fn` for line searches, `grad_fn` for SAM, `obj_fn` for Sophia. The inner optimizer runs at the window's end, and a streaming loop then
-has those of the last micro-batch only. Training would go on with a loss that does not belong to the gradient. So an optimizer that reads one
-of them is refused; the caller closes the window and gives those of the whole window. An optimizer that ignores them gets them as ever.
+optax documents extra arguments that describe the batch of the gradient: `value` for `reduce_on_plateau`, momo and polyak_sgd, `grad`
+and `value_fn` for line searches, `grad_fn` for SAM, `obj_fn` for Sophia. The inner optimizer runs at the window's end, and a streaming
+loop then has those of the last micro-batch only. Training would go on with a loss that does not belong to the gradient. So an optimizer
+that reads one of them is refused; the caller closes the window and gives those of the whole window. An optimizer that ignores them gets
+them as ever.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_policy_with_our_scale(compute: str) -> None:
 
 
 def test_jmp_scale_in_the_loop() -> None:
-    """The loop of jmp, word for word: what it rejects never reaches the window, and its scale may move in mid-window, as it unscales first."""
+    """What the loop of jmp rejects never reaches the window. Its scale may move in mid-window, as it unscales each gradient first."""
     loss, inner = loss_under(jmp.get_policy("full")), optax.adamw(0.05)
     tx = gradaccum.wrap(inner, steps=STEPS)
 

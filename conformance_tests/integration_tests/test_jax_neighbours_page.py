@@ -1,0 +1,24 @@
+"""Every Python block of the page on JAX's neighbours runs as its own program, on four devices, and asserts its result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("optax", reason="needs optax")
+
+import gradaccum_jax
+from conformance_tests.framework_tests.recipes import Recipe, _recipes_in, run_recipe
+
+assert gradaccum_jax.__file__ is not None
+PAGE = (Path(gradaccum_jax.__file__).parent / "NEIGHBOURS.md").read_text(encoding="utf-8")
+RECIPES = _recipes_in(PAGE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
+def test_program_of_the_page(recipe: Recipe, tmp_path: Path) -> None:
+    if "flax" in recipe.code:
+        pytest.importorskip("flax", reason="flax is not installed")
+    assert "assert" in recipe.code
+    run_recipe(recipe, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=4")
