@@ -1,7 +1,7 @@
 """Loops as large JAX trainers write them, by hand and carried over, each against the large batch.
 
-Levanter folds a scan over the micro-batches of a reshaped batch. MaxText scans too, weighs by tokens, and donates a TrainState. The shapes of
-these loops are written here from scratch, on a tiny model; an epoch that an iterator hands out has a short last batch.
+Levanter folds a scan over the micro-batches of a reshaped batch. MaxText scans too, weighs by tokens, and donates a TrainState. The shapes
+of these loops are written here from scratch, on a tiny model; an epoch that an iterator hands out has a short last batch.
 """
 
 from __future__ import annotations
