@@ -171,6 +171,17 @@ def test_line_search_on_a_split_batch() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
 
 
+def test_multisteps_hands_over_the_last_value() -> None:
+    """As optax's class, whose place it takes; `gradaccum.wrap` refuses such an argument."""
+    inner = optax.contrib.momo(learning_rate=0.1)
+    for kind in (gradaccum_jax.MultiSteps, optax.MultiSteps):
+        steps = kind(inner, 2)
+        state = steps.init(PARAMS)
+        for gradient, value in zip(GRADS[:2], (8.0, 2.0), strict=True):
+            updates, state = steps.update(gradient, state, PARAMS, value=value)
+        assert_close(updates, inner.update(MEANS[0], inner.init(PARAMS), PARAMS, value=2.0)[0])
+
+
 def test_accumulating_optimizers_inside_are_refused() -> None:
     for inner in (optax.MultiSteps(optax.sgd(0.1), 2), gradaccum_jax.MultiSteps(optax.sgd(0.1), 2)):
         with pytest.raises(gradaccum.ArgumentTypeError, match="not wrapped"):
