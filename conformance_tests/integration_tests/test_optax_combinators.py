@@ -103,6 +103,23 @@ def test_lookahead_around_counts_micro_batches(reset_state: bool) -> None:
     assert_close(train(ours, GRADS, pair)[0], train(theirs, MEANS, pair)[0])
 
 
+def test_lookahead_that_resets_makes_integers_of_flags() -> None:
+    """It multiplies the state by 0 or 1. The wrapper's decisions are the same on such flags."""
+    pair, seen = optax.LookaheadParams.init_synced(PARAMS), []
+    for reset_state in (False, True):
+        tx = optax.lookahead(wrap(optax.sgd(0.5), loss_scale=gradaccum.DynamicLossScale(init_scale=4.0)), 8, 0.5, reset_state)
+        params, state, results = pair, tx.init(pair), []
+        for factor in (1.0, jnp.inf, 2.0, 3.0):
+            gradient = jax.tree.map(lambda p, f=factor, s=state.fast_state.loss_scale: jnp.full_like(p, f * s), PARAMS)
+            updates, state = tx.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+            results.append([float(field) for field in gradaccum_jax.result(state)])
+        seen.append((results, params))
+    assert seen[0][0] == seen[1][0]
+    assert_bitwise(seen[0][1], seen[1][1])
+    assert state.fast_state.overflow.dtype == jnp.int32
+
+
 def test_sam_inside_takes_two_windows() -> None:
     """The first window makes the adversarial step, the second the true one: as two large batches."""
     inner = optax.contrib.sam(optax.sgd(0.5), optax.chain(optax.contrib.normalize(), optax.sgd(0.1)))
