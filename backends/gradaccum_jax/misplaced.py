@@ -18,6 +18,7 @@ import optax.contrib
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
+from gradaccum_jax.trees import is_none
 from gradaccum_jax.types import Extra, InnerState, Params
 
 OF_A_BATCH = ("value", "grad", "value_fn", "grad_fn", "obj_fn")
@@ -60,10 +61,12 @@ def require_same_structure(after: InnerState, before: InnerState) -> None:
     Raises:
         UsageError: it has.
     """
-    new, old = str(jax.tree.structure(after)), str(jax.tree.structure(before))
-    if new != old:
+    try:
+        jax.tree.map(lambda *_: None, after, before, is_leaf=is_none)  # a None stands for what `before` has there
+    except ValueError as error:
+        old, new = jax.tree.structure(before), str(jax.tree.structure(after))
         fix = "Its init must make what its update returns. If it only measures, as optax.monitor, call it outside of the wrapper."
-        raise explain(UsageError, "optimizer", expected=f"one whose state keeps its structure, {old}", found=new, fix=fix)
+        raise explain(UsageError, "optimizer", expected=f"one whose state keeps its structure, {old}", found=new, fix=fix) from error
 
 
 def require_placeable(params: Params, inner_state: InnerState) -> None:
