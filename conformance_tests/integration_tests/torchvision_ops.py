@@ -1,7 +1,7 @@
 """Lets torchvision be imported beside a torch of another build, as in a venv with the CPU build of torch and PyPI's torchvision.
 
 Lightning (through torchmetrics) and timm import torchvision. Its compiled operators do not load there, and its Python code then fails as it
-names two of them. No test here calls an operator of torchvision, so that declarations without a kernel are enough: importing this makes them.
+names two of them. No test here calls an operator of torchvision, so declarations without a kernel are enough: importing this makes them.
 """
 
 from __future__ import annotations
