@@ -13,6 +13,7 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 from conformance_tests.framework_tests.recipes import Recipe, run_recipe
 
 PROGRAM = """
+from conformance_tests.integration_tests import torchvision_ops  # before transformers looks for it
 import tempfile
 import torch
 from conformance_tests.integration_tests.regression import distance
