@@ -81,10 +81,15 @@ class PyNativeWindow:
         """End the window: make the `update` with its gradients, or not at all.
 
         If this raises, the window is either open as before, and ``flush`` makes its update, or closed, if the update was made.
+
+        Raises:
+            UsageError: the inner optimizer moves no parameter in PyNative on this device.
         """
         norm, finite = measure(self.storage.sums, self.storage.float_dtype)
         finite = finite and self.fits(state, norm)
         decision = Decision(*decide(state, norm, finite, self.options, select, self.storage.largest))
+        if decision.apply:
+            update.require_in_place()
         before = update.witness.look() if decision.apply else None
         try:
             if decision.apply:

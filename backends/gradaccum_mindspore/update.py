@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import mindspore as ms
-from mindspore import nn
+from functools import cache
 
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn
+
+from gradaccum import UsageError
+from gradaccum.kit import explain
 from gradaccum_mindspore.masters import Masters
 from gradaccum_mindspore.types import Gradients, Optimizer
 
@@ -12,6 +16,8 @@ WATCHED = 4
 """Parameters that a `Witness` compares."""
 ELEMENTS = 64
 """Elements of each."""
+IN_PLACE = ("mindspore.mint.optim.sgd.SGD", "mindspore.mint.optim.adam.Adam")
+"""They write parameters by ``Parameter.add_``."""
 
 
 class Update(nn.Cell):  # type: ignore[misc]
@@ -23,6 +29,19 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.masters = masters
         self.rounds = len(masters.masters) > 0
         self.witness = Witness(inner)
+        self.in_place = any(f"{kind.__module__}.{kind.__name__}" in IN_PLACE for kind in type(inner).__mro__)
+
+    def require_in_place(self) -> None:
+        """Raise before an update in PyNative that would leave the parameters as they are, as those in `IN_PLACE` do on a CPU.
+
+        Raises:
+            UsageError: it would.
+        """
+        if self.in_place and not adds_in_place(ms.get_context("device_target")):
+            name = f"mint.optim.{type(self.inner).__name__}"
+            expected = "one that moves parameters in PyNative; on this device Parameter.add_ does nothing there"
+            fix = "Compile the step by @mindspore.jit and flush by mindspore.jit(optimizer.flush.construct)(), or take one of mindspore.nn."
+            raise explain(UsageError, "optimizer", expected=expected, found=f"{name}, which adds in place", fix=fix)
 
     def construct(self, gradients: Gradients) -> bool:
         self.inner(gradients)
@@ -34,6 +53,14 @@ class Update(nn.Cell):  # type: ignore[misc]
         if self.rounds:
             self.masters()
         return True
+
+
+@cache
+def adds_in_place(device: str) -> bool:
+    """Whether ``Parameter.add_`` adds in PyNative on `device`, the current one. MindSpore 2.10 returns the sum alone on a CPU."""
+    tried = Parameter(Tensor([0.0], ms.float32), name="tried")
+    tried.add_(Tensor([1.0], ms.float32))
+    return bool(tried.asnumpy()[0] == 1.0)
 
 
 class Witness:

@@ -1,0 +1,149 @@
+"""Every optimizer of MindSpore that runs on a CPU: as on the large batches. Those that do not run there fail bare as they do wrapped.
+
+A class that no table below knows fails the test with its name, and so does a class that runs from some version on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Tensor, nn  # noqa: E402
+from mindspore.experimental import optim as experimental  # noqa: E402
+from mindspore.mint import optim as mint_optim  # noqa: E402
+
+import gradaccum  # noqa: E402
+from conformance_tests.integration_tests.mindspore_runs import (  # noqa: E402
+    START,
+    Make,
+    X,
+    Y,
+    accumulated,
+    assert_equals_large_batches,
+    large,
+    make_net,
+    stepping,
+    values,
+)
+from gradaccum_conformance.deep import deep_but  # noqa: E402
+
+PLACES: dict[str, ModuleType] = {"nn": nn, "mint": mint_optim, "experimental": experimental}
+BASES = (nn.Optimizer, experimental.Optimizer)
+
+
+def public(place: str) -> Iterator[str]:
+    """The names under which `place` has optimizers."""
+    for name, kind in vars(PLACES[place]).items():
+        if isinstance(kind, type) and issubclass(kind, BASES) and kind not in BASES:
+            yield f"{place}.{name}"
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    """All of them, at any depth."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+FOUND = sorted(name for place in PLACES for name in public(place))
+BROKEN = {
+    "nn.LARS": "Unsupported op .LARS",
+    "nn.Lamb": "Unsupported op .Lamb",
+    "nn.OptTFTWrapper": "MindIO TFT",
+    "mint.AdamW": "kernel AdamW unregistered",
+    "mint.FusedAdamW": "InplaceCopy",
+}
+"""They do not run on a CPU, bare or wrapped: MindSpore's error."""
+UNMOVED = ("mint.SGD", "mint.Adam")
+"""In PyNative on a CPU the bare optimizer moves no parameter and raises nothing."""
+INTERNAL = {"SpeedAdamW", "ThorAscend", "ThorGpu"}
+"""No public module has them: the kernel of the first is Ascend's; `nn.thor` makes the others, of layers that it has for GPU and Ascend."""
+AROUND = ("nn.LARS", "nn.OptTFTWrapper")
+"""They take an optimizer, and no parameters."""
+MORE: dict[str, dict[str, Any]] = {"nn.Momentum": {"momentum": 0.9}, "nn.AdaFactor": {"learning_rate": None}}
+RUN = [name for name in FOUND if name not in BROKEN and name not in UNMOVED]
+
+VARIANTS: dict[str, Make] = {
+    "nn.SGD, Nesterov": lambda net: nn.SGD(net.trainable_params(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "nn.Adam, AMSGrad": lambda net: nn.Adam(net.trainable_params(), 0.1, use_amsgrad=True),
+    "nn.Adam, lazy": lambda net: nn.Adam(net.trainable_params(), 0.1, use_lazy=True),
+    "nn.RMSProp, centered": lambda net: nn.RMSProp(net.trainable_params(), 0.01, centered=True),
+    "nn.Momentum, centralized": lambda net: nn.Momentum([{"params": net.trainable_params(), "grad_centralization": True}], 0.1, 0.9),
+    "experimental.Adam, AMSGrad": lambda net: experimental.Adam(net.trainable_params(), 0.1, amsgrad=True, maximize=True),
+    "experimental.SGD, groups": lambda net: experimental.SGD(
+        [{"params": [net.weight], "lr": 0.05}, {"params": [net.bias]}], 0.1, momentum=0.9
+    ),
+}
+
+
+def maker(name: str) -> Make:
+    """Builds the optimizer for a net."""
+    place, _, short = name.partition(".")
+    kind = getattr(PLACES[place], short)
+    rate = {"learning_rate" if place == "nn" else "lr": 0.01}
+    if name in AROUND:
+        return lambda net: kind(nn.Momentum(net.trainable_params(), 0.01, 0.9))
+    return lambda net: kind(net.trainable_params(), **{**rate, **MORE.get(name, {})})
+
+
+def test_lists_are_mindspores() -> None:
+    """A class that MindSpore hides is in `INTERNAL`; every other one is tested below by its name."""
+    known = {getattr(PLACES[place], name) for place, name in (each.split(".") for each in FOUND)}
+    hidden = {
+        kind.__name__ for base in BASES for kind in subclasses(base) if kind.__module__.startswith("mindspore.") and kind not in known
+    }
+    assert hidden - {kind.__name__ for kind in BASES} == INTERNAL
+    assert set(BROKEN) | set(UNMOVED) <= set(FOUND)
+    assert len(RUN) >= 25
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_equals_large_batches(name: str) -> None:
+    assert_equals_large_batches(maker(name))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_equals_large_batches(name: str) -> None:
+    assert_equals_large_batches(VARIANTS[name])
+
+
+@pytest.mark.parametrize("run", [large, accumulated])
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_on_cpu_bare_too(name: str, run: Any) -> None:
+    """If the bare one runs, the gap is closed: take its name out of `BROKEN`."""
+    with pytest.raises((RuntimeError, ValueError), match=BROKEN[name]):
+        run(maker(name))
+
+
+@pytest.mark.parametrize("name", UNMOVED)
+def test_unmoved_parameters_are_refused(name: str) -> None:
+    """The bare optimizer leaves them where they are, without a word; the wrapped one says so, and keeps the window."""
+    np.testing.assert_array_equal(large(maker(name)), START)
+    net = make_net()
+    opt = gradaccum.wrap(maker(name)(net), steps=2)
+    step = stepping(net, opt)
+    step(Tensor(X[:2]), Tensor(Y[:2]))
+    with pytest.raises(gradaccum.UsageError, match=r"optimizer: .*in place.*jit"):
+        step(Tensor(X[2:4]), Tensor(Y[2:4]))
+    assert (opt.result.micro_step, opt.result.optimizer_step) == (2, 0)
+    np.testing.assert_array_equal(values(net), START)
+
+
+@pytest.mark.parametrize("name", deep_but(("mint.SGD",), UNMOVED))
+def test_compiled_equals_large_batches(name: str) -> None:
+    """The truth is the experimental optimizer's of the same formula, in PyNative: each shape of a batch compiles anew."""
+    wanted = large(maker(name.replace("mint", "experimental")))
+    np.testing.assert_allclose(accumulated(maker(name), jit=True), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_thor_needs_its_own_layers() -> None:
+    with pytest.raises(IndexError):
+        nn.thor(make_net(), Tensor([0.1] * 3), Tensor([0.1] * 3), 0.9)
