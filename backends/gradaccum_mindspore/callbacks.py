@@ -14,7 +14,7 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
 
     The update divides by the weight that the window holds. Put this callback before callbacks that save checkpoints: they save at the end
     of a step, where this one flushes. `mindspore.train.Model.fit` validates after it. With a
-    ``sink_size`` MindSpore's epoch is that many steps.
+    ``sink_size`` MindSpore's epoch is that many steps, where the data goes through a sink; on a CPU it does not, and the epoch is the data.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -29,12 +29,16 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
             found, fix = f"an object of type {type(optimizer).__name__}", "Write FlushAtEpochEnd(gradaccum.wrap(optimizer, steps=4))."
             raise explain(ArgumentTypeError, "optimizer", expected="the wrapped optimizer", found=found, fix=fix)
         self.optimizer = optimizer
+        self.steps: int | None = None
+        """Of an epoch whose data goes through no sink; ``batch_num`` is the ``sink_size`` there too, if one was given."""
         self.flushed = False
         """In this epoch. Where workers share their windows each flushes once in an epoch, whatever it holds, as `flush` is collective."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this callback: it would save without the tail."""
-        callbacks = run_context.original_args().list_callback
+        run = run_context.original_args()
+        self.steps = None if run.get("dataset_sink_mode") else run.train_dataset.get_dataset_size()
+        callbacks = run.list_callback
         if any(isinstance(callback, ModelCheckpoint) for callback in callbacks[: callbacks.index(self)]):
             expected, found = "FlushAtEpochEnd before ModelCheckpoint, which saves as the step ends", "the other order"
             raise explain(UsageError, "callbacks", expected=expected, found=found, fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].")
@@ -46,7 +50,7 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Flush, if the epoch ends with this step."""
         run = run_context.original_args()
-        if run.cur_step_num % run.batch_num == 0:
+        if run.cur_step_num % (self.steps or run.batch_num) == 0:
             self.optimizer.flush()
             self.flushed = True
 
