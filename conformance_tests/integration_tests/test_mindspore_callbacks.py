@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,15 @@ def test_plateau_reduces_the_rate_per_epoch() -> None:
     same(*(values(run.net) for run in runs))
 
 
+@pytest.fixture
+def handlers_after() -> Iterator[None]:
+    """`OnRequestExit` leaves its handler of a signal behind, which would keep this process from ending."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handlers_after")
 def test_watching_callbacks_change_nothing(tmp_path: Path) -> None:
     seen: list[int] = []
     heard = LambdaCallback(on_train_step_end=lambda run_context: seen.append(run_context.original_args().cur_step_num))
