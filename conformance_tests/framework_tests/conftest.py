@@ -5,6 +5,8 @@ Where a test runs under ``jit`` too, its graphs wait for ``--deep``, unless it i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 GRAPHS = {"graph", "cell"}
@@ -23,3 +25,13 @@ def _parameters(item: pytest.Function) -> set[str]:
     """Those of the case that are words, its mode among them."""
     callspec = getattr(item, "callspec", None)
     return set() if callspec is None else {value for value in callspec.params.values() if isinstance(value, str)}
+
+
+@pytest.fixture(autouse=True)
+def recorded(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that raises inside `mindspore.value_and_grad` of its own leaves MindSpore recording: the next would be slow, or fail."""
+    yield
+    if request.path.name.startswith("test_mindspore"):
+        from gradaccum_mindspore.recorded import forget_recorded
+
+        forget_recorded()

@@ -150,3 +150,19 @@ def test_bad_input_raises(name: str) -> None:
     with pytest.raises(kind, match=words) as caught:
         verify(**arguments)
     assert isinstance(caught.value, gradaccum.GradAccumError)
+
+
+def test_error_leaves_nothing_recorded() -> None:
+    """After it a gradient of layer norm would be taken for a second derivative, which MindSpore has not."""
+    case = SOUND["plain"]
+
+    def raising(model: Any, x: Any, y: Any) -> Any:
+        case.loss_fn(model, x, y)
+        raise Boom
+
+    with pytest.raises(Boom):
+        verify(case.model(), raising, case.batch)
+    layer = ms.nn.LayerNorm((4,))
+    x = ms.Tensor([[1.0, 2.0, 4.0, 8.0]], ms.float32)
+    _, gradients = ms.value_and_grad(lambda x: (layer(x) ** 3).sum(), None, layer.trainable_params())(x)
+    assert all(np.isfinite(each.asnumpy()).all() for each in gradients)

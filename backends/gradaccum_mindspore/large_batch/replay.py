@@ -19,11 +19,11 @@ import mindspore as ms
 import mindspore.common.seed  # the module; `mindspore.common` has functions of its name
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.common.api import _pynative_executor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_mindspore.large_batch.randomness import DEPTH, cells_of, random_cell
+from gradaccum_mindspore.recorded import forget_recorded
 
 SEEDS: Any = sys.modules["mindspore.common.seed"]
 """Private to MindSpore: ``_GLOBAL_SEED``, ``_KERNEL_SEED`` and ``_get_graph_seed``. Without them nothing could be replayed; if they work in
@@ -50,12 +50,8 @@ class Noted:
         self.counters = dict(SEEDS._KERNEL_SEED)
 
     def after_error(self) -> None:
-        """Make it as it was, and let MindSpore forget the operators that it has recorded.
-
-        It goes on recording after a function raised inside `mindspore.value_and_grad`, unless a Cell raised; then a later call
-        would differentiate through what came before it.
-        """
-        _pynative_executor.clear_res()
+        """Make it as it was, and let MindSpore forget the operators that it has recorded."""
+        forget_recorded()
         self.set_back()
 
     def set_back(self) -> None:

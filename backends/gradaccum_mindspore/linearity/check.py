@@ -17,6 +17,7 @@ from gradaccum import ArgumentValueError, LinearityReport
 from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report
 from gradaccum_mindspore.linearity.custom_rules import is_float, is_linear, norm
 from gradaccum_mindspore.linearity.watching import Met, watched
+from gradaccum_mindspore.recorded import forgotten_on_error
 from gradaccum_mindspore.types import DType
 
 EPSILON = {ms.float16: 2.0**-10, ms.bfloat16: 2.0**-7, ms.float32: 2.0**-23, ms.float64: 2.0**-52}
@@ -69,7 +70,8 @@ def _unscaled_gradients(
     for scale in SCALES:
         factor = Tensor(scale, dtype)
         met.rewind()
-        _, gradients = ms.value_and_grad(lambda *values, s=factor: fn(*values) * s, None, list(parameters))(*inputs)
+        with forgotten_on_error():
+            _, gradients = ms.value_and_grad(lambda *values, s=factor: fn(*values) * s, None, list(parameters))(*inputs)
         pairs = zip(parameters, gradients, strict=True)
         yield {p.name: g.astype(ms.float32 if g.dtype == ms.bfloat16 else g.dtype).asnumpy().astype(np.float64) / scale for p, g in pairs}
 

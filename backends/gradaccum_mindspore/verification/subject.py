@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Column, Conditions, Layer, Precision, Run, scalar_loss_error
 from gradaccum_mindspore.linearity import verify_loss_scaling
+from gradaccum_mindspore.recorded import forgotten_on_error
 from gradaccum_mindspore.verification.batch import Batch, is_float, perturbed
 from gradaccum_mindspore.verification.draws import Lent
 from gradaccum_mindspore.verification.kept import Kept, changed
@@ -91,7 +92,8 @@ class MindSporeSubject:
             loss = _require_scalar(self._loss_fn(self._model, *arguments))
             return loss * Tensor(scale, loss.dtype)
 
-        loss, gradients = ms.value_and_grad(forward, None, list(self._parameters.values()))()
+        with forgotten_on_error():
+            loss, gradients = ms.value_and_grad(forward, None, list(self._parameters.values()))()
         return float(wide(loss)) / scale, {name: wide(gradient) / scale for name, gradient in zip(self.names, gradients, strict=True)}
 
     def dot(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
