@@ -40,7 +40,7 @@ def test_mistake_is_named(name: str) -> None:
     assert PLANTED[name].where in cause.where, str(report)
 
 
-@pytest.mark.parametrize("name", some(SOUND, ("dropout", "float64", "frozen_statistics", "layer_norm", "plain", "summed")))
+@pytest.mark.parametrize("name", some(SOUND, ("dropout", "layer_norm", "plain")))
 def test_sound_model_passes(name: str) -> None:
     report = verified(SOUND[name])
     assert report.equivalent, str(report)
