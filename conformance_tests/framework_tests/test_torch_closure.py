@@ -1,0 +1,66 @@
+"""``step(closure)``: a closure is run once and is a micro-batch, unless the inner optimizer evaluates it again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch import Tensor
+
+import gradaccum
+from conformance_tests.framework_tests.torch_separate import (
+    PARTS,
+    X,
+    Y,
+    assert_same,
+    closed_over,
+    large,
+    make_model,
+    mse,
+    wrapped,
+)
+from gradaccum import UsageError
+
+
+def test_closure_runs_once_per_micro_batch() -> None:
+    """By default too: Lightning hands one over in each step."""
+    model = make_model()
+    opt, calls = wrapped(model, separate_sums=False, clip_norm=1e3), []
+
+    def closure_of(x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            calls.append(len(x))
+            opt.zero_grad()
+            loss = mse(model, x, y)
+            loss.backward()
+            return loss
+
+        return closure
+
+    with torch.no_grad():
+        losses = [opt.step(closure_of(x, y)) for x, y in PARTS]
+    assert calls == [2, 2, 2, 2]
+    assert float(sum(losses).detach() / 4) == pytest.approx(float(mse(make_model(), X, Y).detach()))
+    assert_same(model, large())
+
+
+def test_closure_that_raises_counts_nothing() -> None:
+    model = make_model()
+    opt = wrapped(model)
+    with pytest.raises(ZeroDivisionError):
+        opt.step(lambda: 1 / 0)
+    assert opt.result.micro_step == 0
+    for x, y in PARTS:
+        closed_over(model, opt, x, y)
+    assert_same(model, large())
+
+
+def test_lbfgs_needs_the_true_gradient() -> None:
+    model = make_model()
+    opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters()), steps=1, separate_sums=True)
+    with pytest.raises(UsageError, match="separate_sums"):
+        opt.step(lambda: mse(model, X, Y))

@@ -1,0 +1,191 @@
+"""A window under ``separate_sums=True``: its end, its copies, its checkpoints, weights, scales and dtypes; ``.grad`` beside it stays."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch import Tensor, nn
+
+import gradaccum
+from conformance_tests.framework_tests.torch_separate import (
+    PARTS,
+    X,
+    Y,
+    assert_same,
+    before_clear,
+    large,
+    logged_norm,
+    make_model,
+    mse,
+    wrapped,
+)
+from gradaccum import UsageError
+from gradaccum_torch.optimizer import AccumulatingOptimizer
+
+
+def with_next_under_way(model: nn.Module, opt: AccumulatingOptimizer) -> list[Tensor | None]:
+    """Fill a window, begin the next micro-batch, and return what it left in ``.grad``."""
+    for x, y in PARTS:
+        mse(model, x, y).backward()
+        opt.step()
+    mse(model, X, Y).backward()
+    return [each.grad for each in model.parameters()]
+
+
+def holds(model: nn.Module, gradients: list[Tensor | None]) -> bool:
+    return all(each.grad is gradient for each, gradient in zip(model.parameters(), gradients, strict=True))
+
+
+def test_flush_leaves_what_is_in_grad() -> None:
+    """Between backward and step it is the next window's; the inner optimizer does not see it."""
+    model = make_model()
+    opt = wrapped(model, steps=None)
+    held = with_next_under_way(model, opt)
+    opt.flush()
+    assert_same(model, large())
+    assert holds(model, held)
+    opt.step()
+    opt.flush()
+    assert opt.result.optimizer_step == 2
+
+
+def test_flush_of_skipped_window_leaves_grad() -> None:
+    model = make_model()
+    opt = wrapped(model, steps=None, skip_norm=1e-9)
+    held = with_next_under_way(model, opt)
+    opt.flush()
+    assert opt.result.skipped
+    assert holds(model, held)
+
+
+def test_inner_optimizer_that_raises_leaves_window() -> None:
+    model = make_model()
+    opt = wrapped(model, steps=None)
+    held = with_next_under_way(model, opt)
+    handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        opt.flush()
+    handle.remove()
+    assert holds(model, held)
+    opt.flush()
+    assert_same(model, large())
+
+
+def test_discard_forgets_grad_too() -> None:
+    model = make_model()
+    opt = wrapped(model)
+    mse(model, X, Y).backward()
+    opt.step()
+    mse(model, X, Y).backward()
+    opt.discard()
+    assert all(each.grad is None for each in model.parameters())
+    for x, y in PARTS:
+        before_clear(model, opt, x, y)
+    assert_same(model, large())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
+def test_copy_in_mid_window(copied: Callable[..., Any]) -> None:
+    model = make_model()
+    opt = wrapped(model)
+    for x, y in PARTS[:2]:
+        before_clear(model, opt, x, y)
+    model, opt = copied((model, opt))
+    for x, y in PARTS[2:]:
+        logged_norm(model, opt, x, y)
+    assert_same(model, large())
+
+
+@pytest.mark.parametrize("saved_separate", [True, False])
+def test_checkpoint_in_mid_window(saved_separate: bool) -> None:
+    """The sum is saved as ever: either kind loads the other's."""
+    model = make_model()
+    opt = wrapped(model, separate_sums=saved_separate)
+    for x, y in PARTS[:2]:
+        mse(model, x, y).backward()
+        opt.step()
+    state, weights = opt.state_dict(), copy.deepcopy(model.state_dict())
+    fresh = make_model()
+    fresh.load_state_dict(weights)
+    other = wrapped(fresh, separate_sums=not saved_separate)
+    other.load_state_dict(state)
+    for x, y in PARTS[2:]:
+        mse(fresh, x, y).backward()
+        other.step()
+    assert_same(fresh, large())
+
+
+def test_inf_poisons_no_later_window() -> None:
+    model = make_model()
+    opt = wrapped(model)
+    for index, (x, y) in enumerate([*PARTS, *PARTS]):
+        before_clear(model, opt, x * (float("inf") if index == 1 else 1.0), y)
+    assert opt.result.optimizer_step == 1
+    assert_same(model, large())
+
+
+def test_dropping_leaves_bad_micro_batch_out() -> None:
+    model = make_model()
+    opt = wrapped(model, steps=5, on_overflow="drop_micro_batch")
+    for x, y in [PARTS[0], (PARTS[0][0] * float("nan"), PARTS[0][1]), *PARTS[1:]]:
+        before_clear(model, opt, x, y)
+    assert_same(model, large())
+
+
+def test_weights_and_scale() -> None:
+    model = make_model()
+    opt = wrapped(model, steps=2, loss_scale=1024.0)
+    for x, y in ((X[:6], Y[:6]), (X[6:], Y[6:])):
+        model.zero_grad()
+        opt.backward(mse(model, x, y), weight=len(x))
+        opt.step()
+    assert_same(model, large())
+
+
+def test_plain_backward_under_scale_is_refused() -> None:
+    model = make_model()
+    opt = wrapped(model, loss_scale=1024.0)
+    mse(model, X, Y).backward()
+    with pytest.raises(UsageError, match="loss scale"):
+        opt.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=dtype))
+    opt = gradaccum.wrap(torch.optim.SGD([weight], lr=1.0), steps=5, reduction="sum", separate_sums=True)
+    for value in (2048.0, 1.0, 1.0, 1.0, 1.0):
+        weight.grad = torch.full((1,), value, dtype=dtype)
+        opt.step()
+    assert float(weight.detach()) == float(torch.tensor(-2052.0, dtype=dtype))
+
+
+def test_sparse_gradients() -> None:
+    def run(separate: bool) -> Tensor:
+        torch.manual_seed(0)
+        table = nn.Embedding(6, 3, sparse=True)
+        opt = gradaccum.wrap(torch.optim.SparseAdam(table.parameters()), steps=2, separate_sums=separate)
+        for indices in ([0, 1, 1], [1, 4, 0]) * 2:
+            table(torch.tensor(indices)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        return table.weight.detach()
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_one_buffer_more() -> None:
+    """Between two steps the sums alone live; the default holds them in ``.grad``."""
+    model = make_model()
+    opt = wrapped(model)
+    before_clear(model, opt, *PARTS[0])
+    assert all(each.grad is None for each in model.parameters())
+    assert len(opt.state_dict()["gradaccum"]["sums"]) == 4
