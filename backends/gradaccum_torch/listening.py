@@ -44,10 +44,10 @@ class Listening:
             # A copy: a captured CUDA graph writes the next loss into the same memory.
             self._losses.tell(loss.detach().clone(), weight)
 
-    def counted(self, result: StepResult) -> None:
-        """The micro-batch was counted, with this `result`; its window may close after this."""
+    def counted(self, *, dropped: bool) -> None:
+        """The micro-batch was counted; `dropped`: it added nothing. Its window may close after this."""
         if self._listeners:
-            self._losses.count(dropped=result.overflow)
+            self._losses.count(dropped=dropped)
 
     def drop(self) -> None:
         """The micro-batch under way was cleared."""

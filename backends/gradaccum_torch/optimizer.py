@@ -147,9 +147,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         loss = None if closure is None else evaluated_once(closure)
         if _FROM_SCALER in self.__dict__:
             return self._step_for_scaler()
-        window.add()  # As `_count`, without its call: a test bounds what a micro-batch costs in Python.
-        if window.listening is not NOBODY:
-            window.listening.counted(window.result)
+        window.add()
         if window.ends():
             with noting_missing_closure(given=closure is not None):
                 window.listening.after(window.close)
@@ -228,15 +226,9 @@ class AccumulatingOptimizer(DelegatingOptimizer):
             raise foreign_scaler_error()
         self._window.note_scaled()
         with self._scaler.stepping(self):
-            self._count(self._window)
-
-    def _count(self, window: Window) -> None:
-        """Count the micro-batch under way; if the window is full, close it and tell the listeners."""
-        window.add()
-        if window.listening is not NOBODY:
-            window.listening.counted(window.result)
-        if window.ends():
-            window.listening.after(window.close)
+            self._window.add()
+            if self._window.ends():
+                self._window.listening.after(self._window.close)
 
     def _groups_for_scaler(self, caller: LocalVariables) -> list[Group]:
         if self._scaler is None:

@@ -105,10 +105,9 @@ class Window:
     def add(self) -> None:
         """End the micro-batch under way: check it, add it to the sum, count it."""
         first, self._size = self._fields.micro_step == 0, self.size  # Looked up once, so that a schedule cannot change it under way.
-        fields, micro_batch, sentinels = self._fields, self._micro_batch, self.strategy.sentinels
+        fields, micro_batch, weight, sentinels = self._fields, self._micro_batch, self._micro_batch.weight, self.strategy.sentinels
         if self._update.half_made or sentinels.arrivals.under_way or self._workers.not_own:
             self._require_whole("step()")
-        weight = micro_batch.weight
         if self._scale_in_use or micro_batch.noted:
             micro_batch.require_scaled(sentinels, factor(weight, fields, self._options), self._scale_in_use)
         if not sentinels.intact():
@@ -121,6 +120,8 @@ class Window:
             self._scaler.count(first=first)
         self._fields = at_rest(accumulate(fields, weight, finite, select), float64_weight=self._plan.float64_weight)
         self._event = _NOTHING_CLOSED if finite else _DROPPED
+        if self.listening is not NOBODY:
+            self.listening.counted(dropped=not finite)
 
     @property
     def size(self) -> int | None:
@@ -204,8 +205,7 @@ class Window:
         fields = self.fields_to_save()
         # Between two windows the schedule, which may have come to its end, is not asked.
         terms = terms_of(self._options._replace(steps=self._size if fields.micro_step else None), fields.optimizer_step)
-        sums = enumerate(self.strategy.sums() if fields.micro_step else ())
-        held = {index: total for index, total in sums if total is not None}
+        held = {index: total for index, total in enumerate(self.strategy.sums() if fields.micro_step else ()) if total is not None}
         return Saved(fields, terms, self._grad_norm, held, self._parameters.masters(), self._workers.place)
 
     def resumed(self, saved: Saved) -> State:
