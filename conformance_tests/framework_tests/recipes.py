@@ -33,10 +33,10 @@ class Recipe(NamedTuple):
     page: str = PAGES[0]
 
 
-def recipes_of(package: ModuleType) -> list[Recipe]:
-    """Return the Python block of each numbered section of the package's `PAGES`. The pages may have no other block."""
+def recipes_of(package: ModuleType, names: Iterable[str] = PAGES) -> list[Recipe]:
+    """Return the Python block of each numbered section of the package's pages. The pages may have no other block."""
     assert package.__file__ is not None
-    pages = {name: (Path(package.__file__).parent / name).read_text(encoding="utf-8") for name in PAGES}
+    pages = {name: (Path(package.__file__).parent / name).read_text(encoding="utf-8") for name in names}
     return [recipe._replace(page=name) for name, page in pages.items() for recipe in _recipes_in(page)]
 
 

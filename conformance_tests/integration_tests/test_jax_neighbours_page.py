@@ -9,11 +9,9 @@ import pytest
 pytest.importorskip("optax", reason="needs optax")
 
 import gradaccum_jax
-from conformance_tests.framework_tests.recipes import Recipe, _recipes_in, run_recipe
+from conformance_tests.framework_tests.recipes import Recipe, recipes_of, run_recipe
 
-assert gradaccum_jax.__file__ is not None
-PAGE = (Path(gradaccum_jax.__file__).parent / "NEIGHBOURS.md").read_text(encoding="utf-8")
-RECIPES = _recipes_in(PAGE)
+RECIPES = recipes_of(gradaccum_jax, ["NEIGHBOURS.md"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
