@@ -19,6 +19,7 @@ from gradaccum.linearity import LinearityReport
 from gradaccum.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from gradaccum.registry import available_backends, load_backend, registered_backends
 from gradaccum.result import StepResult
+from gradaccum.schedule import until_weight
 from gradaccum.verification import Cause, MissingPackageError, VerificationReport, verify
 from gradaccum.watching import Watch
 from gradaccum.wrapping import wrap
@@ -48,6 +49,7 @@ __all__ = [
     "load_backend",
     "registered_backends",
     "scaled_learning_rate",
+    "until_weight",
     "verify",
     "wrap",
 ]

@@ -1,6 +1,7 @@
 """The second door: what a backend is made of. `gradaccum` itself has what users need, the classes of the errors among it.
 
 - `accumulate`, `usable`, `contribution`, `ends`, `decide`, `close`, `discard`: the transitions of the `State`, by `Options`;
+- `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: what a window knows besides its gradient;
 - `terms_of`, `resumed`, `redistributed`: what an open window depends on, and how a saved one goes on;
 - `make_division`, `divided`, `leaves_of`, `share`: where a large batch is cut, the nests that it comes in, how other outputs merge;
 - `explain` and the ``require_`` and ``_error`` functions: one mistake has one class and one wording in every backend;
@@ -18,18 +19,20 @@ from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report,
 from gradaccum.loss_scale import ScalerDriver, ScaleRule
 from gradaccum.merging import KINDS, MergingOps, concatenate_error, finished, kinds_of, merged, require_kind, share
 from gradaccum.nests import Leaf, Nest, children_of, is_column, leaves_of, mapped, spread, with_leaves
+from gradaccum.noise_scale import Noise, NoiseFields, first_seen, forget_window, is_first, no_noise, noise_scale, window_seen
 from gradaccum.options import Options, Reduction, make_options, require_reduction
 from gradaccum.refusals import (
     accumulate_dtype_error,
     missing_worker_error,
     optimizer_error,
+    shared_until_weight_error,
     torn_window_error,
     update_due_error,
     wrapped_twice_error,
 )
 from gradaccum.registry import Backend, DeviceBackend, GatingBackend
-from gradaccum.resuming import Terms, decode_terms, encode_terms, redistributed, resumed, terms_of
-from gradaccum.schedule import Schedule, require_steps
+from gradaccum.resuming import Terms, code_of, decode_terms, encode_terms, redistributed, resumed, terms_of
+from gradaccum.schedule import Schedule, UntilWeight, is_known, require_steps
 from gradaccum.segments import segment_cuts
 from gradaccum.splitting import (
     Cut,
@@ -60,6 +63,7 @@ from gradaccum.transitions import (
     divisor,
     ends,
     joined,
+    measures,
     select,
     steps_at,
     usable,
@@ -68,6 +72,7 @@ from gradaccum.verification import ROUNDING_LIMIT, Column, Conditions, Layer, Pr
 from gradaccum.watching.listeners import Handle, Listeners
 from gradaccum.watching.losses import Losses
 from gradaccum.watching.window import Listener
+from gradaccum.window_loss import add_loss, window_loss
 
 __all__ = [
     "FIELD_DTYPES",
@@ -92,6 +97,8 @@ __all__ = [
     "Losses",
     "MergingOps",
     "Nest",
+    "Noise",
+    "NoiseFields",
     "Options",
     "Precision",
     "Reduction",
@@ -103,14 +110,17 @@ __all__ = [
     "State",
     "Subject",
     "Terms",
+    "UntilWeight",
     "VerifyingBackend",
     "Where",
     "accumulate",
     "accumulate_dtype_error",
+    "add_loss",
     "at_rest",
     "aux_shape_error",
     "children_of",
     "close",
+    "code_of",
     "comparable",
     "concatenate_error",
     "contribution",
@@ -126,9 +136,13 @@ __all__ = [
     "examine",
     "explain",
     "finished",
+    "first_seen",
+    "forget_window",
     "free_frames",
     "initial_state",
     "is_column",
+    "is_first",
+    "is_known",
     "item_axis",
     "item_weights_error",
     "joined",
@@ -139,8 +153,11 @@ __all__ = [
     "make_division",
     "make_options",
     "mapped",
+    "measures",
     "merged",
     "missing_worker_error",
+    "no_noise",
+    "noise_scale",
     "optimizer_error",
     "packed",
     "redistributed",
@@ -162,6 +179,7 @@ __all__ = [
     "segment_cuts",
     "select",
     "share",
+    "shared_until_weight_error",
     "size_for",
     "spread",
     "status",
@@ -172,6 +190,8 @@ __all__ = [
     "unknown_limit_error",
     "update_due_error",
     "usable",
+    "window_loss",
+    "window_seen",
     "with_leaves",
     "wrapped_twice_error",
 ]

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, cast
 
 from gradaccum._validation import require_bool, require_choice, require_number
+from gradaccum.errors import ArgumentValueError, explain
 from gradaccum.loss_scale import ScalerDriver, ScaleRule, scale_rule
+from gradaccum.noise_scale import DECAY
 from gradaccum.schedule import Schedule, make_schedule
 
 Reduction = Literal["mean", "sum", "item_mean"]
-OnOverflow = Literal["skip_window", "drop_micro_batch"]
+OnOverflow = Literal["skip_window", "drop_micro_batch", "ignore"]
 
 REDUCTIONS = ("mean", "sum", "item_mean")
-ON_OVERFLOW = ("skip_window", "drop_micro_batch")
+ON_OVERFLOW = ("skip_window", "drop_micro_batch", "ignore")
 
 
 class Options(NamedTuple):
@@ -31,6 +33,8 @@ class Options(NamedTuple):
     """Keep float32 masters of half-precision parameters; the inner optimizer works on those."""
     scaler: Any = None
     """The framework's own loss scaler, if that was given as the loss scale: the backend drives it."""
+    noise_decay: float | None = None
+    """The decay of the noise scale's running means; None: it is not measured."""
     separate_sums: bool = False
     """Leave the place where the framework puts gradients to the user. A backend whose parameters hold their gradients sets it."""
 
@@ -45,6 +49,7 @@ def make_options(
     loss_scale: object = None,
     on_overflow: str = "skip_window",
     master_weights: bool = False,
+    noise_scale: bool | float = False,
     driver: ScalerDriver | None = None,
 ) -> Options:
     """Check the options of `gradaccum.wrap` and bring them into the form that the transitions read.
@@ -55,6 +60,10 @@ def make_options(
         ArgumentTypeError, ArgumentValueError: naming the argument that is wrong.
     """
     rule, scaler = scale_rule(loss_scale, driver)
+    if on_overflow == "ignore" and (scaler is not None or rule.backoff_factor != 1):
+        fix = "Give a number, or leave on_overflow out."
+        expected = 'one that does not move, as on_overflow="ignore" looks for no overflow that it could back off from'
+        raise explain(ArgumentValueError, "loss_scale", expected=expected, got=loss_scale, fix=fix)
     return Options(
         steps=make_schedule(steps),
         reduction=require_reduction(reduction),
@@ -65,6 +74,7 @@ def make_options(
         on_overflow=cast(OnOverflow, require_choice("on_overflow", on_overflow, ON_OVERFLOW)),
         master_weights=require_bool("master_weights", master_weights),
         scaler=scaler,
+        noise_decay=_noise_decay(noise_scale),
     )
 
 
@@ -75,3 +85,10 @@ def require_reduction(reduction: object) -> Reduction:
         ArgumentTypeError, ArgumentValueError: it is none.
     """
     return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))
+
+
+def _noise_decay(noise_scale: object) -> float | None:
+    """The decay that ``noise_scale=`` asks for."""
+    if isinstance(noise_scale, bool):
+        return DECAY if noise_scale else None
+    return require_number("noise_scale", noise_scale, above=0, below=1, or_equal=True)

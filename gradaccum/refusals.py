@@ -56,3 +56,14 @@ def torn_window_error(call: str) -> UsageError:
     """The error for a `call` on a window whose reduction over the workers failed in the middle."""
     fix = "Load the last checkpoint on every worker, or call discard()."
     return explain(UsageError, call, expected="a whole sum", found="one whose reduction over the workers failed", fix=fix)
+
+
+def shared_until_weight_error(steps: object) -> UsageError:
+    """Windows that several workers share were to end by their weight, of which each worker sees only its own part."""
+    return explain(
+        UsageError,
+        "steps",
+        expected="a number of micro-batches, or None, where several workers share the window, so that they end it together",
+        got=steps,
+        fix="Write steps=None, take windows from gradaccum.windows(loader, until_weight(...), reduce=...), and call flush() after each.",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from gradaccum.state import Scalar
@@ -17,13 +18,19 @@ class StepResult(NamedTuple):
     overflow: Scalar
     """bool: it closed a window that held a non-finite gradient, or its own gradient was dropped as such."""
     grad_norm: Scalar
-    """float: global 2-norm of the last closed window's true gradient, before clipping; inf if it overflowed; 0 before any."""
+    """float: global 2-norm of the last closed window's true gradient, before clipping; inf if it overflowed; 0 before any;
+    NaN if nothing asked for it."""
     loss_scale: Scalar
     """float: the scale for the next micro-batch's loss."""
     micro_step: Scalar
     """int: micro-batches now in the open window."""
     optimizer_step: Scalar
     """int: updates applied since the start."""
+    loss: Scalar = math.nan
+    """float: the last closed window's loss as one large batch, by its reduction, unscaled; NaN unless all of its losses were told."""
+    noise_scale: Scalar = math.nan
+    """float: the gradient noise scale in items, see `gradaccum.wrap`; inf where the gradient cannot be told from noise; NaN before any
+    window of several micro-batches, and where it is not measured."""
 
     @property
     def closed(self) -> Scalar:

@@ -13,7 +13,7 @@ from typing import NamedTuple, SupportsInt, cast
 from gradaccum.errors import ArgumentValueError, CheckpointError, explain
 from gradaccum.loss_scale import ScaleRule
 from gradaccum.options import ON_OVERFLOW, REDUCTIONS, Options
-from gradaccum.schedule import require_steps
+from gradaccum.schedule import UntilWeight, require_steps
 from gradaccum.state import Scalar, State, round_to_float32
 from gradaccum.transitions import select, steps_at
 
@@ -27,8 +27,8 @@ class Terms(NamedTuple):
     on_overflow: str
     scale: str
     """``"unused"``, ``"static"`` or ``"dynamic"``: how the loss scale moves."""
-    steps: int | None
-    """Micro-batches in the window when it is full; None: the caller closes it."""
+    steps: int | UntilWeight | None
+    """Micro-batches in the window when it is full, or its weight; None: the caller closes it."""
 
 
 def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
@@ -43,9 +43,16 @@ def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
 
 
 def encode_terms(terms: Terms) -> tuple[int, int, int, int]:
-    """`terms` as four integers, for a checkpoint that holds arrays only; ``steps=None`` is 0."""
+    """`terms` as four integers, for a checkpoint that holds arrays only; ``steps=None`` is 0, and a window's weight is negative."""
     names = ((REDUCTIONS, terms.reduction), (ON_OVERFLOW, terms.on_overflow), (SCALES_IN_USE, terms.scale))
-    return cast(tuple[int, int, int, int], (*(choices.index(name) for choices, name in names), terms.steps or 0))
+    return cast(tuple[int, int, int, int], (*(choices.index(name) for choices, name in names), code_of(terms.steps)))
+
+
+def code_of(size: Scalar) -> Scalar:
+    """The code of a window's size, as `Terms.steps` or `gradaccum.kit.steps_at` give it."""
+    if isinstance(size, UntilWeight):
+        return -cast(Scalar, size.weight)
+    return 0 if size is None else size
 
 
 def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
@@ -56,8 +63,9 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
     """
     try:
         reduction, on_overflow, scale, steps = (int(code) for code in codes)
-        if min(reduction, on_overflow, scale, steps) >= 0:
-            return Terms(REDUCTIONS[reduction], ON_OVERFLOW[on_overflow], SCALES_IN_USE[scale], steps or None)
+        if min(reduction, on_overflow, scale) >= 0:
+            size = UntilWeight(-steps) if steps < 0 else steps or None
+            return Terms(REDUCTIONS[reduction], ON_OVERFLOW[on_overflow], SCALES_IN_USE[scale], size)
     except (TypeError, ValueError, IndexError):
         pass
     expected, fix = "the codes of reduction, on_overflow, loss scale and steps", "Load a state that this library saved."
@@ -127,7 +135,7 @@ def _require_same_window(fields: State, saved: Terms, own: Terms, rule: ScaleRul
     if saved.scale != own.scale or (own.scale != "dynamic" and fields.loss_scale != init_scale):
         expected = f"a {own.scale} loss scale{'' if own.scale == 'dynamic' else f' of {init_scale:g}'}"
         raise _another_window("loss_scale", expected, f"a {saved.scale} loss scale of {fields.loss_scale:g}")
-    if fields.micro_step < 0 or (own.steps is not None and fields.micro_step > own.steps):
+    if fields.micro_step < 0 or (isinstance(own.steps, int) and fields.micro_step > own.steps):
         raise _another_window("micro_step", f"at most {own.steps} micro-batches", f"{fields.micro_step}")
 
 

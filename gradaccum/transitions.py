@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from gradaccum.schedule import UntilWeight
 from gradaccum.state import Scalar
 
 if TYPE_CHECKING:
@@ -106,11 +107,15 @@ def contribution(weight: Scalar, options: Options) -> Scalar:
 def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar:
     """The size of the window that follows update number `optimizer_step`; None if the caller closes it.
 
+    A number of micro-batches, or an `UntilWeight` of a number.
+
     Args:
         schedule: `Options.steps`. What a callable gives is not checked here; see `gradaccum.kit.require_steps`.
         optimizer_step: int scalar.
         where: the backend's `Where`.
     """
+    if isinstance(schedule, UntilWeight):
+        return UntilWeight(steps_at(schedule.weight, optimizer_step, where))
     if callable(schedule):
         return schedule(optimizer_step)
     if isinstance(schedule, tuple):
@@ -130,6 +135,8 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
         where: the backend's `Where`.
     """
     size = steps_at(steps, state[1], where)
+    if isinstance(size, UntilWeight):
+        return state[3] >= size.weight
     return state[0] < 0 if size is None else state[0] >= size
 
 
@@ -163,11 +170,14 @@ def decide(
     A divisor beyond the sums' dtype would turn the gradient into 0, one below it into inf, and either would count as applied. So such a
     window is an overflow: no update is made, and the loss scale, which grew or shrank too far, backs off.
 
+    With ``on_overflow="ignore"`` a sum that is not finite is applied as it is, unclipped; `measures` tells whether anything
+    has to be measured.
+
     Args:
         state: the state after its last micro-batch.
-        norm: global 2-norm of the accumulator as it is (still scaled, not yet divided).
+        norm: global 2-norm of the accumulator as it is (still scaled, not yet divided); NaN if it was not measured.
         finite: bool, whether every element of the accumulator is finite. Apart from `norm`, because the squares of large finite
-            gradients may overflow, which is no reason to skip.
+            gradients may overflow, which is no reason to skip. True if it was not measured.
         options: the validated options.
         where: the backend's `Where`.
         largest: the largest finite number of the dtype of the sums' division: float32's, or float64's where `weight` is float64.
@@ -180,18 +190,27 @@ def decide(
     finite = finite & in_range
     grad_norm = where(finite, norm / where(in_range, divides, one), INFINITY + one)
     overflow = overflow | (finite == False)  # noqa: E712
-    apply = finite & (weight > 0)
+    ignoring = options.on_overflow == "ignore"
+    apply = (in_range & (state[4] == False) if ignoring else finite) & (weight > 0)  # noqa: E712
     if options.on_overflow == "skip_window":
         apply = apply & (overflow == False)  # noqa: E712
     if options.skip_norm is not None:
         apply = apply & (grad_norm <= options.skip_norm)
     if options.clip_norm is not None:
         excess = grad_norm / options.clip_norm
+        if ignoring:
+            excess = where(finite, excess, one)
         clipping = divides * where(apply & (excess > 1), excess, one)
         overflow = overflow | (apply & (clipping > largest))
         apply = apply & (clipping <= largest)
         divides = where(apply, clipping, divides)
     return apply, overflow, divides, grad_norm
+
+
+def measures(options: Options) -> bool:
+    """Whether the end of a window needs the norm of its sum."""
+    asked = options.clip_norm is not None or options.skip_norm is not None or options.noise_decay is not None
+    return asked or options.on_overflow != "ignore"
 
 
 def close(state: Fields, apply: Scalar, overflow: Scalar, options: Options, where: Where) -> Fields:

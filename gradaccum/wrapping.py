@@ -26,6 +26,7 @@ def wrap(
     loss_scale: object = None,
     on_overflow: str = "skip_window",
     master_weights: bool = False,
+    noise_scale: bool | float = False,
     **backend_options: object,
 ) -> Any:
     """Make an optimizer run once per window of micro-batches, with the gradient of the window as one large batch.
@@ -35,7 +36,8 @@ def wrap(
             installed backend. Or a torch learning-rate scheduler built on a wrapped optimizer, then with no other argument:
             it moves only when an update was applied.
         steps: micro-batches per window: an int >= 1; a callable of the optimizer step; pairs ``(first optimizer_step, steps)``;
-            or None, and the caller closes every window with ``flush``.
+            or None, and the caller closes every window with ``flush``. Or ``gradaccum.until_weight(n)`` of these: the window ends
+            when its weight reaches n.
         reduction: ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss and w_i its number of items, 1 unless given;
             ``"sum"``: sum(g_i); ``"item_mean"``: sum(g_i) / sum(w_i), g_i the gradient of a summed loss.
         clip_norm: clip the window's gradient to this global 2-norm, once, at its end.
@@ -44,9 +46,13 @@ def wrap(
         loss_scale: what the loss is multiplied by before differentiation: a number, `StaticLossScale`, `DynamicLossScale`, or the
             framework's own scaler (`torch.amp.GradScaler`, `mindspore.amp.DynamicLossScaler`), which then moves once per window.
         on_overflow: ``"skip_window"``: a non-finite gradient makes the window end without an update; ``"drop_micro_batch"``: such a
-            micro-batch adds nothing.
+            micro-batch adds nothing; ``"ignore"``: it is applied as the bare optimizer would, and no norm is measured unless `clip_norm`,
+            `skip_norm` or `noise_scale` asks for it. A loss scale that moves is refused there.
         master_weights: keep float32 masters of float16 and bfloat16 parameters: the inner optimizer works on those, and the model holds
             the rounded copy (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1).
+        noise_scale: measure the gradient noise scale, ``result.noise_scale``, with one norm more per window (McCandlish et al., "An
+            Empirical Model of Large-Batch Training", 2018, appendix A.1). A number in [0, 1) is the decay of its running means, True
+            is 0.99.
         backend_options: options of one backend, listed in its documentation.
 
     Returns:
@@ -67,6 +73,7 @@ def wrap(
         "loss_scale": loss_scale,
         "on_overflow": on_overflow,
         "master_weights": master_weights,
+        "noise_scale": noise_scale,
     }
     if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
         given = {"steps": steps, **{name: value for name, value in shared.items() if value is not _DEFAULTS[name]}, **backend_options}

@@ -138,7 +138,7 @@ SPOILED = {
     "optimizer_step": (("gradaccum", "optimizer_step"), 7),
     "loss_scale": (("gradaccum", "loss_scale"), 2.0),
     "reduction": (("gradaccum", "terms", "reduction"), "sum"),
-    "on_overflow": (("gradaccum", "terms", "on_overflow"), "ignore"),
+    "on_overflow": (("gradaccum", "terms", "on_overflow"), "skip"),
     "steps": (("gradaccum", "terms", "steps"), 8),
     "parameters": (("gradaccum", "parameters", 0, 0), [9, 9]),
     "param_groups": (("param_groups", 0, "lr"), 0.25),

@@ -62,7 +62,8 @@ class Session(ABC):
     def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
         """Forward, backward and the optimizer's call, as a user of the framework writes them; returns the (unscaled) loss.
 
-        `loss` is the mean or the sum over the items. If the wrapper has a loss scale, it is applied as users apply it.
+        `loss` is the mean or the sum over the items. If the wrapper has a loss scale, it is applied as users apply it. The wrapper is told
+        the loss, as users tell it.
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from gradaccum import StepResult
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import FLOAT64_RELATIVE, additions_in_gradient, gamma, worst
 from gradaccum_conformance.harness import Dtype, Harness, Loss, Option, Session, Setup
@@ -110,6 +111,11 @@ def mean_of(trees: Sequence[Arrays], weights: Sequence[float] | None = None) -> 
 def same(a: Arrays, b: Arrays) -> bool:
     """Bit for bit, names included."""
     return set(a) == set(b) and all(a[name].dtype == b[name].dtype and a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def same_result(a: StepResult, b: StepResult) -> bool:
+    """Equal in every field, where what nobody told or measured equals itself."""
+    return all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
 
 
 def standard_batch(model: Model, items: int = 12) -> Batch:

@@ -37,7 +37,7 @@ def test_explain_names_everything() -> None:
     assert str(error) == "steps: expected an int >= 1; got 0 (int). Write steps=4."
 
 
-@pytest.mark.parametrize("steps", [1, 4, [(0, 2), (5, 3)], lambda step: step + 1, None])
+@pytest.mark.parametrize("steps", [1, 4, [(0, 2), (5, 3)], lambda step: step + 1, None, gradaccum.until_weight(9)])
 def test_good_steps_pass(steps) -> None:
     assert make_options(steps).reduction == "mean"
 
@@ -118,7 +118,7 @@ def test_divisors_at_the_limits_are_usable(scale: float) -> None:
     assert not Decision(*decide(State(1, 0, 0, 1.0, False, beyond, 0), scale, True, make_options(1), select)).apply
 
 
-@pytest.mark.parametrize("steps", [4, None, [(0, 2), (3, 5)], lambda step: step + 1])
+@pytest.mark.parametrize("steps", [4, None, [(0, 2), (3, 5)], lambda step: step + 1, gradaccum.until_weight(7)])
 @pytest.mark.parametrize("loss_scale", [None, 8.0, DynamicLossScale()])
 def test_terms_survive_their_codes(steps: Any, loss_scale: Any) -> None:
     terms = terms_of(make_options(steps, reduction="sum", loss_scale=loss_scale), 3)

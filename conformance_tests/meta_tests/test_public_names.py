@@ -10,7 +10,7 @@ NAMES = {
     "gradaccum": """
         ArgumentTypeError ArgumentValueError AutoMicroBatchSize BackendNotFoundError Cause CheckpointError DynamicLossScale GradAccumError
         GradientError LinearityReport LossScale MissingPackageError StaticLossScale StepResult UsageError VerificationReport Watch
-        available_backends effective_batch_size load_backend registered_backends scaled_learning_rate verify wrap
+        available_backends effective_batch_size load_backend registered_backends scaled_learning_rate until_weight verify wrap
     """,
     "gradaccum.kit": """
         Backend Decision FIELD_DTYPES Fields GatingBackend Options ROUNDINGS SCALES Scalar ScaleRule ScalerDriver Schedule State Terms Where
@@ -26,6 +26,8 @@ NAMES = {
         segment_cuts DeviceBackend
         ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine free_frames item_axis
         Handle Listener Listeners Losses described status
+        Noise NoiseFields UntilWeight add_loss code_of first_seen forget_window is_first is_known measures no_noise noise_scale window_loss
+        window_seen shared_until_weight_error
     """,
     "gradaccum.watching": """
         ClosedWindow JsonLines Listener RichProgress TensorBoard Watch

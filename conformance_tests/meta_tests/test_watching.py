@@ -20,7 +20,7 @@ from gradaccum import ArgumentTypeError, MissingPackageError, StepResult, UsageE
 from gradaccum.kit import Listeners, Losses, State, described, make_options, status
 from gradaccum.watching import ClosedWindow, JsonLines, RichProgress, TensorBoard
 
-WINDOW = ClosedWindow(17, True, False, False, 0.5, 1024.0, 32.0, 4, 0.25, 1.5)
+WINDOW = ClosedWindow(17, True, False, False, 0.5, 1024.0, 32.0, 4, 0.25, 1.5, 96.0)
 OVERFLOW = WINDOW._replace(applied=False, skipped=True, overflow=True, grad_norm=math.inf, loss=math.nan)
 
 
@@ -210,7 +210,15 @@ class Writer:
 def test_tensorboard_gets_what_is_known() -> None:
     writer = Writer()
     TensorBoard(writer, prefix="a/")(OVERFLOW)
-    expected = {"grad_norm": math.inf, "loss_scale": 1024.0, "weight": 32.0, "micro_batches": 4.0, "seconds": 0.25, "skipped": 1.0}
+    expected = {
+        "grad_norm": math.inf,
+        "loss_scale": 1024.0,
+        "weight": 32.0,
+        "micro_batches": 4.0,
+        "seconds": 0.25,
+        "skipped": 1.0,
+        "noise_scale": 96.0,
+    }
     assert writer.points == [(f"a/{name}", value, 17) for name, value in expected.items()]
     TensorBoard(writer)(WINDOW)
     assert ("gradaccum/loss", 1.5, 17) in writer.points
@@ -259,6 +267,9 @@ def test_status_is_one_line() -> None:
         f"AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0, loss_scale=dynamic | {said})"
     )
     assert status(State(0, 0, 0, 0.0, False, 1.0, 0), None) == "micro-batch 0, update 0"
+    assert status(State(2, 3, 0, 96.0, False, 1.0, 0), gradaccum.until_weight(128)) == "micro-batch 2, weight 96 of 128, update 3"
+    by_weight = make_options(gradaccum.until_weight(128))
+    assert described("A", "B", by_weight, state, None).startswith("A(B, steps=until_weight(128) | micro-batch")
 
 
 def test_status_names_a_schedule() -> None:

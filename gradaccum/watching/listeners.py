@@ -61,13 +61,14 @@ class Listeners:
         return Handle(self._listeners, key)
 
     def note(
-        self, result: StepResult, *, weight: float = math.nan, micro_batches: float = math.nan, loss: float = math.nan
+        self, result: StepResult, *, weight: float = math.nan, micro_batches: float = math.nan, loss: float | None = None
     ) -> ClosedWindow:
-        """A window has closed; `result`, in Python numbers, is its end's."""
+        """A window has closed; `result`, in Python numbers, is its end's. A `loss` that is given stands in the place of the result's."""
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
+        loss = float(result.loss) if loss is None else loss
         said = result.optimizer_step, result.applied, result.skipped, result.overflow, result.grad_norm, result.loss_scale
-        window = ClosedWindow(*said, weight, micro_batches, seconds, loss)
+        window = ClosedWindow(*said, weight, micro_batches, seconds, loss, float(result.noise_scale))
         self._untold.append(window)
         return window
 

@@ -64,7 +64,7 @@ class RichProgress:
 
     def _said(self, window: ClosedWindow) -> str:
         said = [] if math.isnan(window.loss) else [f"loss {window.loss:.4g}"]
-        said.append(f"norm {window.grad_norm:.4g}")
+        said += [] if math.isnan(window.grad_norm) else [f"norm {window.grad_norm:.4g}"]
         said += [f"scale {window.loss_scale:.10g}"] if window.loss_scale != 1 else []
         said += [f"{self._skipped} skipped"] if self._skipped else []
         return ", ".join(said)

@@ -11,14 +11,15 @@ from gradaccum.errors import ArgumentTypeError, explain
 from gradaccum.watching.packages import imported
 from gradaccum.watching.window import ClosedWindow
 
-_CURVES = ("loss", "grad_norm", "loss_scale", "weight", "micro_batches", "seconds", "skipped")
+_CURVES = ("loss", "grad_norm", "loss_scale", "weight", "micro_batches", "seconds", "skipped", "noise_scale")
 
 
 class TensorBoard:
     """Writes each number of a window by ``writer.add_scalar(tag, value, optimizer_step)``.
 
-    The tags are ``gradaccum/loss``, ``grad_norm``, ``loss_scale``, ``weight``, ``micro_batches``, ``seconds`` and ``skipped`` (0 or 1). A
-    NaN, which mostly is a number that nobody told, has no point. A skipped window stands at the step of the update before it.
+    The tags are ``gradaccum/loss``, ``grad_norm``, ``loss_scale``, ``weight``, ``micro_batches``, ``seconds``, ``skipped`` (0 or 1)
+    and ``noise_scale``. A NaN, which mostly is a number that nobody told, has no point. A skipped window
+    stands at the step of the update before it.
 
     Args:
         writer: a writer of `torch.utils.tensorboard`, of tensorboardX, or any other object with their ``add_scalar``, which stays the

@@ -6,6 +6,7 @@ after each step on the host.
 
 from __future__ import annotations
 
+import math
 from typing import SupportsFloat
 
 from gradaccum._validation import require_weight
@@ -51,7 +52,8 @@ class Watch:
         A `StepResult` does not say how many micro-batches a window held, nor what they weighed. So give `loss` or `weight` with each
         micro-batch, and neither with a flush or discard; the window then has its count, weight and loss. Else these are NaN, never a
         guess: if some micro-batch was not told, and in the first window if it closes with the first result, as it may have been resumed.
-        After an overflow weight and loss are NaN, as the result does not say which micro-batches were dropped.
+        After an overflow the weight is NaN, as the result does not say which micro-batches were dropped. A loss that the optimizer was told
+        itself is in the result, and need not be given here.
 
         Args:
             result: of the event, in Python numbers or scalars of the framework.
@@ -99,7 +101,8 @@ class Watch:
             return self._listeners.note(result)
         if result.overflow:
             return self._listeners.note(result, micro_batches=told)
-        return self._listeners.note(result, weight=weight, micro_batches=told, loss=loss)
+        known = None if math.isnan(loss) else loss
+        return self._listeners.note(result, weight=weight, micro_batches=told, loss=known)
 
     def _begin(self) -> None:
         self._told, self._weight, self._complete = 0, 0.0, True
@@ -111,10 +114,10 @@ def _in_numbers(result: object) -> StepResult:
     if not isinstance(result, StepResult):
         fix = "Write watch(opt.result), or in JAX watch(gradaccum_jax.result(state))."
         raise explain(ArgumentTypeError, "result", expected="a StepResult", found=f"a {type(result).__name__}", fix=fix)
-    applied, skipped, overflow, grad_norm, loss_scale, micro_step, optimizer_step = result
+    applied, skipped, overflow, grad_norm, loss_scale, micro_step, optimizer_step, loss, noise_scale = result
     try:
         flags, floats = (bool(applied), bool(skipped), bool(overflow)), (float(grad_norm), float(loss_scale))
-        return StepResult(*flags, *floats, int(micro_step), int(optimizer_step))
+        return StepResult(*flags, *floats, int(micro_step), int(optimizer_step), float(loss), float(noise_scale))
     except (TypeError, ValueError) as error:
         expected, found = "scalars whose values are known on the host", "others"
         fix = (

@@ -19,7 +19,7 @@ class ClosedWindow(NamedTuple):
     overflow: bool
     """It held a non-finite gradient."""
     grad_norm: float
-    """Global 2-norm of its true gradient, before clipping; inf if it overflowed."""
+    """Global 2-norm of its true gradient, before clipping; inf if it overflowed, NaN if nothing asked for it."""
     loss_scale: float
     """The scale for the losses of the next window; 1 when unused."""
     weight: float
@@ -30,6 +30,8 @@ class ClosedWindow(NamedTuple):
     """Time on the clock since the window before it closed; for the first one, since listening began."""
     loss: float = math.nan
     """The large batch's loss, of this worker's items: by the reduction, from the micro-batches' losses; NaN unless all were told."""
+    noise_scale: float = math.nan
+    """The gradient noise scale in items, if the optimizer measures it."""
 
 
 Listener = Callable[[ClosedWindow], object]

@@ -6,13 +6,14 @@ Scalars are rounded to float32 after each operation, as every backend's state ho
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradaccum import StepResult
-from gradaccum.kit import Options, State, require_steps
+from gradaccum.kit import Options, State, UntilWeight, require_steps
+from gradaccum_conformance.reference.noise import Noise
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
 from gradaccum_conformance.reference.workers import Workers
 from gradaccum_conformance.specs import Array, Arrays
@@ -26,6 +27,13 @@ class MicroBatch(NamedTuple):
     weight: float
     dropped: bool
     """Its gradient is not finite, and the window leaves it out."""
+    loss: float
+    """Not scaled; NaN if nobody told it."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a part of the window's sum."""
+        return self.weight > 0 and not self.dropped
 
 
 class ReferenceAccumulation:
@@ -45,21 +53,22 @@ class ReferenceAccumulation:
         self.window: list[MicroBatch] = []
         self.optimizer_step = self.skipped_windows = self.growth_tracker = 0
         self.loss_scale = float32(options.scale_rule.init_scale)
-        self.grad_norm = 0.0
+        self.grad_norm, self.loss = 0.0, math.nan
+        self.noise = Noise(options.noise_decay)
         self._note()
 
-    def step(self, gradient: Mapping[str, Array | None], weight: float = 1.0) -> None:
-        """Take one micro-batch's gradient; None counts as zero. At the window's end, close it."""
-        micro_batch = self._micro_batch(gradient, weight)
+    def step(self, gradient: Mapping[str, Array | None], weight: float = 1.0, loss: float = math.nan) -> None:
+        """Take one micro-batch's gradient, and its loss; None counts as zero. At the window's end, close it."""
+        micro_batch = self._micro_batch(gradient, weight, loss)
         self.window.append(micro_batch)
         self._note(overflow=micro_batch.dropped)
-        if self.options.steps is not None and len(self.window) >= self._window_size():
+        if self._is_full():
             self.flush()
 
     def flush(self) -> None:
         """Close the window: one update, or none. With other workers it is that of all, and every one of them must come here."""
-        if self.workers is not None:
-            self.window = [micro_batch for window in self.workers.gather(self.window) for micro_batch in window]
+        windows = [self.window] if self.workers is None else self.workers.gather(self.window)
+        self.window = [micro_batch for window in windows for micro_batch in window]
         if not self.window:
             self._note()
             return
@@ -68,9 +77,18 @@ class ReferenceAccumulation:
         gradient = {name: array / (divisor if normal else 1.0) for name, array in self.total().items()}
         handed_over = self._cast(gradient)
         bad_total = not normal or not all(np.isfinite(array).all() for array in handed_over.values())
+        self.loss = self._loss()
         self.grad_norm = math.inf if bad_total else norm(gradient)
-        applied = self._may_apply(bad_total)
-        if applied and self.options.clip_norm is not None and divisor * self.grad_norm / self.options.clip_norm > self._limits().max:
+        self._look_at_noise(windows, divisor)
+        if not self._measures():
+            self.grad_norm, bad_total = math.nan if normal else math.inf, not normal
+        applied = self._may_apply(bad_total, normal)
+        if (
+            applied
+            and not bad_total
+            and self.options.clip_norm is not None
+            and divisor * self.grad_norm / self.options.clip_norm > self._limits().max
+        ):
             applied, bad_total = False, True
         overflow = bad_total or any(m.dropped for m in self.window)
         if applied:
@@ -116,7 +134,32 @@ class ReferenceAccumulation:
         counters = (len(self.window), self.optimizer_step, self.skipped_windows)
         return State(*counters, self.weight(), overflow, self.loss_scale, self.growth_tracker)
 
-    def _micro_batch(self, gradient: Mapping[str, Array | None], weight: float) -> MicroBatch:
+    def _loss(self) -> float:
+        """That of the window as one large batch."""
+        losses = [m.loss * (m.weight if self.options.reduction == "mean" else 1.0) for m in self.window if m.counts]
+        return sum(losses) / (1.0 if self.options.reduction == "sum" else self.weight()) if losses else math.nan
+
+    def _look_at_noise(self, windows: Sequence[Sequence[MicroBatch]], divisor: float) -> None:
+        """Show the window, which is that of several workers, to the noise scale."""
+        if self.noise.decay is None or not math.isfinite(self.grad_norm):
+            return
+        firsts = [counting[0] for window in windows if (counting := [m for m in window if m.counts])]
+        norms = [(first.weight, norm(first.contribution) / (self.loss_scale * first.weight)) for first in firsts]
+        items = self.weight()
+        self.noise.look(norms, (items, self.grad_norm * divisor / (self.loss_scale * (items or 1.0))))
+
+    def _measures(self) -> bool:
+        """Whether anything asks for the norm."""
+        asked = (self.options.clip_norm, self.options.skip_norm, self.options.noise_decay)
+        return self.options.on_overflow != "ignore" or any(each is not None for each in asked)
+
+    def _is_full(self) -> bool:
+        steps = self.options.steps
+        if isinstance(steps, UntilWeight):
+            return bool(self.weight() >= self._size_in(steps.weight))
+        return steps is not None and bool(len(self.window) >= self._size_in(steps))
+
+    def _micro_batch(self, gradient: Mapping[str, Array | None], weight: float, loss: float) -> MicroBatch:
         factor = weight if self.options.reduction == "mean" else 1.0
         contribution: Arrays = {}
         if weight > 0:
@@ -126,7 +169,7 @@ class ReferenceAccumulation:
                     contribution[name] = (np.asarray(g, dtype) * dtype.type(factor)).astype(dtype)
         finite = all(np.isfinite(array).all() for array in contribution.values())
         dropped = self.options.on_overflow == "drop_micro_batch" and not finite
-        return MicroBatch({} if dropped else contribution, self._rounded(weight), dropped)
+        return MicroBatch({} if dropped else contribution, self._rounded(weight), dropped, loss)
 
     def _rounded(self, value: float) -> float:
         return value if self._limits().dtype == np.float64 else float32(value)
@@ -142,14 +185,15 @@ class ReferenceAccumulation:
     def _denominator(self) -> float:
         return 1.0 if self.options.reduction == "sum" else self.weight() or 1.0
 
-    def _may_apply(self, bad_total: bool) -> bool:
-        if bad_total or self.weight() == 0:
+    def _may_apply(self, bad_total: bool, normal: bool) -> bool:
+        ignoring = self.options.on_overflow == "ignore" and normal
+        if (bad_total and not ignoring) or self.weight() == 0:
             return False
         return self.options.skip_norm is None or self.grad_norm <= self.options.skip_norm
 
     def _clipped(self, gradient: Arrays) -> Arrays:
         limit = self.options.clip_norm
-        factor = limit / self.grad_norm if limit is not None and self.grad_norm > limit else 1.0
+        factor = limit / self.grad_norm if limit is not None and limit < self.grad_norm < math.inf else 1.0
         return {name: array * array.dtype.type(factor) for name, array in gradient.items()}
 
     def _cast(self, gradient: Arrays) -> Arrays:
@@ -169,14 +213,14 @@ class ReferenceAccumulation:
                 self.loss_scale = grown if math.isfinite(grown) else self.loss_scale
                 self.growth_tracker = 0
 
-    def _window_size(self) -> int:
-        steps = self.options.steps
-        if isinstance(steps, tuple):
-            return [count for first, count in steps if first <= self.optimizer_step][-1]
-        return require_steps(steps(self.optimizer_step), self.optimizer_step) if callable(steps) else int(steps or 1)
+    def _size_in(self, sizes: Any) -> Any:
+        if isinstance(sizes, tuple):
+            return [size for first, size in sizes if first <= self.optimizer_step][-1]
+        return require_steps(sizes(self.optimizer_step), self.optimizer_step) if callable(sizes) else sizes
 
     def _note(self, *, applied: bool = False, skipped: bool = False, overflow: bool = False) -> None:
-        self.result = StepResult(applied, skipped, overflow, self.grad_norm, self.loss_scale, len(self.window), self.optimizer_step)
+        last = (self.grad_norm, self.loss_scale, len(self.window), self.optimizer_step, self.loss, self.noise.scale)
+        self.result = StepResult(applied, skipped, overflow, *last)
 
 
 def float32(value: float) -> float:

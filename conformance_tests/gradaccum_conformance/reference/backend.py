@@ -7,7 +7,7 @@ from typing import cast
 import ml_dtypes
 import numpy as np
 
-from gradaccum.kit import Options, accumulate_dtype_error, optimizer_error, wrapped_twice_error
+from gradaccum.kit import Options, UntilWeight, accumulate_dtype_error, optimizer_error, shared_until_weight_error, wrapped_twice_error
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
 from gradaccum_conformance.reference.workers import Workers
@@ -24,6 +24,8 @@ class NumpyBackend:
         if not hasattr(optimizer, "step"):
             fix = "Write for example gradaccum.wrap(Sgd(parameters, 0.1), steps=4)."
             raise optimizer_error("an optimizer of gradaccum_conformance.reference", optimizer, fix)
+        if workers is not None and isinstance(options.steps, UntilWeight):
+            raise shared_until_weight_error(options.steps)
         return ReferenceAccumulation(cast(NumpyOptimizer, optimizer), with_numpy_dtype(options), workers)
 
 

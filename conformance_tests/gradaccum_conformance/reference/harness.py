@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -57,10 +58,13 @@ class NumpySession(Session):
         x = batch.x.astype(next(iter(self.weights.values())).dtype)
         with np.errstate(invalid="ignore"):  # An item may hold inf.
             value, gradient = oracle.loss_and_gradient(self.model, self.weights, Batch(x, batch.y), loss=loss)
-        self.gradients(gradient, weight=weight)
+        self._step(gradient, weight, value)
         return value
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
+        self._step(tree, weight, math.nan)
+
+    def _step(self, tree: GradientTree, weight: float | None, loss: float) -> None:
         checked = {name: None if g is None else _checked(name, g, self.weights) for name, g in tree.items()}
         if self.wrapped is None:
             zeros = {name: np.zeros_like(p) for name, p in self.weights.items()}
@@ -69,7 +73,7 @@ class NumpySession(Session):
         scale = self.wrapped.result.loss_scale
         with np.errstate(over="ignore", invalid="ignore"):
             scaled = {name: None if g is None else g * g.dtype.type(scale) for name, g in checked.items()}
-        self.wrapped.step(scaled, 1.0 if weight is None else require_weight(weight))
+        self.wrapped.step(scaled, 1.0 if weight is None else require_weight(weight), loss)
 
     def flush(self) -> None:
         self.accumulation.flush()

@@ -66,7 +66,7 @@ def update(optimizer: ReferenceAccumulation, loss_fn: LossFn, batch: Batch, *, w
     losses, weights = [], []
     for piece, w in pieces(batch, weight, division):
         loss, gradient, _ = loss_fn(piece)
-        optimizer.step(gradient, w)
+        optimizer.step(gradient, w, loss)
         losses.append(loss)
         weights.append(w)
     optimizer.flush()

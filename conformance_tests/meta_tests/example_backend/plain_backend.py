@@ -1,26 +1,42 @@
 """A backend for the framework in plain.py."""
 
+import math
+
 import numpy as np
 from plain import Optimizer
 
 from gradaccum import StepResult
 from gradaccum.kit import (
     Decision,
+    Noise,
     State,
+    UntilWeight,
     accumulate,
+    add_loss,
     at_rest,
     close,
     contribution,
     decide,
     discard,
     ends,
+    first_seen,
+    forget_window,
     initial_state,
+    is_first,
+    is_known,
     joined,
     largest_number,
+    measures,
+    no_noise,
+    noise_scale,
     optimizer_error,
     require_steps,
     select,
+    shared_until_weight_error,
+    steps_at,
     usable,
+    window_loss,
+    window_seen,
 )
 from gradaccum_conformance.reference.backend import with_numpy_dtype
 
@@ -32,27 +48,30 @@ class Accumulation:
         self.optimizer, self.options, self.workers = optimizer, options, workers
         self.sums = {name: np.zeros(p.shape, self._dtype(p)) for name, p in optimizer.parameters.items()}
         self.machine = at_rest(initial_state(options.scale_rule.init_scale))
-        self.grad_norm = 0.0
+        self.grad_norm, self.loss, self.window_loss, self.noise = 0.0, 0.0, math.nan, no_noise()
         self._note()
 
-    def step(self, gradient, weight=1.0):
+    def step(self, gradient, weight=1.0, loss=math.nan):
         factor = contribution(weight, self.options)
         terms = {name: self.sums[name].dtype.type(factor) * g for name, g in gradient.items() if g is not None and weight > 0}
-        finite = self.options.on_overflow == "skip_window" or all(np.isfinite(term).all() for term in terms.values())
-        if usable(self.machine, weight, finite):
+        finite = self.options.on_overflow != "drop_micro_batch" or all(np.isfinite(term).all() for term in terms.values())
+        adds = usable(self.machine, weight, finite)
+        if adds:
             for name, term in terms.items():
                 self.sums[name] += term
+        self.loss = add_loss(self.loss, loss, weight, adds, self.options, select)
         self._move(accumulate(self.machine, weight, finite, select))
+        if self.options.noise_decay is not None and is_first(self.noise, self.machine):
+            self.noise = Noise(*first_seen(self.noise, self.machine, measure(self.sums)[0], select))
         self._note(overflow=not finite)
         if self._ends():
             self.flush()
 
     def flush(self):
-        if self.workers:
-            self._join()
+        firsts = self._join() if self.workers else 1
         if self.machine.micro_step == 0:
             return self._note()
-        norm, finite = measure(self.sums)
+        norm, finite = measure(self.sums) if measures(self.options) else (math.nan, True)
         largest = largest_number(float64_weight=self._double())
         decision = Decision(*decide(self.machine, norm, finite, self.options, select, largest))
         if decision.apply:
@@ -60,11 +79,14 @@ class Accumulation:
             self.optimizer.step({name: (total / decision.divisor).astype(parameters[name].dtype) for name, total in self.sums.items()})
         clear(self.sums)
         self.grad_norm = decision.grad_norm
+        self.window_loss, self.loss = window_loss(self.loss, self.machine, self.options, select), 0.0
+        self.noise = Noise(*window_seen(self.noise, self.machine, decision.grad_norm, self.options, select, firsts))
         self._move(close(self.machine, decision.apply, decision.overflow, self.options, select))
         return self._note(applied=decision.apply, skipped=not decision.apply, overflow=decision.overflow)
 
     def discard(self):
         clear(self.sums)
+        self.loss, self.noise = 0.0, Noise(*forget_window(self.noise))
         self._move(discard(self.machine))
         self._note()
 
@@ -81,19 +103,23 @@ class Accumulation:
         return {name: total.copy() for name, total in self.sums.items()}
 
     def _join(self):
-        """Make this window that of all workers, who all come here: the one exchange of a window."""
-        machines, sums = zip(*self.workers.gather((self.machine, self.sums)), strict=True)
+        """Make this window that of all workers, who all come here: the one exchange of a window. How many had a first micro-batch?"""
+        machines, sums, losses, noises = zip(*self.workers.gather((self.machine, self.sums, self.loss, self.noise)), strict=True)
         weight, overflow = sum(machine.weight for machine in machines), any(machine.overflow for machine in machines)
         micro_step = max(machine.micro_step for machine in machines)
         self._move(joined(self.machine._replace(micro_step=micro_step), weight, overflow))
-        self.sums = {name: sum(own[name] for own in sums) for name in self.sums}
+        self.sums, self.loss = {name: sum(own[name] for own in sums) for name in self.sums}, sum(losses)
+        items = sum(noise.first_weight for noise in noises)
+        squares = sum(noise.first_weight * noise.first_square for noise in noises)
+        self.noise = self.noise._replace(first_weight=items, first_square=squares / (items or 1.0))
+        return sum(noise.first_weight > 0 for noise in noises)
 
     def _dtype(self, p):
         return np.dtype(self.options.accumulate_dtype or (np.float32 if p.dtype.itemsize == 2 else p.dtype))
 
     def _ends(self):
         steps, step = self.options.steps, self.machine.optimizer_step
-        return ends(self.machine, require_steps(steps(step), step) if callable(steps) else steps, select)
+        return ends(self.machine, steps if is_known(steps) else require_steps(steps_at(steps, step, select), step), select)
 
     def _double(self):
         return any(total.dtype == np.float64 for total in self.sums.values())
@@ -103,7 +129,8 @@ class Accumulation:
 
     def _note(self, applied=False, skipped=False, overflow=False):
         machine = self.machine
-        last = (self.grad_norm, machine.loss_scale, machine.micro_step, machine.optimizer_step)
+        counted = (machine.loss_scale, machine.micro_step, machine.optimizer_step)
+        last = (self.grad_norm, *counted, self.window_loss, noise_scale(self.noise, select))
         self.result = StepResult(applied, skipped, overflow, *last)
 
 
@@ -127,6 +154,8 @@ class PlainBackend:
     def wrap(self, optimizer, options, *, workers=None):
         if not isinstance(optimizer, Optimizer):
             raise optimizer_error("a plain.Optimizer", optimizer, "Wrap one, once.")
+        if workers and isinstance(options.steps, UntilWeight):
+            raise shared_until_weight_error(options.steps)
         return Accumulation(optimizer, with_numpy_dtype(options), workers)
 
 

@@ -92,7 +92,7 @@ def update(optimizer, loss_fn, batch, *, weight=None, **how):
     for part, _, w in list(micro_batches(batch, weight, **how)):
         loss, gradient, _ = loss_fn(part)
         total.add(loss, {}, w)
-        optimizer.step(gradient, w)
+        optimizer.step(gradient, w, loss)
     optimizer.flush()
     return total.mean()[0]
 

@@ -1,0 +1,191 @@
+"""What a window knows besides its gradient: its loss, its noise scale, and its end by weight."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradaccum
+from gradaccum_conformance import oracle
+from gradaccum_conformance.bounds import gamma
+from gradaccum_conformance.harness import Harness, Option, Session
+from gradaccum_conformance.measuring import Errors
+from gradaccum_conformance.reference.harness import harness as reference
+from gradaccum_conformance.scenarios import REDUCTIONS, cut, feed, large_loss, poisoned, random_tree, standard_batch, start
+from gradaccum_conformance.specs import LINEAR, MLP, Batch, make_weights
+
+BATCH = standard_batch(MLP)
+SIZES = (3, 5, 4)
+ROUNDING = gamma(200, "float32")
+"""The bound of a loss of some 12 items, and of a norm of some 100 elements."""
+
+
+def true_loss(batch: Batch, reduction: str) -> float:
+    return oracle.loss_and_gradient(MLP, make_weights(MLP), batch, loss=large_loss(reduction))[0]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_loss_is_the_large_batch_s(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+    """Of a full window, of a short one, with a loss scale; it stays until the next window closes."""
+    session = start(backend, MLP, steps=3, reduction=reduction, loss_scale=8.0, mode=mode)
+    assert math.isnan(session.result().loss)
+    truth = true_loss(BATCH, reduction)
+    feed(session, cut(BATCH, SIZES), reduction)
+    errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
+    before = session.result().loss
+    session.gradients({name: np.zeros(shape) for name, shape in MLP.parameter_shapes().items()}, weight=0.0)
+    assert session.result().loss == before
+    session.discard()
+    short = start(backend, MLP, steps=3, reduction=reduction, mode=mode)
+    feed(short, cut(BATCH.rows(0, 7), (4, 3)), reduction)
+    short.flush()
+    truth = true_loss(BATCH.rows(0, 7), reduction)
+    errors.check("loss of a short window", abs(short.result().loss - truth) / truth, ROUNDING)
+
+
+def test_loss_leaves_out_what_the_window_does(backend: Harness, mode: str, errors: Errors) -> None:
+    """A dropped micro-batch, one of weight 0, and a discarded window."""
+    bad = Batch(BATCH.x[:4].copy(), BATCH.y[:4])
+    bad.x[0, 0] = math.inf
+    session = start(backend, MLP, on_overflow="drop_micro_batch", mode=mode)
+    feed(session, cut(BATCH.rows(0, 4), (4,)))
+    session.discard()
+    session.micro_batch(bad, weight=4)
+    session.micro_batch(bad, weight=0.0)
+    feed(session, cut(BATCH.rows(4, 12), (5, 3)))
+    session.flush()
+    truth = true_loss(BATCH.rows(4, 12), "mean")
+    assert session.result().applied
+    errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
+
+
+def test_open_window_keeps_its_loss_when_saved(backend: Harness, tmp_path: Path) -> None:
+    whole, resumed = (start(backend, MLP, steps=3, noise_scale=True) for _ in range(2))
+    pieces = cut(BATCH, SIZES)
+    feed(whole, pieces[:2])
+    whole.save(tmp_path)
+    resumed.load(tmp_path)
+    for session in (whole, resumed):
+        feed(session, pieces[2:])
+    assert resumed.result() == whole.result()
+    assert not math.isnan(whole.result().loss)
+    assert not math.isnan(whole.result().noise_scale)
+
+
+@pytest.mark.parametrize("steps", [gradaccum.until_weight(8), gradaccum.until_weight([(0, 8)]), gradaccum.until_weight(lambda step: 8)])
+def test_window_ends_by_weight(backend: Harness, mode: str, steps: Any) -> None:
+    session = start(backend, MLP, steps=steps, mode=mode)
+    closed = []
+    for piece in cut(BATCH, (3, 4, 1, 4)):
+        feed(session, [piece])
+        closed.append(bool(session.result().closed))
+    assert closed == [False, False, True, False]
+    assert (session.state().optimizer_step, session.state().weight) == (1, 4.0)
+
+
+def test_weight_of_a_window_follows_its_schedule(backend: Harness, mode: str) -> None:
+    """The first window ends at 2, the second at 5; without a weight each micro-batch weighs 1."""
+    session = start(backend, steps=gradaccum.until_weight([(0, 2), (1, 5)]), mode=mode)
+    ends = []
+    for seed in range(8):
+        session.gradients(random_tree(LINEAR, seed))
+        ends.append(bool(session.result().closed))
+    assert [index for index, end in enumerate(ends) if end] == [1, 6]
+
+
+def test_dropped_weight_does_not_fill_a_window(backend: Harness, mode: str) -> None:
+    session = start(backend, steps=gradaccum.until_weight(4), on_overflow="drop_micro_batch", mode=mode)
+    session.gradients(poisoned(random_tree(LINEAR, 0), math.nan), weight=4.0)
+    session.gradients(random_tree(LINEAR, 1), weight=3.0)
+    assert session.state().micro_step == 2
+    session.gradients(random_tree(LINEAR, 2), weight=1.0)
+    assert session.state().optimizer_step == 1
+
+
+def noisy(session: Session, windows: int, seed: int = 5, reduction: str = "mean") -> float:
+    """Windows of uneven micro-batches around one gradient; the noise scale that the session has seen at the end."""
+    rng = np.random.default_rng(seed)
+    for _ in range(windows):
+        for _ in range(3):
+            items = int(rng.integers(2, 9))
+            noise = random_tree(LINEAR, int(rng.integers(2**31)), 1 / math.sqrt(items))
+            gradient = random_tree(LINEAR, 0)
+            tree = {name: (gradient[name] + noise[name]).astype(np.float32).astype(np.float64) for name in gradient}
+            factor = 1 if reduction == "mean" else items
+            session.gradients({name: factor * array for name, array in tree.items()}, weight=items)
+    return float(session.result().noise_scale)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"loss_scale": 8.0, "reduction": "sum"}, {"on_overflow": "drop_micro_batch", "reduction": "item_mean"}, {"on_overflow": "ignore"}],
+    ids=["plain", "sum", "drop", "ignore"],
+)
+def test_noise_scale_is_the_reference_s(backend: Harness, mode: str, errors: Errors, options: dict[str, Option]) -> None:
+    """The reference makes it of the micro-batches themselves. Both differences of squares cancel, hence the wider bound."""
+    reduction = options.get("reduction", "mean")
+    sessions = [start(each, steps=3, noise_scale=0.5, mode=m, **options) for each, m in ((backend, mode), (reference, None))]
+    assert all(math.isnan(session.result().noise_scale) for session in sessions)
+    measured, truth = (noisy(session, 4, reduction=reduction) for session in sessions)
+    assert truth > 0
+    errors.check("noise scale", abs(measured - truth) / truth, 100 * ROUNDING)
+
+
+def test_noise_scale_ignores_lost_windows(backend: Harness, mode: str) -> None:
+    session = start(backend, steps=3, noise_scale=0.5, mode=mode)
+    before = noisy(session, 2)
+    for position in (0, 2):
+        for index in range(3):
+            tree = random_tree(LINEAR, index)
+            session.gradients(poisoned(tree, math.inf) if index == position else tree)
+        assert session.result().noise_scale == before
+    session.gradients(random_tree(LINEAR, 0), weight=7.0)
+    session.discard()
+    session.gradients(random_tree(LINEAR, 0), weight=7.0)
+    session.flush()
+    assert session.result().noise_scale == before, "a window of one micro-batch tells nothing"
+    other = start(backend, steps=3, noise_scale=0.5, mode=mode)
+    noisy(other, 2)
+    assert noisy(session, 1, seed=6) == noisy(other, 1, seed=6), "a lost window left a trace"
+
+
+def test_noise_scale_is_off_unless_asked(backend: Harness) -> None:
+    session = start(backend, steps=3)
+    assert math.isnan(noisy(session, 2))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_tiny_norms_are_right(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+    """The squares of these gradients vanish in float32; they themselves do not."""
+    scale = 2.0**-100
+    session = start(backend, steps=2, reduction=reduction, mode=mode)
+    trees = [random_tree(LINEAR, seed, scale) for seed in (0, 1)]
+    for tree in trees:
+        session.gradients(tree)
+    factor = 2 if reduction == "sum" else 1
+    truth = factor * math.sqrt(sum(float((((trees[0][n] + trees[1][n]) / 2 / scale) ** 2).sum()) for n in trees[0]))
+    errors.check("norm", abs(session.result().grad_norm / scale - truth) / truth, ROUNDING)
+
+
+def test_tiny_gradients_are_clipped(backend: Harness, mode: str, errors: Errors) -> None:
+    session = start(backend, steps=1, clip_norm=2.0**-104, mode=mode)
+    tree = random_tree(LINEAR, 0, 2.0**-100)
+    session.gradients(tree)
+    norm = math.sqrt(sum(float(((array * 2.0**100) ** 2).sum()) for array in tree.values()))
+    expected = {name: array / norm * 2.0**-4 for name, array in tree.items()}
+    gradient = session.captured().gradient or {}
+    for name, array in expected.items():
+        errors.check(name, float(np.abs(gradient[name] / array - 1).max()), ROUNDING)
+
+
+def test_mixed_magnitudes_have_a_right_norm(backend: Harness, mode: str, errors: Errors) -> None:
+    """One element is large enough for its square, and thousands that are not make up most of the norm."""
+    session = start(backend, MLP, steps=1, mode=mode)
+    tree = {name: np.full(shape, 2.0**-72) for name, shape in MLP.parameter_shapes().items()}
+    session.gradients(tree)
+    truth = 2.0**-72 * math.sqrt(sum(array.size for array in tree.values()))
+    errors.check("norm", abs(session.result().grad_norm - truth) / truth, ROUNDING)
