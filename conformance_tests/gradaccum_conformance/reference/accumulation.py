@@ -83,12 +83,8 @@ class ReferenceAccumulation:
         if not self._measures():
             self.grad_norm, bad_total = math.nan if normal else math.inf, not normal
         applied = self._may_apply(bad_total, normal)
-        if (
-            applied
-            and not bad_total
-            and self.options.clip_norm is not None
-            and divisor * self.grad_norm / self.options.clip_norm > self._limits().max
-        ):
+        limit = self.options.clip_norm or math.inf
+        if applied and not bad_total and divisor * self.grad_norm / limit > self._limits().max:
             applied, bad_total = False, True
         overflow = bad_total or any(m.dropped for m in self.window)
         if applied:
