@@ -1,24 +1,51 @@
-"""MindSpore compiles a graph from the same source as under ``jit``, and takes longest.
+"""Which cases wait for ``--deep``, as the frameworks compile for most of the time.
 
-Where a test runs under ``jit`` too, its graphs wait for ``--deep``, unless it is marked ``every_mode``.
+MindSpore compiles a graph from the same source as under ``jit``, and takes longest. Where a test runs under ``jit`` too, its graphs wait.
+
+The oldest JAX that is supported runs one case of each test: the newest one runs all of them.
+
+Tests that are marked ``every_mode`` run all of their cases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
 GRAPHS = {"graph", "cell"}
+NEWEST_JAX = (0, 10)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    own = [item for item in items if isinstance(item, pytest.Function) and item.path.name.startswith("test_mindspore")]
+    briefly = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("every_mode") is None]
+    waiting = _graphs([item for item in briefly if item.path.name.startswith("test_mindspore")])
+    if _jax_version() < NEWEST_JAX:
+        waiting += _further_cases([item for item in briefly if item.path.name.startswith("test_jax")])
+    for item in waiting:
+        item.add_marker(pytest.mark.deep)
+
+
+def _graphs(own: list[pytest.Function]) -> list[pytest.Function]:
+    """The cases in graph mode of tests that run under ``jit`` too."""
     jitted = {item.function for item in own if "jit" in _parameters(item)}
-    for item in own:
-        if item.function in jitted and _parameters(item) & GRAPHS and item.get_closest_marker("every_mode") is None:
-            item.add_marker(pytest.mark.deep)
+    return [item for item in own if item.function in jitted and _parameters(item) & GRAPHS]
+
+
+def _further_cases(own: list[pytest.Function]) -> list[pytest.Function]:
+    """All but the first case of each test that runs without ``--deep``."""
+    always = [item for item in own if item.get_closest_marker("deep") is None]
+    first = {item.function: item for item in reversed(always)}
+    return [item for item in always if item is not first[item.function]]
+
+
+def _jax_version() -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version("jax").split(".")[:2])
+    except PackageNotFoundError:
+        return NEWEST_JAX
 
 
 def _parameters(item: pytest.Function) -> set[str]:

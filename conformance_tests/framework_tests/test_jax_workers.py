@@ -35,6 +35,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: made.get(name, said) for name in CHECKS}
 
 
+@pytest.mark.every_mode  # One process runs them all.
 @pytest.mark.parametrize("name", CHECKS)
 def test_four_devices(report: dict[str, str], name: str) -> None:
     assert report[name] == "passed", report[name]
