@@ -64,3 +64,19 @@ def test_lbfgs_needs_the_true_gradient() -> None:
     opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters()), steps=1, separate_sums=True)
     with pytest.raises(UsageError, match="separate_sums"):
         opt.step(lambda: mse(model, X, Y))
+
+
+def test_optimizer_that_turns_out_to_need_one_says_what_to_write() -> None:
+    class Again(torch.optim.SGD):
+        def step(self, closure=None):
+            if closure is None:
+                raise RuntimeError("this optimizer needs a closure")
+            return super().step(closure)
+
+    model = make_model()
+    opt = gradaccum.wrap(Again(model.parameters(), lr=0.1), steps=2, separate_sums=True)
+    closed_over(model, opt, *PARTS[0])
+    with pytest.raises(RuntimeError, match="needs a closure") as caught:
+        closed_over(model, opt, *PARTS[1])
+    assert "steps=1" in caught.value.__notes__[0]
+    assert opt.result.micro_step == 2, "the window stays"

@@ -57,6 +57,41 @@ def test_flush_leaves_what_is_in_grad() -> None:
     assert opt.result.optimizer_step == 2
 
 
+def test_parameter_outside_the_window_stays() -> None:
+    """What the user has put into its ``.grad`` is no part of the window, and no update is made of it."""
+    used, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    opt = gradaccum.wrap(torch.optim.SGD([used, other], 0.1), steps=None, separate_sums=True)
+    used.sum().backward()
+    opt.step()
+    other.grad = torch.full((2,), 5.0)
+    opt.flush()
+    assert used.tolist() == pytest.approx([0.9, 0.9])
+    assert other.tolist() == [1.0, 1.0]
+    assert other.grad.tolist() == [5.0, 5.0]
+
+
+def test_dropped_gradient_leaves_grad_empty() -> None:
+    """The loop need not clear it: the next micro-batch is added to nothing."""
+    parameter = nn.Parameter(torch.ones(2))
+    opt = gradaccum.wrap(torch.optim.SGD([parameter], 1.0), steps=2, separate_sums=True, on_overflow="drop_micro_batch")
+    for factor in (float("nan"), 2.0):
+        (parameter * factor).sum().backward()
+        opt.step()
+    assert opt.result.applied
+    assert parameter.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_graph_of_a_gradient_is_refused() -> None:
+    """A copy would lose it; the window is as it was."""
+    model = make_model()
+    opt = wrapped(model)
+    mse(model, X, Y).backward(create_graph=True)
+    with pytest.raises(UsageError, match=r"separate_sums.*without a graph"):
+        opt.step()
+    assert opt.result.micro_step == 0
+
+
 def test_flush_of_skipped_window_leaves_grad() -> None:
     model = make_model()
     opt = wrapped(model, steps=None, skip_norm=1e-9)
