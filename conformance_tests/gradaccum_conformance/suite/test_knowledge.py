@@ -143,7 +143,7 @@ def test_noise_scale_ignores_lost_windows(backend: Harness, mode: str) -> None:
             tree = random_tree(LINEAR, index)
             session.gradients(poisoned(tree, math.inf) if index == position else tree)
         assert session.result().noise_scale == before
-    session.gradients(random_tree(LINEAR, 0), weight=7.0)
+    session.gradients(random_tree(LINEAR, 0), weight=2.0)
     session.discard()
     session.gradients(random_tree(LINEAR, 0), weight=7.0)
     session.flush()

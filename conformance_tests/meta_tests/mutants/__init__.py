@@ -6,7 +6,7 @@ too, each in its process.
 
 from __future__ import annotations
 
-from . import counters, decisions, doors, large_batch, scale, sums, workers
+from . import counters, decisions, doors, knowledge, large_batch, scale, sums, workers
 from .planting import MUTANTS, SELECTED
 
-__all__ = ["MUTANTS", "SELECTED", "counters", "decisions", "doors", "large_batch", "scale", "sums", "workers"]
+__all__ = ["MUTANTS", "SELECTED", "counters", "decisions", "doors", "knowledge", "large_batch", "scale", "sums", "workers"]

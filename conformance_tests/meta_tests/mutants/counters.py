@@ -38,9 +38,9 @@ def leave_skipped_windows_uncounted(m: Module) -> None:
 def run_the_optimizer_every_time(m: Module) -> None:
     original = m.Accumulation.step
 
-    def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
+    def step(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
         before = self.machine.optimizer_step
-        original(self, gradient, weight)
+        original(self, gradient, weight, *told)
         if self.machine.optimizer_step == before:
             self.optimizer.step({name: np.zeros_like(p) for name, p in self.optimizer.parameters.items()})
 

@@ -51,12 +51,12 @@ def call_large_squares_an_overflow(m: Module) -> None:
 def clip_every_micro_batch(m: Module) -> None:
     original = m.Accumulation.step
 
-    def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
+    def step(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
         limit = self.options.clip_norm
         present = {name: g for name, g in gradient.items() if g is not None}
         norm, finite = m.measure(present) if present else (0.0, True)
         factor = limit * self.machine.loss_scale / norm if limit and finite and norm > limit * self.machine.loss_scale else 1.0
-        original(self, {name: g * g.dtype.type(factor) for name, g in present.items()}, weight)
+        original(self, {name: g * g.dtype.type(factor) for name, g in present.items()}, weight, *told)
 
     m.Accumulation.step = step
 

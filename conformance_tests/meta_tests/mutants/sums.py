@@ -50,11 +50,11 @@ def drop_nothing(m: Module) -> None:
 def discard_sum_of_missing_gradient(m: Module) -> None:
     original = m.Accumulation.step
 
-    def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
+    def step(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
         for name, g in gradient.items():
             if g is None:
                 self.sums[name][...] = 0
-        original(self, gradient, weight)
+        original(self, gradient, weight, *told)
 
     m.Accumulation.step = step
 
@@ -63,12 +63,12 @@ def discard_sum_of_missing_gradient(m: Module) -> None:
 def multiply_by_weight_zero(m: Module) -> None:
     original = m.Accumulation.step
 
-    def step(self: Any, gradient: Any, weight: float = 1.0) -> None:
+    def step(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
         if weight == 0:
             for name, g in gradient.items():
                 with np.errstate(invalid="ignore"):
                     self.sums[name] += 0 * g
-        original(self, gradient, weight)
+        original(self, gradient, weight, *told)
 
     m.Accumulation.step = step
 

@@ -28,11 +28,11 @@ def watch(m: Module) -> None:
     """Keep, in each accumulation, its sums as they were before its last micro-batch and after its first."""
     step = m.Accumulation.step
 
-    def watched(self: Any, gradient: Any, weight: float = 1.0) -> None:
+    def watched(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
         self.before = self.total()
         if self.machine.micro_step == 1:
             self.first = self.total()
-        step(self, gradient, weight)
+        step(self, gradient, weight, *told)
 
     m.Accumulation.before = m.Accumulation.first = None
     m.Accumulation.step = watched
@@ -41,7 +41,13 @@ def watch(m: Module) -> None:
 def change_join(m: Module, changed: Callable[[Any, Callable[[], None]], None]) -> None:
     """Replace the exchange; `changed(accumulation, join)` may call the original one."""
     original = m.Accumulation._join
-    m.Accumulation._join = lambda self: changed(self, lambda: original(self))
+
+    def joined(self: Any) -> int:
+        counted: list[int] = []
+        changed(self, lambda: counted.append(original(self)))
+        return counted[-1]
+
+    m.Accumulation._join = joined
 
 
 def change_joined(m: Module, change: Callable[..., dict[str, Any]]) -> None:
