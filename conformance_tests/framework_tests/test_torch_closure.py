@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -59,11 +60,26 @@ def test_closure_that_raises_counts_nothing() -> None:
     assert_same(model, large())
 
 
-def test_lbfgs_needs_the_true_gradient() -> None:
+@pytest.mark.parametrize("option", [{"separate_sums": True}, {"on_overflow": "drop_micro_batch"}], ids=str)
+def test_lbfgs_needs_the_true_gradient(option: dict[str, Any]) -> None:
     model = make_model()
-    opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters()), steps=1, separate_sums=True)
-    with pytest.raises(UsageError, match="separate_sums"):
+    opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters()), steps=1, **option)
+    with pytest.raises(UsageError, match=next(iter(option))):
         opt.step(lambda: mse(model, X, Y))
+
+
+def test_weight_inside_a_closure_that_is_evaluated_again() -> None:
+    model = make_model()
+    opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters()), steps=1)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = mse(model, X, Y)
+        opt.backward(loss, weight=3)
+        return loss
+
+    with pytest.raises(UsageError, match="weight: expected 1 inside a closure"):
+        opt.step(closure)
 
 
 def test_optimizer_that_turns_out_to_need_one_says_what_to_write() -> None:

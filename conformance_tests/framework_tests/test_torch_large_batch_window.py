@@ -96,13 +96,13 @@ def test_leaves_beside_the_optimizer(scale: Callable[[], Any], coupled: bool) ->
         torch.testing.assert_close(p, q - 0.5 * q.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("state", ["open", "under_way", "stale"])
+@pytest.mark.parametrize("state", ["open", "under_way", "stale", "apart"])
 def test_begun_window_is_refused(state: str) -> None:
     """And is left as it is."""
     model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=None)
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=None, separate_sums=state == "apart")
     cross_entropy(model(X), Y).backward()
-    if state == "open":
+    if state in ("open", "apart"):
         opt.step()
     elif state == "stale":
         opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=None)
@@ -111,7 +111,7 @@ def test_begun_window_is_refused(state: str) -> None:
     with pytest.raises(gradaccum.UsageError, match=r"discard|zero_grad"):
         split(model, opt)
     assert opt.result.micro_step == micro_step
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), held, strict=True) if p.grad is not None)
+    assert all(map(torch.equal, [p.grad for p in model.parameters() if p.grad is not None], held))
 
 
 @pytest.mark.parametrize("steps", [1, 4, lambda step: 2])

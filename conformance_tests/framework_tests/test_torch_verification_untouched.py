@@ -91,6 +91,18 @@ def test_nothing_of_the_users_changes(raises_at: int | None, error: type[BaseExc
     unchanged(before, everything(model, outside, batch))
 
 
+def test_tensor_that_is_given_whole_is_a_copy() -> None:
+    """The loss may write into it."""
+    table = torch.zeros(3)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, whole: Tensor) -> Tensor:
+        whole.add_(1.0)
+        return cross_entropy(model, x, y)
+
+    assert gradaccum.verify(net(), loss, (inputs(5), classes(), table), axes=(0, 0, None)).equivalent
+    assert not table.any()
+
+
 @pytest.mark.parametrize("retain", [True, False])
 @pytest.mark.parametrize("detach", [True, False])
 def test_loss_that_calls_backward_is_refused(retain: bool, detach: bool) -> None:
