@@ -22,6 +22,8 @@ from gradaccum.result import StepResult
 from gradaccum.schedule import until_weight
 from gradaccum.verification import Cause, MissingPackageError, VerificationReport, verify
 from gradaccum.watching import Watch
+from gradaccum.window_loop import windows
+from gradaccum.window_reading import Window, Windows
 from gradaccum.wrapping import wrap
 
 __version__ = "0.1.0"
@@ -44,6 +46,8 @@ __all__ = [
     "UsageError",
     "VerificationReport",
     "Watch",
+    "Window",
+    "Windows",
     "available_backends",
     "effective_batch_size",
     "load_backend",
@@ -51,5 +55,6 @@ __all__ = [
     "scaled_learning_rate",
     "until_weight",
     "verify",
+    "windows",
     "wrap",
 ]

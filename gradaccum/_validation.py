@@ -25,13 +25,20 @@ def require_int(argument: str, value: object, *, at_least: int, fix: str | None 
 
 
 def require_number(
-    argument: str, value: object, *, above: float, below: float = math.inf, or_equal: bool = False, allow_infinity: bool = False
+    argument: str,
+    value: object,
+    *,
+    above: float,
+    below: float = math.inf,
+    or_equal: bool = False,
+    allow_infinity: bool = False,
+    fix: str | None = None,
 ) -> float:
     """`value` as a float if it lies in (above, below), or [above, below) with `or_equal`."""
     bound = ">=" if or_equal else ">"
     limit = "" if below == math.inf else f" and < {below:g}"
     expected = f"a {'' if allow_infinity else 'finite '}number {bound} {above:g}{limit}"
-    fix = f"Write for example {argument}={above + 1 if below == math.inf else (above + below) / 2:g}."
+    fix = fix or f"Write for example {argument}={above + 1 if below == math.inf else (above + below) / 2:g}."
     try:
         number = None if isinstance(value, (bool, str)) else float(cast(SupportsFloat, value))
     except TypeError:  # An array of several numbers, or a value that is being traced.

@@ -10,7 +10,8 @@ NAMES = {
     "gradaccum": """
         ArgumentTypeError ArgumentValueError AutoMicroBatchSize BackendNotFoundError Cause CheckpointError DynamicLossScale GradAccumError
         GradientError LinearityReport LossScale MissingPackageError StaticLossScale StepResult UsageError VerificationReport Watch
-        available_backends effective_batch_size load_backend registered_backends scaled_learning_rate until_weight verify wrap
+        Window Windows available_backends effective_batch_size load_backend registered_backends scaled_learning_rate until_weight verify
+        windows wrap
     """,
     "gradaccum.kit": """
         Backend Decision FIELD_DTYPES Fields GatingBackend Options ROUNDINGS SCALES Scalar ScaleRule ScalerDriver Schedule State Terms Where

@@ -1,0 +1,312 @@
+"""Windows taken from a loader: cut where they should be, totals right, nothing read too early, kept too long or lost."""
+
+from __future__ import annotations
+
+import doctest
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradaccum
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, until_weight, window_loop, windows
+
+COUNT = {"tokens": sum, "sequences": len}
+
+
+class Item:
+    """Something that a weak reference can watch."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+
+class Loader:
+    """Counts what was read of it, watches whether it still lives, and fails where it is told to."""
+
+    def __init__(self, sizes: list[int], fails_at: int | None = None) -> None:
+        self.sizes, self.fails_at = sizes, fails_at
+        self.position = 0
+        self.given: list[weakref.ref[Item]] = []
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self.position == self.fails_at:
+            self.fails_at = None
+            raise OSError("a disk that is gone for a moment")
+        if self.position == len(self.sizes):
+            raise StopIteration
+        item = Item(self.sizes[self.position])
+        self.position += 1
+        self.given.append(weakref.ref(item))
+        return item
+
+    def alive(self) -> list[int]:
+        return [index for index, item in enumerate(self.given) if item() is not None]
+
+
+def lengths(made: Any) -> list[int]:
+    return [len(window) for window in made]
+
+
+def test_example_in_docstring() -> None:
+    result = doctest.testmod(window_loop)
+    assert (result.attempted, result.failed) == (2, 0)
+
+
+def test_short_last_window_has_its_own_totals() -> None:
+    made = [(window.number, list(window), dict(window.totals)) for window in windows([[5, 3], [2], [7, 1, 4]], 2, COUNT)]
+    assert made == [
+        (0, [[5, 3], [2]], {"tokens": 10.0, "sequences": 3.0}),
+        (1, [[7, 1, 4]], {"tokens": 12.0, "sequences": 3.0}),
+    ]
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=30), steps=st.integers(1, 7))
+def test_each_micro_batch_once_in_order(sizes: list[int], steps: int) -> None:
+    seen = [list(window) for window in windows(sizes, steps)]
+    assert list(chain.from_iterable(seen)) == sizes
+    assert all(len(one) == steps for one in seen[:-1])
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=30), limit=st.integers(1, 20))
+def test_windows_end_where_those_of_an_optimizer_do(sizes: list[int], limit: int) -> None:
+    from gradaccum import kit
+
+    schedule, state, open_window, expected = until_weight(limit), kit.initial_state(), 0, []
+    for size in sizes:
+        state, open_window = kit.State(*kit.accumulate(state, size, True, kit.select)), open_window + 1
+        if kit.ends(state, schedule, kit.select):
+            state, open_window, _ = kit.State(*kit.discard(state)), 0, expected.append(open_window)
+    expected += [open_window] * (open_window > 0)
+    assert lengths(windows(sizes, schedule, {"tokens": float}, weight="tokens")) == expected
+    assert lengths(windows(sizes, schedule, weight=float)) == expected
+
+
+def test_schedules_follow_the_number_over_epochs() -> None:
+    pairs = windows(range(6), [(0, 1), (2, 3)])
+    assert lengths(pairs) == [1, 1, 3, 1]
+    assert lengths(pairs) == [3, 3], "a second epoch goes on"
+    assert lengths(windows(range(6), lambda number: number + 1)) == [1, 2, 3]
+    assert lengths(windows(range(6), [(0, 1), (2, 3)], start=2)) == [3, 3]
+    assert lengths(windows(range(6), until_weight([(0, 1), (1, 4)]), weight=lambda _: 2)) == [1, 2, 2, 1]
+
+
+def test_weight_is_any_of_the_counts() -> None:
+    assert lengths(windows([[5], [1, 1, 1], [9]], until_weight(8), {"sequences": len, "tokens": sum}, weight="tokens")) == [2, 1]
+
+
+def test_end_is_the_end() -> None:
+    """No reduction after the one that found it: no other worker would come."""
+    sent = []
+    for arguments in ({"steps": 2}, {"steps": until_weight(2), "weight": float}):
+        made = iter(windows([1], reduce=lambda values: sent.append(values) or values, **arguments))
+        assert len(list(made)) == 1
+        reductions = len(sent)
+        assert list(made) == []
+        assert len(sent) == reductions
+
+
+def test_totals_are_not_those_of_the_function_weight() -> None:
+    (window,) = windows([3, 4], until_weight(7), {"ones": lambda _: 1}, weight=float)
+    assert dict(window.totals) == {"ones": 2.0}
+
+
+def test_reads_one_window_and_no_more() -> None:
+    loader = Loader([1] * 7)
+    read = []
+    for window in windows(loader, 3):
+        read.append(loader.position)
+        assert loader.alive() == list(range(loader.position - len(window), loader.position)), "only the current window's are held"
+    assert read == [3, 6, 7]
+    assert loader.alive() == []
+
+
+def test_nothing_is_read_before_it_is_asked_for() -> None:
+    loader = Loader([1, 1])
+    made = iter(windows(loader, 1))
+    assert loader.position == 0
+    next(made)
+    assert loader.position == 1
+
+
+def test_window_can_be_run_through_again_while_it_is_the_current_one() -> None:
+    made = iter(windows([1, 2, 3], 2))
+    first = next(made)
+    assert list(first) == list(first) == [1, 2]
+    half_way = iter(first)
+    next(half_way)
+    second = next(made)
+    for late in (half_way, iter(first)):
+        with pytest.raises(UsageError, match="window 0: expected to be iterated over before the next"):
+            next(late)
+    assert (len(first), first.number, list(second)) == (2, 0, [3])
+    with pytest.raises(StopIteration):
+        next(made)
+    with pytest.raises(UsageError, match="window 1"):
+        list(second)
+    assert repr(second) == "Window(number=1, micro_batches=1, totals={})"
+
+
+def test_error_of_the_loader_loses_nothing() -> None:
+    made = iter(windows(Loader([1, 2, 3, 4, 5], fails_at=3), 2, {"tokens": lambda item: item.tokens}))
+    assert next(made).totals["tokens"] == 3
+    with pytest.raises(OSError, match="gone for a moment"):
+        next(made)
+    assert [window.totals["tokens"] for window in made] == [7, 5]
+
+
+def test_error_of_a_count_names_it_and_loses_nothing() -> None:
+    asked = []
+
+    def count(item: int) -> int:
+        asked.append(item)
+        if asked.count(4) == 1 and item == 4:
+            raise KeyError("mask")
+        return item
+
+    made = iter(windows([1, 2, 3, 4, 5], 2, {"items": lambda _: 1, "tokens": count}))
+    next(made)
+    with pytest.raises(KeyError) as raised:
+        next(made)
+    assert 'count["tokens"] was asked about micro-batch 1 of window 1' in raised.value.__notes__[0]
+    assert [(list(window), dict(window.totals)) for window in made] == [
+        ([3, 4], {"items": 2.0, "tokens": 7.0}),
+        ([5], {"items": 1.0, "tokens": 5.0}),
+    ]
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, True, "3", None, np.ones(2)])
+def test_bad_counts_raise(value: Any) -> None:
+    for arguments in ({"count": {"tokens": lambda _: value}}, {"steps": until_weight(3), "weight": lambda _: value}):
+        with pytest.raises(gradaccum.GradAccumError, match="finite number >= 0") as raised:
+            next(iter(windows([1], **{"steps": 1, **arguments})))
+        assert "micro-batch 0 of window 0" in raised.value.__notes__[0]
+
+
+def test_scalars_of_a_framework_count() -> None:
+    (window,) = windows([1, 2], 2, {"tokens": lambda item: np.float32(item), "ones": lambda _: np.array(1)})
+    assert dict(window.totals) == {"tokens": 3.0, "ones": 2.0}
+    assert all(type(total) is float for total in window.totals.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"loader": 3}, ArgumentTypeError, "loader: expected an iterable"),
+        ({"steps": None}, ArgumentTypeError, "steps: expected the size of a window"),
+        ({"steps": 0}, ArgumentValueError, "steps: expected an int >= 1"),
+        ({"steps": 2.0}, ArgumentTypeError, "steps: expected"),
+        ({"steps": [(1, 2)]}, ArgumentValueError, "begin at"),
+        ({"count": ["tokens"]}, ArgumentTypeError, "count: expected a mapping"),
+        ({"count": {3: len}}, ArgumentTypeError, "count: expected names"),
+        ({"count": {"tokens": 3}}, ArgumentTypeError, r'count\["tokens"\]: expected a function'),
+        ({"weight": "tokens"}, ArgumentValueError, "weight: expected None where windows end by their number"),
+        ({"steps": until_weight(3)}, ArgumentTypeError, "weight: expected the name"),
+        ({"steps": until_weight(3), "weight": "tokens"}, ArgumentValueError, "there is none"),
+        ({"steps": until_weight(3), "weight": "token", "count": COUNT}, ArgumentValueError, "'tokens', 'sequences'"),
+        ({"steps": until_weight(3), "weight": 3}, ArgumentTypeError, "weight: expected the name"),
+        ({"reduce": "sum"}, ArgumentTypeError, "reduce: expected a function"),
+        ({"start": -1}, ArgumentValueError, "start: expected an int >= 0"),
+    ],
+)
+def test_bad_arguments_raise_at_the_call(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        windows(**{"loader": [1], "steps": 2, **arguments})
+
+
+@pytest.mark.parametrize("size", [0, 2.5, None])
+def test_bad_sizes_of_a_callable_raise(size: Any) -> None:
+    for arguments in ({"steps": lambda _: size}, {"steps": until_weight(lambda _: size), "weight": float}):
+        with pytest.raises(gradaccum.GradAccumError, match="an int >= 1"):
+            next(iter(windows([1], **arguments)))
+
+
+@pytest.mark.parametrize("answer", [None, [1.0], [math.nan, 1.0], [math.inf, 1.0], [0.5, 1.0], ["a", "b"]])
+def test_bad_reductions_raise_and_lose_nothing(answer: Any) -> None:
+    answers = iter([answer])
+    made = iter(windows([4, 5], 2, {"tokens": float}, reduce=lambda values: next(answers, values)))
+    with pytest.raises(gradaccum.GradAccumError, match="reduce: expected a function that returns 2"):
+        next(made)
+    assert next(made).totals["tokens"] == 9
+
+
+class Crew:
+    """Workers as threads whose reductions meet. One that comes alone fails soon, and so does a reduction of unequal lists."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers, self.reductions = workers, 0
+        self._barrier = threading.Barrier(workers)
+        self._sent: dict[int, list[float]] = {}
+
+    def reduce(self, rank: int) -> Callable[[list[float]], list[float]]:
+        def reduce(values: list[float]) -> list[float]:
+            self._sent[rank] = values
+            self._barrier.wait(timeout=10)
+            total = [sum(column) for column in zip(*self._sent.values(), strict=True)]
+            if self._barrier.wait(timeout=10) == 0:
+                self.reductions += 1
+            return total
+
+        return reduce
+
+    def run(self, loaders: list[list[int]], steps: Any, **arguments: Any) -> list[list[tuple[list[int], float]]]:
+        """The windows of each worker: its own micro-batches, and the total of all."""
+        made: list[list[tuple[list[int], float]]] = [[] for _ in loaders]
+
+        def work(rank: int) -> None:
+            own = windows(loaders[rank], steps, {"tokens": float}, reduce=self.reduce(rank), **arguments)
+            made[rank] = [(list(window), window.totals["tokens"]) for window in own]
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+        return made
+
+
+def test_worker_whose_loader_ends_first_takes_part() -> None:
+    crew = Crew(3)
+    made = crew.run([[1, 2, 3, 4, 5], [6], []], 2)
+    assert made == [
+        [([1, 2], 9.0), ([3, 4], 7.0), ([5], 5.0)],
+        [([6], 9.0), ([], 7.0), ([], 5.0)],
+        [([], 9.0), ([], 7.0), ([], 5.0)],
+    ]
+    assert crew.reductions == 4, "one per window, and one that finds that all have ended"
+
+
+def test_workers_agree_on_a_window_that_ends_by_its_weight() -> None:
+    crew = Crew(2)
+    made = crew.run([[1, 2, 3, 4], [3, 3]], until_weight(5), weight="tokens")
+    assert made == [[([1, 2], 9.0), ([3, 4], 7.0)], [([3, 3], 9.0), ([], 7.0)]]
+    assert crew.reductions == 5, "one per micro-batch, and one that finds that all have ended"
+
+
+@settings(max_examples=40, deadline=None)
+@given(loaders=st.lists(st.lists(st.integers(0, 5), max_size=7), min_size=2, max_size=3), by_weight=st.booleans(), size=st.integers(1, 8))
+def test_any_share_of_the_data(loaders: list[list[int]], by_weight: bool, size: int) -> None:
+    arguments = {"steps": until_weight(size), "weight": "tokens"} if by_weight else {"steps": size}
+    made = Crew(len(loaders)).run(loaders, **arguments)
+    assert [list(chain.from_iterable(own for own, _ in each)) for each in made] == loaders
+    totals = [[total for _, total in each] for each in made]
+    assert all(each == totals[0] for each in totals)
+    assert sum(totals[0]) == sum(map(sum, loaders))
+    if by_weight:
+        assert all(total >= size for total in totals[0][:-1])
+
+
+def test_no_workers_of_an_empty_loader() -> None:
+    assert lengths(windows([], 2)) == lengths(windows([], until_weight(2), weight=float)) == []
+    assert Crew(2).run([[], []], 3) == [[], []]
