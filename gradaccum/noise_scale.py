@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from gradaccum.options import DECAY
 from gradaccum.state import Scalar
 
 if TYPE_CHECKING:
     from gradaccum.options import Options
     from gradaccum.transitions import Fields, Where
 
-DECAY = 0.99
-"""The default of the running means: half of what they hold is from the last 69 windows."""
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 """Squared norms beyond these, and what is computed from them, may leave float32's range. A window that has such a one is left out."""
 

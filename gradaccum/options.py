@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, cast
 from gradaccum._validation import require_bool, require_choice, require_number
 from gradaccum.errors import ArgumentValueError, explain
 from gradaccum.loss_scale import ScalerDriver, ScaleRule, scale_rule
-from gradaccum.noise_scale import DECAY
 from gradaccum.schedule import Schedule, make_schedule
 
 Reduction = Literal["mean", "sum", "item_mean"]
@@ -15,6 +14,8 @@ OnOverflow = Literal["skip_window", "drop_micro_batch", "ignore"]
 
 REDUCTIONS = ("mean", "sum", "item_mean")
 ON_OVERFLOW = ("skip_window", "drop_micro_batch", "ignore")
+DECAY = 0.99
+"""The default of the noise scale's running means: half of what they hold is from the last 69 windows."""
 
 
 class Options(NamedTuple):
