@@ -1,8 +1,9 @@
 """The global 2-norm of a window's sums, and whether every element is finite.
 
-One pass over the sums squares and adds. If the squares overflow, a second pass divides by the largest magnitude first, so large finite
-gradients are no overflow. `measure` runs in PyNative: NumPy works on what lies in the host's memory. `compiled_measure` and
-`robust_measure` are operators; a compiled window takes the second one in a branch of its own.
+One pass over the sums squares and adds. If the squares overflow, or are so small that some of them vanish, a second pass divides by the
+largest magnitude first: large finite gradients are no overflow, and tiny ones have a norm. `measure` runs in PyNative: NumPy works on
+what lies in the host's memory. `compiled_measure` and `robust_measure` are operators; a compiled window takes the second one in a branch
+of its own.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import math
 from math import prod
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
+from gradaccum.kit import largest_number
 from gradaccum_mindspore import pynative_sums
 from gradaccum_mindspore.sums import each
 from gradaccum_mindspore.types import DType, Shape, Sums
@@ -21,12 +24,14 @@ from gradaccum_mindspore.types import DType, Shape, Sums
 ROW = 4096
 """Elements to sum in one go at most, for accuracy and speed: MindSpore's sum over the last axis runs at the speed of memory, its sum over
 all axes takes seven times as long."""
+SMALLEST = {ms.float32: 2.0**-80, ms.float64: 2.0**-918}
+"""Below this sum of squares, the squares that vanished may count: the smallest normal number over the square of the rounding."""
 
 
 def measure(sums: Sums, dtype: DType) -> tuple[float, bool]:
     """Global 2-norm of `sums`, worked out in `dtype`, and whether every element is finite."""
     squares = math.fsum(_squares(total, dtype) for total in sums)
-    if math.isfinite(squares):
+    if SMALLEST[dtype] < squares < math.inf:
         return math.sqrt(squares), True
     norm, finite = robust_measure(sums, dtype)
     return norm.asnumpy().item(), finite.asnumpy().item()
@@ -44,9 +49,21 @@ def _squares(tensor: Tensor, dtype: DType) -> float:
 
 
 def compiled_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Global 2-norm and whether it is finite, in `dtype` and bool, shape (). If it is not, ask `robust_measure`."""
+    """Global 2-norm, in `dtype`, and whether it is known to be right, bool, shape (). If it is not, ask `robust_measure`."""
     squares = sum_of_squares(sums, dtype)
-    return ops.sqrt(squares), ops.isfinite(squares)
+    return ops.sqrt(squares), (squares > smallest_of(dtype)) & ops.isfinite(squares)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def smallest_of(dtype: DType) -> Tensor:
+    """`SMALLEST` of `dtype`. A Tensor, because MindSpore rounds a Python number to float32."""
+    return Tensor(SMALLEST[dtype], dtype)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def largest_of(dtype: DType) -> Tensor:
+    """The largest finite number of `dtype`."""
+    return Tensor(largest_number(float64_weight=dtype == ms.float64), dtype)
 
 
 def sum_of_squares(sums: Sums, dtype: DType) -> Tensor:
@@ -76,12 +93,15 @@ def row_length(size: int) -> int:
 
 
 def robust_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Global 2-norm and whether every element is finite, in `dtype` and bool, shape (), for elements whose squares overflow."""
+    """Global 2-norm and whether every element is finite, in `dtype` and bool, shape (), for elements whose squares overflow or vanish.
+
+    A norm of finite elements beyond the range of `dtype` is reported as its largest number.
+    """
     largest = ops.stack(each(ops.partial(_largest, dtype), sums)).max()
     divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
     # An inf becomes inf / inf = NaN, and max may overlook a NaN: the sum shows both.
     squares = ops.addn(each(ops.partial(_square_over, divisor), sums))
-    return largest * ops.sqrt(squares), ops.isfinite(squares)
+    return ops.minimum(largest * ops.sqrt(squares), largest_of(dtype)), ops.isfinite(squares)
 
 
 def _largest(dtype: DType, tensor: Tensor) -> Tensor:
