@@ -10,9 +10,9 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from gradaccum.kit import Fields, Options, ScaleRule, encode_terms, ends, steps_at
+from gradaccum.kit import Fields, Options, ScaleRule, UntilWeight, encode_terms, ends, measures, steps_at
 from gradaccum_mindspore.notes import Notes
-from gradaccum_mindspore.sizes import check_constant_size, check_size_dtype
+from gradaccum_mindspore.sizes import check_constant_size, check_size_dtype, sizes_of
 from gradaccum_mindspore.state import GRAD_NORM, Storage
 from gradaccum_mindspore.types import Number
 
@@ -29,16 +29,19 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         super().__init__(auto_prefix=False)
         self.storage = storage
         self.steps: Any = options.steps
-        self.calls_steps = callable(options.steps)
+        self.sizes: Any = sizes_of(options.steps)
+        self.calls_steps, self.by_weight = callable(self.sizes), isinstance(options.steps, UntilWeight)
+        self.measures = measures(options)
         # The compiler cannot follow a function or an object inside a named tuple.
         self.options = options._replace(steps=None, scaler=None)
         self.float_dtype = storage.float_dtype
         self.scale_moves = options.scale_rule._replace(init_scale=1.0) != ScaleRule()
         self.true = Tensor(True)
         self.one = Tensor(1.0, storage.float_dtype)
+        self.nan = Tensor(float("nan"), storage.float_dtype)
         self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
         self.varies = storage.varies
-        self.size_code = Tensor([0, 0, 0, 1], ms.int32)
+        self.size_code = Tensor([0, 0, 0, -1 if self.by_weight else 1], ms.int32)
         self.other_codes = Tensor([*encode_terms(storage.terms_after(0))[:3], 0], ms.int32)
         self.notes = Notes(storage.float_dtype)
 
@@ -56,21 +59,22 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         )
 
     def size(self, optimizer_step: Tensor) -> Number:
-        """Micro-batches in the window that follows this update; below 1 only if the user's function returns that."""
+        """Micro-batches in the window that follows this update, or its weight; below 1 only if the user's function returns that."""
         if self.calls_steps:
-            given = self.steps(optimizer_step)
+            given = self.sizes(optimizer_step)
             if isinstance(given, Tensor):
-                check_size_dtype(given.dtype)
+                check_size_dtype(given.dtype, self.by_weight)
                 return given.reshape(())
-            return 0 * optimizer_step + check_constant_size(given)
-        return steps_at(self.steps, optimizer_step, where)
+            return 0 * optimizer_step + check_constant_size(given, self.by_weight)
+        return steps_at(self.sizes, optimizer_step, where)
 
     def is_full(self, state: Fields) -> Tensor:
         """Whether the window ends with the micro-batch that was counted last."""
         if self.calls_steps:
             # Not `ends`: the compiler takes a Tensor for a function there.
-            micro_step, optimizer_step, _, _, _, _, _ = state
-            return micro_step >= self.size(optimizer_step)
+            micro_step, optimizer_step, _, weight, _, _, _ = state
+            held = weight if self.by_weight else micro_step
+            return held >= self.size(optimizer_step)
         return ends(state, self.steps, where)
 
     def grad_norm(self) -> Tensor:

@@ -14,7 +14,7 @@ names here.
 
 from __future__ import annotations
 
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 from gradaccum.kit import Fields, Options, accumulate, contribution, decide, divisor, usable
 from gradaccum.kit import close as state_closed
@@ -74,7 +74,7 @@ class CompiledWindow(CompiledState):
         function that writes, so these are three calls.
         """
         before = self.read()
-        if weight is None and self.options.on_overflow == "skip_window":
+        if weight is None and self.options.on_overflow != "drop_micro_batch":
             compiled_add(self.storage.sums, gradients, None, None)
             return accumulate(before, self.one, self.true, chosen), None
         amount = self.one if weight is None else self.one * number_of(weight)
@@ -112,25 +112,36 @@ class CompiledWindow(CompiledState):
         notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
         if self.calls_steps and self.workers is None:
             notes.write_terms(self.storage.terms)
+        if not self.measures:
+            state, sound = self.sized(notes.state())
+            return notes.write_decision(*decide(state, self.nan, sound, self.options, where, self.storage.largest))
         norm, finite = compiled_measure(self.storage.sums, self.float_dtype)
         notes.write_measure(norm, finite)
         self.measure_again()
-        state = notes.state()
-        finite = self.fits(state, notes.finite & self.true)
+        state, sound = self.sized(notes.state())
+        finite = self.fits(state, notes.finite & sound)
         apply, overflow, divides, grad_norm = decide(state, notes.norm.value(), finite, self.options, where, self.storage.largest)
         return notes.write_decision(apply, overflow, divides, grad_norm)
 
     def measure_again(self) -> bool:
-        """Note norm and finiteness the robust way if the squares overflow."""
+        """Note norm and finiteness the robust way if the squares overflow or vanish."""
         if self.notes.unmeasured:
             norm, finite = robust_measure(self.storage.sums, self.float_dtype)
             self.notes.write_measure(norm, finite)
         return True
 
-    def fits(self, state: Fields, finite: Tensor) -> Tensor:
-        """`finite`, and the divided sums are finite in the inner optimizer's dtypes, and the window has a size of at least 1."""
+    def sized(self, state: Fields) -> tuple[Fields, Tensor]:
+        """`state`, and whether the user's function gave the window a size of at least 1; else it has no weight and an overflow."""
         if self.calls_steps and self.workers is None:
-            finite = finite & (self.notes.terms.value()[STEPS] >= 1)
+            micro_step, optimizer_step, skipped, weight, overflow, loss_scale, tracker = state
+            sound = self.size_code[STEPS] * self.notes.terms.value()[STEPS] >= 1
+            weight = where(sound, weight, ops.zeros_like(weight))
+            overflow = overflow | (sound == False)  # noqa: E712
+            return (micro_step, optimizer_step, skipped, weight, overflow, loss_scale, tracker), sound
+        return state, self.true
+
+    def fits(self, state: Fields, finite: Tensor) -> Tensor:
+        """`finite`, and the divided sums are finite in the inner optimizer's dtypes."""
         if self.storage.narrowed:
             divides = divisor(state, self.options, where)
             finite = finite & compiled_fits(self.storage.sums, self.handed_over(divides), self.storage.handed)

@@ -16,7 +16,18 @@ from mindspore import ParameterTuple, Tensor, nn
 from mindspore.experimental import optim
 
 from gradaccum import UsageError
-from gradaccum.kit import Listener, Options, State, described, ends, explain, select
+from gradaccum.kit import (
+    Listener,
+    Options,
+    Schedule,
+    State,
+    UntilWeight,
+    described,
+    ends,
+    explain,
+    select,
+    shared_until_weight_error,
+)
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.checks import gradients_by_position, weight_as_number, without_none
 from gradaccum_mindspore.compiled_window import CompiledWindow
@@ -96,6 +107,8 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
             # The inner optimizer's parameters will be the masters; users go on differentiating by the model's.
             self.parameters = ParameterTuple(inner.parameters)
         options = with_inner_scale(options, inner)
+        if data_parallel and isinstance(options.steps, UntilWeight):
+            raise shared_until_weight_error(options.steps)
         if data_parallel:
             share(inner.parameters, options, name)
         else:
@@ -181,7 +194,7 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
         state = self.storage.pull()
         return described(type(self).__name__, type(self.inner).__name__, self.options, state, self._steps(state))
 
-    def _steps(self, state: State) -> int | None:
+    def _steps(self, state: State) -> Schedule:
         """The size of the open window, or of the next one; None if the user's function does not give one, or the caller closes it."""
         if state.micro_step and self.storage.varies:
             return self.storage.open_size()

@@ -5,13 +5,31 @@ There an operator costs more than reading a scalar, so a Python ``if`` leaves ou
 
 from __future__ import annotations
 
-from typing import cast
+import math
 
 import mindspore as ms
 from mindspore import Tensor
 
 from gradaccum import UsageError
-from gradaccum.kit import Decision, Options, State, accumulate, close, contribution, decide, discard, divisor, explain, select, usable
+from gradaccum.kit import (
+    Decision,
+    Options,
+    Schedule,
+    State,
+    UntilWeight,
+    accumulate,
+    close,
+    code_of,
+    contribution,
+    decide,
+    discard,
+    divisor,
+    ends,
+    explain,
+    measures,
+    select,
+    usable,
+)
 from gradaccum_mindspore import pynative_sums
 from gradaccum_mindspore.norm import measure
 from gradaccum_mindspore.sizes import window_size
@@ -30,7 +48,7 @@ class PyNativeWindow:
         self.storage = storage
         self.options = options
 
-    def add(self, gradients: Gradients, weight: float, size: int | None) -> State:
+    def add(self, gradients: Gradients, weight: float, size: Schedule) -> State:
         """Take in one micro-batch of checked gradients; returns the state after it, written.
 
         If this raises, the caller can try again. The state is the old one; if some sums hold the gradient and some do not, the window is
@@ -42,7 +60,7 @@ class PyNativeWindow:
         state = self.storage.pull()
         require_room(state, size)
         factor = contribution(weight, self.options)
-        finite = weight == 0 or self.options.on_overflow == "skip_window" or self.finite(gradients, factor)
+        finite = weight == 0 or self.options.on_overflow != "drop_micro_batch" or self.finite(gradients, factor)
         added = gradients if usable(state, weight, finite) else (None,) * len(gradients)
         begun = False
         try:
@@ -69,12 +87,15 @@ class PyNativeWindow:
         parts = zip(self.storage.sums, gradients, strict=True)
         return all(g is None or pynative_sums.all_finite(pynative_sums.scaled(g, factor, s.dtype)) for s, g in parts)
 
-    def size(self) -> int | None:
-        """Micro-batches in the open window when it is full; None: the caller closes it. Raises if the user's function gives none."""
+    def size(self) -> Schedule:
+        """Micro-batches in the open window when it is full, or its weight; None: the caller closes it.
+
+        Raises if the user's function gives none.
+        """
         if not self.storage.varies:
-            return cast("int | None", self.options.steps)
+            return self.options.steps
         size = window_size(self.options.steps, self.storage.optimizer_step.item())
-        self.storage.push_size(cast(int, size))
+        self.storage.push_size(code_of(size))
         return size
 
     def close(self, state: State, update: Update) -> None:
@@ -85,8 +106,7 @@ class PyNativeWindow:
         Raises:
             UsageError: the inner optimizer moves no parameter in PyNative on this device.
         """
-        norm, finite = measure(self.storage.sums, self.storage.float_dtype)
-        finite = finite and self.fits(state, norm)
+        norm, finite = self.measure(state) if measures(self.options) else (math.nan, True)
         decision = Decision(*decide(state, norm, finite, self.options, select, self.storage.largest))
         if decision.apply:
             update.require_in_place()
@@ -100,6 +120,11 @@ class PyNativeWindow:
                 update.round()
                 self.finish(state, decision)
             raise
+
+    def measure(self, state: State) -> tuple[float, bool]:
+        """The norm of the sums, and whether they are finite, also as the inner optimizer gets them."""
+        norm, finite = measure(self.storage.sums, self.storage.float_dtype)
+        return norm, finite and self.fits(state, norm)
 
     def fits(self, state: State, norm: float) -> bool:
         """Whether the divided sums, not yet clipped, are finite in the inner optimizer's dtypes; `norm` is the sums'."""
@@ -149,13 +174,15 @@ class PyNativeWindow:
         return pynative_sums.divided(self.storage.sums, divides / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
 
 
-def require_room(state: State, size: int | None) -> None:
-    """Raise `UsageError` if the window holds `size` micro-batches already."""
-    if size is not None and state.micro_step >= size > 0:
+def require_room(state: State, size: Schedule) -> None:
+    """Raise `UsageError` if the window is full already."""
+    if state.micro_step > 0 and ends(state, size, select):
+        by_weight = isinstance(size, UntilWeight)
+        full = f"of weight {size.weight} that holds {state.weight:.10g}" if by_weight else f"of {size} that holds {state.micro_step}"
         raise explain(
             UsageError,
             "gradients",
             expected="flush() or discard() first, because the window's update raised",
-            found=f"a micro-batch more for a window of {size} that holds {state.micro_step}",
+            found=f"a micro-batch more for a window {full}",
             fix="Write optimizer.flush() to make the update that is due.",
         )

@@ -21,6 +21,7 @@ from gradaccum.kit import (
     FIELD_DTYPES,
     Fields,
     Options,
+    Schedule,
     State,
     Terms,
     at_rest,
@@ -33,7 +34,7 @@ from gradaccum.kit import (
 from gradaccum_mindspore.driven_scaler import drive
 from gradaccum_mindspore.masters import Masters
 from gradaccum_mindspore.scaled import NEVER, key_of, note_read
-from gradaccum_mindspore.sizes import with_known_size
+from gradaccum_mindspore.sizes import size_of_code, sizes_of, with_known_size
 from gradaccum_mindspore.sums import HALF, narrows, sum_dtype
 from gradaccum_mindspore.types import DType, Saved
 
@@ -82,7 +83,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.narrowed = tuple(i for i, pair in enumerate(zip(dtypes, self.handed, strict=True)) if narrows(*pair))
         """Positions of the sums that can be finite while their gradient in the inner optimizer's dtype is not."""
         self.options = options
-        self.varies = options.steps is not None and not isinstance(options.steps, int)
+        self.varies = not isinstance(sizes_of(options.steps), int | None)
         """Whether windows have different sizes."""
         self.inner_scale = inner_scale
         self.scaled = key_of(options) if inner_scale == 1 else NEVER
@@ -135,16 +136,16 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """The options that the window after this update depends on."""
         return terms_of(with_known_size(self.options, optimizer_step), optimizer_step)
 
-    def push_size(self, size: int) -> None:
-        """Write the size of the open window into its terms."""
+    def push_size(self, code: int) -> None:
+        """Write the code of the open window's size into its terms."""
         *others, before = self.terms.tolist()
-        if size != before:
-            self._assign(self.terms, [*others, size])
+        if code != before:
+            self._assign(self.terms, [*others, code])
 
-    def open_size(self) -> int:
+    def open_size(self) -> Schedule:
         """The size of the open window, from its terms."""
-        *_, size = self.terms.tolist()
-        return int(size)
+        *_, code = self.terms.tolist()
+        return size_of_code(code)
 
     def held(self) -> int:
         """Whose the open window's sum is: `OWN`, `OF_ALL` or `TORN`."""

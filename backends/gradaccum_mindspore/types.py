@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import mindspore as ms
@@ -24,6 +24,8 @@ Gradients = Sequence[Tensor | None]
 """One gradient per parameter, in their order; None for a parameter that took no part."""
 NamedGradients = Mapping[str, Tensor | None]
 """Gradients by the parameter's name."""
+Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
+"""The sizes of windows: one, pairs, or a function of the optimizer step."""
 Optimizer = nn.Optimizer | optim.Optimizer
 """An optimizer of MindSpore's, of either family."""
 Shape = tuple[int, ...]

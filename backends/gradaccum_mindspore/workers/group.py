@@ -103,7 +103,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         store = self.storage
         sound = (store.shared.value()[0] == OWN) & (store.terms.value()[STEPS] >= 1)
         weight = ops.where(sound, store.weight.value(), self.infinite)
-        flags = (store.overflow & self.true, store.micro_step.value(), self.zero, self.one)
+        flags = ((store.overflow & self.true) | (sound == False), store.micro_step.value(), self.zero, self.one)  # noqa: E712
         mine = ops.stack((weight, *[flag.astype(self.float_dtype) for flag in flags]))
         numbers = compiled_added_up(mine, self.workers)
         ops.assign(store.shared, self.torn)

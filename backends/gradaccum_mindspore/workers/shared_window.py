@@ -7,7 +7,7 @@ from collections.abc import Callable
 import mindspore as ms
 from mindspore import nn
 
-from gradaccum.kit import Options, State
+from gradaccum.kit import Options, Schedule, State
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.pynative_window import PyNativeWindow
 from gradaccum_mindspore.state import OF_ALL, OWN, Storage
@@ -44,7 +44,7 @@ class SharedWindow(PyNativeWindow):
         """A `flush` has begun and not ended, be it because an update raised in it."""
         self.compiled_end: Callable[[], bool] | None = None
 
-    def add(self, gradients: Gradients, weight: float, size: int | None) -> State:
+    def add(self, gradients: Gradients, weight: float, size: Schedule) -> State:
         self.workers.require_own_sum("gradients")
         return super().add(gradients, weight, size)
 
