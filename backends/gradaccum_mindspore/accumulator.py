@@ -20,15 +20,15 @@ from gradaccum_mindspore.checks import require_parameters
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.scaled import require_read
 from gradaccum_mindspore.state import StateReader, Storage
-from gradaccum_mindspore.types import Gradients, NamedGradients, Weight
+from gradaccum_mindspore.types import Gradients, Loss, NamedGradients, Weight
 from gradaccum_mindspore.workers.found import shares_windows
 
 
 class Accumulator(StateReader, nn.Cell):  # type: ignore[misc]
     """Adds gradients up, in PyNative, inside `mindspore.jit` and in graph mode.
 
-    ``accumulator(gradients)`` or ``accumulator(gradients, weight)`` takes in one micro-batch and returns a bool Tensor: whether the window
-    is full now. Then: run the optimizer on ``gradients()`` if ``applicable()``, and ``clear()``.
+    ``accumulator(gradients, weight, loss)`` takes in one micro-batch, the last two if you like, and returns a bool Tensor: whether the
+    window is full now. Then: run the optimizer on ``gradients()`` if ``applicable()``, and ``clear()``.
 
     Args:
         parameters: the model's parameters, in the order of the gradients.
@@ -63,16 +63,17 @@ class Accumulator(StateReader, nn.Cell):  # type: ignore[misc]
         self.storage = Storage(parameters, checked, name)
         self.window = CompiledWindow(self.storage, checked)
 
-    def __call__(self, gradients: Gradients | NamedGradients, weight: Weight = None) -> Tensor:
+    def __call__(self, gradients: Gradients | NamedGradients, weight: Weight = None, loss: Loss = None) -> Tensor:
         """One micro-batch, from Python."""
         refuse_trace()
-        return super().__call__(gradients, weight)
+        return super().__call__(gradients, weight, loss)
 
-    def construct(self, gradients: Gradients | NamedGradients, weight: Weight = None) -> Tensor:
+    def construct(self, gradients: Gradients | NamedGradients, weight: Weight = None, loss: Loss = None) -> Tensor:
         require_read(self.storage.scaled)
-        state, event = self.window.add(self.window.ordered(gradients), weight)
-        full = self.window.is_full(state)
-        self.window.write_added(state, event)
+        state, event, told = self.window.add(self.window.ordered(gradients), weight, loss)
+        full, needed = self.window.is_full(state), self.window.needs_first(state)
+        self.window.write_added(state, event, told)
+        self.window.see_first(needed)
         return full
 
     def applicable(self) -> Tensor:

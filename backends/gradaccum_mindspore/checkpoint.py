@@ -38,6 +38,7 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
     _check_arguments(cell, parameter_dict)
     parameters = _parameters(cell)
     unsaved = [storage.shared.name for storage in _storages(cell) if storage.several and storage.shared.name not in parameter_dict]
+    unsaved += [name for storage in _storages(cell) for name in storage.knowledge.starts() if name not in parameter_dict]
     for name, parameter in parameters.items():
         if name not in unsaved:
             _check_entry(name, parameter, parameter_dict.get(name))
@@ -94,7 +95,7 @@ def _parameters(cell: nn.Cell) -> dict[str, Parameter]:
     return named
 
 
-def _resumed(storage: Storage, parameter_dict: Saved) -> Iterator[tuple[str, float | Sequence[int]]]:
+def _resumed(storage: Storage, parameter_dict: Saved) -> Iterator[tuple[str, float | Sequence[float]]]:
     """The values with which the state goes on under the options here, by the Parameter's name."""
     own = storage.options
     saved = State(*(parameter_dict[getattr(storage, field).name].asnumpy().item() for field in FIELD_DTYPES))
@@ -110,6 +111,9 @@ def _resumed(storage: Storage, parameter_dict: Saved) -> Iterator[tuple[str, flo
     place = saved_place(parameter_dict, storage.prefix)
     if saved.micro_step or place.held != OWN:
         require_place(place, storage.place, storage.prefix)
+    for name, start in storage.knowledge.starts().items():
+        if name not in parameter_dict:
+            yield name, start
     if storage.several:
         yield storage.shared.name, [place.held, *storage.place]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
+import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 from mindspore.ops import constexpr
@@ -16,6 +17,8 @@ from mindspore.ops import constexpr
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
 from gradaccum.kit import explain, require_weight
 from gradaccum_mindspore.types import DType, Gradients, NamedGradients, Shape, Spec, Specs, Weight
+
+LOSS_FIX = "Write optimizer(gradients, weight, loss) with the loss that was differentiated, not scaled."
 
 
 def require_parameters(parameters: object) -> list[Parameter]:
@@ -101,6 +104,26 @@ def weight_as_number(weight: Weight) -> float:
     return require_weight(weight)
 
 
+def loss_as_number(loss: object) -> float:
+    """The loss of a micro-batch as a float; it may be inf or NaN.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: it is no number.
+    """
+    if isinstance(loss, Tensor):
+        require_one_loss(loss.size, loss.shape)
+        return float(loss.astype(ms.float64).asnumpy().item())
+    if isinstance(loss, (bool, str)) or not hasattr(loss, "__float__"):
+        raise explain(ArgumentTypeError, "loss", expected="a number or a Tensor of one element", got=loss, fix=LOSS_FIX)
+    return float(loss)
+
+
+def require_one_loss(size: int, shape: Shape) -> None:
+    """Raise `ArgumentValueError` if a loss has not one element."""
+    if size != 1:
+        raise explain(ArgumentValueError, "loss", expected="one number", found=f"shape {shape}", fix=LOSS_FIX)
+
+
 def require_one_number(size: int, shape: Shape) -> None:
     """Raise `ArgumentValueError` unless a weight has one element."""
     if size != 1:
@@ -144,6 +167,18 @@ def compiled_names_of(specs: Specs, now: Callable[[], tuple[str, ...]]) -> Calla
 def check_compiled_weight(weight: object) -> None:
     """Check a weight that is a number, a constant of compiled code."""
     require_weight(weight)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_compiled_loss(loss: object) -> None:
+    """Check a loss that is a number, a constant of compiled code."""
+    loss_as_number(loss)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_compiled_loss_shape(shape: Shape) -> None:
+    """Check a loss that is a Tensor."""
+    require_one_loss(prod(shape), shape)
 
 
 @constexpr  # type: ignore[untyped-decorator]

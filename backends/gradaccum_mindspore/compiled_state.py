@@ -14,12 +14,8 @@ from gradaccum.kit import Fields, Options, ScaleRule, UntilWeight, encode_terms,
 from gradaccum_mindspore.notes import Notes
 from gradaccum_mindspore.sizes import check_constant_size, check_size_dtype, sizes_of
 from gradaccum_mindspore.state import GRAD_NORM, Storage
+from gradaccum_mindspore.sums import where
 from gradaccum_mindspore.types import Number
-
-
-def where(condition: Tensor, a: Number, b: Number) -> Tensor:
-    """`mindspore.ops.where`, as a function the compiler can follow."""
-    return ops.where(condition, a, b)
 
 
 class CompiledState(nn.Cell):  # type: ignore[misc]

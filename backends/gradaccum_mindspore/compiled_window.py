@@ -21,16 +21,18 @@ from gradaccum.kit import close as state_closed
 from gradaccum.kit import discard as state_discarded
 from gradaccum_mindspore.checks import (
     check_compiled_gradients,
+    check_compiled_loss,
+    check_compiled_loss_shape,
     check_compiled_structure,
     check_compiled_weight,
     check_compiled_weight_shape,
     compiled_names_of,
 )
-from gradaccum_mindspore.compiled_state import CompiledState, where
+from gradaccum_mindspore.compiled_state import CompiledState
 from gradaccum_mindspore.norm import compiled_measure, robust_measure
 from gradaccum_mindspore.state import STEPS, Storage
-from gradaccum_mindspore.sums import compiled_add, compiled_clear, compiled_finite, compiled_fits, divide, each
-from gradaccum_mindspore.types import DType, Gradients, NamedGradients, Number, Shape, Weight
+from gradaccum_mindspore.sums import compiled_add, compiled_clear, compiled_finite, compiled_fits, divide, each, where
+from gradaccum_mindspore.types import DType, Gradients, Loss, NamedGradients, Number, Shape, Weight
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.workers.group import WorkerGroup
 
@@ -67,16 +69,20 @@ class CompiledWindow(CompiledState):
         self.workers = workers
         self.names_of = compiled_names_of(storage.specs, storage.names)
 
-    def add(self, gradients: Gradients, weight: Weight) -> tuple[Fields, Tensor | None]:
-        """Add one micro-batch of ordered gradients to the sums; returns the state after it and, if a gradient may be dropped, the event.
+    def add(self, gradients: Gradients, weight: Weight, loss: Loss) -> tuple[Fields, Tensor | None, Tensor | None]:
+        """Add one micro-batch of ordered gradients to the sums.
 
-        The caller asks `is_full` of the state and then calls `write_added`. The compiler drops an ``if`` on a flag that comes out of a
-        function that writes, so these are three calls.
+        Returns the state after it; the event, if a gradient may be dropped; the value of `Knowledge.loss`, if its loss is told.
+
+        The caller asks `is_full` of the state, and `needs_first`, and then calls `write_added` and `see_first`. The compiler drops an
+        ``if`` on a flag that comes out of a function that writes, so these are calls of their own.
         """
-        before = self.read()
+        before, known, told = self.read(), self.storage.knowledge, None
         if weight is None and self.options.on_overflow != "drop_micro_batch":
+            if loss is not None:
+                told = known.compiled_told(self.loss_number(loss), None, None)
             compiled_add(self.storage.sums, gradients, None, None)
-            return accumulate(before, self.one, self.true, chosen), None
+            return accumulate(before, self.one, self.true, chosen), None, told
         amount = self.one if weight is None else self.one * number_of(weight)
         factor = contribution(amount, self.options)
         finite = self.true
@@ -86,13 +92,44 @@ class CompiledWindow(CompiledState):
         micro_step, _, _, _, _, _, _ = state
         never, dropped = micro_step < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
         event = self.event(never, never, dropped * (micro_step + 1), self.grad_norm())
-        compiled_add(self.storage.sums, gradients, None if weight is None else factor, usable(before, amount, finite))
-        return state, event
+        adds = usable(before, amount, finite)
+        if loss is not None:
+            told = known.compiled_told(self.loss_number(loss), amount, adds)
+        compiled_add(self.storage.sums, gradients, None if weight is None else factor, adds)
+        return state, event, told
 
-    def write_added(self, state: Fields, event: Tensor | None) -> bool:
-        """Assign the state that `add` returned."""
+    def loss_number(self, loss: Number) -> Tensor:
+        """A told loss as a scalar Tensor."""
+        if isinstance(loss, Tensor):
+            check_compiled_loss_shape(loss.shape)
+            return loss.reshape(()).astype(self.float_dtype)
+        check_compiled_loss(loss)
+        return self.one * loss
+
+    def write_added(self, state: Fields, event: Tensor | None, told: Tensor | None) -> bool:
+        """Assign what `add` returned."""
         self.write_open(state, event)
+        if told is not None:
+            ops.assign(self.storage.knowledge.loss, told)
         return self.write_size(state)
+
+    def needs_first(self, state: Fields) -> Tensor:
+        """Whether the noise scale needs the norm of the sum after this micro-batch."""
+        if self.storage.knowledge.has_noise:
+            return self.storage.knowledge.compiled_needs_first(state)
+        return self.true
+
+    def see_first(self, needed: Tensor) -> bool:
+        """Measure the sum if `needed`."""
+        if self.storage.knowledge.has_noise:
+            self.measure_first(needed)
+        return True
+
+    def measure_first(self, needed: Tensor) -> bool:
+        """The branch of `see_first`."""
+        if needed:
+            self.storage.knowledge.compiled_see_first(self.storage.sums, self.storage.weight, self.storage.loss_scale)
+        return True
 
     def close(self, update: Update) -> bool:
         """End the window: make the `update` with its gradients, or not at all."""
@@ -157,12 +194,15 @@ class CompiledWindow(CompiledState):
         """Clear the sums, assign the state after the window and its last event."""
         notes = self.notes
         apply, overflow = notes.applied & self.true, notes.overflow & self.true
-        after = state_closed(self.read(), apply, overflow, self.options, where)
+        before, grad_norm = self.read(), notes.grad_norm.value()
+        loss, noise = self.storage.knowledge.compiled_after(before, grad_norm)
+        after = state_closed(before, apply, overflow, self.options, where)
         _, _, _, zero, _, _, _ = after
         compiled_clear(self.storage.sums, zero)
         if self.workers is not None:
             self.workers.window_ended()
-        self.write_open(after, self.event(apply, apply == False, overflow, notes.grad_norm.value()))  # noqa: E712
+        self.storage.knowledge.compiled_write(loss, noise)
+        self.write_open(after, self.event(apply, apply == False, overflow, grad_norm))  # noqa: E712
         return self.write_counters(after)
 
     def flush(self, update: Update) -> Tensor:
@@ -181,6 +221,8 @@ class CompiledWindow(CompiledState):
         micro_step, _, _, zero, _, _, _ = state
         never = micro_step < 0
         event = self.event(never, never, never, self.grad_norm())
+        loss, noise = self.storage.knowledge.compiled_forgotten()
+        self.storage.knowledge.compiled_write(loss, noise)
         compiled_clear(self.storage.sums, zero)
         if self.workers is not None:
             self.workers.window_ended()

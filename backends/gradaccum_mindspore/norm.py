@@ -72,10 +72,14 @@ def sum_of_squares(sums: Sums, dtype: DType) -> Tensor:
 
 
 def _square(dtype: DType, tensor: Tensor) -> Tensor:
-    squares = ops.square(tensor.astype(dtype))
-    if needs_rows(tensor.shape):
-        squares = squares.reshape(-1, row_length(tensor.size))
-    if tensor.size > ROW:
+    return _summed(ops.square(tensor.astype(dtype)))
+
+
+def _summed(squares: Tensor) -> Tensor:
+    large = squares.size > ROW
+    if needs_rows(squares.shape):
+        squares = squares.reshape(-1, row_length(squares.size))
+    if large:
         squares = squares.sum(-1)
     return squares.sum()
 
@@ -109,4 +113,9 @@ def _largest(dtype: DType, tensor: Tensor) -> Tensor:
 
 
 def _square_over(divisor: Tensor, tensor: Tensor) -> Tensor:
-    return ops.square(tensor.astype(divisor.dtype) / divisor).sum()
+    return _summed(ops.square(tensor.astype(divisor.dtype) / divisor))
+
+
+def norm_over(sums: Sums, divisor: Tensor) -> Tensor:
+    """Global 2-norm of `sums`, measured on the quotients by `divisor`: right where that brings the elements into range."""
+    return divisor * ops.sqrt(ops.addn(each(ops.partial(_square_over, divisor), sums)))

@@ -29,7 +29,7 @@ from gradaccum.kit import (
     shared_until_weight_error,
 )
 from gradaccum_mindspore.capturing import refuse_trace
-from gradaccum_mindspore.checks import gradients_by_position, weight_as_number, without_none
+from gradaccum_mindspore.checks import gradients_by_position, loss_as_number, weight_as_number, without_none
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
 from gradaccum_mindspore.masters import turn_to_masters
@@ -37,7 +37,7 @@ from gradaccum_mindspore.pynative_window import PyNativeWindow
 from gradaccum_mindspore.scaled import require_read
 from gradaccum_mindspore.sizes import window_size
 from gradaccum_mindspore.state import StateReader, Storage
-from gradaccum_mindspore.types import Gradients, NamedGradients, Optimizer, Weight
+from gradaccum_mindspore.types import Gradients, Loss, NamedGradients, Optimizer, Weight
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.workers.checks import refuse_compiled_flush
 from gradaccum_mindspore.workers.found import part, place, share
@@ -89,8 +89,8 @@ class Discard(nn.Cell):  # type: ignore[misc]
 class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
     """What `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
-    ``optimizer(gradients)`` and ``optimizer(gradients, weight)`` take in one micro-batch, in PyNative, inside `mindspore.jit`, in
-    graph mode, in `mindspore.nn.TrainOneStepCell` and in `mindspore.train.Model`, and return whether it closed a window (a bool, or a
+    ``optimizer(gradients, weight, loss)`` takes in one micro-batch, the last two if you like, in PyNative, inside `mindspore.jit`, in
+    graph mode, in `mindspore.nn.TrainOneStepCell` and in `mindspore.train.Model`, and returns whether it closed a window (a bool, or a
     bool Tensor where compiled).
 
     Args:
@@ -152,32 +152,35 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
         else:
             nn.Cell.__setattr__(self, name, value)
 
-    def __call__(self, gradients: Gradients | NamedGradients, weight: Weight = None) -> bool | Tensor:
+    def __call__(self, gradients: Gradients | NamedGradients, weight: Weight = None, loss: Loss = None) -> bool | Tensor:
         """One micro-batch, from Python.
 
         Args:
             gradients: a tuple or list in the order of ``self.parameters``, or a dict by parameter name; None for a parameter that took
                 no part. Multiplied by the loss scale, if there is one.
             weight: number or Tensor of one element, >= 0: how many items the micro-batch has; 1 if left out.
+            loss: its loss, not scaled, a number or Tensor of one element; if all are told, ``result.loss`` is the window's.
 
         Returns:
             Whether this micro-batch closed a window.
 
         Raises:
             GradientError: another number, shape or dtype than the parameters'.
-            ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0.
+            ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0, or `loss` no number.
             ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
             UsageError: there is a loss scale that nobody has asked for yet; or ``jit(capture_mode="trace")`` is recording.
         """
         refuse_trace()
         require_read(self.storage.scaled)
         ordered = gradients_by_position(gradients, self.storage.specs, self.storage.names)
-        amount = weight_as_number(weight)
+        amount, told = weight_as_number(weight), None if loss is None else loss_as_number(loss)
         if is_graph_mode():
             ordered = without_none(ordered, self.storage.specs)
-            return super().__call__(ordered, None if weight is None else Tensor(amount, self.storage.float_dtype))
+            dtype = self.storage.float_dtype
+            given = (None if weight is None else amount, told)
+            return super().__call__(ordered, *(None if number is None else Tensor(number, dtype) for number in given))
         size = self.pynative_window.size()
-        state = self.pynative_window.add(ordered, amount, size)
+        state = self.pynative_window.add(ordered, amount, size, told)
         full = bool(ends(state, size, select))
         if full:
             self.pynative_window.close(state, self.update)
@@ -203,11 +206,12 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
         except Exception:
             return None
 
-    def construct(self, gradients: Gradients | NamedGradients, weight: Weight = None) -> Tensor:
+    def construct(self, gradients: Gradients | NamedGradients, weight: Weight = None, loss: Loss = None) -> Tensor:
         require_read(self.storage.scaled)
-        state, event = self.compiled_window.add(self.compiled_window.ordered(gradients), weight)
-        full = self.compiled_window.is_full(state)
-        self.compiled_window.write_added(state, event)
+        state, event, told = self.compiled_window.add(self.compiled_window.ordered(gradients), weight, loss)
+        full, needed = self.compiled_window.is_full(state), self.compiled_window.needs_first(state)
+        self.compiled_window.write_added(state, event, told)
+        self.compiled_window.see_first(needed)
         if self.compiled_window.steps is None:
             return full
         if full:

@@ -31,6 +31,7 @@ from gradaccum.kit import (
     usable,
 )
 from gradaccum_mindspore import pynative_sums
+from gradaccum_mindspore.knowledge import Known
 from gradaccum_mindspore.norm import measure
 from gradaccum_mindspore.sizes import window_size
 from gradaccum_mindspore.state import Storage
@@ -48,8 +49,8 @@ class PyNativeWindow:
         self.storage = storage
         self.options = options
 
-    def add(self, gradients: Gradients, weight: float, size: Schedule) -> State:
-        """Take in one micro-batch of checked gradients; returns the state after it, written.
+    def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
+        """Take in one micro-batch of checked gradients, and its `loss` if that is told; returns the state after it, written.
 
         If this raises, the caller can try again. The state is the old one; if some sums hold the gradient and some do not, the window is
         spoilt, and its end skips it.
@@ -61,8 +62,10 @@ class PyNativeWindow:
         require_room(state, size)
         factor = contribution(weight, self.options)
         finite = weight == 0 or self.options.on_overflow != "drop_micro_batch" or self.finite(gradients, factor)
-        added = gradients if usable(state, weight, finite) else (None,) * len(gradients)
-        begun = False
+        adds = bool(usable(state, weight, finite))
+        added = gradients if adds else (None,) * len(gradients)
+        knowledge, begun = self.storage.knowledge, False
+        known = None if loss is None and not knowledge.has_noise else knowledge.pull()
         try:
             for total, part in pynative_sums.parts(self.storage.sums, added, factor):
                 begun = True
@@ -71,14 +74,21 @@ class PyNativeWindow:
             after = self.storage.push(accumulate(state, weight, finite, select), state)
             if not finite:
                 self.storage.push_event(False, False, True, micro_step=after.micro_step)
+            if loss is not None:
+                knowledge.add_loss(loss, weight, adds)
+            if knowledge.needs_first(after):
+                norm, _ = measure(self.storage.sums, self.storage.float_dtype)
+                knowledge.see_first(after, norm)
         except BaseException:
             if begun:
-                self.take_back(state)
+                self.take_back(state, known)
             raise
         return after
 
-    def take_back(self, state: State) -> None:
-        """The state before a micro-batch of which some sums may hold a part."""
+    def take_back(self, state: State, known: Known | None) -> None:
+        """The state before a micro-batch of which some sums may hold a part, and what was known then, if that may have changed."""
+        if known is not None:
+            self.storage.knowledge.push(known)
         (pynative_sums.spoil if state.micro_step else pynative_sums.clear)(self.storage.sums)
         self.storage.push(state, self.storage.pull())
 
@@ -110,15 +120,16 @@ class PyNativeWindow:
         decision = Decision(*decide(state, norm, finite, self.options, select, self.storage.largest))
         if decision.apply:
             update.require_in_place()
+        known = self.storage.knowledge.after(state, decision.grad_norm)
         before = update.witness.look() if decision.apply else None
         try:
             if decision.apply:
                 update(ms.mutable(self.gradients(decision.divisor)))
-            self.finish(state, decision)
+            self.finish(state, decision, known)
         except BaseException:
             if before is None or update.witness.look() != before:
                 update.round()
-                self.finish(state, decision)
+                self.finish(state, decision, known)
             raise
 
     def measure(self, state: State) -> tuple[float, bool]:
@@ -135,9 +146,10 @@ class PyNativeWindow:
         sums, handed, operand = self.storage.sums, self.storage.handed, Tensor(divides, self.storage.float_dtype)
         return all(fits(sums[i], operand, handed[i]).asnumpy().item() for i in self.storage.narrowed)
 
-    def finish(self, state: State, decision: Decision) -> None:
-        """Clear the sums and write the state after the window; a second call does the same."""
+    def finish(self, state: State, decision: Decision, known: Known) -> None:
+        """Clear the sums, write the state after the window and what is known of it; a second call does the same."""
         self.clear()
+        self.storage.knowledge.push(known)
         self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)
         self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
 
@@ -161,6 +173,7 @@ class PyNativeWindow:
     def forget(self) -> None:
         """Clear the sums and the state of the open window."""
         self.clear()
+        self.storage.knowledge.push(self.storage.knowledge.forgotten())
         state = self.storage.pull()
         self.storage.push(discard(state), state)
         self.storage.push_event(False, False, False)

@@ -32,10 +32,11 @@ from gradaccum.kit import (
     terms_of,
 )
 from gradaccum_mindspore.driven_scaler import drive
+from gradaccum_mindspore.knowledge import Knowledge
 from gradaccum_mindspore.masters import Masters
 from gradaccum_mindspore.scaled import NEVER, key_of, note_read
 from gradaccum_mindspore.sizes import size_of_code, sizes_of, with_known_size
-from gradaccum_mindspore.sums import HALF, narrows, sum_dtype
+from gradaccum_mindspore.sums import HALF, hidden_parameter, narrows, sum_dtype
 from gradaccum_mindspore.types import DType, Saved
 
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
@@ -106,6 +107,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.last_event = hidden_parameter(Tensor([0.0, 0.0, 0.0, 0.0], self.float_dtype), f"{prefix}.last_event")
         """(applied, skipped, overflow, grad_norm) of a `StepResult`. A flag counts only while flag == micro_step + 1: it expires at the
         next micro-batch without a write."""
+        self.knowledge = Knowledge(prefix, options, self.float_dtype)
         self.several, self.place = place is not None, place or (0, 1)
         self.prefix = prefix
         if place is not None:
@@ -186,7 +188,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         *flags, grad_norm = self.last_event.tolist()
         state = self.pull()
         applied, skipped, overflow = (flag == state.micro_step + 1 for flag in flags)
-        return StepResult(applied, skipped, overflow, grad_norm, state.loss_scale, state.micro_step, state.optimizer_step)
+        counted = (state.loss_scale, state.micro_step, state.optimizer_step)
+        return StepResult(applied, skipped, overflow, grad_norm, *counted, *self.knowledge.results())
 
 
 class StateReader:
@@ -236,8 +239,3 @@ def require_free_names(prefix: str, parameters: Sequence[Parameter]) -> None:
     if taken:
         expected, found = f"a name such that no parameter of the model is called {prefix}.*", f"a model with {taken}"
         raise explain(ArgumentValueError, "name", expected=expected, found=found, fix="Write for example name='accumulation'.")
-
-
-def hidden_parameter(value: Tensor, name: str) -> Parameter:
-    """A Parameter that MindSpore saves and never trains."""
-    return Parameter(value, name=name, requires_grad=False)

@@ -22,7 +22,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.ops.auto_generate import inplace_copy
 
 from gradaccum.kit import accumulate_dtype_error
-from gradaccum_mindspore.types import DType, Gradients, Sums
+from gradaccum_mindspore.types import DType, Gradients, Number, Sums
 
 HALF = (ms.float16, ms.bfloat16)
 FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32, "float64": ms.float64}
@@ -30,6 +30,16 @@ FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32,
 each: Callable[..., tuple[Any, ...]] = ops.HyperMap()
 """``each(function, trees...)``: a tuple of `function`'s results for the leaves side by side. No loop: the compiler starts another graph
 at each ``if`` in a loop, inside the graph of the ``if`` before, and took minutes for 200 parameters."""
+
+
+def hidden_parameter(value: Tensor, name: str) -> Parameter:
+    """A Parameter that MindSpore saves and never trains."""
+    return Parameter(value, name=name, requires_grad=False)
+
+
+def where(condition: Tensor, a: Number, b: Number) -> Tensor:
+    """`mindspore.ops.where`, as a function the compiler can follow."""
+    return ops.where(condition, a, b)
 
 
 def sum_dtype(own: DType, asked: object) -> DType:

@@ -86,4 +86,6 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             weight = self.weight_of_micro_batch(*inputs)
         (_, loss), gradients = self.backward(*inputs)
         gradients = self.grad_reducer(gradients)
+        if loss.size == 1:
+            return ops.depend(loss, self.optimizer(gradients, weight, loss))
         return ops.depend(loss, self.optimizer(gradients, weight))

@@ -18,6 +18,8 @@ Number = float | Tensor
 """A Python number, or a Tensor of one element."""
 Weight = Number | None
 """How many items a micro-batch has; None stands for 1."""
+Loss = Number | None
+"""The loss of a micro-batch, not scaled; None if it is not told."""
 Sums = Sequence[Parameter]
 """One sum per parameter of the model, in their order."""
 Gradients = Sequence[Tensor | None]

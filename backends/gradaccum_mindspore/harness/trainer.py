@@ -39,7 +39,7 @@ class Step(nn.Cell):  # type: ignore[misc]
     def construct(self, x: Any, labels: Any, divisor: Any, weight: Any) -> Any:
         (_, loss), gradients = self.backward(x, labels, divisor)
         if self.wrapped:
-            self.optimizer(gradients, weight)
+            self.optimizer(gradients, weight, loss)
         else:
             self.optimizer(gradients)
         return loss

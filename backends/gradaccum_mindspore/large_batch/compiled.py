@@ -38,8 +38,7 @@ from gradaccum_mindspore.large_batch.nests import filled, sizes_of, slices_of
 from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.randomness import require_one_program
 from gradaccum_mindspore.large_batch.weights import as_array
-from gradaccum_mindspore.state import hidden_parameter
-from gradaccum_mindspore.sums import sum_dtype, working_dtype
+from gradaccum_mindspore.sums import hidden_parameter, sum_dtype, working_dtype
 from gradaccum_mindspore.types import DType
 
 

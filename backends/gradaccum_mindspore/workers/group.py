@@ -19,11 +19,15 @@ from mindspore import Tensor, nn, ops
 from gradaccum.kit import State, at_rest, joined, missing_worker_error, torn_window_error, update_due_error
 from gradaccum_mindspore.notes import NUMBERS
 from gradaccum_mindspore.pynative_sums import ARRAYS
-from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage, hidden_parameter
+from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage
+from gradaccum_mindspore.sums import hidden_parameter
 from gradaccum_mindspore.workers.exchange import NoAnswerError, added_up, compiled_added_up
 from gradaccum_mindspore.workers.reduction import buckets
 
 _MORE_TIME = "Give slow workers more time: MS_CPU_COMM_OP_TIMEOUT=600, in seconds."
+
+SHARES = 5
+"""Where what a window knows begins in the numbers that the workers add up."""
 
 
 class Joined(NamedTuple):
@@ -69,8 +73,9 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             return Joined(state, True, True, False) if self.last is None else self.last._replace(state=state)
         self.require_own_sum("flush()")
         try:
-            numbers = [state.weight, state.overflow, state.micro_step, flushing, 0.0]
-            weight, overflows, micro_batches, flushes, compiled = added_up(np.array(numbers, ARRAYS[self.float_dtype])).tolist()
+            numbers = [state.weight, state.overflow, state.micro_step, flushing, 0.0, *self.storage.knowledge.shares(state)]
+            added = added_up(np.array(numbers, ARRAYS[self.float_dtype])).tolist()
+            weight, overflows, micro_batches, flushes, compiled, *shares = added
             if micro_batches:
                 self.storage.hold(TORN)
                 for bucket in self.buckets:
@@ -80,6 +85,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         whole = at_rest(State(*joined(state, weight, overflows > 0)), float64_weight=self.float_dtype == ms.float64)
         if micro_batches:
             self.storage.push(whole, state)
+            self.storage.knowledge.push_joined(whole, shares)
             self.storage.hold(OF_ALL)
         self.last = Joined(whole, micro_batches > 0, flushes == self.workers, compiled > 0)
         return self.last
@@ -104,12 +110,14 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         sound = (store.shared.value()[0] == OWN) & (store.terms.value()[STEPS] >= 1)
         weight = ops.where(sound, store.weight.value(), self.infinite)
         flags = ((store.overflow & self.true) | (sound == False), store.micro_step.value(), self.zero, self.one)  # noqa: E712
-        mine = ops.stack((weight, *[flag.astype(self.float_dtype) for flag in flags]))
+        shares = store.knowledge.compiled_shares(store.weight.value())
+        mine = ops.stack((weight, *[flag.astype(self.float_dtype) for flag in flags], *shares))
         numbers = compiled_added_up(mine, self.workers)
         ops.assign(store.shared, self.torn)
         last = numbers
         for bucket in self.buckets:
             last = bucket(last)
+        store.knowledge.compiled_push_joined(numbers, SHARES)
         ops.assign(store.weight, numbers[0])
         ops.assign(store.overflow, numbers[1] > 0)
         return True

@@ -17,8 +17,8 @@ from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_mindspore.pynative_sums import ARRAYS
-from gradaccum_mindspore.state import GRAD_NORM, OF_ALL, OWN, SHARED, hidden_parameter, prefixes_in, suffixes
-from gradaccum_mindspore.sums import working_dtype
+from gradaccum_mindspore.state import GRAD_NORM, OF_ALL, OWN, SHARED, prefixes_in, suffixes
+from gradaccum_mindspore.sums import hidden_parameter, working_dtype
 from gradaccum_mindspore.types import Array, Saved
 from gradaccum_mindspore.workers.saved_place import saved_place
 

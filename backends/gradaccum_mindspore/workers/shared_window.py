@@ -44,9 +44,9 @@ class SharedWindow(PyNativeWindow):
         """A `flush` has begun and not ended, be it because an update raised in it."""
         self.compiled_end: Callable[[], bool] | None = None
 
-    def add(self, gradients: Gradients, weight: float, size: Schedule) -> State:
+    def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
         self.workers.require_own_sum("gradients")
-        return super().add(gradients, weight, size)
+        return super().add(gradients, weight, size, loss)
 
     def close(self, state: State, update: Update) -> None:
         self.flushing = False
