@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradaccum_torch.tensors import are_alike, dense_parts, side_by_side, together
+from gradaccum_torch.tensors import DTYPE, are_alike, dense_parts, side_by_side, together
 from gradaccum_torch.torch_private import flatten_dense, foreach_norm, is_sharded, local, mesh_of
 
 SMALL = 4096
 """Elements up to which a CPU copies a tensor in less time than one more call takes."""
+FAINT, FAINT_HALF = 2.0**-31, 2.0**-13
+"""Smaller norms are measured again. Squares below 2^-126 may vanish, so that 2^40 elements lose a 2^-24th of a square of 2^-62 at most. The
+second is for tensors whose norm is a float16, which has few bits below 2^-14."""
 FEW = 4
 """Up to so many small tensors the copy is one call too many."""
 
@@ -40,7 +43,8 @@ class Measured(NamedTuple):
 def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measured:
     """The global 2-norm, and whether every element is finite, with one wait for the device while the norm is finite.
 
-    Large but finite elements, whose squares overflow, are finite: the norm is then taken of the elements divided by the largest.
+    Large but finite elements, whose squares overflow, are finite, and the squares of small ones vanish, many of which may make up most of
+    the norm. So where the plain norm is not finite or is faint, it is taken of the elements scaled by the largest.
 
     Args:
         gradients: the tensors, any shapes and dtypes.
@@ -49,13 +53,12 @@ def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measur
     tensors = dense_parts(gradients)
     norms = norms_in_few_calls(tensors)
     norm, *read = _fetch(norms, notes)
-    if math.isfinite(norm):
+    if FAINT_HALF <= norm < math.inf or (FAINT <= norm < math.inf and not _are_narrow(norms)):
         return Measured(norm, True, read, norms)
     peak = largest(tensors)
     if not math.isfinite(peak):
         return Measured(math.inf, False, read, norms)
-    (scaled,) = _fetch([norm for tensor in tensors for norm in norms_of([tensor / peak])])
-    return Measured(peak * scaled, True, read, norms)
+    return Measured(_scaled_norm(tensors, peak), True, read, norms)
 
 
 @torch.no_grad()
@@ -91,6 +94,23 @@ def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
         return norms_of(tensors)
     large = [tensor for tensor in tensors if tensor.numel() > SMALL]
     return [*norms_of(large), torch.linalg.vector_norm(flatten_dense(small))]
+
+
+def _are_narrow(norms: Sequence[Tensor]) -> bool:
+    """Whether one of `norms` is a float16."""
+    return torch.float16 in map(DTYPE, norms)
+
+
+def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:
+    """The global 2-norm of `tensors`, whose largest magnitude is `peak`, of which they are scaled to 1.
+
+    By powers of two, which round nothing, and by two of them: of a number beyond 2^126 the reciprocal has fewer bits, and of the smallest
+    ones it is inf.
+    """
+    exponent = math.frexp(peak)[1] - 1
+    half, rest = 2.0 ** -(exponent // 2), 2.0 ** (exponent // 2 - exponent)
+    (scaled,) = _fetch([norm for tensor in tensors for norm in norms_of([tensor * half * rest])]) if peak else (0.0,)
+    return scaled * 2.0**exponent
 
 
 def same_norms(norms: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -1,0 +1,69 @@
+"""The norm of a window's sum is right over the whole range of finite gradients, and of an ordinary one it costs one measurement."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+
+from gradaccum_torch import norm as module
+from gradaccum_torch.norm import measure
+
+EXTREMES = [2.0**-149, 2.0**-140, 2.0**-100, 2.0**-72, 2.0**-40, 1.0, 2.0**64, 2.0**127]
+
+
+def pattern(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers that each of these dtypes holds, at the ends of its range too."""
+    return (torch.arange(size, dtype=torch.float64) % 2).to(dtype)
+
+
+@pytest.mark.parametrize("scale", EXTREMES)
+@pytest.mark.parametrize("sizes", [(3,), (5, 7, 1, 2, 9, 4), (5000, 3)], ids=str)
+def test_every_magnitude(scale: float, sizes: tuple[int, ...]) -> None:
+    tensors = [(pattern(size).double() * scale).float() for size in sizes]
+    assert measure(tensors).norm == pytest.approx(scale * math.sqrt(sum(size // 2 for size in sizes)), rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [2.0**-1074, 2.0**-600, 2.0**1023])
+def test_float64(scale: float) -> None:
+    assert measure([pattern(2, torch.float64) * scale]).norm == scale
+    assert measure([pattern(9, torch.float64) * scale / 4]).norm / scale == pytest.approx(0.5 if scale > 2.0**-1074 else 0.0)
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 2.0**-20, 2.0**-14, 1.0, 2.0**15])
+def test_float16(scale: float) -> None:
+    """A norm of its own dtype, which is how torch gives it, has few bits where it is small."""
+    tensors = [(pattern(7).double() * scale).half(), (pattern(5).double() * scale).half()]
+    assert measure(tensors).norm == pytest.approx(scale * math.sqrt(5), rel=2e-3)
+
+
+def test_many_vanishing_squares_beside_a_visible_one() -> None:
+    """The plain sum of squares is not 0 here, and wrong by a factor of three."""
+    tensor = torch.full((4096,), 2.0**-76)
+    tensor[0] = 2.0**-70
+    assert measure([tensor]).norm == pytest.approx(2.0**-70 * math.sqrt(1 + 4095 / 4096), rel=1e-6)
+
+
+def test_sparse_and_complex() -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([3.0, 4.0]) * 2.0**-100, (5,), check_invariants=True)
+    assert measure([sparse]).norm == pytest.approx(5 * 2.0**-100)
+    assert measure([torch.tensor([3 + 4j], dtype=torch.complex64) * 2.0**-100]).norm == pytest.approx(5 * 2.0**-100)
+
+
+def test_zeros() -> None:
+    assert measure([torch.zeros(3), torch.zeros(0)]).norm == 0
+    assert measure([]).norm == 0
+
+
+def test_ordinary_sums_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> float:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(module, "_scaled_norm", refuse)
+    monkeypatch.setattr(module, "largest", refuse)
+    assert measure([torch.ones(4), torch.full((3,), 1e-20)]).norm == 2.0
+    assert measure([torch.full((4,), 1e-9)]).norm == pytest.approx(2e-9)
