@@ -17,9 +17,10 @@ from torch import Tensor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
+from gradaccum_torch.checks import Size
 from gradaccum_torch.hooks import Hook, can_be_hooked
 from gradaccum_torch.masters import Parameters
-from gradaccum_torch.norm import Measured, is_finite, measure
+from gradaccum_torch.norm import is_finite
 from gradaccum_torch.strategy import Strategy
 from gradaccum_torch.sums import add, divide, fits, gradient_dtype, multiply, narrowed, sum_dtype
 from gradaccum_torch.tensors import coalesced
@@ -39,11 +40,11 @@ class BufferStrategy(Strategy):
         self._divided = False
         super().__init__(parameters, accumulate_dtype)
 
-    def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
+    def settle(self) -> list[Tensor]:
         # In the order of the parameters, not of arrival: a resumed window must have the same norm to the last bit.
         self._held = {parameter: coalesced(self._held[parameter]) for parameter in self._parameters.unique() if parameter in self._held}
         self._parameters.note_gradients(self._held)
-        return measure(list(self._held.values()), notes)
+        return list(self._held.values())
 
     def fits(self, norm: float, divisor: float) -> bool:
         # No element exceeds the norm. So this seldom needs the largest element.
@@ -139,7 +140,7 @@ class MovingStrategy(BufferStrategy):
         super().__init__(parameters, accumulate_dtype)
         self.sentinels.strict = True
 
-    def expect(self, size: int | None) -> None:
+    def expect(self, size: Size) -> None:
         self.keeps_micro_batch_apart = size == 1
         self.sentinels.strict = not self.keeps_micro_batch_apart
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import Options, accumulate_dtype_error, explain, require_steps, select, steps_at
+from gradaccum.kit import Options, UntilWeight, accumulate_dtype_error, explain, require_steps, select, steps_at
 
 
 def require_accumulate_dtype(dtype: object) -> torch.dtype | None:
@@ -22,8 +22,12 @@ def require_accumulate_dtype(dtype: object) -> torch.dtype | None:
     return found
 
 
-def window_size(options: Options, optimizer_step: int) -> int | None:
-    """How many micro-batches the window that follows update `optimizer_step` holds; None: the caller closes it.
+Size = int | UntilWeight | None
+"""How long a window is: its micro-batches, or its weight; None: the caller closes it."""
+
+
+def window_size(options: Options, optimizer_step: int) -> Size:
+    """How long the window is that follows update `optimizer_step`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave something else than an int >= 1.
@@ -33,7 +37,7 @@ def window_size(options: Options, optimizer_step: int) -> int | None:
     return require_steps(steps_at(options.steps, optimizer_step, select), optimizer_step)
 
 
-def known_window_size(options: Options, optimizer_step: int) -> int | None:
+def known_window_size(options: Options, optimizer_step: int) -> Size:
     """`window_size` of a window that has not begun; None if the schedule raises, which it will do again in the window's first ``step``."""
     try:
         return window_size(options, optimizer_step)

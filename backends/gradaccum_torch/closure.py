@@ -16,6 +16,7 @@ import torch
 
 from gradaccum import UsageError
 from gradaccum.kit import Options, ScaleRule, explain
+from gradaccum_torch.checks import Size
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.sums import sum_dtype
 
@@ -35,7 +36,7 @@ def needs_closure(inner: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is Parameter.empty
 
 
-def is_plain(options: Options, size: int | None, parameters: Parameters) -> bool:
+def is_plain(options: Options, size: Size, parameters: Parameters) -> bool:
     """Whether the inner optimizer can be given the closure; see `require_plain`."""
     return not _in_the_way(options, size, parameters)
 
@@ -57,8 +58,8 @@ def noting_missing_closure(*, given: bool) -> Iterator[None]:
         raise
 
 
-def require_plain(options: Options, size: int | None, parameters: Parameters) -> None:
-    """A closure sees the true gradient in ``.grad``, in a window of `size` micro-batches.
+def require_plain(options: Options, size: Size, parameters: Parameters) -> None:
+    """A closure sees the true gradient in ``.grad``, in a window of this size.
 
     Raises:
         UsageError: an option would change it.
@@ -83,7 +84,7 @@ def require_no_weight(weight: float, factor: float) -> None:
         raise explain(UsageError, "weight", expected="1 inside a closure", got=weight, fix="Leave the weight out.")
 
 
-def _in_the_way(options: Options, size: int | None, parameters: Parameters) -> list[str]:
+def _in_the_way(options: Options, size: Size, parameters: Parameters) -> list[str]:
     """The options, as the user writes them, that change the gradient after the closure has put it into ``.grad``."""
     found = [f"{name}={value}" for name in ("clip_norm", "skip_norm") if (value := getattr(options, name)) is not None]
     found += [f"steps={size}"] if size != 1 else []

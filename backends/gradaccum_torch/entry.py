@@ -3,7 +3,7 @@
 It sits under one key beside the inner optimizer's own entries, and torch ignores it when a bare optimizer loads the state:
 
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
-- ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends on;
+- ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends on; a size by weight is a negative number;
 - ``worker``: the rank that saved it and the number of workers, as the sum of each is a part of that of all;
 - ``parameters``: shape, dtype and name of each, to refuse another model's state;
 - ``sums``: the partial sum by the index of its parameter, only while a window is open;
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradaccum import CheckpointError
-from gradaccum.kit import Options, State, Terms, explain, initial_state, resumed
+from gradaccum.kit import Options, State, Terms, UntilWeight, code_of, explain, initial_state, resumed
 from gradaccum_torch.masters import Group, Parameters
 from gradaccum_torch.torch_private import is_sharded
 
@@ -86,12 +86,23 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
     return {
         **saved.fields._asdict(),
         "grad_norm": saved.grad_norm,
-        "terms": saved.terms._asdict(),
+        "terms": _with_coded_size(saved.terms),
         "worker": None if saved.place is None else list(saved.place),
         "parameters": describe(groups),
         "sums": {index: _savable(total) for index, total in saved.sums.items()},
         "masters": {index: master.detach() for index, master in saved.masters.items()},
     }
+
+
+def _with_coded_size(terms: Terms) -> dict[str, Any]:
+    """`terms` as a mapping; a window that ends by its weight has that weight, negative, for its size."""
+    return {**terms._asdict(), "steps": code_of(terms.steps) if isinstance(terms.steps, UntilWeight) else terms.steps}
+
+
+def _terms(saved: Mapping[str, Any]) -> Terms:
+    """What `_with_coded_size` made a mapping of."""
+    steps = saved["steps"]
+    return Terms(**{**saved, "steps": UntilWeight(-steps) if steps is not None and steps < 0 else steps})
 
 
 def _savable(total: Tensor) -> Tensor:
@@ -112,7 +123,7 @@ def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> 
         _require_sum(index, total, own.positions(), sum_dtypes)
     masters = entry.get("masters", {})
     _require_masters(masters, own.masters())
-    return Saved(fields, Terms(**entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters, entry.get("worker"))
+    return Saved(fields, _terms(entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters, entry.get("worker"))
 
 
 def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gradaccum_torch.masters import Parameters
-from gradaccum_torch.norm import Measured, measure
 from gradaccum_torch.strategy import Strategy
 from gradaccum_torch.sums import divide, multiply, narrowed
 from gradaccum_torch.tensors import GRAD, IS_SPARSE, REQUIRES_GRAD, coalesced
@@ -34,12 +33,12 @@ class GradStrategy(Strategy):
         self.sentinels.next_micro_batch()
         return True
 
-    def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
+    def settle(self) -> list[Tensor]:
         parameters = self._with_gradients()
         self._parameters.note_gradients(parameters)
         if any(map(IS_SPARSE, map(GRAD, parameters))):
             self._coalesce(parameters)
-        return measure(list(map(GRAD, parameters)), notes)
+        return list(map(GRAD, parameters))
 
     def hand_over(self, divisor: float, unclipped: float) -> None:
         self._forget_handed_over()

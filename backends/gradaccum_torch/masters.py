@@ -120,6 +120,14 @@ class Parameters:
         found = apart(list(self._masters.items())) if self._masters else None
         return () if found is None else (found,)
 
+    def may_have_strayed(self) -> bool:
+        """Whether the model may differ from the rounded masters, without a wait: on an accelerator it always may.
+
+        `take_over` changes nothing where it does not.
+        """
+        found = self.strayed() if self.device().type == "cpu" else ()
+        return any(found) if found else self.has_masters
+
     @torch.no_grad()
     def take_over(self) -> None:
         """Copy into the masters what something else wrote into the model, element by element."""

@@ -39,6 +39,10 @@ class Measured(NamedTuple):
     """The norms that it was made of, shape ``()``: of one tensor each, or of several together."""
 
 
+UNMEASURED = Measured(math.nan, True, [], [])
+"""For a window whose end needs no norm: ``on_overflow="ignore"``."""
+
+
 @torch.no_grad()
 def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measured:
     """The global 2-norm, and whether every element is finite, with one wait for the device while the norm is finite.

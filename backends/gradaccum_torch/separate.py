@@ -14,6 +14,7 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.buffers import BufferStrategy
+from gradaccum_torch.checks import Size
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.norm import is_finite
 from gradaccum_torch.sums import sum_dtype
@@ -32,7 +33,7 @@ class SeparateStrategy(BufferStrategy):
         super().__init__(parameters, accumulate_dtype)
         self.sentinels.leave_all_changes()
 
-    def expect(self, size: int | None) -> None:
+    def expect(self, size: Size) -> None:
         self._of_one = size == 1
 
     def require_whole(self) -> None:

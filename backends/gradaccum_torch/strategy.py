@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum_torch.checks import Size
 from gradaccum_torch.hooks import Hook, Hooks, can_be_hooked
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.misuse import changed_gradients_error, interrupted_error, unfinished_error
-from gradaccum_torch.norm import Measured
+from gradaccum_torch.norm import Measured, measure
 from gradaccum_torch.sentinel import Sentinels
 
 
@@ -34,8 +35,8 @@ class Strategy(ABC):
         self.groups_changed()
         self.sentinels.reset()
 
-    def expect(self, size: int | None) -> None:  # noqa: B027
-        """The next window is of `size` micro-batches, None if the user closes it."""
+    def expect(self, size: Size) -> None:  # noqa: B027
+        """The next window is of this size."""
 
     def groups_changed(self) -> None:
         """Parameters were added, replaced, frozen or unfrozen."""
@@ -133,8 +134,12 @@ class Strategy(ABC):
         """Add the micro-batch that is in ``.grad`` to the sum; False if it was dropped because it is not finite."""
 
     @abstractmethod
+    def settle(self) -> list[Tensor]:
+        """The window ends: note which parameters have a gradient. Returns the sum as tensors, each row of a sparse one held once."""
+
     def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
         """The sum's global 2-norm and whether every element is finite; `notes` are scalars to be read in the same transfer."""
+        return measure(self.settle(), notes)
 
     def fits(self, norm: float, divisor: float) -> bool:
         """Whether the sum, of that norm, divided by `divisor` is finite in the dtype that the inner optimizer works in."""

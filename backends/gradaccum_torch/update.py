@@ -46,15 +46,16 @@ class Update:
             strategy: has the sum.
             divisor: of the sum.
             unclipped: the divisor without clipping.
-            norms: of the sum.
-            strayed: something else wrote into the model, and the masters must take that over first.
+            norms: of the sum; empty if it was not measured.
+            strayed: something else may have written into the model, and the masters must take that over first.
         """
         self.made = False
         if strayed:
             self._parameters.take_over()
         with self._parameters.masters_in_place():
             if self._kernel_can_divide(strategy, divisor):
-                idle = _unknown if divisor == 1 else partial(_undivided, norms, strategy)
+                # Without norms nothing can show that the kernel has not run.
+                idle = _unknown if divisor == 1 or not norms else partial(_undivided, norms, strategy)
                 with dividing(self._inner, divisor):
                     self._attempt(strategy, 1.0, 1.0, idle)
             else:

@@ -5,6 +5,7 @@ The state is in Python numbers, so that a micro-batch costs one transition and a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,11 +27,12 @@ from gradaccum.kit import (
     divisor,
     ends,
     initial_state,
+    measures,
     select,
     terms_of,
 )
 from gradaccum_torch.attempt import StepReturn
-from gradaccum_torch.checks import known_window_size, window_size
+from gradaccum_torch.checks import Size, known_window_size, window_size
 from gradaccum_torch.closure import Loss, require_no_weight, require_plain
 from gradaccum_torch.entry import Saved, own_copy
 from gradaccum_torch.grad_scaler import ScalerLink
@@ -39,7 +41,7 @@ from gradaccum_torch.loss import factor, scaled
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.micro_batch import NOTHING_SAID, MicroBatch
 from gradaccum_torch.misuse import cast_in_window_error, changed_gradients_error, unfinished_error
-from gradaccum_torch.norm import Measured
+from gradaccum_torch.norm import UNMEASURED, Measured
 from gradaccum_torch.plan import Plan
 from gradaccum_torch.update import Update, through
 from gradaccum_torch.workers import Workers
@@ -65,7 +67,8 @@ class Window:
         self._micro_batch, self._grad_norm, self.listening = NOTHING_SAID, 0.0, NOBODY
         self._plan = Plan(parameters, options, workers.deferred)
         self.strategy = self._plan.strategy()
-        self._size: int | None = None
+        self._size: Size = None
+        self._measures = measures(options)
         self._fields: State
         self._set(initial_state(options.scale_rule.init_scale))
         self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
@@ -124,8 +127,8 @@ class Window:
             self.listening.counted(dropped=not finite)
 
     @property
-    def size(self) -> int | None:
-        """Its micro-batches. Between two windows the schedule is asked for the next one's."""
+    def size(self) -> Size:
+        """How long it is. Between two windows the schedule is asked for the next one's."""
         return self._size if self._fields.micro_step else window_size(self._options, self._fields.optimizer_step)
 
     def ends(self) -> bool:
@@ -141,7 +144,7 @@ class Window:
         measured, strayed = self._measure()
         # Clipping comes after this: a sum that leaves the range before it is an overflow, as it would be in a large batch.
         unclipped = divisor(self._fields, self._options, select)
-        finite = measured.finite and self.strategy.fits(measured.norm, unclipped)
+        finite = measured.finite and (measured is UNMEASURED or self.strategy.fits(measured.norm, unclipped))
         decision = Decision(*decide(self._fields, measured.norm, finite, self._options, select, self._plan.largest))
         try:
             if decision.apply:
@@ -160,7 +163,7 @@ class Window:
             if self._update.made:
                 self._micro_batch = NOTHING_SAID
                 self._set(accumulate(self._fields, 1.0, True, select))
-                self._finish(Decision(True, False, 1.0, self.strategy.measure().norm))
+                self._finish(Decision(True, False, 1.0, self.strategy.measure().norm if self._measures else math.nan))
 
     def flush(self) -> None:
         """Close the window with what it holds."""
@@ -239,7 +242,10 @@ class Window:
         return loss
 
     def _measure(self) -> tuple[Measured, bool]:
-        """The sum's norm, and whether the model differs from the rounded masters."""
+        """The sum's norm, where the end needs it, and whether the model may differ from the rounded masters."""
+        if not self._measures:
+            self.strategy.settle()
+            return UNMEASURED, self._parameters.may_have_strayed()
         strayed, scale = self._parameters.strayed(), () if self._scaler is None else self._scaler.notes()
         measured = self.strategy.measure((*scale, *strayed))
         if self._scaler is not None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Options, explain
+from gradaccum.kit import Options, UntilWeight, explain, shared_until_weight_error
 from gradaccum_torch.fsdp_private import units_holding, units_of
 from gradaccum_torch.torch_private import is_sharded, mesh_of
 from gradaccum_torch.workers.deferred import Deferred, GradientSync
@@ -34,8 +34,25 @@ def workers_of(optimizer: torch.optim.Optimizer, module: object, options: Option
         gradient_sync: the ``gradient_sync=`` of `gradaccum.wrap`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError, UsageError: as `group_of`, `Shards` and `require_deferrable`.
+        ArgumentTypeError, ArgumentValueError, UsageError: as `group_of`, `Shards` and `require_deferrable`; or `options` need one worker.
     """
+    return _require_allowed(_found(optimizer, module, options, gradient_sync), options)
+
+
+def _require_allowed(workers: Workers, options: Options) -> Workers:
+    """`workers`, which may be alone or have these options.
+
+    Raises:
+        ArgumentValueError: windows end by their weight, and each worker sees its own only.
+    """
+    # After the comparison of the workers' options: where one alone has this one, that tells all of them.
+    several = workers.place is None or workers.place[1] > 1
+    if several and isinstance(options.steps, UntilWeight):
+        raise shared_until_weight_error(options.steps)
+    return workers
+
+
+def _found(optimizer: torch.optim.Optimizer, module: object, options: Options, gradient_sync: object) -> Workers:
     sync = _require_sync(gradient_sync)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if _shares_parameters(module, parameters):

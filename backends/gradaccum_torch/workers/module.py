@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import Options, explain
+from gradaccum.kit import Options, explain, is_known
 from gradaccum_torch.fsdp_private import units_holding
 from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, mesh_of, registered_comm_hooks
 from gradaccum_torch.workers.group import WorkerGroup
@@ -93,7 +93,7 @@ def require_same_options(options: Options, *groups: dist.ProcessGroup, **others:
         ArgumentValueError: on every worker, one gave others.
     """
     # Two workers' functions and scalers are different objects.
-    steps = "a function" if callable(options.steps) else options.steps
+    steps = options.steps if is_known(options.steps) else "a function"
     everyone = [(dist.get_rank(), str(dict(options._asdict(), steps=steps, scaler=type(options.scaler), **others)))]
     for group in groups:
         gathered: list[list[tuple[int, str]]] = [[]] * dist.get_world_size(group)
