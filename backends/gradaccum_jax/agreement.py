@@ -25,7 +25,8 @@ def require_equal_parts(options: Options, axes: Axes, weight: Scalar) -> None:
         UsageError: a weight or a norm is asked for, or micro-batches may be dropped.
     """
     dropping = options.on_overflow == "drop_micro_batch" or None
-    asked = {"clip_norm": options.clip_norm, "skip_norm": options.skip_norm, "on_overflow": dropping, "weight": weight}
+    norms = {"clip_norm": options.clip_norm, "skip_norm": options.skip_norm, "noise_scale": options.noise_decay}
+    asked = {**norms, "on_overflow": dropping, "weight": weight}
     for name in (name for name, value in asked.items() if axes and value is not None):
         fix = "Reduce the gradients before tx.update, as in jax.lax.pmean(grads, axis), and leave the reduction out of the optimizer."
         expected = f"nothing, as the optimizer reduces over {sorted(axes)} and this would be each device's own"

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from gradaccum import VerificationReport
-from gradaccum.kit import Options, optimizer_error, wrapped_twice_error
+from gradaccum.kit import Options, UntilWeight, optimizer_error, shared_until_weight_error, wrapped_twice_error
 from gradaccum_jax import verification
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.control_flow import require_control_flow
@@ -56,14 +56,19 @@ class JaxBackend:
 
         Raises:
             ArgumentTypeError: `optimizer` is no such transformation or is wrapped already, or `axis_name` or `shard_axes` is no name.
-            ArgumentValueError: `control_flow` is neither of the two, or a callable ``steps`` gives no int >= 1 for step 0.
+            ArgumentValueError: `control_flow` is neither of the two, or a callable in ``steps`` gives no int >= 1 for step 0, or a size is
+                more than int32 can hold.
+            UsageError: ``steps=until_weight(...)`` with an `axis_name`: each device would end its window by its own weight.
         """
         transformation = require_transformation(optimizer)
         probe(options.steps)
+        names = require_names(axis_name)
+        if names and isinstance(options.steps, UntilWeight):
+            raise shared_until_weight_error(options.steps)
         checked = options._replace(accumulate_dtype=require_dtype(options.accumulate_dtype))
         inner = optax.with_extra_args_support(transformation)
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
-        wrapped = Accumulation(held, checked, require_control_flow(control_flow), require_names(axis_name), require_shard_axes(shard_axes))
+        wrapped = Accumulation(held, checked, require_control_flow(control_flow), names, require_shard_axes(shard_axes))
         return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 

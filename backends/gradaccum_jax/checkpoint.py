@@ -6,8 +6,10 @@ checked, and rebuilt, by path.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import numpy as np
 import optax
 
 from gradaccum import CheckpointError
-from gradaccum.kit import Options, State, decode_terms, encode_terms, explain, resumed, terms_of
+from gradaccum.kit import Options, Schedule, State, UntilWeight, decode_terms, encode_terms, explain, no_noise, resumed, terms_of
 from gradaccum_jax.optimizer import require_accumulation
 from gradaccum_jax.state import AccumulationState, fields_of
 from gradaccum_jax.trees import plain, unique
@@ -23,6 +25,12 @@ from gradaccum_jax.types import Array, Params, Tree
 from gradaccum_jax.workers.layout import mapped
 
 _RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
+Later = Sequence[Mapping[str, float]]
+LATER: Later = (
+    {"loss": math.nan, "last_loss": math.nan},
+    {f"noise.{name}": number for name, number in no_noise()._asdict().items()},
+)
+"""What a window knows came later than its other fields. Without a loss from the start, that of the open window is not known."""
 _SHARED = "Restore what a step under gradaccum_jax.data_parallel returned, or wrap without axis_name."
 
 
@@ -33,6 +41,9 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     `on_overflow`, `steps` and the kind of loss scale, or the scale itself if it is constant. Between two windows all of these may change:
     the loss scale goes on if it is dynamic in both runs, else it is the option's own. So go on with the state that this returns. Not for
     use under `jit`: it looks at values.
+
+    A checkpoint of a version that did not keep a window's loss and the noise scale is as good: the open window's loss is NaN, and the noise
+    scale begins anew, as it does where ``noise_scale`` was off before.
 
     With ``axis_name`` the state is that of so many devices as it was saved on; `gradaccum_jax.redistributed` brings it to others.
 
@@ -48,7 +59,7 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     """
     wrapped, restored = require_accumulation(tx), plain(state)
     like = jax.eval_shape(replace(wrapped, axes=()).init, plain(params))
-    return _resume(rebuild(restored, _on_devices(like, restored) if wrapped.axes else like), wrapped.options)
+    return _resume(rebuild(restored, _on_devices(like, restored) if wrapped.axes else like, LATER), wrapped.options)
 
 
 def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
@@ -71,8 +82,7 @@ def _resume(state: AccumulationState, options: Options) -> AccumulationState:
     Raises:
         CheckpointError: a window is open, and `options` differ in one of its terms.
     """
-    steps = options.steps
-    concrete = options._replace(steps=lambda step: steps(jnp.asarray(step, jnp.int32))) if callable(steps) else options
+    concrete = options._replace(steps=_on_the_host(options.steps))
     # Not what each device has for itself: another process may hold it, and nothing here depends on it.
     shared = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
     saved = State(*(np.asarray(field).item() for field in fields_of(shared)))
@@ -82,13 +92,31 @@ def _resume(state: AccumulationState, options: Options) -> AccumulationState:
     return state._replace(terms=own) if fields == saved else state._replace(terms=own, loss_scale=scale, growth_tracker=tracker)
 
 
-def rebuild(tree: Tree, like: Tree) -> Any:
+def _on_the_host(steps: Schedule) -> Schedule:
+    """`steps`, a function in it called with an array of JAX's, as in a step."""
+    if isinstance(steps, UntilWeight):
+        return UntilWeight(cast(Any, _on_the_host(steps.weight)))
+    return (lambda step: steps(jnp.asarray(step, jnp.int32))) if callable(steps) else steps
+
+
+def rebuild(tree: Tree, like: Tree, later: Later = ()) -> Any:
     """The leaves of `tree` as JAX arrays in the structure of `like`.
+
+    Args:
+        tree: as it was restored.
+        like: of arrays or their shapes.
+        later: groups of leaves that older checkpoints lack as a whole, each by path with what stands for it; one that `like` lacks as a
+            whole is left out.
 
     Raises:
         CheckpointError: a path, shape or dtype differs.
     """
     found, expected = _by_path(tree), _by_path(like)
+    for group in later:
+        if not group.keys() & found.keys():
+            found |= {path: np.full(expected[path].shape, group[path], expected[path].dtype) for path in group.keys() & expected.keys()}
+        elif not group.keys() & expected.keys():
+            found = {path: leaf for path, leaf in found.items() if path not in group}
     _check_leaves(found, expected)
     return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(found[path]) for path in expected])
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Scalar, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
+from gradaccum.kit import Options, Scalar, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
 from gradaccum_jax.masters import is_half
 from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.trees import unique
@@ -49,6 +49,21 @@ def require_state(state: object) -> AccumulationState:
         return state
     fix = "Pass what tx.init(params) returned. A checkpoint is restored into that structure; in a chain it is one of the chain's states."
     raise explain(ArgumentTypeError, "state", expected="the state of a wrapped optimizer", found=f"a {type(state).__name__}", fix=fix)
+
+
+def require_knowledge(state: AccumulationState, options: Options) -> None:
+    """Refuse a state without the fields for what a window knows, of an older version or of an optimizer with another ``noise_scale``.
+
+    Raises:
+        ArgumentTypeError: it lacks the loss, or it has a noise scale and should have none, or the other way round.
+    """
+    fix = "Write state = gradaccum_jax.check_state(tx, state, params) once: it makes the state of this optimizer."
+    if state.loss is None or state.last_loss is None:
+        expected, found = "a state with the window's loss", "one of an older version, without it"
+        raise explain(ArgumentTypeError, "state.loss", expected=expected, found=found, fix=fix)
+    if (state.noise is None) != (options.noise_decay is None):
+        expected, found = ("none", "one") if options.noise_decay is None else ("one, as noise_scale is on", "none")
+        raise explain(ArgumentTypeError, "state.noise", expected=expected, found=found, fix=fix)
 
 
 def require_plain(inner_state: InnerState) -> None:
@@ -105,3 +120,21 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
     if not jnp.issubdtype(weight.dtype, jnp.floating) and not jnp.issubdtype(weight.dtype, jnp.integer):
         raise explain(ArgumentTypeError, "weight", expected="a real number", found=f"dtype {weight.dtype}", fix="Cast it to float32.")
     return weight.astype(dtype)
+
+
+def as_loss(value: Scalar, dtype: DType) -> Scalar:
+    """A micro-batch's loss as a scalar array of `dtype`; None as it is.
+
+    Raises:
+        ArgumentTypeError: it is not a real scalar.
+    """
+    if value is None:
+        return None
+    expected, fix = "the micro-batch's loss, a real scalar, not scaled", "Write tx.update(grads, state, params, value=loss)."
+    try:
+        loss = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise explain(ArgumentTypeError, "value", expected=expected, found=f"a {type(value).__name__}", fix=fix) from error
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.number) or jnp.issubdtype(loss.dtype, jnp.complexfloating):
+        raise explain(ArgumentTypeError, "value", expected=expected, found=f"one of dtype {loss.dtype} and shape {loss.shape}", fix=fix)
+    return loss.astype(dtype)

@@ -21,7 +21,7 @@ from gradaccum.kit import explain
 from gradaccum_jax.trees import is_none
 from gradaccum_jax.types import Extra, InnerState, Params
 
-OF_A_BATCH = ("value", "grad", "value_fn", "grad_fn", "obj_fn")
+OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
 """optax's extra arguments that describe the batch of the gradient."""
 
 _WHOLE = (

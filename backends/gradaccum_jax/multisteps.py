@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import Fields, Scalar, accumulate, close, ends, explain, make_options, usable
+from gradaccum.kit import Fields, Scalar, UntilWeight, accumulate, close, ends, explain, make_options, usable
 from gradaccum_jax import sums
 from gradaccum_jax.agreement import every
 from gradaccum_jax.alignment import align
@@ -73,9 +73,9 @@ class MultiSteps:
         control_flow: str = "while_loop",
     ) -> None:
         require_transformation(opt)
-        if every_k_schedule is None:
-            fix = "Write for example every_k_schedule=4."
-            raise explain(ArgumentTypeError, "every_k_schedule", expected="an int >= 1 or a function", got=None, fix=fix)
+        if every_k_schedule is None or isinstance(every_k_schedule, UntilWeight):
+            fix = "Write for example every_k_schedule=4. Windows by weight are gradaccum.wrap's."
+            raise explain(ArgumentTypeError, "every_k_schedule", expected="an int >= 1 or a function", got=every_k_schedule, fix=fix)
         self._opt = optax.with_extra_args_support(opt)
         self._options = make_options(every_k_schedule, reduction="sum")
         probe(self._options.steps)

@@ -18,9 +18,9 @@ import optax
 
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import Options, Scalar, ends, explain, initial_state
-from gradaccum_jax import sums, window
+from gradaccum_jax import knowledge, sums, window
 from gradaccum_jax.alignment import align
-from gradaccum_jax.checks import as_weight, require_params, require_plain, require_state
+from gradaccum_jax.checks import as_loss, as_weight, require_knowledge, require_params, require_plain, require_state
 from gradaccum_jax.control_flow import ControlFlow
 from gradaccum_jax.dtypes import handed, strong
 from gradaccum_jax.jitted import call_jitted
@@ -33,7 +33,16 @@ from gradaccum_jax.types import Extra, Gradients, InnerState, Params, Tree, Upda
 from gradaccum_jax.unreduced import as_given, require_whole, whole
 from gradaccum_jax.update import Update
 from gradaccum_jax.varying import vary_like
-from gradaccum_jax.workers.kinds import require_axes, require_own, require_same, require_same_params, require_shared, shared_window
+from gradaccum_jax.window import MicroBatch
+from gradaccum_jax.workers.kinds import (
+    require_axes,
+    require_own,
+    require_own_loss,
+    require_same,
+    require_same_params,
+    require_shared,
+    shared_window,
+)
 from gradaccum_jax.workers.replicated import replicated
 from gradaccum_jax.workers.shard_axes import ShardAxes, like_params, require_in_scope, require_told
 
@@ -68,12 +77,14 @@ class Accumulation:
         require_plain(inner_state)
         require_placeable(params, inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
+        dtype = sums.weight_dtype(accumulator)
         trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": first_terms(self.options)}
-        state = vary_like(params, fresh(fields, sums.weight_dtype(accumulator), **trees), frozenset(self.shard_axes or ()))
+        known = knowledge.fresh(self.options, dtype)
+        state = vary_like(params, fresh(fields, dtype, **trees, **known), frozenset(self.shard_axes or ()))
         return shared_window(state, self.axes)
 
     def update(
-        self, grads: Tree, state: AccumulationState, params: Params = None, *, weight: Scalar = None, **extra: Any
+        self, grads: Tree, state: AccumulationState, params: Params = None, *, weight: Scalar = None, value: Scalar = None, **extra: Any
     ) -> tuple[Updates, AccumulationState]:
         """Take in one micro-batch; returns the inner optimizer's updates at the end of the window, zeros before it.
 
@@ -82,26 +93,31 @@ class Accumulation:
             state: from `init` or the last call.
             params: the parameters, if the inner optimizer wants them, and with master weights.
             weight: the micro-batch's weight, a real scalar >= 0; 1 if left out. At 0 its gradient adds exactly nothing.
+            value: the micro-batch's loss, a real scalar, not scaled. `result` tells the window's, and an inner optimizer that reads
+                ``value`` gets that one, at the window's end; NaN if one of its micro-batches did not tell.
             extra: passed on to the inner optimizer.
 
         Raises:
             GradientError: `grads` has another structure, shape or dtype; names the leaf.
-            ArgumentTypeError, ArgumentValueError: `state` is not this optimizer's, `weight` not such a scalar, or `params` missing.
+            ArgumentTypeError, ArgumentValueError: `state` is not this optimizer's, `weight` or `value` is no such scalar, or `params` are
+                missing.
             ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1, outside `jax.jit`. Under `jax.jit` no value is
                 known; there each micro-batch of such a window counts as not finite: no update is made, and `result` says ``overflow``.
             UsageError: the inner optimizer reduces over a named axis, and a weight or an option is given that would differ from device to
                 device: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``. Or, with ``axis_name``: no such axis is in scope, the
-                gradients are reduced already, something else differs from device to device, or the inner optimizer reduces too.
-            UsageError: the inner optimizer reads ``value``, ``grad`` or another argument of `misplaced.OF_A_BATCH` in a window of several
-                micro-batches.
+                gradients or `value` are reduced already, something else differs from device to device, or the inner optimizer reduces too.
+            UsageError: `value` differs between devices that have one state. Or the inner optimizer reads ``grad`` or another argument of
+                `misplaced.OF_A_BATCH` in a window of several micro-batches.
         """
         self.check(state, params, extra)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         require_whole(aligned, self.options)
         require_own(aligned, state.accumulator, self.axes)
-        weight = as_weight(weight, jnp.result_type(state.weight))
-        stepped: tuple[Updates, AccumulationState] = call_jitted(self._jitted_update, self._update, aligned, state, params, weight, extra)
+        dtype = jnp.result_type(state.weight)
+        micro_batch = MicroBatch(aligned, as_weight(weight, dtype), as_loss(value, dtype))
+        require_own_loss(micro_batch.loss, state, self.axes)
+        stepped: tuple[Updates, AccumulationState] = call_jitted(self._jitted_update, self._update, micro_batch, state, params, extra)
         return stepped
 
     def flush(self, state: AccumulationState, params: Params = None, **extra: Any) -> tuple[Updates, AccumulationState]:
@@ -113,7 +129,8 @@ class Accumulation:
     def discard(self, state: AccumulationState) -> AccumulationState:
         """Forget the open window; see `gradaccum_jax.discard`."""
         require_axes(self.axes)
-        return window.discard(require_state(state))
+        require_knowledge(held := require_state(state), self.options)
+        return window.discard(held)
 
     def check(self, state: object, params: Params, extra: Extra) -> None:
         """Refuse what does not belong to this optimizer, before anything changed.
@@ -122,6 +139,7 @@ class Accumulation:
             ArgumentTypeError, ArgumentValueError, UsageError: see `update`.
         """
         held = require_state(state)
+        require_knowledge(held, self.options)
         require_in_scope(self.shard_axes)
         if self.axes:
             require_axes(self.axes)
@@ -131,13 +149,14 @@ class Accumulation:
         if self.options.master_weights:
             require_params(params, held.masters)
 
-    def add(self, state: AccumulationState, grads: Tree, weight: Scalar) -> AccumulationState:
+    def add(self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar) -> AccumulationState:
         """`state` with one micro-batch more of a window that the caller closes; nothing else happens.
 
         Args:
             state: of an optimizer wrapped with ``steps=None``.
             grads: as for `update`.
             weight: a scalar array >= 0.
+            loss: a scalar array, not scaled.
 
         Raises:
             GradientError, UsageError: as for `update`.
@@ -145,7 +164,7 @@ class Accumulation:
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         require_whole(aligned, self.options)
         require_own(aligned, state.accumulator, self.axes)
-        return window.add(state, aligned, weight, None, self.options, self.shard_axes)[0]
+        return window.add(state, MicroBatch(aligned, weight, loss), None, self.options, self.shard_axes, self.control_flow)[0]
 
     def _inner_state(self, params: Params) -> InnerState:
         held = strong(self.inner.init(params))
@@ -159,21 +178,21 @@ class Accumulation:
     def _jitted_flush(self) -> Callable[..., Any]:
         return jax.jit(self._flush)
 
-    def _update(
-        self, gradients: Gradients, state: AccumulationState, params: Params, weight: Scalar, extra: Extra
-    ) -> tuple[Updates, AccumulationState]:
+    def _update(self, micro_batch: MicroBatch, state: AccumulationState, params: Params, extra: Extra) -> tuple[Updates, AccumulationState]:
         steps = size_at(self.options.steps, state.optimizer_step)
-        state, dropped = window.add(state, gradients, weight, steps, self.options, self.shard_axes)
-        update, full = self._inner_update(state, params, extra, gradients), ends(fields_of(state), steps, jnp.where)
+        state, dropped = window.add(state, micro_batch, steps, self.options, self.shard_axes, self.control_flow)
+        update, full = self._inner_update(state, params, extra, micro_batch.gradients), ends(fields_of(state), steps, jnp.where)
+        last = {"dropped": dropped, "weight": micro_batch.weight, "tells": micro_batch.loss is not None}
         if steps is None:
-            updates, state = window.keep(state, update, self.options, never=full, dropped=dropped, weight=weight)
+            updates, state = window.keep(state, update, self.options, never=full, **last)
         else:
-            updates, state = window.close(state, update, self.options, at_end=full, dropped=dropped, weight=weight)
+            updates, state = window.close(state, update, self.options, at_end=full, **last)
         return as_given(updates, params), state
 
     def _flush(self, state: AccumulationState, params: Params, extra: Extra) -> tuple[Updates, AccumulationState]:
         update = self._inner_update(state, params, extra)
-        updates, state = window.close(state, update, self.options, at_end=jnp.asarray(state.micro_step) > 0)
+        tells = extra.get("value") is None
+        updates, state = window.close(state, update, self.options, at_end=jnp.asarray(state.micro_step) > 0, tells=tells)
         return as_given(updates, params), state
 
     def _inner_update(self, state: AccumulationState, params: Params, extra: Extra, gradients: Gradients | None = None) -> Update:
@@ -193,6 +212,8 @@ def flush(
 
         updates, states[i] = gradaccum_jax.flush(tx, states[i], params)
         updates, states[i + 1] = following.update(updates, states[i + 1], params)
+
+    An inner optimizer that reads ``value`` gets the window's loss, made of what the micro-batches told, unless `extra` has one.
 
     Args:
         tx: from `gradaccum.wrap`.

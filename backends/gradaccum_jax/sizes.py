@@ -1,4 +1,4 @@
-"""How many micro-batches a window holds, where a callable ``steps`` says it: its value is checked as far as it is known.
+"""How long a window is, where a callable in ``steps`` says it: its value is checked as far as it is known.
 
 A concrete value is checked as in every backend. Of a traced one only the dtype is known. If it turns out below 1, each micro-batch counts
 as not finite, so that no update is made and the result says so.
@@ -6,40 +6,59 @@ as not finite, so that no update is made and the result says so.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import ArgumentTypeError
-from gradaccum.kit import Scalar, Schedule, explain, require_steps, steps_at
+from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum.kit import Scalar, Schedule, UntilWeight, explain, is_known, require_steps, steps_at
+
+LARGEST = 2**31 - 1
+"""Sizes are int32, as are the optimizer steps that a schedule asks for them."""
 
 
 def size_at(schedule: Schedule, optimizer_step: Scalar) -> Scalar:
-    """The size of the window that follows update number `optimizer_step`, an int32 scalar, traced or not.
+    """The size of the window that follows update number `optimizer_step`, an int32 scalar, traced or not; or an `UntilWeight` of it.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: a callable gave no int >= 1, or, traced, no integer scalar.
     """
-    steps = steps_at(schedule, optimizer_step, jnp.where)
-    if not callable(schedule):
-        return steps
-    if not isinstance(steps, jax.core.Tracer):
-        return require_steps(steps, _number(optimizer_step))
-    if steps.shape != () or not jnp.issubdtype(steps.dtype, jnp.integer):
-        found, fix = f"one of dtype {steps.dtype} and shape {steps.shape}", "Cast what it returns: .astype(jnp.int32)."
+    size = steps_at(schedule, optimizer_step, jnp.where)
+    if is_known(schedule):
+        return size
+    number = size.weight if isinstance(size, UntilWeight) else size
+    if not isinstance(number, jax.core.Tracer):
+        return require_small(require_steps(size, _number(optimizer_step)))
+    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
+        found, fix = f"one of dtype {number.dtype} and shape {number.shape}", "Cast what it returns: .astype(jnp.int32)."
         raise explain(ArgumentTypeError, "steps(optimizer_step)", expected="an integer scalar", found=found, fix=fix)
-    return steps
+    return size
+
+
+def require_small(size: Any) -> Any:
+    """`size` as it is: a number, pairs, or an `UntilWeight` of these.
+
+    Raises:
+        ArgumentValueError: a number in it is more than int32 can hold.
+    """
+    held = size.weight if isinstance(size, UntilWeight) else size
+    numbers = [count for _, count in held] if isinstance(held, tuple) else [held] if isinstance(held, int) else []
+    if any(number > LARGEST for number in numbers):
+        fix = "Count in larger units: give each micro-batch's weight in thousands of tokens, for example."
+        raise explain(ArgumentValueError, "steps", expected=f"sizes of at most {LARGEST}, as int32 holds them", got=size, fix=fix)
+    return size
 
 
 def probe(schedule: Schedule) -> None:
     """Check the first window's size, before anything is traced. It asks with NumPy's 0, because `wrap` alone starts no device.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: see `size_at`.
+        ArgumentTypeError, ArgumentValueError: see `size_at` and `require_small`.
     """
-    if callable(schedule):
+    require_small(schedule)
+    if not is_known(schedule):
         with jax.ensure_compile_time_eval():
             size_at(schedule, np.zeros((), np.int32))
 
@@ -50,7 +69,7 @@ def check_known(schedule: Schedule, optimizer_step: Scalar) -> None:
     Raises:
         ArgumentTypeError, ArgumentValueError: see `size_at`.
     """
-    if callable(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
+    if not is_known(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
         size_at(schedule, jnp.asarray(optimizer_step))
 
 

@@ -13,7 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import ArgumentTypeError, StepResult
-from gradaccum.kit import Fields, Options, Scalar, State, encode_terms, explain, select, status, steps_at, terms_of
+from gradaccum.kit import (
+    Fields,
+    Noise,
+    Options,
+    Scalar,
+    State,
+    UntilWeight,
+    code_of,
+    encode_terms,
+    explain,
+    is_known,
+    noise_scale,
+    select,
+    status,
+    steps_at,
+    terms_of,
+)
 from gradaccum_jax.types import Array, DType, InnerState, Tree
 from gradaccum_jax.varying import axes_of, vary
 
@@ -54,6 +70,12 @@ class AccumulationState(NamedTuple):
     """With ``master_weights=True`` the tree of the parameters: float32 masters of the float16 and bfloat16 ones, None for the others."""
     terms: Array = None
     """int32, shape (4,): reduction, on_overflow, kind of loss scale and steps of the open window: `gradaccum.kit.encode_terms`."""
+    loss: Scalar = None
+    """dtype of `weight`: the open window's losses, added up as `gradaccum.kit.add_loss` does; NaN if one was not told."""
+    last_loss: Scalar = None
+    """dtype of `weight`: the last closed window's loss, unscaled; NaN before any, and where it was not told."""
+    noise: Noise | None = None
+    """With ``noise_scale=`` a `gradaccum.kit.Noise` of scalars of the dtype of `weight`; else None."""
 
 
 def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState:
@@ -67,7 +89,7 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 def first_terms(options: Options) -> Array:
     """The terms before the first micro-batch, when a callable ``steps`` has not been asked: int32, shape (4,)."""
     steps = options.steps
-    return current_terms(options, None if callable(steps) else steps_at(steps, 0, select))
+    return current_terms(options, steps_at(steps, 0, select) if is_known(steps) else None)
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
@@ -77,17 +99,17 @@ def current_terms(options: Options, steps: Scalar) -> Array:
 
     Args:
         options: the optimizer's.
-        steps: the size of the window, traced or not; None: the caller closes it.
+        steps: the size of the window, traced or not, or an `UntilWeight` of it; None: the caller closes it, or it is not known yet.
     """
     codes = encode_terms(terms_of(options._replace(steps=None), 0))
     known = jnp.asarray(codes, jnp.int32)
-    return known if steps is None else jnp.where(np.arange(len(codes)) == STEPS, jnp.asarray(steps, jnp.int32), known)
+    return known if steps is None else jnp.where(np.arange(len(codes)) == STEPS, jnp.asarray(code_of(steps), jnp.int32), known)
 
 
 def with_event(state: AccumulationState, applied: Scalar, skipped: Scalar, overflow: Scalar) -> AccumulationState:
     """`state` with the last call's result, three bool scalars."""
     held = (state.last_applied, state.last_skipped, state.last_overflow)
-    flags = [vary(jnp.asarray(new), axes_of(old)) for new, old in zip((applied, skipped, overflow), held, strict=True)]
+    flags = [like(new, old) for new, old in zip((applied, skipped, overflow), held, strict=True)]
     return state._replace(last_applied=flags[0], last_skipped=flags[1], last_overflow=flags[2])
 
 
@@ -98,8 +120,13 @@ def fields_of(state: AccumulationState) -> Fields:
 
 def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
     """`state` with new values of the seven fields, each kept in its own type: a scan's carry must not change type."""
-    kept = [vary(jnp.asarray(new, jnp.result_type(old)), axes_of(old)) for old, new in zip(fields_of(state), fields, strict=True)]
+    kept = [like(new, old) for old, new in zip(fields_of(state), fields, strict=True)]
     return AccumulationState._make((*kept, *state[7:]))
+
+
+def like(new: Scalar, old: Scalar) -> Array:
+    """`new` in the type of `old`, its dtype and the mesh axes along which it may differ."""
+    return vary(jnp.asarray(new, jnp.result_type(old)), axes_of(old))
 
 
 def find_states(tree: Tree) -> list[AccumulationState]:
@@ -133,8 +160,8 @@ def result(state: Tree) -> StepResult:
         state: the state of a wrapped optimizer, or a tree that holds exactly one, such as the state of an `optax.chain`.
 
     Returns:
-        A `StepResult` of `jax.Array` scalars, shape ``()``: bools, `grad_norm` float32 (float64 with float64 accumulators),
-        `loss_scale` float32, counters int32.
+        A `StepResult` of `jax.Array` scalars, shape ``()``: bools; `grad_norm`, `loss` and `noise_scale` float32 (float64 with float64
+        accumulators); `loss_scale` float32; counters int32.
 
     Raises:
         ArgumentTypeError: `state` holds no such state, or several.
@@ -148,11 +175,13 @@ def result(state: Tree) -> StepResult:
         loss_scale=jnp.asarray(found.loss_scale),
         micro_step=jnp.asarray(found.micro_step),
         optimizer_step=jnp.asarray(found.optimizer_step),
+        loss=jnp.asarray(found.last_loss),
+        noise_scale=jnp.full_like(found.last_loss, jnp.nan) if found.noise is None else noise_scale(found.noise, jnp.where),
     )
 
 
 def describe(state: Tree) -> str:
-    """The state in one line: ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
+    """The state in one line: ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``; ``micro-batch 2, weight 96 of 128, update 17``.
 
     The size is that of the window that the last micro-batch belonged to. This waits for the device; call it on the host, not inside
     compiled code, where nothing has a value.
@@ -170,9 +199,10 @@ def describe(state: Tree) -> str:
         )
         raise explain(ArgumentTypeError, "state", expected="a state of scalars with values", found="a traced or stacked one", fix=fix)
     micro_step, optimizer_step, skipped = (int(field) for field in found[:3])
-    steps = None if found.terms is None else int(jnp.reshape(found.terms, (-1, 4))[0, STEPS]) or None
-    fields = State(micro_step, optimizer_step, skipped, 0.0, False, float(found.loss_scale), 0)
-    return status(fields, steps)
+    code = 0 if found.terms is None else int(jnp.reshape(found.terms, (-1, 4))[0, STEPS])
+    weight = float(found.weight) if code < 0 else 0.0
+    fields = State(micro_step, optimizer_step, skipped, weight, False, float(found.loss_scale), 0)
+    return status(fields, UntilWeight(-code) if code < 0 else code or None)
 
 
 def _on_any_device(state: AccumulationState) -> Array:

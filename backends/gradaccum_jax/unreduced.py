@@ -102,7 +102,7 @@ def require_whole(gradients: Gradients, options: Options) -> None:
     """Refuse gradients in parts where each micro-batch's value is needed, and where JAX adds up parts wrongly.
 
     Raises:
-        UsageError: they are in parts, and micro-batches may be dropped; or this JAX is too old.
+        UsageError: they are in parts, and micro-batches may be dropped or the noise scale is measured; or this JAX is too old.
     """
     if not _any_in_parts(gradients):
         return
@@ -110,6 +110,9 @@ def require_whole(gradients: Gradients, options: Options) -> None:
     if options.on_overflow == "drop_micro_batch":
         expected = "gradients that are reduced, as each micro-batch is looked at by itself"
         raise explain(UsageError, "on_overflow", expected=expected, found="'drop_micro_batch' with unreduced ones", fix=FIX)
+    if options.noise_decay is not None:
+        expected = "gradients that are reduced, as the first micro-batch's norm is measured"
+        raise explain(UsageError, "noise_scale", expected=expected, found="unreduced ones", fix=FIX)
 
 
 def refuse_parts(gradients: Gradients) -> None:

@@ -47,6 +47,10 @@ class Update(NamedTuple):
     part: bool = False
     """The extra arguments may be those of one micro-batch out of several."""
 
+    def told(self, loss: Scalar) -> Update:
+        """The same call, with the window's loss as the ``value`` that optax's optimizers read."""
+        return self._replace(extra={**self.extra, "value": loss})
+
     def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
         """Trace the call; nothing of it enters the program.
 

@@ -110,16 +110,16 @@ class Program:
             return (scale_loss(value, state) if self.wrapped else value), value
 
         gradients, value = jax.grad(objective, has_aux=True)(params)
-        return *self.step(params, state, gradients, weight), value
+        return *self.step(params, state, gradients, weight, value), value
 
     def apply_plainly(self, params: Any, state: Any, gradients: Any, weight: Any) -> Any:
         """`apply`, not compiled. The gradient of a scaled loss has the parameter's dtype, whatever the loss has."""
         scaled = jax.tree.map(lambda g: scale_loss(g, state).astype(g.dtype) if self.wrapped else g, gradients)
         return self.step(params, state, scaled, weight)
 
-    def step(self, params: Any, state: Any, gradients: Any, weight: Any) -> Any:
-        """The optimizer's call and the update of the parameters."""
-        extra = {"weight": weight} if self.wrapped else {}
+    def step(self, params: Any, state: Any, gradients: Any, weight: Any, value: Any = None) -> Any:
+        """The optimizer's call and the update of the parameters; `value` is the loss, if it is told."""
+        extra = {"weight": weight, "value": value} if self.wrapped else {}
         updates, state = self.tx.update(gradients, state, params, **extra)
         return optax.apply_updates(params, updates), state
 

@@ -48,7 +48,7 @@ class SharedProgram(Program):
 
     @cached_property
     def event(self) -> Any:
-        """``event(params, state, x, y, shares, gradients, weight)``, each with one row for each worker; returns the losses too."""
+        """``event(params, state, x, y, shares, gradients, weight, tells)``, each with one row for each worker; returns the losses too."""
         return self.over(self._event)
 
     @cached_property
@@ -64,7 +64,7 @@ class SharedProgram(Program):
         return data_parallel(function, self.mesh, AXIS)
 
     def _event(self, params: Any, state: Any, *rows: Any) -> Any:
-        x, y, shares, given, weight = jax.tree.map(lambda row: row[0], rows)
+        x, y, shares, given, weight, tells = jax.tree.map(lambda row: row[0], rows)
 
         def objective(params: Any) -> tuple[Any, Any]:
             losses = optax.softmax_cross_entropy_with_integer_labels(forward(self.model, params, x), y)
@@ -73,7 +73,7 @@ class SharedProgram(Program):
 
         own, value = jax.grad(objective, has_aux=True)(params)
         gradients = jax.tree.map(lambda g, more: g + scale_loss(more, state).astype(g.dtype), own, given)
-        return *self.step(params, state, gradients, weight), value
+        return *self.step(params, state, gradients, weight, jnp.where(tells, value, jnp.nan)), value
 
 
 class SharedSession(JaxSession):
@@ -144,7 +144,8 @@ class SharedSession(JaxSession):
             x[0, :items], y[0, :items], shares[0, :items] = batch.x, batch.y, share
         given = {name: _gradient_of(tree, name, p.shape)[None].astype(self.dtype) for name, p in self.params.items()}
         with x64(self.wide):
-            rows = (x.astype(self.dtype), y, shares.astype(self.dtype), given, np.asarray([1.0 if weight is None else weight], np.float32))
+            weights, tells = np.asarray([1.0 if weight is None else weight], np.float32), np.asarray([batch is not None])
+            rows = (x.astype(self.dtype), y, shares.astype(self.dtype), given, weights, tells)
             self.params, self.opt_state, losses = self.program.event(self.params, self.opt_state, *self._row(rows))
             return float(_local(losses)[0])
 

@@ -39,8 +39,8 @@ class Gathering(NamedTuple, Generic[G]):
     """What becomes of the micro-batches' gradients."""
 
     start: G
-    add: Callable[[G, list[Array], Scalar], G]
-    """``add(held, gradients, weight)``; a Python number as the weight where the program knows it."""
+    add: Callable[[G, list[Array], Scalar, Scalar], G]
+    """``add(held, gradients, weight, loss)``; a Python number as the weight where the program knows it."""
     relative: bool
     """Whether weights may be counted in units of the largest micro-batch, so that most of them are 1 and cost nothing."""
     axes: Axes = frozenset()
@@ -98,7 +98,7 @@ def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gat
         loss, aux, gradients = question.differentiation.value_and_gradients(by, micro_batch.arguments, gathering.scale)
         weight = counting.weight(micro_batch)
         own, rows = counting.add(carry.own, loss, aux, micro_batch, weight)
-        return Carry(gathering.add(carry.held, gradients, weight), copies(own, axes)), rows
+        return Carry(gathering.add(carry.held, gradients, weight, loss), copies(own, axes)), rows
 
     nothing = jnp.zeros((), counting.dtype)
     start = Carry(gathering.start, copies(Own(nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start()), axes))

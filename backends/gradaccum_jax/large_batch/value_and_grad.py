@@ -127,7 +127,7 @@ class ValueAndGrad(Call):
     def _local(self, by: tuple[Tree, ...], source: Source) -> tuple[tuple[Scalar, Tree], tuple[Tree, ...]]:
         options, names = self.question.options, self.question.axis_names
 
-        def add(held: Any, given: Any, weight: Any) -> Any:
+        def add(held: Any, given: Any, weight: Any, loss: Any) -> Any:
             return gradients.add(held, given, weight, options)
 
         axes = axes_in(by, source, names)

@@ -101,13 +101,13 @@ class ValueAndUpdate(Call):
     def _run(self, given: tuple[Params, AccumulationState, Extra], source: Source) -> tuple[Any, Tree, AccumulationState]:
         params, state, extra = given
 
-        def add(held: AccumulationState, gradients: list[Array], weight: Scalar) -> AccumulationState:
-            known = jnp.asarray(weight, jnp.result_type(held.weight))
-            return self.accumulation.add(held, _like(params, gradients), known)
+        def add(held: AccumulationState, gradients: list[Array], weight: Scalar, loss: Scalar) -> AccumulationState:
+            known, told = (jnp.asarray(number, jnp.result_type(held.weight)) for number in (weight, loss))
+            return self.accumulation.add(held, _like(params, gradients), known, told)
 
         axes = frozenset(self.question.axis_names)
         made = run(self.question, (params,), source, Gathering(state, add, relative=False, axes=axes, scale=state.loss_scale))
-        updates, state = self.accumulation.flush(made.held, params, **{"value": made.loss, **extra})
+        updates, state = self.accumulation.flush(made.held, params, **extra)
         return (made.loss, made.aux) if self.question.differentiation.has_aux else made.loss, updates, state
 
 

@@ -7,25 +7,38 @@ nothing here is left to trust that JAX's types can tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 
 from gradaccum import UsageError
-from gradaccum.kit import explain
+from gradaccum.kit import Noise, Scalar, explain
 from gradaccum_jax.state import AccumulationState
-from gradaccum_jax.types import Gradients, Params, Tree
+from gradaccum_jax.types import Array, Gradients, Params, Tree
 from gradaccum_jax.varying import axes_of, vary
 from gradaccum_jax.workers.checks import require_checked
 from gradaccum_jax.workers.replicated import replicated
 
-OWN = ("weight", "overflow", "accumulator", "last_overflow")
-"""The fields of an `AccumulationState` that each device has for itself."""
+OnLeaf = Callable[[Array], Any]
+OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
+"""The fields of an `AccumulationState` that each device has for itself. Of `noise` it has the first micro-batch for itself."""
 _THERE = "Run it by gradaccum_jax.data_parallel(step, mesh, axis_name), tx.init too, or in a function under jax.shard_map."
 _RETURNED = "Pass what tx.init returned under the same axis, each field by its own PartitionSpec."
 _copied: ContextVar[bool] = ContextVar("copied", default=False)
+
+
+def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> AccumulationState:
+    """`state` with `own` of the arrays that each device has for itself, and `shared` of the others."""
+
+    def made(name: str, value: Tree) -> Tree:
+        if isinstance(value, Noise):
+            return Noise(*(own(part) if each.startswith("first") else shared(part) for each, part in value._asdict().items()))
+        return jax.tree.map(own if name in OWN else shared, value)
+
+    return AccumulationState(**{name: made(name, value) for name, value in state._asdict().items()})
 
 
 def require_axes(axes: tuple[str, ...]) -> None:
@@ -77,7 +90,7 @@ def require_shared(state: AccumulationState, axes: tuple[str, ...], fix: str = _
     Raises:
         UsageError: one may differ; names it.
     """
-    require_same("state", {name: value for name, value in state._asdict().items() if name not in OWN}, axes, fix)
+    require_same("state", by_kind(state, own=lambda _: None, shared=lambda leaf: leaf)._asdict(), axes, fix)
 
 
 def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) -> None:
@@ -103,12 +116,32 @@ def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) 
             raise explain(UsageError, name, expected="the gradient of this device's own micro-batch", found=found, fix=fix)
 
 
+def require_own_loss(loss: Scalar, state: AccumulationState, axes: tuple[str, ...]) -> None:
+    """The micro-batch's loss belongs to the same devices as its state.
+
+    Args:
+        loss: a scalar array; None if it was not told.
+        state: the state before the micro-batch.
+        axes: the names of the axes whose devices share the window: each tells its own loss, and the window's end adds them up.
+
+    Raises:
+        UsageError: it is averaged over such an axis already, or differs along an axis where the devices have one state.
+    """
+    if loss is None:
+        return
+    if reduced := frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1) - axes_of(loss):
+        found, fix = f"one that is the same along {sorted(reduced)}, as its type says", "Pass the loss as it was before jax.lax.pmean."
+        raise explain(UsageError, "value", expected="the loss of this device's own micro-batch", found=found, fix=fix)
+    if differing := axes_of(loss) - axes_of(state.loss):
+        found, fix = (
+            f"one that may differ along {sorted(differing)}",
+            "Average it as the gradients are: jax.lax.pmean(loss, axis_name).",
+        )
+        raise explain(UsageError, "value", expected="one loss on all devices that have one state", found=found, fix=fix)
+
+
 def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
     """A state that is the same on all devices, with the types of one that they share: its `OWN` fields may differ, the others not."""
     if not axes:
         return state
-    fields = {
-        name: jax.tree.map(lambda leaf: vary(leaf, frozenset(axes)), value) if name in OWN else replicated(value, axes)
-        for name, value in state._asdict().items()
-    }
-    return AccumulationState(**fields)
+    return by_kind(state, own=lambda leaf: vary(leaf, frozenset(axes)), shared=lambda leaf: replicated(leaf, axes))

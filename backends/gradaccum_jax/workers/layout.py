@@ -6,21 +6,18 @@ the first device. With an axis of their own the fields say what they are: any ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import State, explain
+from gradaccum.kit import Noise, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_jax.dtypes import is_key
 from gradaccum_jax.state import AccumulationState, fields_of, find_states
 from gradaccum_jax.types import Array, Tree
-from gradaccum_jax.workers.kinds import OWN
-
-OnLeaf = Callable[[Array], Any]
+from gradaccum_jax.workers.kinds import OWN, OnLeaf, by_kind
 
 
 def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
@@ -29,7 +26,7 @@ def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
     def node(part: Any) -> Any:
         if not isinstance(part, AccumulationState):
             return other(part)
-        return AccumulationState(**{name: jax.tree.map(own if name in OWN else shared, value) for name, value in part._asdict().items()})
+        return by_kind(part, own, shared)
 
     return jax.tree.map(node, tree, is_leaf=is_state)
 
@@ -102,5 +99,12 @@ def _spread(state: AccumulationState, workers: int) -> AccumulationState:
         overflow=jnp.asarray([fields.overflow for fields in after]),
         last_overflow=jnp.broadcast_to(held.last_overflow.any(), (workers,)),
         accumulator=jax.tree.map(added, held.accumulator),
+        loss=added(held.loss),
+        noise=held.noise if held.noise is None else _without_first(held.noise, workers),
     )
     return spread
+
+
+def _without_first(noise: Noise, workers: int) -> Noise:
+    """The next micro-batch of a device counts as its first, with all that the device's sum holds: any part of a window would do as well."""
+    return noise._replace(**{name: jnp.zeros((workers,), noise.trace.dtype) for name in ("first_weight", "first_square")})

@@ -31,17 +31,22 @@ class Window(NamedTuple):
     weight: Scalar
     overflow: Scalar
     """bool; added up: one of them is True."""
+    loss: Scalar
+    """The sum of the losses."""
+    firsts: tuple[Scalar, ...]
+    """What `knowledge.addends` says of the first micro-batches."""
 
 
 def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
     """The window of all devices along `axes`, from each device's `own`; the same on all of them."""
     leaves, structure = jax.tree.flatten(own.accumulator)
     moving = [leaf for leaf in leaves if takes_part(leaf)]  # the sum of an integer parameter is 0 on every device
-    numbers = [own.weight, own.overflow.astype(own.weight.dtype)]
-    *sums, weight, overflows = _added_up([*moving, *numbers], axes)
+    numbers = [own.weight, own.overflow.astype(own.weight.dtype), own.loss, *own.firsts]
+    added = _added_up([*moving, *numbers], axes)
+    sums, (weight, overflows, loss, *firsts) = added[: len(moving)], added[len(moving) :]
     held = iter(sums)
     whole = [next(held) if takes_part(leaf) else replicated(leaf, axes) for leaf in leaves]
-    return Window(jax.tree.unflatten(structure, whole), weight, overflows > 0)
+    return Window(jax.tree.unflatten(structure, whole), weight, overflows > 0, loss, tuple(firsts))
 
 
 def _added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:

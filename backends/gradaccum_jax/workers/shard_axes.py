@@ -67,7 +67,8 @@ def require_told(tree: Tree, known: Axes, shard_axes: ShardAxes, options: Option
         return
     axes = [axes_of(leaf) - known for leaf in jax.tree.leaves(tree)]
     differing = frozenset[str]().union(*axes)
-    asked = options is not None and (options.clip_norm is not None or options.skip_norm is not None)
+    norms = () if options is None else (options.clip_norm, options.skip_norm, options.noise_decay)
+    asked = any(norm is not None for norm in norms)
     if differing and (asked or any(own != differing for own in axes)):
         found, fix = f"parameters that differ from device to device along {sorted(differing)}", _FIX.format(axes=tuple(sorted(differing)))
         raise explain(UsageError, "shard_axes", expected="the axes that shard parameters", found=found, fix=fix)

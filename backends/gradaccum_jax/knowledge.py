@@ -1,0 +1,119 @@
+"""What a window knows besides its gradient: the loss of its micro-batches, and the gradient noise.
+
+All of it is a few scalars of the state. A loss that nobody told is NaN, without a computation of its own. The noise scale needs one norm
+more per window, that of the sum after its first micro-batch: a conditional, which no other micro-batch enters. It is no part of any
+derivative.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from gradaccum.kit import Fields, Noise, Options, Scalar, add_loss, first_seen, forget_window, is_first, window_loss, window_seen
+from gradaccum_jax.control_flow import ControlFlow, once
+from gradaccum_jax.norm import measure
+from gradaccum_jax.state import AccumulationState, fields_of, like
+from gradaccum_jax.types import DType, Tree
+from gradaccum_jax.workers.shard_axes import ShardAxes
+
+Firsts = tuple[Scalar, ...]
+"""The first micro-batches of a window: their weight, the mean of their squared norms by weight, and how many devices had one. Empty where
+noise is not measured."""
+
+
+def fresh(options: Options, dtype: DType) -> dict[str, Tree]:
+    """The fields before the first micro-batch, by name. Every scalar has an array of its own: no buffer may be donated twice.
+
+    Args:
+        options: the optimizer's.
+        dtype: that of `AccumulationState.weight`.
+    """
+    noise = None if options.noise_decay is None else Noise(*(jnp.zeros((), dtype) for _ in Noise._fields))
+    return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), jnp.nan, dtype), "noise": noise}
+
+
+def add(
+    state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, options: Options, shard_axes: ShardAxes, control_flow: ControlFlow
+) -> AccumulationState:
+    """Take in what a micro-batch tells.
+
+    Args:
+        state: the state with the micro-batch counted and added, its loss not yet.
+        loss: a scalar; None if it was not told.
+        weight: the micro-batch's.
+        adds: bool scalar: `gradaccum.kit.usable` of it.
+        options: the optimizer's.
+        shard_axes: the mesh axes along which parameters are sharded.
+        control_flow: how the norm is left out where the micro-batch is not the first.
+    """
+    total = jnp.where(adds, jnp.nan, state.loss) if loss is None else add_loss(state.loss, loss, weight, adds, options, jnp.where)
+    state = state._replace(loss=like(total, state.loss))
+    if state.noise is None:
+        return state
+    fields, held = fields_of(state), lax.stop_gradient(state.accumulator)
+
+    def look(_: Scalar) -> Scalar:
+        return measure(held, state.loss.dtype, control_flow, shard_axes)[0]
+
+    norm = once(is_first(state.noise, fields), look, jnp.zeros_like(state.loss), control_flow)
+    return _with_noise(state, Noise(*first_seen(state.noise, fields, norm, jnp.where)))
+
+
+def firsts_of(state: AccumulationState) -> Firsts:
+    """Those of this device alone."""
+    return () if state.noise is None else (state.noise[0], state.noise[1], 1)
+
+
+def addends(state: AccumulationState) -> Firsts:
+    """What devices add up for the window that they share: weights, weighted squares, and how many have one."""
+    if state.noise is None:
+        return ()
+    weight, square, *_ = state.noise
+    return weight, weight * square, jnp.asarray(weight > 0, weight.dtype)
+
+
+def averaged(added: Firsts) -> Firsts:
+    """The first micro-batches of all devices, from the sums of their `addends`."""
+    if not added:
+        return ()
+    weights, squares, count = added
+    return weights, squares / jnp.where(weights > 0, weights, 1), count
+
+
+def close(
+    state: AccumulationState, loss: Scalar, firsts: Firsts, grad_norm: Scalar, fields: Fields, options: Options, at_end: Scalar
+) -> AccumulationState:
+    """The state after a window where `at_end` holds, else as it is.
+
+    Args:
+        state: the state with the window's last micro-batch.
+        loss: the window's, from `loss_of`.
+        firsts: those of all devices that share the window.
+        grad_norm: `gradaccum.kit.Decision.grad_norm`.
+        fields: those that were decided on.
+        options: the optimizer's.
+        at_end: bool scalar.
+    """
+    last = like(jnp.where(at_end, loss, state.last_loss), state.last_loss)
+    ended = state._replace(loss=like(jnp.where(at_end, 0, state.loss), state.loss), last_loss=last)
+    if state.noise is None:
+        return ended
+    weight, square, count = firsts
+    seen = window_seen((weight, square, *state.noise[2:]), fields, grad_norm, options, jnp.where, count)
+    return _with_noise(ended, Noise(*(jnp.where(at_end, new, old) for new, old in zip(seen, state.noise, strict=True))))
+
+
+def loss_of(total: Scalar, fields: Fields, options: Options) -> Scalar:
+    """The loss of the window that ends, from the sum of all of its micro-batches: see `gradaccum.kit.window_loss`."""
+    return window_loss(total, fields, options, jnp.where)
+
+
+def discard(state: AccumulationState) -> AccumulationState:
+    """The state with the open window's knowledge forgotten."""
+    emptied = state._replace(loss=jnp.zeros_like(state.loss))
+    return emptied if state.noise is None else _with_noise(emptied, Noise(*forget_window(state.noise)))
+
+
+def _with_noise(state: AccumulationState, noise: Noise) -> AccumulationState:
+    return state._replace(noise=Noise(*(like(new, old) for new, old in zip(noise, state.noise, strict=True))))

@@ -1,0 +1,197 @@
+"""What a window knows in JAX: its loss, also for inner optimizers that read it; its noise; old checkpoints; what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason="optax is not installed")
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradaccum
+import gradaccum_jax
+from conformance_tests.framework_tests.refusing import refused
+from gradaccum_jax import knowledge
+from gradaccum_jax.knowledge import measure
+
+PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5])}
+RNG = np.random.default_rng(3)
+ROWS = [(jnp.asarray(RNG.normal(size=3), jnp.float32), float(n), float(RNG.uniform(1, 2))) for n in (3, 1, 4, 1, 5, 2)]
+"""Gradient, weight and loss of each micro-batch: two windows of three."""
+LATER = ("loss", "last_loss", "noise")
+
+
+def noting() -> Any:
+    """Plain SGD whose state is the last ``value``."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any, **_: Any) -> Any:
+        return jax.tree.map(lambda u: -0.1 * u, updates), jnp.asarray(value, jnp.float32)
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+
+
+def loop(tx: Any, rows: Any = ROWS, *, jit: bool = True) -> list[Any]:
+    """The states after each micro-batch."""
+    state, states = tx.init(PARAMS), []
+    step = jax.jit(tx.update) if jit else tx.update
+    for gradient, weight, loss in rows:
+        _, state = step({"w": gradient}, state, PARAMS, weight=weight, value=loss)
+        states.append(state)
+    return states
+
+
+def mean_of(rows: Any) -> float:
+    return sum(weight * loss for _, weight, loss in rows) / sum(weight for _, weight, _ in rows)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_inner_optimizer_reads_the_windows_loss(jit: bool) -> None:
+    states = loop(gradaccum.wrap(noting(), steps=3), jit=jit)
+    values = [float(state.inner_state) for state in states]
+    assert values[:2] == [0.0, 0.0]
+    np.testing.assert_allclose(values[2:], [mean_of(ROWS[:3])] * 3 + [mean_of(ROWS[3:])], rtol=1e-6)
+    assert float(gradaccum_jax.result(states[-1]).loss) == values[-1]
+
+
+def test_plateau_counts_windows() -> None:
+    """As it would with the large batches, which a bare one is given."""
+    inner = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    rows = [(gradient, weight, 2.0) for gradient, weight, _ in ROWS * 4]
+    wrapped = loop(gradaccum.wrap(inner, steps=3), rows)[-1].inner_state
+    bare = inner.init(PARAMS)
+    for _ in range(8):
+        _, bare = inner.update(PARAMS, bare, value=jnp.asarray(2.0))
+    assert float(wrapped.scale) == float(bare.scale) < 0.5
+    assert float(wrapped.best_value) == float(bare.best_value)
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+def test_flush_gives_the_windows_loss(steps: int | None) -> None:
+    tx = gradaccum.wrap(noting(), steps=steps)
+    state = loop(tx, ROWS[:3])[-1]
+    closed = gradaccum_jax.flush(tx, state, PARAMS)[1]
+    assert float(closed.inner_state) == pytest.approx(mean_of(ROWS[:3]), rel=1e-6)
+    own = gradaccum_jax.flush(tx, state, PARAMS, value=7.0)[1]
+    assert (float(own.inner_state), float(own.last_loss)) == (7.0, float(closed.last_loss))
+
+
+def test_loss_that_was_not_told() -> None:
+    """One that reads it is refused by name; else the window's is NaN, that of the next window right again."""
+    reading = gradaccum.wrap(noting(), steps=3)
+    with pytest.raises(TypeError, match="value"):
+        reading.update(PARAMS, reading.init(PARAMS), PARAMS)
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=2)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), value=1.0)
+    _, state = tx.update(PARAMS, state)
+    assert np.isnan(gradaccum_jax.result(state).loss)
+    for _ in range(2):
+        _, state = tx.update(PARAMS, state, value=1.5)
+    assert gradaccum_jax.result(state).loss == 1.5
+    _, state = tx.update(PARAMS, state, weight=0.0)
+    _, state = tx.update(PARAMS, state, value=2.5)
+    assert gradaccum_jax.result(state).loss == 2.5, "a micro-batch of weight 0 is no part of the window"
+
+
+@pytest.mark.parametrize("value", [jnp.ones(2), "1", 1j, True, jax.random.key(0)], ids=str)
+def test_what_is_no_loss_is_refused(value: Any) -> None:
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=2)
+    with refused(gradaccum.ArgumentTypeError, "value", "a real scalar"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=value)
+
+
+def test_one_call_tells_its_loss() -> None:
+    """A dropped micro-batch is left out of the window's, but not of the call's own."""
+    tx = gradaccum.wrap(noting(), steps=None, on_overflow="drop_micro_batch")
+    x = jnp.asarray([1.0, 2.0, 3.0, jnp.inf])
+    step = gradaccum_jax.value_and_update(lambda p, x: jnp.mean(jnp.where(jnp.isinf(x), p["w"].sum() * x, x)), tx, steps=4)
+    loss, _, state = step(PARAMS, tx.init(PARAMS), x)
+    assert np.isinf(loss)
+    assert (float(state.last_loss), float(state.inner_state)) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"noise_scale": True}, {"noise_scale": True, "control_flow": "cond"}])
+def test_state_keeps_its_types(options: dict[str, Any]) -> None:
+    """In a scan, under vmap and with donation."""
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=3, **options)
+    rows = tuple(jnp.stack([jnp.asarray(row[i]) for row in ROWS]) for i in range(3))
+
+    def run(state: Any) -> Any:
+        def body(state: Any, row: Any) -> Any:
+            return tx.update({"w": row[0]}, state, weight=row[1], value=row[2])[1], None
+
+        return jax.lax.scan(body, state, rows)[0]
+
+    stepped = loop(tx)[-1]
+    scanned = jax.jit(run, donate_argnums=0)(tx.init(PARAMS))
+    several = jax.vmap(run)(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), tx.init(PARAMS)))
+    for name in ("loss", "noise_scale"):
+        known = getattr(gradaccum_jax.result(stepped), name)
+        np.testing.assert_allclose(getattr(gradaccum_jax.result(scanned), name), known, rtol=1e-4)
+        np.testing.assert_allclose(getattr(gradaccum_jax.result(several), name), [known] * 2, rtol=1e-4)
+    assert bool(options) != np.isnan(known)
+
+
+def test_only_the_first_micro_batch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+
+    def counting(*args: Any) -> Any:
+        made = measure(*args)
+        jax.debug.callback(lambda _: runs.append(1), made[0])
+        return made
+
+    monkeypatch.setattr(knowledge, "measure", counting)
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=3, noise_scale=True)
+    step, state = jax.jit(tx.update), tx.init(PARAMS)
+    for count in (1, 1, 1, 2, 2, 2):
+        _, state = step(PARAMS, state)
+        jax.effects_barrier()
+        assert len(runs) == count
+
+
+def test_noise_is_no_part_of_a_derivative() -> None:
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=2, noise_scale=True)
+    square, slope = jax.value_and_grad(lambda g: tx.update({"w": g}, tx.init(PARAMS))[1].noise.first_square)(PARAMS["w"])
+    assert square == pytest.approx(5.25)
+    np.testing.assert_array_equal(slope, np.zeros(3))
+
+
+def old(state: Any) -> Any:
+    """As a checkpoint of a version that did not know the later fields restores."""
+    return {name: value for name, value in state._asdict().items() if name not in LATER}
+
+
+def test_old_checkpoint_goes_on() -> None:
+    """The open window's loss is not known, that of the next is; the noise scale begins anew."""
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=3, noise_scale=0.5)
+    state = loop(tx, ROWS[:2])[-1]
+    restored = gradaccum_jax.check_state(tx, old(state), PARAMS)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    step, known = jax.jit(tx.update), []
+    for gradient, weight, loss in ROWS[2:] + ROWS[:2]:
+        _, restored = step({"w": gradient}, restored, PARAMS, weight=weight, value=loss)
+        known.append(gradaccum_jax.result(restored))
+    assert np.isnan(known[0].loss)
+    assert np.isnan(known[0].noise_scale)
+    assert known[3].loss == pytest.approx(mean_of(ROWS[3:]), rel=1e-6)
+    assert not np.isnan(known[3].noise_scale)
+
+
+def test_noise_scale_can_be_switched_between_runs() -> None:
+    off, on = (gradaccum.wrap(optax.sgd(0.1), steps=3, noise_scale=value) for value in (False, 0.5))
+    state = loop(on, ROWS[:4])[-1]
+    assert gradaccum_jax.check_state(off, state, PARAMS).noise is None
+    assert gradaccum_jax.check_state(on, loop(off, ROWS[:4])[-1], PARAMS).noise == (0, 0, 0, 0)
+    jax.tree.map(np.testing.assert_array_equal, gradaccum_jax.check_state(on, state, PARAMS), state)
+    torn = {**state._asdict(), "noise": {"trace": state.noise.trace}}
+    with refused(gradaccum.CheckpointError, "state.noise"):
+        gradaccum_jax.check_state(on, torn, PARAMS)
+    for tx, other in ((off, state), (on, loop(off, ROWS[:4])[-1])):
+        for call in (lambda tx=tx, s=other: tx.update(PARAMS, s), lambda tx=tx, s=other: gradaccum_jax.discard(tx, s)):
+            with refused(gradaccum.ArgumentTypeError, "state.noise", "check_state"):
+                call()
+    with refused(gradaccum.ArgumentTypeError, "state.loss", "check_state"):
+        off.update(PARAMS, gradaccum_jax.AccumulationState(**old(loop(off, ROWS[:1])[-1])))
