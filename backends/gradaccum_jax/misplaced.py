@@ -1,10 +1,11 @@
 """Inner optimizers, and extra arguments of theirs, that would make a window wrong. Each is refused by name, with its right place.
 
-optax documents extra arguments that describe the batch of the gradient: `value` for `reduce_on_plateau`, momo and polyak_sgd, `grad`
-and `value_fn` for line searches, `grad_fn` for SAM, `obj_fn` for Sophia. The inner optimizer runs at the window's end, and a streaming
-loop then has those of the last micro-batch only. Training would go on with a loss that does not belong to the gradient. So an optimizer
-that reads one of them is refused; the caller closes the window and gives those of the whole window. An optimizer that ignores them gets
-them as ever.
+optax documents extra arguments that describe the batch of the gradient: `grad` and `value_fn` for line searches, `grad_fn` for SAM,
+`obj_fn` for Sophia. The inner optimizer runs at the window's end, and a streaming loop then has those of the last micro-batch only.
+Training would go on with a function that does not belong to the gradient. So an optimizer that reads one of them is refused; the caller
+closes the window and gives those of the whole window. An optimizer that ignores them gets them as ever.
+
+`value` is another matter: losses add up, and the inner optimizer gets the window's (see `knowledge`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
 
 _WHOLE = (
     "Wrap with steps=None, where tx.update only notes its type, and close the window yourself with what belongs to all of it: "
-    "gradaccum_jax.flush(tx, state, params, {}=...). gradaccum_jax.value_and_update passes the large batch's loss on as value."
+    "gradaccum_jax.flush(tx, state, params, {}=...)."
 )
 
 

@@ -46,7 +46,7 @@ class MultiSteps:
 
     The rest is the same: `acc_grads` holds the running mean (the sum without `use_grad_mean`); a rejected mini-step is as if it had
     never happened, except for `skip_state`; without a `should_skip_update_fn` a gradient that is not finite reaches the inner
-    optimizer; extra arguments such as `value` are those of the window's last mini-step, which `gradaccum.wrap` refuses.
+    optimizer; extra arguments such as `value` are those of the window's last mini-step; `gradaccum.wrap` gives the window's `value`.
 
     Args:
         opt: the wrapped optimizer.

@@ -90,7 +90,8 @@ OF_THE_BATCH = {
     **dict.fromkeys(("scale_by_backtracking_linesearch", "scale_by_zoom_linesearch"), ("value", "grad", "value_fn")),
     **dict.fromkeys(("hutchinson_estimator_diag_hessian", "sophia"), ("obj_fn",)),
 }
-"""The extra arguments that describe the batch of the gradient, which these read. The caller gives those of the whole window to `flush`."""
+"""The extra arguments that describe the batch of the gradient, which these read. The caller gives those of the whole window to `flush`; of
+these, ``value`` is the window's in a streaming loop too."""
 
 NO_FACTORIES = (
     "MaskOrFn",

@@ -30,7 +30,9 @@ TOLERANCE = 1e-12
 QUICK = {"xla_cpu_use_fusion_emitters": False}
 """Halves the time that XLA:CPU compiles a small program for."""
 FACTORIES = factories()
-STREAMED = sorted(FACTORIES.keys() - REFUSED.keys() - OF_THE_BATCH.keys())
+LOSS_ALONE = [name for name, names in OF_THE_BATCH.items() if names == ("value",)]
+"""They read the loss and nothing else of the batch: a wrapped optimizer gives them the window's."""
+STREAMED = sorted((FACTORIES.keys() - REFUSED.keys() - OF_THE_BATCH.keys()) | set(LOSS_ALONE))
 PARTS = {name for name in STREAMED if name.removeprefix("scale_by_") in FACTORIES.keys() - {name}}
 """Transformations that are the main part of an optimizer which the default run has: these run with --deep."""
 RNG = np.random.default_rng(5)
@@ -80,12 +82,12 @@ def bare_run(inner: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
     return held
 
 
-def streamed_run(tx: Any, start: Any) -> list[Any]:
+def streamed_run(tx: Any, start: Any, names: tuple[str, ...] = ()) -> list[Any]:
     """The parameters and the wrapped optimizer's state before the first micro-batch and after each."""
     held, update = [(start, tx.init(start))], jax.jit(tx.update, compiler_options=QUICK)
     for x, y in zip(X.reshape(-1, ITEMS, 3), Y.reshape(-1, ITEMS, 2), strict=True):
         params, state = held[-1]
-        updates, state = update(GRADIENT(params, x, y), state, params)
+        updates, state = update(GRADIENT(params, x, y), state, params, **of_batch(names, params, x, y))
         held.append((optax.apply_updates(params, updates), state))
     assert update._cache_size() == 1
     return held
@@ -110,8 +112,8 @@ def assert_close(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.deep) if name in PARTS else name for name in STREAMED])
 def test_equals_the_bare_optimizer(name: str) -> None:
-    inner, start = make(name, FACTORIES[name]), params()
-    ours, theirs = streamed_run(gradaccum.wrap(inner, steps=STEPS), start), bare_run(inner, start)
+    inner, start, names = make(name, FACTORIES[name]), params(), OF_THE_BATCH.get(name, ())
+    ours, theirs = streamed_run(gradaccum.wrap(inner, steps=STEPS), start, names), bare_run(inner, start, names)
     for number, (before, after) in enumerate(pairwise(ours), start=1):
         window, within = divmod(number, STEPS)
         assert after[1].optimizer_step == window
@@ -156,7 +158,7 @@ def test_what_belongs_to_one_micro_batch_is_refused(name: str) -> None:
 
 
 def test_unread_extra_arguments_pass() -> None:
-    """A loop that gives every optimizer its loss goes on as it was."""
+    """A loop that gives every optimizer all of these goes on as it was."""
     start = params()
     tx, extra = gradaccum.wrap(optax.adam(0.1), steps=STEPS), of_batch(("value", "grad", "value_fn"), start, X[0, 0], Y[0, 0])
     assert tx.update(start, tx.init(start), start, **extra)[1].micro_step == 1

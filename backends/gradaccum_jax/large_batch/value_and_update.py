@@ -64,9 +64,10 @@ def value_and_update(
 
     Returns:
         A function of ``(params, state, *batch, **extra)`` that returns ``(loss, updates, state)``, or ``((loss, aux), updates, state)``.
-        The loss is unscaled and is that of the whole batch, dropped micro-batches included. The updates are zeros if none was made, in the
-        parameters' dtypes. `extra` is passed on to the inner optimizer, and the loss as `value` unless `extra` has one: momo and
-        `optax.contrib.reduce_on_plateau` read it, others must ignore what they do not know, as optax asks.
+        The loss is unscaled and is that of the whole batch, dropped micro-batches included; that of `gradaccum_jax.result` leaves these
+        out. The updates are zeros if none was made, in the parameters' dtypes. `extra` is passed on to the inner optimizer, and the
+        window's loss as `value` unless `extra` has one: momo and `optax.contrib.reduce_on_plateau` read it, others must ignore what they
+        do not know, as optax asks.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
