@@ -1,4 +1,4 @@
-"""Each backend runs beside the reference through every short sequence of events, and through long random ones.
+"""Each backend runs beside the reference through every event in every state that can be reached, and through long random sequences.
 
 After each event every field is equal, and every sum is equal exactly.
 """
@@ -6,10 +6,12 @@ After each event every field is equal, and every sum is equal exactly.
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import gradaccum
@@ -19,6 +21,7 @@ from gradaccum_conformance.harness import Harness, Option, Session
 from gradaccum_conformance.reference.harness import harness as reference
 from gradaccum_conformance.scenarios import CAPTURE, coarse, poisoned, start
 from gradaccum_conformance.specs import LINEAR
+from gradaccum_conformance.walking import state_of, walk
 
 DYNAMIC = gradaccum.DynamicLossScale(init_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
 VARIANTS: dict[str, dict[str, Option]] = {
@@ -26,7 +29,8 @@ VARIANTS: dict[str, dict[str, Option]] = {
     "drop micro-batch": {"steps": 2, "loss_scale": DYNAMIC, "on_overflow": "drop_micro_batch", "reduction": "item_mean"},
     "schedule and skip norm": {"steps": [(0, 1), (1, 3)], "skip_norm": 4.0, "reduction": "sum"},
 }
-
+STATES = {"skip window": (50, 11), "drop micro-batch": (50, 11), "schedule and skip norm": (15, 3)}
+"""How many states a variant has, and how many events away the deepest is. Changed options or events change them."""
 
 GOOD, LARGE = coarse(LINEAR, 0, 2.0**-4), coarse(LINEAR, 1, 1.0)
 EVENTS = {
@@ -37,8 +41,6 @@ EVENTS = {
     "flush": lambda session: session.flush(),
     "discard": lambda session: session.discard(),
 }
-LENGTH = 3
-DEEP_LENGTH = 5
 LONGEST = 24
 ELEMENTS = sum(array.size for array in LARGE.values())
 LARGEST = max(float(np.abs(array).max()) for array in LARGE.values())
@@ -54,8 +56,10 @@ class Pair:
 
     def __init__(self, backend: Harness, options: dict[str, Option], mode: str | None = None) -> None:
         self.sessions = start(backend, mode=mode, **options), start(reference, **options)
+        self.done: Counter[str] = Counter()
 
     def do(self, event: str, history: tuple[str, ...]) -> None:
+        self.done[event] += 1
         for session in self.sessions:
             EVENTS[event](session)
         compare(*self.sessions, " ".join((*history, event)))
@@ -84,43 +88,53 @@ def compare(session: Session, truth: Session, history: str) -> None:
         np.testing.assert_allclose(session.parameters()[name], array, rtol=0, atol=tolerance, err_msg=f"{name} after {history}")
 
 
-def walk(pair: Pair, history: tuple[str, ...], length: int) -> int:
-    """Depth first over all sequences, so that each prefix runs once."""
-    if len(history) == length:
-        return 1
-    here, count = pair.snapshot(), 0
-    for event in EVENTS:
-        pair.do(event, history)
-        count += walk(pair, (*history, event), length)
-        pair.restore(here)
-    return count
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_event_in_every_state(backend: Harness, variant: str) -> None:
+    pair = Pair(backend, VARIANTS[variant])
+    depths = walk(pair, EVENTS, lambda: state_of(pair.sessions[1], VARIANTS[variant]))
+    assert (len(depths), max(depths.values())) == STATES[variant]
+    assert sum(pair.done.values()) == len(EVENTS) * len(depths)
+
+
+RANDOM = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+SEQUENCES = st.lists(st.sampled_from(list(EVENTS)), min_size=8, max_size=LONGEST)
+
+
+def run_sequence(pair: Pair, fresh: list[Option], events: list[str]) -> None:
+    pair.restore(fresh)
+    for index, event in enumerate(events):
+        pair.do(event, tuple(events[:index]))
 
 
 @by_variant
-def test_every_short_sequence(backend: Harness, deep: bool, options: dict[str, Option]) -> None:
-    length = DEEP_LENGTH if deep else LENGTH
-    assert walk(Pair(backend, options), (), length) == len(EVENTS) ** length
-
-
-@by_variant
-def test_long_random_sequences(backend: Harness, deep: bool, options: dict[str, Option]) -> None:
+def test_long_random_sequences(backend: Harness, options: dict[str, Option]) -> None:
+    """Without going back between two events, and always the same ones."""
     pair = Pair(backend, options)
     fresh = pair.snapshot()
 
-    @settings(
-        max_examples=200 if deep else 12,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.lists(st.sampled_from(list(EVENTS)), min_size=8, max_size=LONGEST))
+    @settings(max_examples=12, derandomize=True, phases=[Phase.generate], **RANDOM)
+    @given(SEQUENCES)
     def run(events: list[str]) -> None:
-        pair.restore(fresh)
-        for index, event in enumerate(events):
-            pair.do(event, tuple(events[:index]))
+        run_sequence(pair, fresh, events)
 
+    run()
+
+
+@pytest.mark.deep
+@by_variant
+def test_fresh_random_sequences(backend: Harness, options: dict[str, Option], pytestconfig: pytest.Config) -> None:
+    """Other ones in each run; a sequence that fails is made as short as it can be. ``--hypothesis-seed`` repeats a run."""
+    pair = Pair(backend, options)
+    fresh = pair.snapshot()
+    number = int(pytestconfig.getoption("--hypothesis-seed", None) or random.SystemRandom().randrange(2**32))
+
+    @seed(number)
+    @settings(max_examples=200, phases=[Phase.generate, Phase.shrink], **RANDOM)
+    @given(SEQUENCES)
+    def run(events: list[str]) -> None:
+        run_sequence(pair, fresh, events)
+
+    print(f"To repeat it: --hypothesis-seed={number}")
     run()
 
 
