@@ -31,7 +31,8 @@ def walk(walker: Walker, events: Iterable[str], state: Callable[[], Hashable]) -
     Returns:
         The states, each with the least number of events that lead to it.
     """
-    depths, waiting = {state(): 0}, deque([((), walker.snapshot())])
+    depths = {state(): 0}
+    waiting: deque[tuple[tuple[str, ...], Any]] = deque([((), walker.snapshot())])
     while waiting:
         path, here = waiting.popleft()
         for event in events:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_every_event_in_every_state(backend: Harness, variant: str) -> None:
     assert sum(pair.done.values()) == len(EVENTS) * len(depths)
 
 
-RANDOM = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+RANDOM: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 SEQUENCES = st.lists(st.sampled_from(list(EVENTS)), min_size=8, max_size=LONGEST)
 
 
