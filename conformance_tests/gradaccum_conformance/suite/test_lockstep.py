@@ -127,7 +127,8 @@ def test_fresh_random_sequences(backend: Harness, options: dict[str, Option], py
     """Other ones in each run; a sequence that fails is made as short as it can be. ``--hypothesis-seed`` repeats a run."""
     pair = Pair(backend, options)
     fresh = pair.snapshot()
-    number = int(pytestconfig.getoption("--hypothesis-seed", None) or random.SystemRandom().randrange(2**32))
+    given_seed = str(pytestconfig.getoption("--hypothesis-seed", None))
+    number = int(given_seed) if given_seed.isdigit() else random.SystemRandom().randrange(2**32)
 
     @seed(number)
     @settings(max_examples=200, phases=[Phase.generate, Phase.shrink], **RANDOM)
