@@ -18,7 +18,6 @@ from pathlib import Path
 from gradaccum import DynamicLossScale, available_backends
 from gradaccum.doctor.versions import installed_version, requirements_of
 from gradaccum_conformance.demo.batches import LARGE_BATCH, MICRO_BATCH, cut
-from gradaccum_conformance.demo.data import load
 from gradaccum_conformance.harness import Harness, Option, Setup
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.scenarios import micro_loss
@@ -42,6 +41,8 @@ Held = dict[tuple[str, str], list[str]]
 
 def micro_batches() -> list[Batch]:
     """Of the digits' training items, those that come first."""
+    from gradaccum_conformance.demo.data import load  # scikit-learn takes a second, in each process that collects the suite.
+
     return list(cut(load().train.rows(0, ITEMS), MICRO_BATCH))
 
 
