@@ -7,11 +7,14 @@ It sits under one key beside the inner optimizer's own entries, and torch ignore
 - ``worker``: the rank that saved it and the number of workers, as the sum of each is a part of that of all;
 - ``parameters``: shape, dtype and name of each, to refuse another model's state;
 - ``sums``: the partial sum by the index of its parameter, only while a window is open;
+- ``loss`` and ``window_loss``: what the open window's losses add up to, and the loss of the last closed one;
+- ``noise``: the four fields of `gradaccum.kit.Noise`, only with ``noise_scale=``;
 - ``masters``: the float32 master of each half-precision parameter by the index of that parameter, only with ``master_weights=True``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +22,8 @@ import torch
 from torch import Tensor
 
 from gradaccum import CheckpointError
-from gradaccum.kit import Options, State, Terms, UntilWeight, code_of, explain, initial_state, resumed
+from gradaccum.kit import Noise, Options, State, Terms, UntilWeight, code_of, explain, initial_state, resumed
+from gradaccum_torch.knowledge import NOTHING_KNOWN, Known
 from gradaccum_torch.masters import Group, Parameters
 from gradaccum_torch.torch_private import is_sharded
 
@@ -52,6 +56,7 @@ class Saved(NamedTuple):
     """The float32 masters by the index of their parameter."""
     place: Place = None
     """The worker that saved it."""
+    known: Known = NOTHING_KNOWN
 
     def resumed(self, options: Options, place: Place) -> State:
         """The fields to go on with under `options`, for the worker at `place`.
@@ -91,6 +96,9 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
         "parameters": describe(groups),
         "sums": {index: _savable(total) for index, total in saved.sums.items()},
         "masters": {index: master.detach() for index, master in saved.masters.items()},
+        "loss": saved.known.loss,
+        "window_loss": saved.known.window_loss,
+        **({} if saved.known.noise is None else {"noise": list(saved.known.noise)}),
     }
 
 
@@ -103,6 +111,13 @@ def _terms(saved: Mapping[str, Any]) -> Terms:
     """What `_with_coded_size` made a mapping of."""
     steps = saved["steps"]
     return Terms(**{**saved, "steps": UntilWeight(-steps) if steps is not None and steps < 0 else steps})
+
+
+def _known(entry: Entry) -> Known:
+    """What the saved window knew; an older version of this library did not save it."""
+    noise = entry.get("noise")
+    loss = entry.get("loss", math.nan if entry["micro_step"] else 0.0)
+    return Known(loss, entry.get("window_loss", math.nan), None if noise is None else Noise(*noise))
 
 
 def _savable(total: Tensor) -> Tensor:
@@ -123,7 +138,7 @@ def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> 
         _require_sum(index, total, own.positions(), sum_dtypes)
     masters = entry.get("masters", {})
     _require_masters(masters, own.masters())
-    return Saved(fields, _terms(entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters, entry.get("worker"))
+    return Saved(fields, _terms(entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters, entry.get("worker"), _known(entry))
 
 
 def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:

@@ -1,17 +1,12 @@
-"""What the listeners of a wrapped optimizer hear: gathered while its window is open, told when the call that closed it is through.
-
-A loss stays on its device until the window ends. Without a listener nothing is kept, and nothing waits.
-"""
+"""The listeners of a wrapped optimizer hear of a window when the call that closed it is through."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from torch import Tensor
-
 from gradaccum import StepResult
-from gradaccum.kit import Handle, Listener, Listeners, Losses, Reduction, State
+from gradaccum.kit import Handle, Listener, Listeners, State
 
 T = TypeVar("T")
 
@@ -25,43 +20,19 @@ class Ended(Protocol):
 
 
 class Listening:
-    """The listeners of one optimizer and the losses of its open window.
+    """The listeners of one optimizer."""
 
-    Args:
-        reduction: the optimizer's.
-    """
-
-    def __init__(self, reduction: Reduction) -> None:
-        self._listeners, self._losses = Listeners(), Losses(reduction)
+    def __init__(self) -> None:
+        self._listeners = Listeners()
 
     def add(self, listener: Listener) -> Handle:
         """Tell `listener` too."""
         return self._listeners.add(listener)
 
-    def hear(self, loss: Tensor, weight: float) -> None:
-        """A loss of the micro-batch under way, shape ``()``."""
-        if self._listeners and loss.ndim == 0:
-            # A copy: a captured CUDA graph writes the next loss into the same memory.
-            self._losses.tell(loss.detach().clone(), weight)
-
-    def counted(self, *, dropped: bool) -> None:
-        """The micro-batch was counted; `dropped`: it added nothing. Its window may close after this."""
-        if self._listeners:
-            self._losses.count(dropped=dropped)
-
-    def drop(self) -> None:
-        """The micro-batch under way was cleared."""
-        self._losses.drop()
-
-    def forget(self) -> None:
-        """The window was discarded."""
-        self._losses.forget()
-
     def window_ended(self, before: State, window: Ended) -> None:
         """`window` has closed, and the call that closed it may go on; `before`: its state before, with the weight of all workers."""
         if self._listeners:
-            loss = self._losses.of_window(before.micro_step)
-            self._listeners.note(window.result, weight=before.weight, micro_batches=before.micro_step, loss=loss)
+            self._listeners.note(window.result, weight=before.weight, micro_batches=before.micro_step)
 
     def after(self, call: Callable[[], T]) -> T:
         """Make a `call` that may close windows, and tell of them when it is through."""
@@ -71,5 +42,5 @@ class Listening:
             return call()
 
 
-NOBODY = Listening("mean")
+NOBODY = Listening()
 """For an optimizer that never had a listener."""

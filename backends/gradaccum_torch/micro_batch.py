@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gradaccum_torch.knowledge import Told
 from gradaccum_torch.misuse import not_scaled_error, other_weight_error
 from gradaccum_torch.sentinel import Sentinels
 
@@ -16,6 +17,13 @@ class MicroBatch(NamedTuple):
     """A loss was given to ``opt.backward`` or ``opt.scale``, with this weight."""
     scaled_by_user: bool = False
     """``opt.scale`` was called, so a plain ``backward()`` is expected."""
+    losses: tuple[Told, ...] = ()
+    """Its losses as they were told, not scaled; empty if nobody told them."""
+
+    def all_losses(self, sentinels: Sentinels) -> tuple[Told, ...]:
+        """Its losses; empty if some were not told: there was a plain ``backward()`` beside ``opt.backward``."""
+        some = self.noted and not self.scaled_by_user and sentinels.arrivals.outside
+        return () if some else self.losses
 
     def require_same(self, weight: float) -> None:
         """All losses of one micro-batch have one weight.

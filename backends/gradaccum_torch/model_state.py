@@ -6,6 +6,7 @@ their parameters, which torch calls by name and shards.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -21,7 +22,10 @@ from gradaccum_torch.torch_private import LocalVariables
 from gradaccum_torch.workers import Workers
 
 MASTER = "gradaccum_master"
-_ELSEWHERE = ("parameters", "sums", "masters", "worker")
+_MEASURED = "grad_norm"
+_TOGETHER = (_MEASURED, "loss", "window_loss", "noise")
+"""One text has all of these: torch loads no state without an entry that it looks for, as an older one is."""
+_ELSEWHERE = ("parameters", "sums", "masters", "worker", "loss", "window_loss", "noise")
 """Parts of the entry that are not saved in the first group. No worker's own sum is saved so, and other workers may load it."""
 
 
@@ -44,7 +48,8 @@ def spread(
     for index, parameter in enumerate(parameters.positions() if masters else ()):
         # A parameter that is its own master gets an entry too: torch wants a state for each, and the inner optimizer may have none.
         state_dict["state"].setdefault(index, {})[MASTER] = masters.get(index, parameter.detach())
-    state_dict["param_groups"][0][KEY] = {name: value for name, value in entry.items() if name not in _ELSEWHERE}
+    rest = {name: value for name, value in entry.items() if name not in _ELSEWHERE}
+    state_dict["param_groups"][0][KEY] = {**rest, _MEASURED: json.dumps([entry.get(name) for name in _TOGETHER])}
     return state_dict
 
 
@@ -63,7 +68,7 @@ def gather(state_dict: StateDict, parameters: Parameters, workers: Workers) -> S
     for index in notes_of(groups[0][KEY]).stateless:
         state.pop(names[index], None)
     own = parameters.masters()
-    entry = take(sums, groups[0][KEY], parameters, workers)
+    entry = take(sums, _apart(groups[0][KEY]), parameters, workers)
     return {
         **state_dict,
         "state": {name: entries for name, entries in state.items() if entries},
@@ -74,6 +79,14 @@ def gather(state_dict: StateDict, parameters: Parameters, workers: Workers) -> S
             "masters": {index: master for index, master in masters.items() if index in own},
         },
     }
+
+
+def _apart(entry: Entry) -> Entry:
+    """`entry` with its measurements apart, as an older version of this library saved it with a norm alone."""
+    if not isinstance(together := entry[_MEASURED], str):
+        return entry
+    found = zip(_TOGETHER, json.loads(together), strict=True)
+    return {**entry, **{name: value for name, value in found if value is not None}}
 
 
 def _taken_out(state: dict[Any, dict[str, Any]], names: Sequence[Any], key: str) -> dict[int, Tensor]:

@@ -49,7 +49,7 @@ def put(
     workers: Workers,
 ) -> None:
     """Put the sums of `entry` into `state_dict`, zeros where there is none, and beside the entry what tells them apart; collective."""
-    shares = workers.shares(State(*(entry[name] for name in State._fields)))
+    shares = workers.shares(State(*(entry[name] for name in State._fields)), entry["loss"])
     entry[_NOTES] = json.dumps(Notes(shares, sorted(entry["sums"]), _fill(state_dict, inner, parameters)))
     for index, (parameter, dtype) in enumerate(zip(parameters.positions(), sum_dtypes, strict=True)):
         total = entry["sums"].get(index)
@@ -70,12 +70,12 @@ def take(sums: dict[int, Tensor], entry: Entry, parameters: Parameters, workers:
     if not notes.shares or not sums.keys() >= set(notes.present):
         raise _no_room_error()
     shares = Shares(*notes.shares)
-    weight, factors = workers.own(shares)
+    weight, loss, factors = workers.own(shares)
     positions = parameters.positions()
     held = {index: _as_split(sums[index], positions[index]) for index in notes.present}
     if any(factor != 1 for factor in factors):
         held = {index: total * factors[index] for index, total in held.items()}
-    return {**rest, "weight": weight, "overflow": shares.overflow, "sums": held}
+    return {**rest, "weight": weight, "loss": loss, "overflow": shares.overflow, "sums": held}
 
 
 def notes_of(entry: Entry) -> Notes:

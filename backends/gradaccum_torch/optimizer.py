@@ -63,7 +63,11 @@ class AccumulatingOptimizer(DelegatingOptimizer):
 
     @property
     def result(self) -> StepResult:
-        """What the last ``step``, ``flush`` or ``discard`` did, in Python numbers."""
+        """What the last ``step``, ``flush`` or ``discard`` did, in Python numbers.
+
+        Its ``loss`` is known if each micro-batch went through ``opt.backward`` or ``opt.scale``, or through a closure that returns it.
+        With ``on_overflow="ignore"`` and losses on an accelerator this waits for the device, where a window's end did not.
+        """
         return self._window.result
 
     @property
@@ -75,8 +79,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
 
         It is called when the ``step`` or ``flush`` that closed the window is through, and never in mid-window or for ``discard``. What it
-        raises is raised by that call; the window has ended by then, and the update is made. A window's loss is known if each micro-batch
-        went through ``opt.backward`` or ``opt.scale``. It waits for the device at the window's end; without a listener nothing does.
+        raises is raised by that call; the window has ended by then, and the update is made. The window's loss is that of `result`.
         Listeners belong to this object: no state, pickle or copy has them.
 
         Args:
@@ -88,7 +91,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         Raises:
             ArgumentTypeError: `listener` cannot be called.
         """
-        listening = Listening(self._options.reduction) if self._window.listening is NOBODY else self._window.listening
+        listening = Listening() if self._window.listening is NOBODY else self._window.listening
         handle = listening.add(listener)
         self._window.listening = listening
         return handle
@@ -111,7 +114,6 @@ class AccumulatingOptimizer(DelegatingOptimizer):
             self._workers.require_no_graph()
         own = 1.0 if weight is None else require_weight(weight)
         self._window.backward(require_loss(loss), own, kwargs)
-        self._window.listening.hear(loss, own)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for ``opt.scale(loss).backward()``; the weight is then 1.
@@ -123,9 +125,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
             ArgumentTypeError: `loss` is no tensor.
             UsageError: another loss of the same micro-batch had another weight.
         """
-        scaled = self._window.scale(require_loss(loss))
-        self._window.listening.hear(loss, 1.0)
-        return scaled
+        return self._window.scale(require_loss(loss))
 
     def step(self, closure: Callable[[], Loss] | None = None) -> StepReturn:
         """Count the micro-batch whose gradient is in ``.grad``, and at the end of the window make the update.
@@ -147,6 +147,8 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         loss = None if closure is None else evaluated_once(closure)
         if _FROM_SCALER in self.__dict__:
             return self._step_for_scaler()
+        if closure is not None:
+            window.tell(loss)
         window.add()
         if window.ends():
             with noting_missing_closure(given=closure is not None):
@@ -249,4 +251,4 @@ class AccumulatingOptimizer(DelegatingOptimizer):
 
     def _load(self, state_dict: StateDict) -> None:
         load(state_dict, self._window, self._parameters, self._inner, self._workers)
-        self._loads.note(self.result.optimizer_step)
+        self._loads.note(self._window.updates)

@@ -120,7 +120,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._scheduler.step(*args, **kwargs)
 
     def _updates(self) -> int:
-        return int(self._scheduler.optimizer.result.optimizer_step)
+        return int(self._scheduler.optimizer._window.updates)
 
     def _follow_loads(self) -> None:
         """Loading a state into the optimizer alone is no update: the scheduler counts as having moved at the loaded one."""

@@ -19,6 +19,7 @@ from gradaccum_torch.masters import Parameters
 from gradaccum_torch.misuse import changed_gradients_error, interrupted_error, unfinished_error
 from gradaccum_torch.norm import Measured, measure
 from gradaccum_torch.sentinel import Sentinels
+from gradaccum_torch.tensors import coalesced
 
 
 class Strategy(ABC):
@@ -136,6 +137,11 @@ class Strategy(ABC):
     @abstractmethod
     def settle(self) -> list[Tensor]:
         """The window ends: note which parameters have a gradient. Returns the sum as tensors, each row of a sparse one held once."""
+
+    def norm_so_far(self) -> float:
+        """The global 2-norm of the open window's sum, inf if that is not finite; nothing is noted and nothing changed."""
+        sums = {id(total): coalesced(total) for total in self.sums() if total is not None}
+        return measure(list(sums.values())).norm
 
     def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
         """The sum's global 2-norm and whether every element is finite; `notes` are scalars to be read in the same transfer."""

@@ -5,7 +5,6 @@ The state is in Python numbers, so that a micro-batch costs one transition and a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,27 +20,24 @@ from gradaccum.kit import (
     State,
     accumulate,
     at_rest,
-    close,
-    decide,
     discard,
-    divisor,
     ends,
     initial_state,
-    measures,
     select,
     terms_of,
 )
 from gradaccum_torch.attempt import StepReturn
 from gradaccum_torch.checks import Size, known_window_size, window_size
+from gradaccum_torch.closing import Closing
 from gradaccum_torch.closure import Loss, require_no_weight, require_plain
 from gradaccum_torch.entry import Saved, own_copy
 from gradaccum_torch.grad_scaler import ScalerLink
+from gradaccum_torch.knowledge import Knowledge, Known, Told, as_told
 from gradaccum_torch.listening import NOBODY
 from gradaccum_torch.loss import factor, scaled
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.micro_batch import NOTHING_SAID, MicroBatch
-from gradaccum_torch.misuse import cast_in_window_error, changed_gradients_error, unfinished_error
-from gradaccum_torch.norm import UNMEASURED, Measured
+from gradaccum_torch.misuse import cast_in_window_error, unfinished_error
 from gradaccum_torch.plan import Plan
 from gradaccum_torch.update import Update, through
 from gradaccum_torch.workers import Workers
@@ -65,66 +61,82 @@ class Window:
         self._parameters, self._options, self._update = parameters, options, update
         self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
         self._micro_batch, self._grad_norm, self.listening = NOTHING_SAID, 0.0, NOBODY
+        self._knowledge = Knowledge(options)
+        self._closing = Closing(parameters, options, scaler, self._knowledge)
         self._plan = Plan(parameters, options, workers.deferred)
         self.strategy = self._plan.strategy()
         self._size: Size = None
-        self._measures = measures(options)
         self._fields: State
         self._set(initial_state(options.scale_rule.init_scale))
         self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
 
     @property
     def result(self) -> StepResult:
-        """What the last event did."""
-        fields = self._fields
-        return StepResult(*self._event, self._grad_norm, fields.loss_scale, fields.micro_step, fields.optimizer_step)
+        """What the last event did; waits for the device where nothing else has and a loss is there."""
+        fields, known = self._fields, self._knowledge
+        counted = fields.loss_scale, fields.micro_step, fields.optimizer_step
+        return StepResult(*self._event, self._grad_norm, *counted, known.loss, known.noise_scale)
+
+    @property
+    def updates(self) -> int:
+        """The updates applied since the start."""
+        return int(self._fields.optimizer_step)
 
     def backward(self, loss: Tensor, weight: float, arguments: Mapping[str, Any]) -> None:
         """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only note it."""
         micro_batch = self._micro_batch
         micro_batch.require_same(weight)
+        losses = micro_batch.losses
         if weight:
             self._require_whole()
-            loss = scaled(loss, weight, self._fields, self._options, self._scaler)
-            self.strategy.backward(loss, arguments, first=self._fields.micro_step == 0)
-        self._micro_batch = MicroBatch(weight, True, micro_batch.scaled_by_user)
+            factored = scaled(loss, weight, self._fields, self._options, self._scaler)
+            self.strategy.backward(factored, arguments, first=self._fields.micro_step == 0)
+            losses = *losses, as_told(loss)
+        self._micro_batch = MicroBatch(weight, True, micro_batch.scaled_by_user, losses)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss`, of any shape, times the loss scale, for the user to differentiate."""
         self._micro_batch.require_same(1.0)
-        self._micro_batch = MicroBatch(1.0, True, scaled_by_user=True)
+        self._micro_batch = MicroBatch(1.0, True, True, (*self._micro_batch.losses, as_told(loss)))
         return scaled(loss, 1.0, self._fields, self._options, self._scaler)
 
     def note_scaled(self) -> None:
         """The user has scaled the loss of the micro-batch under way, with the `torch.amp.GradScaler` itself."""
         self._micro_batch = self._micro_batch._replace(scaled_by_user=True)
 
+    def tell(self, loss: object) -> None:
+        """A closure returned `loss`: the micro-batch's, unless the closure used ``backward`` or ``scale`` of this object."""
+        if not self._micro_batch.noted:
+            self._micro_batch = self._micro_batch._replace(losses=(as_told(loss),))
+
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear ``.grad`` between two windows; in mid-window keep the partial sum."""
         if self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0):
             self._micro_batch = NOTHING_SAID
-            self.listening.drop()
 
     def add(self) -> None:
         """End the micro-batch under way: check it, add it to the sum, count it."""
-        first, self._size = self._fields.micro_step == 0, self.size  # Looked up once, so that a schedule cannot change it under way.
+        if first := self._fields.micro_step == 0:
+            self._size = self.size  # Looked up once, so that a schedule cannot change it under way.
         fields, micro_batch, weight, sentinels = self._fields, self._micro_batch, self._micro_batch.weight, self.strategy.sentinels
         if self._update.half_made or sentinels.arrivals.under_way or self._workers.not_own:
             self._require_whole("step()")
         if self._scale_in_use or micro_batch.noted:
             micro_batch.require_scaled(sentinels, factor(weight, fields, self._options), self._scale_in_use)
         if not sentinels.intact():
-            self._require_true_gradient(State(*accumulate(fields, weight, True, select)))
+            self._closing.require_true_gradient(State(*accumulate(fields, weight, True, select)), self._size, self.strategy)
         if first and not self._plan.holds():
             self.groups_changed()
+        losses = micro_batch.losses and micro_batch.all_losses(sentinels)
         finite = self.strategy.take()
         self._micro_batch = NOTHING_SAID
         if self._scaler is not None:
             self._scaler.count(first=first)
         self._fields = at_rest(accumulate(fields, weight, finite, select), float64_weight=self._plan.float64_weight)
         self._event = _NOTHING_CLOSED if finite else _DROPPED
-        if self.listening is not NOBODY:
-            self.listening.counted(dropped=not finite)
+        self._knowledge.counted(fields, weight, finite, losses)
+        if self._knowledge.measures_noise and self._knowledge.is_first(self._fields):
+            self._knowledge.first_seen(self.fields_to_save(), self.strategy.norm_so_far())
 
     @property
     def size(self) -> Size:
@@ -139,16 +151,14 @@ class Window:
         """End the window, which holds a micro-batch at least: measure, decide, make the update, finish."""
         if not self._plan.holds_dtypes():
             raise cast_in_window_error()
-        if self._workers.several and not self._join():
-            return
-        measured, strayed = self._measure()
-        # Clipping comes after this: a sum that leaves the range before it is an overflow, as it would be in a large batch.
-        unclipped = divisor(self._fields, self._options, select)
-        finite = measured.finite and (measured is UNMEASURED or self.strategy.fits(measured.norm, unclipped))
-        decision = Decision(*decide(self._fields, measured.norm, finite, self._options, select, self._plan.largest))
+        if self._workers.several:
+            self._set(self._closing.join(self._workers, self._fields, self.strategy, self._plan.zeros))
+            if not self._workers.joined:
+                return
+        self._fields, decision, *_ = verdict = self._closing.verdict(self._fields, self.strategy, self._plan)
         try:
             if decision.apply:
-                self._update.make(self.strategy, decision.divisor, unclipped, measured.norms, strayed)
+                self._update.make(self.strategy, decision.divisor, verdict.unclipped, verdict.norms, verdict.strayed)
         finally:
             if self._update.made or not decision.apply:
                 self._finish(decision)
@@ -157,13 +167,15 @@ class Window:
         """An update of one micro-batch, whose gradient the closure puts into ``.grad``; it counts once it is made."""
         require_plain(self._options, self.size, self._parameters)
         self._workers.require_no_closure()
+        losses: list[Told] = []
         try:
-            return self._update.make_with(lambda: self._evaluated(closure))
+            return self._update.make_with(lambda: self._evaluated(closure, losses))
         finally:
             if self._update.made:
                 self._micro_batch = NOTHING_SAID
+                self._knowledge.counted(self._fields, 1.0, True, losses)
                 self._set(accumulate(self._fields, 1.0, True, select))
-                self._finish(Decision(True, False, 1.0, self.strategy.measure().norm if self._measures else math.nan))
+                self._finish(Decision(True, False, 1.0, self._closing.norm(self.strategy)))
 
     def flush(self) -> None:
         """Close the window with what it holds."""
@@ -172,7 +184,7 @@ class Window:
             raise unfinished_error("flush()")
         self._event = _NOTHING_CLOSED
         if self._fields.micro_step and not self.strategy.sentinels.intact():
-            self._require_true_gradient(self._fields, flushing=True)
+            self._closing.require_true_gradient(self._fields, self._size, self.strategy, flushing=True)
         self._workers.flush(self.close, is_open=self._fields.micro_step > 0)
 
     def discard(self) -> None:
@@ -181,7 +193,7 @@ class Window:
         self._micro_batch, self._update.half_made = NOTHING_SAID, False
         self._workers.window_ended()
         self._set(discard(self._fields))
-        self.listening.forget()
+        self._knowledge.discard()
 
     def is_under_way(self) -> bool:
         """Whether a window is open, or the micro-batch that opens one has begun."""
@@ -189,6 +201,7 @@ class Window:
 
     def groups_changed(self) -> None:
         """Parameters were added, replaced, frozen or cast; if the sum must now live elsewhere, it moves there."""
+        self._knowledge.groups_changed()
         self._parameters.groups_changed()
         self._plan, old = Plan(self._parameters, self._options, self._workers.deferred), self.strategy
         self.strategy = self._plan.carried_over(old)
@@ -209,7 +222,8 @@ class Window:
         # Between two windows the schedule, which may have come to its end, is not asked.
         terms = terms_of(self._options._replace(steps=self._size if fields.micro_step else None), fields.optimizer_step)
         held = {index: total for index, total in enumerate(self.strategy.sums() if fields.micro_step else ()) if total is not None}
-        return Saved(fields, terms, self._grad_norm, held, self._parameters.masters(), self._workers.place)
+        known = self._knowledge.saved(fields.micro_step)
+        return Saved(fields, terms, self._grad_norm, held, self._parameters.masters(), self._workers.place, known)
 
     def resumed(self, saved: Saved) -> State:
         """The fields to go on with; an open window under other options, or of another worker, is refused."""
@@ -223,40 +237,33 @@ class Window:
         self._micro_batch = NOTHING_SAID
         self.strategy.load([own_copy(saved.sums.get(index), each) for index, each in enumerate(self._parameters.positions())])
         self._parameters.load(saved.masters)
-        self._start_with(saved.fields, saved.grad_norm)
+        self._start_with(saved.fields, saved.grad_norm, saved.known)
 
     def pickled(self) -> dict[str, Any]:
         """The state for `unpickle` of a copy, in the midst of a micro-batch too."""
         state = {"fields": self.fields_to_save(), "grad_norm": self._grad_norm, "micro_batch": self._micro_batch}
-        return {**state, "strategy": self.strategy.pickled()}
+        return {**state, "strategy": self.strategy.pickled(), "known": self._knowledge.saved(self._fields.micro_step)}
 
     def unpickle(self, pickled: Mapping[str, Any]) -> None:
         """Go on with what `pickled` gave."""
-        self._start_with(pickled["fields"], pickled["grad_norm"])
+        self._start_with(pickled["fields"], pickled["grad_norm"], pickled["known"])
         self._micro_batch = pickled["micro_batch"]
         self.strategy.unpickle(pickled["strategy"])
 
-    def _evaluated(self, closure: Callable[[], Loss]) -> Loss:
+    def _evaluated(self, closure: Callable[[], Loss], losses: list[Told]) -> Loss:
+        """What `closure` returns. The micro-batch's loss is that of the first evaluation, before the parameters have moved."""
+        self._micro_batch = self._micro_batch._replace(losses=())
         loss, weight = closure(), self._micro_batch.weight
+        self.tell(loss)
+        losses.extend(self._micro_batch.losses if not losses else ())
         require_no_weight(weight, factor(weight, self._fields, self._options))
         return loss
 
-    def _measure(self) -> tuple[Measured, bool]:
-        """The sum's norm, where the end needs it, and whether the model may differ from the rounded masters."""
-        if not self._measures:
-            self.strategy.settle()
-            return UNMEASURED, self._parameters.may_have_strayed()
-        strayed, scale = self._parameters.strayed(), () if self._scaler is None else self._scaler.notes()
-        measured = self.strategy.measure((*scale, *strayed))
-        if self._scaler is not None:
-            self._fields = self._scaler.used(self._fields, measured.notes[: len(scale)])
-        return measured, any(measured.notes[len(scale) :])
-
     def _finish(self, decision: Decision) -> None:
         """Count the window, free its sum, move the loss scale."""
-        options = self._options if self._scaler is None else self._options._replace(scale_rule=self._scaler.rule)
         ended, self._grad_norm = self._fields, decision.grad_norm
-        self._set(close(ended, decision.apply, decision.overflow, options, select), (decision.apply, not decision.apply, decision.overflow))
+        self._knowledge.window_ended(ended, decision.grad_norm)
+        self._set(self._closing.closed(ended, decision), (decision.apply, not decision.apply, decision.overflow))
         through(self.strategy.window_ended)
         self._workers.window_ended()
         self.strategy.sentinels.window_ended()
@@ -265,20 +272,10 @@ class Window:
             self._scaler.window_ended(self._fields, decision.overflow)
         self.listening.window_ended(ended, self)
 
-    def _join(self) -> bool:
-        """Make the sum and its weight those of all workers; False if all are empty."""
-        if self._scaler is not None and self._fields.micro_step == 0:
-            self._scaler.count(first=True)
-        own = self.strategy.sums()
-        fields, sums = self._workers.join(self._fields, own, self._plan.zeros)
-        if sums is not own:
-            self.strategy.load(sums)
-        self._set(fields)
-        return self._workers.joined
-
-    def _start_with(self, fields: State, grad_norm: float) -> None:
+    def _start_with(self, fields: State, grad_norm: float, known: Known) -> None:
         self._size = window_size(self._options, fields.optimizer_step) if fields.micro_step else None
         self._update.half_made, self._grad_norm = False, grad_norm
+        self._knowledge.restore(known, fields.micro_step)
         self._workers.window_ended()
         self._set(fields)
         self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
@@ -298,9 +295,3 @@ class Window:
         self.strategy.require_whole()
         if call is not None:
             self._workers.require_own_sum(call)
-
-    def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
-        """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1."""
-        if divisor(after, self._options, select) != 1 or not (flushing or ends(after, self._size, select)):
-            raise changed_gradients_error()
-        self.strategy.require_true_gradient(first=after.micro_step == 1, flushing=flushing)

@@ -47,7 +47,18 @@ def test_numbers_are_exact_in_float32() -> None:
         total = torch.zeros(len(sent[0]))
         for numbers in order:
             total += torch.tensor(numbers)
-        assert decode(total.tolist(), len(weights)) == (math.fsum(weights), True, 15, 2, [False, True])
+        assert decode(total.tolist(), len(weights)) == (math.fsum(weights), True, 15, 2, [False, True], [])
+
+
+@pytest.mark.parametrize("losses", [(0.1, 1e-300, -3.0), (math.inf, 1.0, 2.0), (math.inf, -math.inf, 1.0), (math.nan, 1.0, 2.0)])
+def test_losses_travel_as_they_are(losses: tuple[float, ...]) -> None:
+    """Also those that are not finite, which float32 arithmetic beside the other numbers would spread."""
+    state = initial_state(1.0)._replace(weight=2.0)
+    sent = [encode(state, False, [True], rank, 3, [loss, 7.5 * rank]) for rank, loss in enumerate(losses)]
+    found = decode(torch.tensor(sent).sum(0).tolist(), 3, 2)
+    assert found[:5] == (6.0, False, 0, 0, [True])
+    assert found.others[1] == 22.5
+    assert repr(found.others[0]) == repr(sum(losses))
 
 
 def test_riders_are_small_and_alike() -> None:
@@ -78,4 +89,4 @@ def _require_same_bits(one: Any, other: Any) -> None:
         for key in one:
             _require_same_bits(one[key], other[key])
     else:
-        assert one == other
+        assert one == other or repr(one) == repr(other) == "nan"

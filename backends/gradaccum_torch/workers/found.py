@@ -36,25 +36,32 @@ def workers_of(optimizer: torch.optim.Optimizer, module: object, options: Option
     Raises:
         ArgumentTypeError, ArgumentValueError, UsageError: as `group_of`, `Shards` and `require_deferrable`; or `options` need one worker.
     """
-    return _require_allowed(_found(optimizer, module, options, gradient_sync), options)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return _require_allowed(_found(optimizer, parameters, module, options, gradient_sync), parameters, options)
 
 
-def _require_allowed(workers: Workers, options: Options) -> Workers:
+def _require_allowed(workers: Workers, parameters: Sequence[Tensor], options: Options) -> Workers:
     """`workers`, which may be alone or have these options.
 
     Raises:
-        ArgumentValueError: windows end by their weight, and each worker sees its own only.
+        ArgumentValueError: windows end by their weight, and each worker sees its own only; or the noise scale is to be measured of sharded
+            gradients, which the engine adds up over workers before the norm of one worker's could be taken.
     """
     # After the comparison of the workers' options: where one alone has this one, that tells all of them.
     several = workers.place is None or workers.place[1] > 1
     if several and isinstance(options.steps, UntilWeight):
         raise shared_until_weight_error(options.steps)
+    if options.noise_decay is not None and any(map(is_sharded, parameters)):
+        expected, found = "whole parameters on each worker", "sharded ones, whose gradients are those of all workers in each micro-batch"
+        fix = "Leave noise_scale out, or measure it under DistributedDataParallel with module=."
+        raise explain(ArgumentValueError, "noise_scale", expected=expected, found=found, fix=fix)
     return workers
 
 
-def _found(optimizer: torch.optim.Optimizer, module: object, options: Options, gradient_sync: object) -> Workers:
+def _found(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], module: object, options: Options, gradient_sync: object
+) -> Workers:
     sync = _require_sync(gradient_sync)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if _shares_parameters(module, parameters):
         return _shard_group(optimizer, parameters, module, options, sync)
     if sync != "micro_batch":

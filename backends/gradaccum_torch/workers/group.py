@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError
-from gradaccum.kit import Fields, State, explain, joined, missing_worker_error, torn_window_error, update_due_error
+from gradaccum.kit import State, explain, joined, missing_worker_error, torn_window_error, update_due_error
 from gradaccum_torch.torch_private import is_sharded
 from gradaccum_torch.workers.numbers import Numbers, decode, encode
 from gradaccum_torch.workers.reduction import FirstBucket, all_reduce, riders
-from gradaccum_torch.workers.workers import Sums, Workers
+from gradaccum_torch.workers.workers import Joined, Sums, Workers
 
 
 @final
@@ -53,22 +53,22 @@ class WorkerGroup(Workers):
         """The positions of the sums that rode with the numbers in the last window: the same on all workers, as each end is collective."""
         self._hold("own")
 
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         if self.joined:
-            return fields, sums
+            return Joined(fields, sums, numbers)
         _require_dense(sums)
         if any(each.grad is not None and each.grad.requires_grad for each in self._module.parameters()):
             self.require_no_graph()
         try:
-            numbers, whole = self._added_up(fields, sums, zeros)
+            added, whole = self._added_up(fields, sums, zeros, numbers)
         except RuntimeError as error:
             self._hold("torn")
             raise missing_worker_error(fields, self._rank) from error
-        self._all_flush = numbers.flushes == self._workers
-        self._hold("of all" if numbers.micro_batches else "own")
+        self._all_flush = added.flushes == self._workers
+        self._hold("of all" if added.micro_batches else "own")
         # The next forward pass sends the buffers, as after a reduction of the module's own.
         self._module.require_forward_param_sync = True
-        return joined(fields, numbers.weight, numbers.overflow), whole
+        return Joined(joined(fields, added.weight, added.overflow), whole, added.others)
 
     def flush(self, close: Callable[[], None], is_open: bool) -> None:
         self._flushing = True
@@ -103,13 +103,13 @@ class WorkerGroup(Workers):
         self.joined, self.not_own = held == "of all", held != "own"
 
     @torch.no_grad()
-    def _added_up(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Numbers, Sums]:
-        own = encode(fields, self._flushing, [total is not None for total in sums], self._rank, self._workers)
+    def _added_up(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float]) -> tuple[Numbers, Sums]:
+        own = encode(fields, self._flushing, [total is not None for total in sums], self._rank, self._workers, others)
         whole, guess = sums, [index for index in self._riders if index < len(sums)]
         while True:
             whole = _filled(whole, guess, zeros)
             bucket = FirstBucket(own, [total for index in guess if (total := whole[index]) is not None], self._device, self.group)
-            numbers = decode(bucket.numbers(), self._workers)
+            numbers = decode(bucket.numbers(), self._workers, len(others))
             whole = _filled(whole, [index for index, there in enumerate(numbers.present) if there], zeros, others=False)
             self._riders = riders(whole, self._device)
             if self._riders == guess:

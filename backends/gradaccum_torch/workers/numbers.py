@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gradaccum.kit import State
 
 _PARTS = 4
-"""A weight is a float64. It travels as four integers of 16 bits, which float32 holds."""
+"""A weight or a loss is a float64. It travels as four integers of 16 bits, which float32 holds."""
 
 
 class Numbers(NamedTuple):
@@ -27,18 +27,25 @@ class Numbers(NamedTuple):
     """The workers that have run out of micro-batches."""
     present: list[bool]
     """By position: some worker has a sum there."""
+    others: list[float]
+    """The sums of the other numbers that were given."""
 
 
-def encode(fields: State, flushing: bool, present: Iterable[bool], rank: int, workers: int) -> list[float]:
-    """The numbers of worker `rank`, to be added up elementwise over all `workers`."""
-    weights = [0.0] * (_PARTS * workers)
-    weights[_PARTS * rank : _PARTS * (rank + 1)] = struct.unpack("<4h", struct.pack("<d", fields.weight))
-    return [*weights, fields.overflow, fields.micro_step, flushing, *present]
+def encode(fields: State, flushing: bool, present: Iterable[bool], rank: int, workers: int, others: Sequence[float] = ()) -> list[float]:
+    """The numbers of worker `rank`, to be added up elementwise over all `workers`; as many `others` on each."""
+    own = fields.weight, *others
+    size = _PARTS * len(own)
+    parts = [0.0] * (size * workers)
+    parts[size * rank : size * (rank + 1)] = struct.unpack(f"<{size}h", struct.pack(f"<{len(own)}d", *own))
+    return [*parts, fields.overflow, fields.micro_step, flushing, *present]
 
 
-def decode(added: Sequence[float], workers: int) -> Numbers:
-    """What the sum over the workers says."""
-    split = _PARTS * workers
-    weights = struct.unpack(f"<{workers}d", struct.pack(f"<{split}h", *map(int, added[:split])))
+def decode(added: Sequence[float], workers: int, others: int = 0) -> Numbers:
+    """What the sum over the workers says, each of which has so many `others`."""
+    each = 1 + others
+    split = _PARTS * each * workers
+    values = struct.unpack(f"<{each * workers}d", struct.pack(f"<{split}h", *map(int, added[:split])))
     overflows, micro_batches, flushes, *present = added[split:]
-    return Numbers(math.fsum(weights), overflows > 0, int(micro_batches), int(flushes), [count > 0 for count in present])
+    counts = overflows > 0, int(micro_batches), int(flushes), [count > 0 for count in present]
+    # Not by fsum: it raises where an inf meets its opposite.
+    return Numbers(math.fsum(values[::each]), *counts, [sum(values[1 + index :: each]) for index in range(others)])

@@ -6,6 +6,7 @@ all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,9 +54,23 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     _require_all_ranks(entries)
     # An empty window has no size of its own.
     terms = max(entries, key=lambda entry: bool(entry["micro_step"]))["terms"]
-    shared = {**entries[0], "terms": terms, "sums": {}}
+    shared = {**entries[0], "terms": terms, "sums": {}, **_known(entries, False)}
     first, *others = [{**shared, **own._asdict(), "worker": [rank, workers]} for rank, own in enumerate(fields)]
-    return [{**state_dicts[0], KEY: entry} for entry in (first | {"sums": _added([entry["sums"] for entry in entries])}, *others)]
+    everything = {"sums": _added([entry["sums"] for entry in entries]), **_known(entries, True)}
+    return [{**state_dicts[0], KEY: entry} for entry in (first | everything, *others)]
+
+
+def _known(entries: Sequence[Entry], everything: bool) -> Entry:
+    """What the worker that gets `everything` of the open window goes on with, or any other one, besides the sums and the weight."""
+    known: Entry = {}
+    if all("loss" in entry for entry in entries):
+        known["loss"] = sum(entry["loss"] for entry in entries) if everything else 0.0
+    if noises := [entry["noise"] for entry in entries if "noise" in entry]:
+        firsts = [(weight, square) for weight, square, *_ in noises if weight]
+        # Of several first micro-batches the square is no longer that of one: such a window tells nothing.
+        one = firsts[0] if len(firsts) == 1 else (sum(weight for weight, _ in firsts), math.inf if firsts else 0.0)
+        known["noise"] = [*(one if everything else (0.0, 0.0)), *noises[0][2:]]
+    return known
 
 
 def _entry_of(state_dict: StateDict) -> Entry:

@@ -7,7 +7,7 @@ by something else, or where the sum itself is wanted, the sum is multiplied once
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradaccum import UsageError
-from gradaccum.kit import Fields, State, explain, joined, missing_worker_error
+from gradaccum.kit import State, explain, joined, missing_worker_error
 from gradaccum_torch.sums import multiply
 from gradaccum_torch.workers.deferred import Deferred
 from gradaccum_torch.workers.shards import Shards
-from gradaccum_torch.workers.workers import OwnSum, Shares, Sums
+from gradaccum_torch.workers.workers import Joined, OwnSum, Shares, Sums
 
 
 @final
@@ -41,32 +41,33 @@ class ShardGroup(OwnSum):
         self.not_own, self._index = False, _index(mesh)
         self.place = self._index, mesh.size()
 
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         if self.not_own:
-            return fields, sums
+            return Joined(fields, sums, numbers)
         self._shards.require_reduced()
         factors = [divisor / (1 if self._undivided else self._shards.workers) for divisor in self._shards.divisors()]
-        weight, overflow = self._added_up(fields)
+        weight, overflow, averages = self._added_up(fields, numbers)
         self.not_own = any(factor != 1 for factor in factors)
         for total, factor in zip(sums, factors, strict=True):
             multiply([] if total is None else [total], factor)
         # After an update that raised, this may come again. The average of averages changes nothing.
-        return joined(fields, weight, overflow), list(sums)
+        whole = [average * (self._shards.workers if self._undivided else 1) for average in averages]
+        return Joined(joined(fields, weight, overflow), list(sums), whole)
 
-    def shares(self, fields: State) -> Shares:
+    def shares(self, fields: State, loss: float) -> Shares:
         size = self._mesh.size()
-        numbers = torch.zeros(size + 1, dtype=torch.float64, device=self._mesh.device_type)
-        numbers[self._index], numbers[size] = fields.weight, fields.overflow
+        numbers = torch.zeros(2 * size + 1, dtype=torch.float64, device=self._mesh.device_type)
+        numbers[self._index], numbers[size + self._index], numbers[-1] = fields.weight, loss, fields.overflow
         for dimension in range(self._mesh.ndim):
             dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
-        *weights, overflows = numbers.tolist()
-        return Shares(weights, self._shards.workers, self._shards.divisors(), overflows > 0)
+        *both, overflows = numbers.tolist()
+        return Shares(both[:size], self._shards.workers, self._shards.divisors(), overflows > 0, both[size:])
 
-    def own(self, shares: Shares) -> tuple[float, list[float]]:
+    def own(self, shares: Shares) -> tuple[float, float, list[float]]:
         own = self._shards.divisors()
         saved = shares.divisors or [1.0] * len(own)
-        weight = shares.weight_of(self._index, self._mesh.size(), self._shards.workers)
-        return weight, [before / now for before, now in zip(saved, own, strict=True)]
+        place = self._index, self._mesh.size(), self._shards.workers
+        return shares.weight_of(*place), shares.loss_of(*place), [before / now for before, now in zip(saved, own, strict=True)]
 
     def window_ended(self) -> None:
         self._shards.drop()
@@ -90,19 +91,19 @@ class ShardGroup(OwnSum):
             fix = "Save opt.state_dict(), and wrap anew where it is loaded."
             raise explain(UsageError, "copy, pickle", expected="an optimizer whose model can be copied", found="one under FSDP2", fix=fix)
 
-    def _added_up(self, fields: State) -> tuple[float, bool]:
-        """The average weight, and whether any worker has an overflow."""
-        own = [fields.weight, fields.overflow, fields.micro_step, fields.micro_step**2]
+    def _added_up(self, fields: State, others: Sequence[float]) -> tuple[float, bool, list[float]]:
+        """The average weight, whether any worker has an overflow, and the averages of `others`."""
+        own = [fields.weight, fields.overflow, fields.micro_step, fields.micro_step**2, *others]
         numbers = torch.tensor(own, dtype=torch.float64, device=self._mesh.device_type)
         try:
             for dimension in range(self._mesh.ndim):
                 dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
-            weight, overflows, micro_batches, squares = numbers.tolist()
+            weight, overflows, micro_batches, squares, *sums = numbers.tolist()
         except RuntimeError as error:
             raise missing_worker_error(fields, dist.get_rank()) from error
         if self._mesh.size() * squares != micro_batches**2:
             raise _unequal_error(fields, dist.get_rank())
-        return weight / self._mesh.size(), overflows > 0
+        return weight / self._mesh.size(), overflows > 0, [total / self._mesh.size() for total in sums]
 
 
 def _index(mesh: DeviceMesh) -> int:

@@ -18,6 +18,15 @@ Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""
 
 
+class Joined(NamedTuple):
+    """A window that several workers share, as all of them have it."""
+
+    fields: Fields
+    sums: Sums
+    numbers: Sequence[float]
+    """Of all; this worker's own where they were added up before."""
+
+
 STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
@@ -32,15 +41,24 @@ class Shares(NamedTuple):
     """By what the sum over the workers is divided, by the position of the parameter."""
     overflow: bool
     """Any worker's flag."""
+    losses: list[float] = []  # noqa: RUF012
+    """The sum of the losses, by worker; empty where nobody saved it."""
 
     def weight_of(self, index: int, size: int, workers: int) -> float:
         """The weight with which worker `index` goes on, of `size`, of which `workers` have different items.
 
         Each gets its own back. Among another number of them the first gets the weight of all.
         """
-        if (size, workers) == (len(self.weights), self.workers):
-            return self.weights[index]
-        total = math.fsum(self.weights) / len(self.weights) * self.workers
+        return self._part_of(self.weights, index, size, workers)
+
+    def loss_of(self, index: int, size: int, workers: int) -> float:
+        """The sum of the losses with which it goes on, in the same way."""
+        return self._part_of(self.losses, index, size, workers) if self.losses else math.nan
+
+    def _part_of(self, values: list[float], index: int, size: int, workers: int) -> float:
+        if (size, workers) == (len(values), self.workers):
+            return values[index]
+        total = sum(values) / len(values) * self.workers
         return 0.0 if index else total * size / workers
 
 
@@ -61,16 +79,17 @@ class Workers(ABC):
     """What keeps the sum until the window ends; None: it is in ``.grad`` or a buffer."""
 
     @abstractmethod
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         """Add up the window of all workers; collective. Nothing is added twice where the update of a joined window raised.
 
         Args:
             fields: this worker's state.
             sums: this worker's; those of all replace them in place.
             zeros: an empty sum by position.
+            numbers: further ones to add up, as many on each worker: the losses, and then what is known of the first micro-batches.
 
         Returns:
-            The state with the weight and the overflow flag of all, and the sums, None where no worker has one.
+            The state with the weight and the overflow flag of all, the sums, None where no worker has one, and the numbers of all.
 
         Raises:
             UsageError: a worker did not come before the process group's timeout.
@@ -102,8 +121,8 @@ class Workers(ABC):
         found = "gradients with a graph, which a reduction does not have"
         raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
 
-    def shares(self, fields: State) -> Shares:
-        """What all workers have in the open window; collective.
+    def shares(self, fields: State, loss: float) -> Shares:
+        """What all workers have in the open window; collective. `loss`: the sum of this worker's.
 
         Raises:
             UsageError: each has a sum of its own, which is no part of a larger tensor.
@@ -112,8 +131,8 @@ class Workers(ABC):
         found = "an open window, of which each worker has a sum of its own"
         raise explain(UsageError, STATE_DICT, expected="to be called between two windows", found=found, fix=fix)
 
-    def own(self, shares: Shares) -> tuple[float, list[float]]:
-        """The weight with which this worker goes on, and by what to multiply each sum.
+    def own(self, shares: Shares) -> tuple[float, float, list[float]]:
+        """The weight and the sum of the losses with which this worker goes on, and by what to multiply each sum.
 
         Raises:
             UsageError: as `shares`.
@@ -152,13 +171,13 @@ class Alone(OwnSum):
     several = False
     place = 0, 1
 
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> tuple[Fields, Sums]:
-        return fields, sums
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
+        return Joined(fields, sums, numbers)
 
-    def shares(self, fields: State) -> Shares:
-        return Shares([fields.weight], 1, [], fields.overflow)
+    def shares(self, fields: State, loss: float) -> Shares:
+        return Shares([fields.weight], 1, [], fields.overflow, [loss])
 
-    def own(self, shares: Shares) -> tuple[float, list[float]]:
-        return shares.weight_of(0, 1, 1), shares.divisors
+    def own(self, shares: Shares) -> tuple[float, float, list[float]]:
+        return shares.weight_of(0, 1, 1), shares.loss_of(0, 1, 1), shares.divisors
 
     def require_no_graph(self) -> None: ...

@@ -48,7 +48,8 @@ def every_way_is_the_large_batch(rank: int) -> None:
             train(model, opt, rank, summed=summed)
             require_equal(model, reference)
             assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12), (way, options)
-            assert opt.result._replace(grad_norm=0) == other.result._replace(grad_norm=0)
+            assert math.isclose(opt.result.loss, other.result.loss, rel_tol=1e-12), (way, options, opt.result, other.result)
+            assert opt.result._replace(grad_norm=0, loss=0) == other.result._replace(grad_norm=0, loss=0)
             require_same_everywhere(opt.result)
             assert all(parameter.grad is None for parameter in model.parameters())
 

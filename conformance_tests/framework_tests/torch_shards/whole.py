@@ -68,6 +68,7 @@ def compare_unequal(options: dict[str, Any], rank: int, mesh: DeviceMesh) -> Non
             o.step()
             o.zero_grad()
     assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12), (opt.result, other.result)
+    assert math.isclose(opt.result.loss, other.result.loss, rel_tol=1e-12), (opt.result, other.result)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(p).detach(), q.detach(), rtol=1e-12, atol=1e-12)
 

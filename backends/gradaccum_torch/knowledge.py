@@ -1,0 +1,218 @@
+"""What a window knows besides its gradient: its loss, and the numbers that the noise scale is made of.
+
+A loss on the CPU becomes a number as it is told. Of one on an accelerator a copy stays there until the window ends, where it is read in the
+transfer that brings the norm. A window that measures no norm (``on_overflow="ignore"``) waits for nothing: there the losses are read when
+somebody asks for the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gradaccum.kit import (
+    Fields,
+    Noise,
+    Options,
+    State,
+    add_loss,
+    first_seen,
+    forget_window,
+    is_first,
+    no_noise,
+    noise_scale,
+    select,
+    usable,
+    window_loss,
+    window_seen,
+)
+from gradaccum_torch.torch_private import is_sharded
+
+Told = float | Tensor
+"""A loss: a number, or a scalar on its accelerator, shape ``()``."""
+
+
+class Known(NamedTuple):
+    """What a checkpoint holds of it."""
+
+    loss: float = 0.0
+    """The sum of the open window's losses, as `gradaccum.kit.add_loss` makes it."""
+    window_loss: float = math.nan
+    """That of the last closed window."""
+    noise: Noise | None = None
+    """None: nobody measured it."""
+
+
+NOTHING_KNOWN = Known()
+
+
+def as_told(loss: object) -> Told:
+    """`loss`, a scalar tensor or a number, as it is kept; NaN for anything else."""
+    if not isinstance(loss, Tensor):
+        return float(loss) if isinstance(loss, int | float) and not isinstance(loss, bool) else math.nan
+    if loss.numel() != 1 or loss.is_complex():
+        return math.nan
+    loss = loss.detach()
+    whole: Tensor = loss.full_tensor() if is_sharded(loss) else loss  # type: ignore[attr-defined]
+    # A copy: a captured CUDA graph writes the next loss into the same memory.
+    return whole.item() if whole.is_cpu else whole.reshape(()).clone()
+
+
+def _one_nan(value: float) -> float:
+    """`value`; NaN as one object, so that the results of two runs alike are equal: tuples compare the identity first."""
+    return math.nan if value != value else float(value)
+
+
+class _Losses:
+    """The losses of one window. The copies of those on an accelerator are added when they are read."""
+
+    def __init__(self, total: float = 0.0) -> None:
+        self.total = total
+        self.unread: list[tuple[Tensor, float]] = []
+        """A loss and the weight of its micro-batch."""
+
+    def add(self, loss: Told, weight: float, options: Options) -> None:
+        """One loss of a micro-batch that is a part of the sum."""
+        if isinstance(loss, Tensor):
+            self.unread.append((loss, weight))
+        else:
+            self.total = add_loss(self.total, loss, weight, True, options, select)
+
+    def read(self, values: Sequence[float], options: Options) -> None:
+        """The unread ones have these values."""
+        unread, self.unread = self.unread, []
+        for value, (_, weight) in zip(values, unread, strict=True):
+            self.add(value, weight, options)
+
+    def summed(self, options: Options) -> float:
+        """The sum of all; waits for the device where some are unread."""
+        if self.unread:
+            self.read([loss.item() for loss, _ in self.unread], options)
+        return self.total
+
+
+class Knowledge:
+    """What the open window knows, and what is known of the last closed one.
+
+    Args:
+        options: those of `gradaccum.wrap`.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options, self.measures_noise = options, options.noise_decay is not None
+        self._noise = no_noise()
+        self._closed: tuple[_Losses, Fields] | float = math.nan
+        """The loss of the last closed window, or what it is made of."""
+        self._open, self._counted, self._joined, self._firsts = _Losses(), 0, False, 1
+
+    def counted(self, before: State, weight: float, finite: bool, losses: Sequence[Told]) -> None:
+        """A micro-batch was counted; it has these losses, which add up.
+
+        Args:
+            before: the state before it.
+            weight: its weight.
+            finite: False if it was dropped.
+            losses: all that were told; empty if one was not.
+        """
+        open_one = self._open
+        if open_one.total != open_one.total:
+            return  # NaN, and nothing makes it a number again.
+        if usable(before, weight, finite):
+            if not losses:
+                open_one.total = math.nan
+            for loss in losses:
+                open_one.add(loss, weight, self._options)
+        self._counted += 1
+
+    def is_first(self, fields: State) -> bool:
+        """Whether the norm of the sum is wanted now, which holds the window's first micro-batch alone; `fields`: with it."""
+        return bool(is_first(self._noise, fields))
+
+    def first_seen(self, fields: State, norm: float) -> None:
+        """The sum of that micro-batch has this norm."""
+        self._noise = Noise(*first_seen(self._noise, fields, norm, select))
+
+    def groups_changed(self) -> None:
+        """The window's sum is over other parameters than its first micro-batch's, so that the window tells nothing of the noise."""
+        if self._noise.first_weight:
+            self._noise = self._noise._replace(first_square=math.inf)
+
+    @property
+    def unread(self) -> list[Tensor]:
+        """The losses of the open window that are on their device."""
+        return [loss for loss, _ in self._open.unread]
+
+    def read(self, values: Sequence[float]) -> None:
+        """`unread` has these values."""
+        self._open.read(values, self._options)
+
+    def numbers(self, micro_step: int) -> list[float]:
+        """What all workers add up, for `join`, of a window of so many micro-batches; waits for the device where losses are unread."""
+        noise = self._noise
+        first = [noise.first_weight, noise.first_weight * noise.first_square, noise.first_weight > 0] if noise.first_weight else [0.0] * 3
+        return [self._summed(micro_step), *(map(float, first) if self.measures_noise else ())]
+
+    def join(self, numbers: Sequence[float]) -> None:
+        """The window has become that of all workers, whose `numbers` have this sum. After an update that raised this comes again."""
+        if self._joined:
+            return
+        loss, *first = numbers
+        self._open, self._joined = _Losses(loss), True
+        if first:
+            weight, squares, count = first
+            self._noise = self._noise._replace(first_weight=weight, first_square=squares / (weight or 1.0))
+            self._firsts = int(count)
+
+    def window_ended(self, ended: State, grad_norm: float) -> None:
+        """The window was closed.
+
+        Args:
+            ended: the state that was decided on.
+            grad_norm: of its gradient.
+        """
+        if self.measures_noise:
+            self._noise = Noise(*window_seen(self._noise, ended, grad_norm, self._options, select, self._firsts))
+        closed = self._open if self._is_complete(ended.micro_step) else _Losses(math.nan)
+        self._closed = closed, ended
+        self._begin()
+
+    def discard(self) -> None:
+        """The open window was forgotten."""
+        self._noise = Noise(*forget_window(self._noise))
+        self._begin()
+
+    @property
+    def loss(self) -> float:
+        """The last closed window's; NaN if one of its losses was not told. Waits for the device if it is still there."""
+        if isinstance(self._closed, tuple):
+            losses, ended = self._closed
+            self._closed = _one_nan(window_loss(losses.summed(self._options), ended, self._options, select))
+        return self._closed
+
+    @property
+    def noise_scale(self) -> float:
+        """In items; NaN where it is not measured."""
+        return _one_nan(noise_scale(self._noise, select)) if self.measures_noise else math.nan
+
+    def saved(self, micro_step: int) -> Known:
+        """For `restore`, with so many micro-batches in the open window; may wait for the device."""
+        return Known(self._summed(micro_step), self.loss, self._noise if self.measures_noise else None)
+
+    def restore(self, known: Known, micro_step: int) -> None:
+        """Go on with what was saved."""
+        self._closed = _one_nan(known.window_loss)
+        self._noise = no_noise() if known.noise is None else known.noise
+        self._begin(known.loss, micro_step)
+
+    def _begin(self, total: float = 0.0, micro_step: int = 0) -> None:
+        self._open, self._counted, self._joined, self._firsts = _Losses(total), micro_step, False, 1
+
+    def _is_complete(self, micro_step: int) -> bool:
+        """Whether all micro-batches came here, or all workers'; an interrupt can leave one out."""
+        return self._joined or self._counted == micro_step
+
+    def _summed(self, micro_step: int) -> float:
+        return self._open.summed(self._options) if self._is_complete(micro_step) else math.nan
