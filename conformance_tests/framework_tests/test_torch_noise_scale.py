@@ -1,0 +1,215 @@
+"""The noise scale, wherever the sum lives: measuring changes nothing else, and what spoils a window makes that window tell nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import gradaccum
+from gradaccum import UsageError
+from gradaccum_conformance.reference.noise import Noise
+from gradaccum_torch import strategy
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "in .grad": {},
+    "moving": {"dtype": torch.bfloat16},
+    "dropping": {"on_overflow": "drop_micro_batch"},
+    "separate": {"separate_sums": True},
+    "masters": {"dtype": torch.bfloat16, "master_weights": True},
+    "scaler": {"loss_scale": "scaler"},
+    "ignoring": {"on_overflow": "ignore"},
+    "item mean": {"reduction": "item_mean"},
+    "sum": {"reduction": "sum"},
+}
+
+
+def made(noise_scale: Any = 0.5, dtype: torch.dtype = torch.float32, loss_scale: Any = None, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.ParameterList([torch.ones(3, 4, dtype=dtype), torch.ones(7, dtype=dtype)])
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0) if loss_scale == "scaler" else None
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, gradaccum.wrap(inner, **{"steps": 3, **options}, noise_scale=noise_scale, loss_scale=scaler or loss_scale)
+
+
+def gradients_of(model: Any, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.ones(p.shape) + 3 * torch.randn(p.shape, generator=generator) for p in model.parameters()]
+
+
+def loss_of(model: Any, seed: int) -> torch.Tensor:
+    return sum((p.float() * g).sum() for p, g in zip(model.parameters(), gradients_of(model, seed), strict=True))  # type: ignore[return-value]
+
+
+def feed(model: Any, opt: Any, *seeds: int) -> None:
+    summed = opt._options.reduction != "mean"
+    for seed in seeds:
+        weight = 1 + seed % 4
+        opt.backward(loss_of(model, seed) * (weight if summed else 1), weight=weight)
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_is_the_definition_s(way: str) -> None:
+    """From the gradients themselves; the half precision of some rounds them."""
+    model, opt = made(**STRATEGIES[way])
+    truth = Noise(0.5)
+    for window in range(3):
+        seeds = [7 * window + i for i in range(3)]
+        weights = [1 + seed % 4 for seed in seeds]
+        flat = [torch.cat([g.flatten() for g in gradients_of(model, seed)]).double() for seed in seeds]
+        whole: Any = sum(w * g for w, g in zip(weights, flat, strict=True)) / sum(weights)
+        truth.look([(weights[0], flat[0].norm().item())], (sum(weights), whole.norm().item()))
+        feed(model, opt, *seeds)
+    assert opt.result.noise_scale == pytest.approx(truth.scale, rel=2e-2 if "dtype" in STRATEGIES[way] else 1e-4)
+    assert 0 < truth.scale < math.inf
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_measuring_changes_nothing_else(way: str) -> None:
+    """Bitwise the run without it, clearing to zeros and discarding included."""
+    runs = []
+    for noise_scale in (False, True):
+        model, opt = made(noise_scale=noise_scale, **STRATEGIES[way])
+        feed(model, opt, 1, 2, 3, 4)
+        opt.discard()
+        opt.zero_grad(set_to_none=False)
+        feed(model, opt, 5, 6, 7)
+        ignoring = {"grad_norm": 0.0} if way == "ignoring" else {}
+        runs.append((list(model.parameters()), opt.result._replace(noise_scale=0.0, **ignoring)))
+        assert math.isnan(opt.result.noise_scale) == (not noise_scale)
+    assert all(torch.equal(p, q) for p, q in zip(runs[0][0], runs[1][0], strict=True))
+    assert runs[0][1] == runs[1][1]
+
+
+def test_off_measures_once_per_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {}
+    for noise_scale in (False, True):
+        model, opt = made(noise_scale=noise_scale)
+        feed(model, opt, 1, 2, 3)
+        seen: list[int] = []
+        with monkeypatch.context() as patched:
+            original = strategy.measure
+            patched.setattr(strategy, "measure", lambda *args, seen=seen, original=original: seen.append(1) or original(*args))
+            feed(model, opt, 4, 5, 6)
+        counts[noise_scale] = len(seen)
+        assert ("noise" in opt.state_dict()["gradaccum"]) == noise_scale
+    assert counts == {False: 1, True: 2}
+
+
+@pytest.mark.parametrize("when", ["at once", "after the first"])
+def test_clipping_by_hand_is_still_noticed(when: str) -> None:
+    model, opt = made()
+    if when == "after the first":
+        feed(model, opt, 1)
+    opt.backward(loss_of(model, 2))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match="clip_norm"):
+        opt.step()
+    opt.discard()
+    assert math.isnan(opt.result.noise_scale)
+
+
+@pytest.mark.parametrize("change", ["group", "frozen", "nothing"])
+def test_other_parameters_in_mid_window(change: str) -> None:
+    """The norms before and after are of different gradients, so that this window tells nothing; the next one does."""
+    model, opt = made()
+    feed(model, opt, 1, 2, 3)
+    before = opt.result.noise_scale
+    feed(model, opt, 4)
+    if change == "group":
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    elif change == "frozen":
+        model[1].requires_grad_(False)
+    feed(model, opt, 5, 6)
+    assert opt.result.applied
+    assert (opt.result.noise_scale == before) == (change != "nothing")
+    now = opt.result.noise_scale
+    feed(model, opt, 7, 8, 9)
+    assert opt.result.noise_scale != now
+
+
+def through_state(model: Any, opt: Any) -> tuple[Any, Any]:
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    other, resumed = made()
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    return other, resumed
+
+
+def through_checkpoint(model: Any, opt: Any) -> tuple[Any, Any]:
+    other, resumed = made()
+    set_optimizer_state_dict(other, resumed, get_optimizer_state_dict(model, opt))
+    return other, resumed
+
+
+@pytest.mark.parametrize(
+    "way",
+    [through_state, through_checkpoint, lambda *both: copy.deepcopy(both), lambda *both: pickle.loads(pickle.dumps(both))],
+    ids=["state", "checkpoint", "copy", "pickle"],
+)
+def test_goes_on_elsewhere(way: Callable[..., tuple[Any, Any]]) -> None:
+    model, opt = made()
+    feed(model, opt, 1, 2, 3, 4, 5)
+    other, resumed = way(model, opt)
+    assert resumed.result.noise_scale == opt.result.noise_scale
+    for m, o in ((model, opt), (other, resumed)):
+        feed(m, o, 6)
+    assert resumed.result.noise_scale == opt.result.noise_scale != math.nan
+
+
+def test_states_without_it_load() -> None:
+    """Its first batch is then what the window held; without the option, what was saved is not needed."""
+    model, opt = made(noise_scale=False)
+    feed(model, opt, 1)
+    other, on = made()
+    on.load_state_dict(copy.deepcopy(opt.state_dict()))
+    feed(other, on, 2, 3)
+    assert on.result.noise_scale >= 0, "not NaN"
+    off = made(noise_scale=False)[1]
+    off.load_state_dict(on.state_dict())
+    assert off.result.optimizer_step == 1
+
+
+def test_error_in_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory, or an interrupt: the micro-batch is counted, and the sum is whole."""
+    (model, opt), (other, twin) = made(steps=None), made(steps=None)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(strategy, "measure", fail)
+        with pytest.raises(MemoryError):
+            feed(model, opt, 1)
+    opt.zero_grad()
+    feed(model, opt, 2, 3)
+    feed(other, twin, 1, 2, 3)
+    for each in (opt, twin):
+        each.flush()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert opt.result.noise_scale >= 0, "not NaN"
+
+
+def test_windows_of_one() -> None:
+    model, opt = made(steps=1)
+    feed(model, opt, 1, 2, 3)
+    assert math.isnan(opt.result.noise_scale)
+
+
+@pytest.mark.parametrize("given", [1.0, -0.1, math.nan, "yes", None])
+def test_bad_decays_are_refused(given: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="noise_scale"):
+        made(noise_scale=given)
