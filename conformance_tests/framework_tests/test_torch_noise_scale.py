@@ -93,6 +93,17 @@ def test_measuring_changes_nothing_else(way: str) -> None:
     assert runs[0][1] == runs[1][1]
 
 
+def test_clearing_to_zeros_is_as_without_it() -> None:
+    """A window that began with a part of the parameters was measured and discarded: the zeros are those of the last closed one."""
+    model, opt = made()
+    feed(model, opt, 1, 2, 3)
+    opt.backward(model[0].sum())
+    opt.step()
+    opt.discard()
+    opt.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 def test_off_measures_once_per_window(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {}
     for noise_scale in (False, True):
