@@ -1,7 +1,7 @@
 """torch, float32: what a window costs beside the loop that people write by hand, and beside Accelerate, Fabric and Keras.
 
 Without clipping the hand-written loop promises less: gradaccum also measures the window's norm, so that an inf or NaN skips the update, and
-watches ``.grad``. ``benchmarks/README.md`` counts what that must cost.
+watches ``.grad``. ``on_overflow="ignore"`` leaves the norm out. ``benchmarks/README.md`` counts what that must cost.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ CLIPPING: dict[str, Recipe] = {
 SEPARATE: Recipe = partial(wrapped, separate_sums=True)
 """The sum beside ``.grad``: one pass over the gradients more per micro-batch, and one buffer."""
 
+IGNORING: Recipe = partial(wrapped, on_overflow="ignore")
+"""No norm and no finite check: what the hand-written loop promises, and the watch over ``.grad``."""
+
 
 def cases(quick: bool) -> Iterator[Case]:
     for name, (width, layers) in list(SIZES.items())[: 2 if quick else None]:
         x = torch.randn(ITEMS, width, device=DEVICE)
         for kind in ("foreach", "fused"):
             windows = {label: _window(recipe, width, layers, kind, x) for label, recipe in recipes().items()}
+            windows["gradaccum, ignoring overflow"] = _window(IGNORING, width, layers, kind, x)
             windows["gradaccum, separate_sums"] = _window(SEPARATE, width, layers, kind, x)
             if kind == "foreach" and find_spec("keras") and width <= 512:
                 windows["Keras"] = _keras(width, layers, x)
