@@ -125,8 +125,9 @@ class Parameters:
 
         `take_over` changes nothing where it does not.
         """
-        found = self.strayed() if self.device().type == "cpu" else ()
-        return any(found) if found else self.has_masters
+        if not self._masters:
+            return False
+        return any(self.strayed()) if self.device().type == "cpu" else True
 
     @torch.no_grad()
     def take_over(self) -> None:

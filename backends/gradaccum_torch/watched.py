@@ -71,6 +71,11 @@ class Watched:
     def arrive(self, parameter: Tensor) -> None:
         """Autograd has accumulated into the parameter: note what is there, and whether that alone turned what was noted into it."""
         before, noted, gradient = self.gradient, self.version, parameter.grad
+        if gradient is before and before is not None and before._version == noted + 1:
+            self.version = noted + 1  # One addition in place, as nearly always.
+            if not self.arrivals.under_way:
+                self.arrivals.begin()
+            return
         self.gradient = gradient
         self.version = now = -1 if gradient is None else version(gradient)
         if before is None:

@@ -44,8 +44,9 @@ def _require_allowed(workers: Workers, parameters: Sequence[Tensor], options: Op
     """`workers`, which may be alone or have these options.
 
     Raises:
-        ArgumentValueError: windows end by their weight, and each worker sees its own only; or the noise scale is to be measured of sharded
-            gradients, which the engine adds up over workers before the norm of one worker's could be taken.
+        UsageError: windows end by their weight, and each worker sees its own only.
+        ArgumentValueError: the noise scale is to be measured of sharded gradients, which the engine adds up over workers before the norm of
+            one worker's could be taken.
     """
     # After the comparison of the workers' options: where one alone has this one, that tells all of them.
     several = workers.place is None or workers.place[1] > 1

@@ -140,7 +140,7 @@ def large_sums_follow_the_numbers(rank: int) -> None:
             reference(torch.full((1, 4), 1.0 + each + first).double()).square().mean().backward()
             other.step()
             other.zero_grad()
-    assert called == [4 * WORLD + 3 + 4 + 15 + 500_000, 1_500_000]
+    assert called == [2 * 4 * WORLD + 3 + 4 + 15 + 500_000, 1_500_000]
     require_equal(model, reference)
 
 
