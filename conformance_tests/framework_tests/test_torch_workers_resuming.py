@@ -87,6 +87,23 @@ def test_window_ends_as_the_large_batch_on_one_worker(options: Any) -> None:
     reference, other = alone([micro_batches(0, dtype)[:4], [*both, *rest]], **options)
     require_equal(model, reference, off=0 if dtype is torch.bfloat16 else 1e-13)
     assert opt.result.grad_norm == pytest.approx(other.result.grad_norm, rel=1e-6 if dtype is torch.bfloat16 else 1e-12)
+    assert opt.result.loss == pytest.approx(other.result.loss, rel=1e-6 if dtype is torch.bfloat16 else 1e-12)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 0)])
+def test_noise_scale_goes_on(counts: tuple[int, int]) -> None:
+    """A window that several workers began tells nothing where one ends it: a mean of two squares is not the square of one gradient."""
+    states = [saved(rank, count=count, noise_scale=0.5) for rank, count in enumerate(counts)]
+    idle = redistributed([state for _, state in states], 2)[1]["gradaccum"]
+    model, opt = loaded((states[0][0], redistributed([state for _, state in states], 1)[0]), noise_scale=0.5)
+    before = opt.result.noise_scale
+    assert before == before, "not NaN"
+    for batch in micro_batches(0)[2:4]:
+        learn(model, opt, batch)
+    assert opt.result.applied
+    assert (opt.result.noise_scale == before) == (counts == (2, 2))
+    assert (idle["loss"], idle["noise"][:2]) == (0.0, [0.0, 0.0])
+    assert idle["noise"][2:] == states[0][1]["gradaccum"]["noise"][2:]
 
 
 def test_grad_scaler_goes_on() -> None:
