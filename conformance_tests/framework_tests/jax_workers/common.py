@@ -50,16 +50,16 @@ def events(seed: int, windows: int, steps: int, close: str = "", bad: float | No
 
 
 def objective(params: Tree, gradients: Tree, state: Tree) -> Any:
-    """A loss whose gradient is `gradients`, scaled."""
+    """A loss whose gradient is `gradients`: scaled, and not."""
     loss = sum(jnp.vdot(params[name], gradients[name].astype(params[name].dtype)) for name in params)
-    return gradaccum_jax.scale_loss(loss, state)
+    return gradaccum_jax.scale_loss(loss, state), loss
 
 
 def stepper(tx: Any) -> Callable[..., Any]:
     def step(params: Tree, state: Tree, gradients: Tree, weight: Any) -> Any:
         own = jax.tree.map(lambda leaf: leaf[0], gradients)
-        grads = jax.grad(objective)(params, own, state)
-        updates, state = tx.update(grads, state, params, weight=weight[0])
+        grads, loss = jax.grad(objective, has_aux=True)(params, own, state)
+        updates, state = tx.update(grads, state, params, weight=weight[0], value=loss)
         return optax.apply_updates(params, updates), state
 
     return step
@@ -131,6 +131,7 @@ def require_same(result: Any, other: Any, off: float) -> None:
     for name in ("applied", "skipped", "overflow", "loss_scale", "optimizer_step"):
         assert getattr(result, name) == getattr(other, name), (name, result, other)
     np.testing.assert_allclose(result.grad_norm, other.grad_norm, rtol=max(off, 1e-6))
+    np.testing.assert_allclose(result.loss, other.loss, rtol=max(off, 1e-6), atol=off)
 
 
 def as_double(leaf: Any) -> Any:

@@ -105,5 +105,5 @@ def benchmark() -> None:
         ended[label] = run(params, state, x)[0]
     jax.tree.map(lambda *leaves: [np.testing.assert_allclose(leaf, leaves[0], rtol=1e-4, atol=1e-6) for leaf in leaves], *ended.values())
     assert counts["gradaccum"][0] == 1, counts
-    assert counts["gradaccum"][1] == counts[question.BASELINE][1] + 8, counts  # the weight and the flag
+    assert counts["gradaccum"][1] == counts[question.BASELINE][1] + 12, counts  # the weight, the flag and the loss
     assert counts["optax.MultiSteps"][1] == steps * counts[question.BASELINE][1], counts

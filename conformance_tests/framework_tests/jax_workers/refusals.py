@@ -142,16 +142,49 @@ def window_of_one_device() -> None:
 
 
 def differing_parameters() -> None:
-    """Parameters of which each device has a part, or its own; and a value for the inner optimizer that each device has its own of."""
+    """Parameters of which each device has a part, or its own; and what the inner optimizer reads, of which each device has its own."""
     with refused(gradaccum.UsageError, "params: expected a value that is the same on all devices"):
         inside(lambda w, x: TX.init(w).loss_scale, jnp.ones(4), X, specs=(P("data"), P("data")))
 
     def with_value(w: Any, state: Any, x: Any) -> Any:
-        updates, state = TX.update(jax.grad(loss_fn)(w, x), state, w, value=x.mean())
+        updates, state = TX.update(jax.grad(loss_fn)(w, x), state, w, hint=x.mean())
         return w + updates, state
 
-    with refused(gradaccum.UsageError, "['value']: expected a value that is the same on all devices", "pmean"):
+    with refused(gradaccum.UsageError, "['hint']: expected a value that is the same on all devices", "pmean"):
         over(with_value)(W, over(TX.init)(W), X)
+
+
+def losses() -> None:
+    """Each device tells its own loss where they share a window; where they have one state, it is averaged as the gradients are."""
+    alone = gradaccum.wrap(optax.sgd(1.0), steps=2)
+
+    def step(tx: Any, average: bool, value: Any) -> Any:
+        def run(w: Any, x: Any) -> Any:
+            own = jax.grad(loss_fn)(vary(w, frozenset(["data"])), x)
+            grads = jax.lax.pmean(own, "data") if average else own
+            return tx.update(grads, tx.init(w), w, value=value(x))[0]
+
+        return run
+
+    with refused(gradaccum.UsageError, "value: expected the loss of this device's own micro-batch", "pmean"):
+        inside(step(TX, False, lambda x: jax.lax.pmean(x.mean(), "data")))
+    with refused(gradaccum.UsageError, "value: expected one loss on all devices that have one state", "pmean"):
+        inside(step(alone, True, lambda x: x.mean()))
+    for tx, average, value in ((TX, False, lambda x: x.mean()), (alone, True, lambda x: jax.lax.pmean(x.mean(), "data"))):
+        np.testing.assert_array_equal(inside(step(tx, average, value)), np.zeros(3))
+
+
+def windows_by_weight() -> None:
+    with refused(gradaccum.UsageError, "steps", "until_weight(8)", "flush()"):
+        gradaccum.wrap(optax.sgd(1.0), steps=gradaccum.until_weight(8), axis_name="data")
+
+
+def noise_of_each_device() -> None:
+    """An optimizer that reduces sees a gradient that nobody here has measured."""
+    inner = optax.GradientTransformation(optax.init_empty_state, lambda u, s, p=None: (jax.lax.pmean(u, "data"), s))
+    tx = gradaccum.wrap(inner, steps=2, noise_scale=True)
+    with refused(gradaccum.UsageError, "noise_scale", "reduces over ['data']"):
+        inside(lambda w, x: tx.update(vary(w, frozenset(["data"])), tx.init(w), w)[0])
 
 
 def parameters_by_hand() -> None:

@@ -13,7 +13,7 @@ import gradaccum_jax
 from conformance_tests.framework_tests.jax_workers.common import DEVICES, adam, closer, events, over, parameters, stepper
 from conformance_tests.framework_tests.refusing import refused
 
-OPTIONS: dict[str, Any] = {"steps": 4, "clip_norm": 1.0, "on_overflow": "drop_micro_batch"}
+OPTIONS: dict[str, Any] = {"steps": 4, "clip_norm": 1.0, "on_overflow": "drop_micro_batch", "noise_scale": 0.5}
 
 
 def opened(tx: Any) -> tuple[Any, Any]:
@@ -35,6 +35,9 @@ def other_number_of_devices() -> None:
     for devices in (2, DEVICES):
         state = gradaccum_jax.redistributed(gradaccum_jax.check_state(tx, saved, params), devices)
         np.testing.assert_allclose(state.weight.sum(), saved.weight.sum(), rtol=1e-15)
+        np.testing.assert_allclose(state.loss.sum(), saved.loss.sum(), rtol=1e-15)
+        assert state.noise.first_weight.shape == (devices,)
+        assert state.noise.first_weight.any() == (devices == DEVICES)
         assert state.overflow.any() == saved.overflow.any() == True  # noqa: E712
         for own, old in zip(jax.tree.leaves(state.accumulator), jax.tree.leaves(saved.accumulator), strict=True):
             np.testing.assert_allclose(own.sum(0), old.sum(0), rtol=1e-14)
@@ -42,7 +45,9 @@ def other_number_of_devices() -> None:
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
         ended[devices] = over(closer(tx)["flush"], mesh)(params, state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ended[2][0], ended[DEVICES][0])
-    assert gradaccum_jax.result(ended[2][1]).optimizer_step == 1
+    two, four = (gradaccum_jax.result(ended[devices][1]) for devices in (2, DEVICES))
+    assert (two.optimizer_step, np.isnan(two.noise_scale), np.isnan(four.noise_scale)) == (1, True, False)
+    np.testing.assert_allclose(two.loss, four.loss, rtol=1e-12)
     assert not np.allclose(ended[2][0]["w"], params["w"])
 
 
