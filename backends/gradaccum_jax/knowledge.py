@@ -57,7 +57,9 @@ def add(
         return measure(held, state.loss.dtype, control_flow, shard_axes)[0]
 
     norm = once(is_first(state.noise, fields), look, jnp.zeros_like(state.loss), control_flow)
-    return _with_noise(state, Noise(*first_seen(state.noise, fields, norm, jnp.where)))
+    state = _with_noise(state, Noise(*first_seen(state.noise, fields, norm, jnp.where)))
+    # Never below 0. The dependence tells XLA that the norm is taken before the window's end writes over the sum: else it copies the sum.
+    return state._replace(weight=like(jnp.where(norm < 0, norm, state.weight), state.weight))
 
 
 def firsts_of(state: AccumulationState) -> Firsts:

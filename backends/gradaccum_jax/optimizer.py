@@ -213,7 +213,8 @@ def flush(
         updates, states[i] = gradaccum_jax.flush(tx, states[i], params)
         updates, states[i + 1] = following.update(updates, states[i + 1], params)
 
-    An inner optimizer that reads ``value`` gets the window's loss, made of what the micro-batches told, unless `extra` has one.
+    The inner optimizer gets the window's loss as ``value``, made of what the micro-batches told, unless `extra` has one. As optax asks, one
+    that does not know it ignores it.
 
     Args:
         tx: from `gradaccum.wrap`.

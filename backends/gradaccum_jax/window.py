@@ -140,6 +140,7 @@ def keep(
         weight: as for `close`.
         tells: as for `close`.
     """
+    never = never if state.noise is None else never & (state.weight >= 0)  # always so, but see `knowledge.add`
     update = update.told(jnp.zeros_like(state.loss)) if tells else update
     parts = state.accumulator
     state = state._replace(accumulator=jax.tree.map(unreduced.empty_total, parts))
