@@ -118,4 +118,5 @@ def discard(state: AccumulationState) -> AccumulationState:
 
 
 def _with_noise(state: AccumulationState, noise: Noise) -> AccumulationState:
-    return state._replace(noise=Noise(*(like(new, old) for new, old in zip(noise, state.noise, strict=True))))
+    held = noise if state.noise is None else state.noise
+    return state._replace(noise=Noise(*(like(new, old) for new, old in zip(noise, held, strict=True))))

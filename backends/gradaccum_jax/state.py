@@ -6,7 +6,7 @@ It is flat, and its fields have the names that they have in every backend. So a 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,8 +81,8 @@ class AccumulationState(NamedTuple):
 def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState:
     """The state before the first micro-batch. Every scalar has an array of its own: no buffer may be donated twice."""
     dtypes = (jnp.int32, jnp.int32, jnp.int32, weight_dtype, jnp.bool_, jnp.float32, jnp.int32)
-    fields = {name: jnp.asarray(value, dtype) for (name, value), dtype in zip(start._asdict().items(), dtypes, strict=True)}
-    event = {name: jnp.asarray(False) for name in ("last_applied", "last_skipped", "last_overflow")}
+    fields: dict[str, Any] = {name: jnp.asarray(value, dtype) for (name, value), dtype in zip(start._asdict().items(), dtypes, strict=True)}
+    event: dict[str, Any] = {name: jnp.asarray(False) for name in ("last_applied", "last_skipped", "last_overflow")}
     return AccumulationState(**fields, **event, last_grad_norm=jnp.zeros((), weight_dtype), **trees)
 
 

@@ -15,7 +15,6 @@ from gradaccum.kit import (
     Fields,
     Options,
     Scalar,
-    UntilWeight,
     accumulate,
     contribution,
     is_known,
@@ -28,6 +27,7 @@ from gradaccum_jax import knowledge, sums, unreduced
 from gradaccum_jax.agreement import agree, require_equal_parts, require_no_reduction
 from gradaccum_jax.control_flow import ControlFlow
 from gradaccum_jax.deciding import decide_on
+from gradaccum_jax.sizes import number_of
 from gradaccum_jax.state import AccumulationState, current_terms, fields_of, with_event, with_fields
 from gradaccum_jax.types import Gradients, Updates
 from gradaccum_jax.update import Traced, Update
@@ -73,7 +73,7 @@ def add(
     weight = weight if given else one
     dropping = options.on_overflow == "drop_micro_batch"
     finite = everywhere(sums.all_finite(gradients), shard_axes) if dropping else jnp.asarray(True)
-    finite = finite if is_known(options.steps) else finite & ((steps.weight if isinstance(steps, UntilWeight) else steps) >= 1)
+    finite = finite if is_known(options.steps) else finite & (number_of(steps) >= 1)
     # Only the running program knows this, as it looks at the total. XLA:CPU vectorises select(add), but compiles a bare in-place add to a
     # scalar loop.
     adds = usable(fields, weight, finite)

@@ -38,6 +38,7 @@ LARGE = {"4 x 2048^2": 2048}
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     BASELINE: lambda inner: optax.MultiSteps(inner, STEPS),
     "gradaccum": lambda inner: gradaccum.wrap(inner, steps=STEPS),
+    "gradaccum, overflow ignored": lambda inner: gradaccum.wrap(inner, steps=STEPS, on_overflow="ignore"),
     "gradaccum_jax.MultiSteps": lambda inner: gradaccum_jax.MultiSteps(inner, STEPS),
 }
 
