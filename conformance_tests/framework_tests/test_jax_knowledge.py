@@ -14,6 +14,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
+from benchmarks.jax_counts import copies
 from conformance_tests.framework_tests.refusing import refused
 from gradaccum_jax import knowledge
 from gradaccum_jax.knowledge import measure
@@ -150,6 +151,21 @@ def test_only_the_first_micro_batch_is_measured(monkeypatch: pytest.MonkeyPatch)
         _, state = step(PARAMS, state)
         jax.effects_barrier()
         assert len(runs) == count
+
+
+@pytest.mark.parametrize("steps", [3, None])
+def test_noise_copies_no_sum(steps: int | None) -> None:
+    """The norm is taken before the window's end writes over the sum, so that the sum needs no second buffer."""
+    params = [jnp.ones((96, 96)) for _ in range(3)]
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda params: jnp.sum(jnp.tanh(x @ params[0] @ params[1] @ params[2])))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    tx = gradaccum.wrap(optax.adam(0.1), steps=steps, noise_scale=True)
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), jnp.ones((2, 96))).compile()
+    assert copies(program.as_text(), {(96, 96)}) == 0
 
 
 def test_noise_is_no_part_of_a_derivative() -> None:

@@ -32,7 +32,7 @@ def streamed(tx: Any, loss_fn: Any, params: Any, state: Any, *batch: Any) -> Any
     for start in range(0, len(batch[0]), SIZE):
         part = tuple(leaf[start : start + SIZE] for leaf in batch)
         gradient = jax.grad(lambda params, part=part, state=state: gradaccum_jax.scale_loss(loss_fn(params, *part), state))(params)
-        _, state = tx.update(gradient, state, params, weight=len(part[0]))
+        _, state = tx.update(gradient, state, params, weight=len(part[0]), value=loss_fn(params, *part))
     return gradaccum_jax.flush(tx, state, params)
 
 
