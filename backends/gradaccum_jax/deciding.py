@@ -54,7 +54,11 @@ def decide_on(state: AccumulationState, update: Update, options: Options, at_end
     else:
         whole = Whole(fields_of(state), state.accumulator, state.loss, knowledge.firsts_of(state))
         norm, finite = once(at_end, lambda _: look(whole.fields, whole.total), start, update.control_flow) if measuring else start
-    return Decision(*decide(whole.fields, norm, finite, options, jnp.where, float(jnp.finfo(dtype).max))), whole
+    decision = Decision(*decide(whole.fields, norm, finite, options, jnp.where, float(jnp.finfo(dtype).max)))
+    if measuring and options.on_overflow == "ignore":
+        # Never below 0. Nothing else tells XLA to measure the sum before the optimizer's updates take its place: see `knowledge.add`.
+        decision = decision._replace(divisor=jnp.where(norm < 0, norm, decision.divisor))
+    return decision, whole
 
 
 def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) -> tuple[Whole, Scalar, Scalar]:

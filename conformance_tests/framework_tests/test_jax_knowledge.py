@@ -153,8 +153,8 @@ def test_only_the_first_micro_batch_is_measured(monkeypatch: pytest.MonkeyPatch)
         assert len(runs) == count
 
 
-@pytest.mark.parametrize("steps", [3, None])
-def test_noise_copies_no_sum(steps: int | None) -> None:
+@pytest.mark.parametrize(("steps", "policy"), [(3, "skip_window"), (3, "ignore"), (None, "skip_window")])
+def test_noise_copies_no_sum(steps: int | None, policy: str) -> None:
     """The norm is taken before the window's end writes over the sum, so that the sum needs no second buffer."""
     params = [jnp.ones((96, 96)) for _ in range(3)]
 
@@ -163,7 +163,7 @@ def test_noise_copies_no_sum(steps: int | None) -> None:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    tx = gradaccum.wrap(optax.adam(0.1), steps=steps, noise_scale=True)
+    tx = gradaccum.wrap(optax.adam(0.1), steps=steps, noise_scale=True, on_overflow=policy)
     program = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), jnp.ones((2, 96))).compile()
     assert copies(program.as_text(), {(96, 96)}) == 0
 
