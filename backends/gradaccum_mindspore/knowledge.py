@@ -22,6 +22,8 @@ from gradaccum_mindspore.norm import norm_over
 from gradaccum_mindspore.sums import hidden_parameter, where
 from gradaccum_mindspore.types import DType, Sums
 
+LOSS, NOISE = "loss", "noise"
+"""The ends of the Parameters' names."""
 NO_LOSS = (0.0, 0.0, math.nan)
 NO_NOISE = (0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -47,11 +49,11 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         super().__init__(auto_prefix=False)
         self.options = options._replace(steps=None, scaler=None)
         self.float_dtype = float_dtype
-        self.loss = hidden_parameter(Tensor(NO_LOSS, float_dtype), f"{prefix}.loss")
+        self.loss = hidden_parameter(Tensor(NO_LOSS, float_dtype), f"{prefix}.{LOSS}")
         """(sum of the open window's losses, weight of the micro-batches that told theirs, the last closed window's loss)."""
         self.has_noise = options.noise_decay is not None
         if self.has_noise:
-            self.noise = hidden_parameter(Tensor(NO_NOISE, float_dtype), f"{prefix}.noise")
+            self.noise = hidden_parameter(Tensor(NO_NOISE, float_dtype), f"{prefix}.{NOISE}")
             """The fields of `gradaccum.kit.Noise`, and how many first micro-batches its first two stand for."""
         self.one, self.zero, self.nan = (Tensor(number, float_dtype) for number in (1.0, 0.0, math.nan))
 

@@ -105,7 +105,9 @@ def robust_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
     divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
     # An inf becomes inf / inf = NaN, and max may overlook a NaN: the sum shows both.
     squares = ops.addn(each(ops.partial(_square_over, divisor), sums))
-    return ops.minimum(largest * ops.sqrt(squares), largest_of(dtype)), ops.isfinite(squares)
+    norm, limit = largest * ops.sqrt(squares), largest_of(dtype)
+    # Not ops.minimum, which compiled is inf of an inf and a number.
+    return ops.where(norm < limit, norm, limit), ops.isfinite(squares)
 
 
 def _largest(dtype: DType, tensor: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ class WatchWindows(Callback):  # type: ignore[misc]
     """Call `listeners` with a `gradaccum.watching.ClosedWindow` after each step that closed a window.
 
     Put it before `FlushAtEpochEnd`: a window that this one closes is told at the end of its epoch. In each step it waits for the device, to
-    read the counters. ``weight`` and ``loss`` are NaN: what the last micro-batch weighed is nowhere kept. In a loop of your own
-    `gradaccum.Watch` takes both.
+    read the counters. ``weight`` is NaN: what the last micro-batch weighed is nowhere kept; so is ``loss``, unless the optimizer is
+    told all losses of the window, as by `gradaccum_mindspore.TrainOneStepCell`. In a loop of your own `gradaccum.Watch` takes both.
 
     Args:
         optimizer: the wrapped optimizer.

@@ -73,7 +73,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         for place, (part, amount) in enumerate(weighed(self.user_function, batch, options, division)):
             replay.begin(place)
             (_, value), gradients = differentiated(self.backward, part.arguments, options.aux is not None, scaled=True)
-            self.optimizer(gradients, amount)
+            self.optimizer(gradients, amount, loss_in(value, options.aux is not None))
             outputs.add(value, part.items, amount)
             del value, gradients  # They would live beside the next ones.
             items, weight = items + (part.items or 0), weight + amount
@@ -89,9 +89,10 @@ class CompiledUpdateLoop(CompiledLoop):
         sizes = [parameter.size for parameter in optimizer.parameters]
         self.smallest = sizes.index(min(sizes))
 
-    def differentiated(self, arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    def differentiated(self, arguments: Any) -> tuple[Any, Any]:
+        """What `fn` returns, and the gradients with the loss, which the optimizer is told too."""
         (_, value), gradients = self.backward(*arguments)
-        return value, gradients
+        return value, (gradients, self.loss_of(value))
 
     def start(self, zero: Tensor) -> Tensor:
         """The sum of losses before the first micro-batch: NaN if someone else opened a window, because compiled code cannot raise."""
@@ -106,8 +107,9 @@ class CompiledUpdateLoop(CompiledLoop):
 
     def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
         k = self.smallest
+        gradients, loss = gradients
         spoiled = gradients[k] + sums.astype(gradients[k].dtype)
-        return ops.depend(sums, self.optimizer((*gradients[:k], spoiled, *gradients[k + 1 :]), amount))
+        return ops.depend(sums, self.optimizer((*gradients[:k], spoiled, *gradients[k + 1 :]), amount, loss))
 
     def finished(self, loss: Tensor, sums: Any, divides: Tensor) -> Any:
         return ops.depend(loss, self.optimizer.flush())
@@ -179,6 +181,11 @@ def value_and_update(
     return LargeBatchUpdate(fn, optimizer, has_aux, options)
 
 
+def loss_in(value: Any, has_aux: bool) -> Tensor:
+    """The loss in what a function of the user's returned."""
+    return value[0] if has_aux else value
+
+
 def windows_of(optimizer: AccumulatingOptimizer) -> int:
     """How many windows were closed."""
     return int(optimizer.storage.optimizer_step.item() + optimizer.storage.skipped_windows.item())
@@ -190,8 +197,7 @@ def scaled(fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool) -> Fun
     def of_batch(*arguments: Nest) -> tuple[Tensor, Any]:
         value = fn(*arguments)
         check_outputs(isinstance(value, (tuple, list)), has_aux)
-        loss = value[0] if has_aux else value
-        return optimizer.scale(loss), value
+        return optimizer.scale(loss_in(value, has_aux)), value
 
     return of_batch
 

@@ -16,6 +16,7 @@ from mindspore import Parameter, Tensor
 from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
+from gradaccum_mindspore.knowledge import LOSS, NOISE
 from gradaccum_mindspore.pynative_sums import ARRAYS
 from gradaccum_mindspore.state import GRAD_NORM, OF_ALL, OWN, SHARED, prefixes_in, suffixes
 from gradaccum_mindspore.sums import hidden_parameter, working_dtype
@@ -23,6 +24,8 @@ from gradaccum_mindspore.types import Array, Saved
 from gradaccum_mindspore.workers.saved_place import saved_place
 
 Entry: TypeAlias = Parameter | Tensor
+KEPT = {LOSS: np.array([False, False, True]), NOISE: np.array([False, False, True, True, False])}
+"""Which numbers of `gradaccum_mindspore.knowledge.Knowledge` are of closed windows, and so the same on every worker."""
 
 
 def redistributed(states: Sequence[Saved], workers: int) -> list[dict[str, Entry]]:
@@ -74,6 +77,7 @@ def _window(states: Sequence[Saved], prefix: str, workers: int) -> Iterator[dict
         entries = {f"{prefix}.{field}": _like(states[0], f"{prefix}.{field}", value) for field, value in state._asdict().items()}
         entries[f"{prefix}.terms"] = _like(most, f"{prefix}.terms", most[f"{prefix}.terms"].asnumpy())
         entries[f"{prefix}.last_event"] = _event(states[0], prefix, is_open=state.micro_step > 0)
+        entries.update(_known(states, prefix, first=rank == 0))
         entries[f"{prefix}.{SHARED}"] = Tensor([OWN, rank, workers], ms.int32)
         entries.update((name, total if rank == 0 else Tensor(np.zeros(total.shape), total.dtype)) for name, total in totals.items())
         yield entries
@@ -122,6 +126,27 @@ def _array(entry: Entry) -> Array:
 
 def _like(state: Saved, name: str, value: object) -> Tensor:
     return Tensor(value, state[name].dtype)
+
+
+def _known(states: Sequence[Saved], prefix: str, *, first: bool) -> Iterator[tuple[str, Tensor]]:
+    """What the open window knows besides its gradient: the first of the new workers has it all."""
+    for kind in (LOSS, NOISE):
+        name = f"{prefix}.{kind}"
+        if all(name in state for state in states):
+            parts = [state[name].asnumpy().astype(np.float64) for state in states]
+            joined = (_joined_loss if kind == LOSS else _joined_noise)(parts)
+            yield name, _like(states[0], name, joined if first else np.where(KEPT[kind], parts[0], 0.0))
+
+
+def _joined_loss(parts: Sequence[Array]) -> Array:
+    # Python adds the weights up like this too: they are equal if all losses were told.
+    total, told = (sum(float(part[index]) for part in parts) for index in (0, 1))
+    return np.array([total, told, parts[0][2]])
+
+
+def _joined_noise(parts: Sequence[Array]) -> Array:
+    weight, squares = sum(part[0] for part in parts), sum(part[0] * part[1] for part in parts)
+    return np.array([weight, squares / (weight or 1.0), *parts[0][2:4], sum(part[4] for part in parts)])
 
 
 def _event(state: Saved, prefix: str, *, is_open: bool) -> Tensor:

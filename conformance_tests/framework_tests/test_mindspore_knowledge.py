@@ -1,0 +1,263 @@
+"""What a window knows besides its gradient, beyond the shared suite: losses that are missing or bad, interruptions, old checkpoints."""
+
+import math
+import os
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn  # noqa: E402
+
+import gradaccum  # noqa: E402
+import gradaccum_mindspore  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import MODES, X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
+from gradaccum_mindspore import load_checkpoint_into, pynative_window  # noqa: E402
+from gradaccum_mindspore.knowledge import Knowledge  # noqa: E402
+
+
+class Stop(BaseException):
+    """Ctrl-C."""
+
+
+def stops(*args):
+    raise Stop
+
+
+def driver(mode, **options):
+    """A wrapped SGD of one parameter, and a call with a gradient, and a weight and a loss or neither."""
+    set_mode(mode)
+    optimizer = gradaccum.wrap(nn.SGD([Parameter(Tensor(np.ones(2, np.float32)), name="p")], 1.0), **options)
+
+    @ms.jit
+    def told(gradient, weight, loss):
+        return optimizer((gradient,), weight, loss)
+
+    @ms.jit
+    def untold(gradient):
+        return optimizer((gradient,))
+
+    def call(value, loss=None, weight=1.0):
+        gradient = Tensor(np.array([value, 0.0], np.float32))
+        if mode != "jit":
+            return optimizer((gradient,)) if loss is None else optimizer((gradient,), weight, loss)
+        return untold(gradient) if loss is None else told(gradient, *(Tensor(each, ms.float32) for each in (weight, loss)))
+
+    return optimizer, call
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_window_with_a_missing_loss_has_none(mode):
+    """It may be the first, the last or one in the middle; the next window knows its own, after an infinite one too."""
+    optimizer, call = driver(mode, steps=2)
+    for losses, expected in (
+        ((1, 3), 2),
+        ((1, None), math.nan),
+        ((None, 1), math.nan),
+        ((5, 7), 6),
+        ((math.inf, 1), math.inf),
+        ((2, 4), 3),
+    ):
+        for loss in losses:
+            call(1.0, loss)
+        assert optimizer.result.applied
+        np.testing.assert_equal(optimizer.result.loss, expected)
+    call(1.0, 100)
+    optimizer.discard()
+    assert optimizer.result.loss == 3
+    call(1.0, 6, 3.0)
+    call(1.0, 2, 1.0)
+    assert optimizer.result.loss == 5
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_training_cell_tells_the_loss(mode):
+    set_mode(mode)
+    net = make_net()
+    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2)
+    with_loss = nn.WithLossCell(net, nn.MSELoss())
+    truth = float(with_loss(Tensor(X[:8]), Tensor(Y[:8])).asnumpy())
+    cell = gradaccum_mindspore.TrainOneStepCell(with_loss, optimizer)
+    for rows in (slice(0, 5), slice(5, 8)):
+        cell(Tensor(X[rows]), Tensor(Y[rows]))
+    assert optimizer.result.loss == pytest.approx(truth, rel=1e-6)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=("python", "jit"))
+def test_large_batch_update_knows_its_loss(in_graph):
+    net = make_net()
+    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=None)
+    update = gradaccum_mindspore.value_and_update(nn.WithLossCell(net, nn.MSELoss()), optimizer, steps=4)
+    run = ms.jit(update.construct) if in_graph else update
+    loss = float(run(Tensor(X[:8]), Tensor(Y[:8])).asnumpy())
+    assert optimizer.result.loss == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("loss", "error"), [(Tensor([1.0, 2.0]), gradaccum.ArgumentValueError), ("1", gradaccum.ArgumentTypeError)], ids=("vector", "text")
+)
+def test_bad_loss_is_refused(mode, loss, error):
+    optimizer, _ = driver(mode, steps=2)
+
+    @ms.jit
+    def step(gradient):
+        return optimizer((gradient,), None, loss)
+
+    with pytest.raises(error, match="loss"):
+        (step if mode == "jit" else lambda gradient: optimizer((gradient,), None, loss))(Tensor(np.ones(2, np.float32)))
+    assert optimizer.result.micro_step == 0
+
+
+@pytest.mark.parametrize("method", ["add_loss", "needs_first"])
+def test_interrupted_micro_batch_leaves_no_loss(method, monkeypatch):
+    """Its window is spoilt, and skipped; the window's loss has nothing of it."""
+    optimizer, call = driver("pynative", steps=2, noise_scale=True)
+    call(1.0, 2)
+    before = optimizer.storage.knowledge.pull()
+    with monkeypatch.context() as patch:
+        patch.setattr(Knowledge, method, stops)
+        with pytest.raises(Stop):
+            call(1.0, 50)
+    np.testing.assert_equal(optimizer.storage.knowledge.pull(), before)
+    assert optimizer.result.micro_step == 1
+    call(1.0, 4)
+    assert (optimizer.result.skipped, optimizer.result.loss) == (True, 3)
+
+
+def test_interrupted_end_keeps_the_loss(monkeypatch):
+    """Ctrl-C before the update: the window is open. Ctrl-C after it: the window is closed, and its loss is known."""
+    optimizer, call = driver("pynative", steps=2, noise_scale=0.5)
+    call(1.0, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.SGD, "__call__", stops)
+        with pytest.raises(Stop):
+            call(3.0, 4)
+    assert (optimizer.result.micro_step, math.isnan(optimizer.result.loss)) == (2, True)
+    optimizer.flush()
+    assert optimizer.result.loss == 3
+    noise = optimizer.result.noise_scale
+    call(1.0, 6)
+    construct = optimizer.inner.construct
+
+    def stops_after(self, gradients):
+        construct(gradients)
+        raise Stop
+
+    monkeypatch.setattr(nn.SGD, "__call__", stops_after)
+    with pytest.raises(Stop):
+        call(3.0, 8)
+    assert (optimizer.result.applied, optimizer.result.loss) == (True, 7)
+    assert optimizer.result.noise_scale == pytest.approx(noise)
+
+
+def test_checkpoint_without_knowledge_loads():
+    """As an older version saved it, in mid-window: that window's loss is unknown, the next one's is known."""
+    optimizer, call = driver("pynative", steps=2, noise_scale=0.5)
+    for value in (1.0, 3.0, 1.0):
+        call(value, 2)
+    saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in optimizer.get_parameters()}
+    assert {"gradaccum.loss", "gradaccum.noise"} <= set(saved)
+    old = {name: value for name, value in saved.items() if name not in ("gradaccum.loss", "gradaccum.noise")}
+    load_checkpoint_into(optimizer, old)
+    assert math.isnan(optimizer.result.noise_scale)
+    for expected in (math.nan, 2):
+        while not call(1.0, 2):
+            pass
+        np.testing.assert_equal(optimizer.result.loss, expected)
+
+
+def test_state_of_noise_is_there_only_if_asked():
+    plain, _ = driver("pynative", steps=2)
+    assert not [p.name for p in plain.get_parameters() if p.name.endswith(".noise")]
+
+
+def test_ignored_overflow_measures_nothing(monkeypatch):
+    for name in ("measure", "fits"):
+        monkeypatch.setattr(pynative_window, name, stops)
+    optimizer, call = driver("pynative", steps=2, on_overflow="ignore")
+    call(math.inf)
+    call(1.0)
+    assert optimizer.result.applied
+    _, call = driver("pynative", steps=1, on_overflow="ignore", clip_norm=1.0)
+    with pytest.raises(Stop):
+        call(1.0)
+
+
+def test_ignored_overflow_makes_no_unsound_update():
+    """A negative weight, which only compiled code lets through, and a size below 1, which compiled code cannot refuse."""
+    optimizer, call = driver("jit", steps=2, on_overflow="ignore", reduction="sum")
+    call(1.0, 1.0, -1.0)
+    call(1.0, 1.0, 2.0)
+    assert (optimizer.result.skipped, optimizer.result.overflow) == (True, True)
+    for steps in (shrinking, gradaccum.until_weight(shrinking)):
+        optimizer, call = driver("jit", steps=steps, on_overflow="ignore", reduction="sum")
+        call(1.0)
+        assert optimizer.result.applied
+        call(1.0)
+        assert (optimizer.result.skipped, optimizer.result.overflow) == (True, True)
+
+
+def shrinking(optimizer_step):
+    return 1 - optimizer_step
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_norm_of_the_smallest_and_largest_numbers(mode):
+    """Below the smallest normal number, and where the norm itself leaves float32's range."""
+    optimizer, _ = driver(mode, steps=1, reduction="sum")
+
+    @ms.jit
+    def jitted(gradient):
+        return optimizer((gradient,))
+
+    for value, expected in ((1e-40, math.sqrt(2) * 1e-40), (3e38, np.finfo(np.float32).max)):
+        (jitted if mode == "jit" else lambda gradient: optimizer((gradient,)))(Tensor(np.full(2, value, np.float32)))
+        assert optimizer.result.applied
+        assert optimizer.result.grad_norm == pytest.approx(expected, rel=1e-4)
+
+
+def test_window_by_weight_says_so():
+    optimizer, call = driver("pynative", steps=gradaccum.until_weight([(0, 8), (1, 4)]))
+    call(1.0, 1.0, 3.0)
+    assert "steps=until_weight(((0, 8), (1, 4))) | micro-batch 1, weight 3 of 8" in repr(optimizer)
+    call(1.0, 1.0, 6.0)
+    assert "micro-batch 0, weight 0 of 4" in repr(optimizer)
+
+
+def test_window_by_weight_takes_no_more_than_fits(monkeypatch):
+    """Its update raised: a further micro-batch may be the one that raised."""
+    optimizer, call = driver("pynative", steps=gradaccum.until_weight(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.SGD, "__call__", stops)
+        with pytest.raises(Stop):
+            call(1.0, 1.0, 5.0)
+    with pytest.raises(gradaccum.UsageError, match="of weight 4 that holds 5"):
+        call(1.0, 1.0, 5.0)
+    assert optimizer.flush()
+
+
+def test_window_by_weight_resumes_as_such():
+    optimizer, call = driver("pynative", steps=gradaccum.until_weight(4))
+    call(1.0, 1.0, 3.0)
+    saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in optimizer.get_parameters()}
+    other, _ = driver("pynative", steps=4)
+    with pytest.raises(gradaccum.CheckpointError, match="until_weight"):
+        load_checkpoint_into(other, saved)
+    same, call = driver("graph", steps=gradaccum.until_weight(4))
+    load_checkpoint_into(same, saved)
+    assert call(1.0, 1.0, 1.0)
+    assert same.result.loss == 1
+
+
+def test_listener_hears_the_loss():
+    net, heard = make_net(), []
+    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2)
+    cell = gradaccum_mindspore.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
+    data = ms.dataset.NumpySlicesDataset((X[:8], Y[:8]), ["x", "y"], shuffle=False).batch(2)
+    watch = gradaccum_mindspore.WatchWindows(optimizer, heard.append)
+    ms.train.Model(cell).train(1, data, callbacks=[watch], dataset_sink_mode=False)
+    assert [window.loss for window in heard][-1] == optimizer.result.loss
+    assert not any(math.isnan(window.loss) for window in heard)
