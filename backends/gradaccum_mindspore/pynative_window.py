@@ -190,8 +190,9 @@ class PyNativeWindow:
 def require_room(state: State, size: Schedule) -> None:
     """Raise `UsageError` if the window is full already."""
     if state.micro_step > 0 and ends(state, size, select):
-        by_weight = isinstance(size, UntilWeight)
-        full = f"of weight {size.weight} that holds {state.weight:.10g}" if by_weight else f"of {size} that holds {state.micro_step}"
+        full = f"of {size} that holds {state.micro_step}"
+        if isinstance(size, UntilWeight):
+            full = f"of weight {size.weight} that holds {state.weight:.10g}"
         raise explain(
             UsageError,
             "gradients",

@@ -21,7 +21,6 @@ from mindspore.ops import constexpr
 
 from gradaccum import UsageError
 from gradaccum.kit import aux_shape_error, contribution, divided, divisor, explain, require_one_size
-from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.compiled_window import number_of
 from gradaccum_mindspore.large_batch.compiled_outputs import (
     begun,
@@ -38,7 +37,7 @@ from gradaccum_mindspore.large_batch.nests import filled, sizes_of, slices_of
 from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.randomness import require_one_program
 from gradaccum_mindspore.large_batch.weights import as_array
-from gradaccum_mindspore.sums import hidden_parameter, sum_dtype, working_dtype
+from gradaccum_mindspore.sums import hidden_parameter, sum_dtype, where, working_dtype
 from gradaccum_mindspore.types import DType
 
 

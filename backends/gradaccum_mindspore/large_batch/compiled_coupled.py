@@ -16,7 +16,6 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import concatenate_error, explain
-from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.large_batch.batch import Batch
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.compiled_outputs import begun, rows_joined, with_shares, with_tail
@@ -25,7 +24,7 @@ from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.python_loop import Function
 from gradaccum_mindspore.large_batch.randomness import DEPTH, cells_of, random_cell
 from gradaccum_mindspore.large_batch.replay import ROUNDINGS, replay_error, statistics_of
-from gradaccum_mindspore.sums import working_dtype
+from gradaccum_mindspore.sums import where, working_dtype
 
 DOUBLE, SINGLE, HALF, LEAST = (ROUNDINGS[dtype] for dtype in (ms.float64, ms.float32, ms.float16, ms.bfloat16))
 """Numbers by themselves: the compiler follows no dict of dtypes."""

@@ -14,9 +14,9 @@ from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
 from gradaccum.kit import concatenate_error, finished, kinds_of, merged, share
-from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.large_batch.merging import OPERATORS
 from gradaccum_mindspore.large_batch.nests import EMPTY, axis_at, axis_of, check_keys, check_prefix, leaves_in
+from gradaccum_mindspore.sums import where
 
 Outputs = tuple[Tensor, ...]
 

@@ -15,7 +15,6 @@ from mindspore.ops import constexpr
 from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, Nest, aux_shape_error, explain
 from gradaccum_mindspore.capturing import refuse_trace
-from gradaccum_mindspore.compiled_state import where
 from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.batch import Batch
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
@@ -24,6 +23,7 @@ from gradaccum_mindspore.large_batch.options import SplitOptions, require_functi
 from gradaccum_mindspore.large_batch.python_loop import Function, differentiated, divisor_of, weighed
 from gradaccum_mindspore.large_batch.replay import Replay
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+from gradaccum_mindspore.sums import where
 
 
 class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
