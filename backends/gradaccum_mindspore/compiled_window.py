@@ -14,6 +14,7 @@ names here.
 
 from __future__ import annotations
 
+import mindspore as ms
 from mindspore import Tensor, ops
 
 from gradaccum.kit import Fields, Options, accumulate, contribution, decide, divisor, usable
@@ -109,7 +110,9 @@ class CompiledWindow(CompiledState):
     def write_added(self, state: Fields, event: Tensor | None, told: Tensor | None) -> bool:
         """Assign what `add` returned."""
         self.write_open(state, event)
-        if told is not None:
+        if told is not None and event is None:
+            ops.assign_add(self.storage.knowledge.loss, told)
+        elif told is not None:
             ops.assign(self.storage.knowledge.loss, told)
         return self.write_size(state)
 
@@ -142,6 +145,25 @@ class CompiledWindow(CompiledState):
         self.note_decision()
         self.apply(update)
         return self.finish()
+
+    def close_plainly(self, update: Update, told: bool) -> bool:
+        """End a window that needs no measure and no decision: its weight is above 0, and its divisor in range.
+
+        Here is no branch, and nearly every value that is written is a constant. `told`: the last micro-batch told its loss.
+        """
+        state = self.read()
+        update(self.gradients(divisor(state, self.options, where)))
+        loss, noise = self.unknown, None
+        if told:
+            loss, noise = self.storage.knowledge.compiled_after(state, self.nan)
+        _, optimizer_step, _, _, _, _, _ = state_closed(state, self.true, self.false, self.options, where)
+        compiled_clear(self.storage.sums, self.zero)
+        self.storage.knowledge.compiled_write(loss, noise)
+        ops.assign(self.storage.micro_step, self.no_step)
+        ops.assign(self.storage.weight, self.zero)
+        ops.assign(self.storage.optimizer_step, optimizer_step.astype(ms.int32))
+        self.write_event(self.plain_event)
+        return True
 
     def note_decision(self) -> bool:
         """Measure the window, decide about it, and note the decision."""

@@ -123,9 +123,9 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
             self._assign(self.noise, (weight, squares / (weight or 1.0), trace, square, firsts))
 
     def compiled_told(self, loss: Tensor, weight: Tensor | None, adds: Tensor | None) -> Tensor:
-        """The value of `loss` after a micro-batch; `weight` and `adds` are None for 1 and True."""
+        """The value of `loss` after a micro-batch. If `weight` and `adds` are None, for 1 and True: what it adds to that."""
         if weight is None:
-            return self.loss.value() + ops.stack((loss, self.one, self.zero))
+            return ops.stack((loss, self.one, self.zero))
         # A weighted mean's parts are multiplied by the weight, so that its weight stands there as 1.
         parts = ops.stack((loss, self.one if self.options.reduction == "mean" else weight, self.zero))
         return add_loss(self.loss.value(), parts, weight, adds, self.options, where)

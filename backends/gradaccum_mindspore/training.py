@@ -7,6 +7,7 @@ micro-batch has.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -14,9 +15,11 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import explain
-from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+from gradaccum_mindspore.optimizer import CHECKED, OPEN, PLAIN, AccumulatingOptimizer, is_graph_mode
 from gradaccum_mindspore.types import Weight
 
+LARGEST_WEIGHT = 2.0**24
+"""Below it, the divisor of a window is in range for every loss scale that `CompiledState.may_be_plain` admits."""
 WeightFunction = Callable[..., Weight]
 
 
@@ -74,18 +77,69 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         # Not `weight`: a Cell that holds parameters in a tuple has an attribute of each one's name.
         self.weight_of_micro_batch = weight
         self.backward = ms.value_and_grad(self.forward, None, self.weights, has_aux=True)
+        steps = optimizer.options.steps
+        self.known_steps = steps if isinstance(steps, int) and optimizer.compiled_window.workers is None else 0
+        object.__setattr__(self, "ends", {end: End(self, end) for end in (OPEN, CHECKED, PLAIN)})  # A Cell would list them as its own.
 
     def forward(self, *inputs: object) -> tuple[Tensor, Tensor]:
         """The scaled loss, to differentiate, and the loss."""
         loss = self.network(*inputs)
         return self.optimizer.scale(loss), loss
 
+    def __call__(self, *inputs: object, **named: object) -> Any:
+        """One micro-batch, from Python."""
+        if named or not self.known_steps or not decides_on_host():
+            return super().__call__(*inputs, **named)
+        cell = self.ends[self.next_end()]
+        if cell.training != self.training:
+            cell.set_train(self.training)
+        return cell(*inputs)
+
+    def next_end(self) -> str:
+        """How the next micro-batch ends."""
+        store = self.optimizer.storage
+        if store.micro_step.item() + 1 < self.known_steps:
+            return OPEN
+        certain = self.weight_of_micro_batch is None or self.weight_of_micro_batch is items
+        sound = certain and self.optimizer.compiled_window.may_be_plain and not store.overflow.item()
+        return PLAIN if sound and store.weight.item() < LARGEST_WEIGHT else CHECKED
+
     def construct(self, *inputs: object) -> Tensor:
+        loss, gradients, weight = self.differentiated(*inputs)
+        if loss.size == 1:
+            return ops.depend(loss, self.optimizer(gradients, weight, loss))
+        return ops.depend(loss, self.optimizer(gradients, weight))
+
+    def ended(self, end: str, *inputs: object) -> Tensor:
+        """`construct` where it is known how the micro-batch ends."""
+        loss, gradients, weight = self.differentiated(*inputs)
+        return ops.depend(loss, self.optimizer.take(gradients, weight, loss if loss.size == 1 else None, end))
+
+    def differentiated(self, *inputs: object) -> tuple[Tensor, tuple[Tensor, ...], Weight]:
+        """The loss, the gradients of the scaled loss, and the weight."""
         weight = None
         if self.weight_of_micro_batch is not None:
             weight = self.weight_of_micro_batch(*inputs)
         (_, loss), gradients = self.backward(*inputs)
-        gradients = self.grad_reducer(gradients)
-        if loss.size == 1:
-            return ops.depend(loss, self.optimizer(gradients, weight, loss))
-        return ops.depend(loss, self.optimizer(gradients, weight))
+        return loss, self.grad_reducer(gradients), weight
+
+
+class End(nn.Cell):  # type: ignore[misc]
+    """A training cell for micro-batches that end in one way: a program without the branch of a window's end.
+
+    Args:
+        cell: the training cell.
+        end: how they end.
+    """
+
+    def __init__(self, cell: TrainOneStepCell, end: str) -> None:
+        super().__init__(auto_prefix=False)
+        self.cell, self.end = cell, end
+
+    def construct(self, *inputs: object) -> Tensor:
+        return self.cell.ended(self.end, *inputs)
+
+
+def decides_on_host() -> bool:
+    """Whether Python chooses the program of a micro-batch: it reads a counter, which means no wait for the device on a CPU only."""
+    return is_graph_mode() and ms.get_context("device_target") == "CPU" and ms.get_auto_parallel_context("parallel_mode") == "stand_alone"
