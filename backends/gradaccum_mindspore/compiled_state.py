@@ -13,6 +13,7 @@ from mindspore import Tensor, nn, ops
 from gradaccum.kit import Fields, Options, ScaleRule, UntilWeight, encode_terms, ends, measures, steps_at
 from gradaccum_mindspore.knowledge import NO_LOSS
 from gradaccum_mindspore.notes import Notes
+from gradaccum_mindspore.plain_ends import LARGEST_SCALE, SMALLEST_SCALE
 from gradaccum_mindspore.sizes import check_constant_size, check_size_dtype, sizes_of
 from gradaccum_mindspore.state import GRAD_NORM, Storage
 from gradaccum_mindspore.sums import where
@@ -30,7 +31,7 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.calls_steps, self.by_weight = callable(self.sizes), isinstance(options.steps, UntilWeight)
         self.measures = measures(options)
         scale = options.scale_rule.init_scale
-        self.may_be_plain = not self.measures and 2.0**-100 < scale < 2.0**100
+        self.may_be_plain = not self.measures and not self.calls_steps and SMALLEST_SCALE < scale < LARGEST_SCALE
         """Whether a window of good weights has nothing to be decided: it is applied, divided by its weight."""
         # The compiler cannot follow a function or an object inside a named tuple.
         self.options = options._replace(steps=None, scaler=None)
@@ -38,7 +39,7 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.scale_moves = options.scale_rule._replace(init_scale=1.0) != ScaleRule()
         self.true = Tensor(True)
         self.one = Tensor(1.0, storage.float_dtype)
-        self.false, self.no_step = Tensor(False), Tensor(0, ms.int32)
+        self.false, self.no_step, self.one_step = Tensor(False), Tensor(0, ms.int32), Tensor(1, ms.int32)
         self.zero = Tensor(0.0, storage.float_dtype)
         self.unknown = Tensor(NO_LOSS, storage.float_dtype)
         self.plain_event = Tensor([1.0, 0.0, 0.0, float("nan")], storage.float_dtype)

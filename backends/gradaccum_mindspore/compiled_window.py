@@ -31,6 +31,7 @@ from gradaccum_mindspore.checks import (
 )
 from gradaccum_mindspore.compiled_state import CompiledState
 from gradaccum_mindspore.norm import compiled_measure, robust_measure
+from gradaccum_mindspore.plain_ends import compiled_ends_plainly, compiled_weigh
 from gradaccum_mindspore.state import STEPS, Storage
 from gradaccum_mindspore.sums import compiled_add, compiled_clear, compiled_finite, compiled_fits, divide, each, where
 from gradaccum_mindspore.types import DType, Gradients, Loss, NamedGradients, Number, Shape, Weight
@@ -84,6 +85,8 @@ class CompiledWindow(CompiledState):
                 told = known.compiled_told(self.loss_number(loss), None, None)
             compiled_add(self.storage.sums, gradients, None, None)
             return accumulate(before, self.one, self.true, chosen), None, told
+        if weight is not None and self.may_be_plain:
+            compiled_weigh(self.storage.key)
         amount = self.one if weight is None else self.one * number_of(weight)
         factor = contribution(amount, self.options)
         finite = self.true
@@ -109,10 +112,15 @@ class CompiledWindow(CompiledState):
 
     def write_added(self, state: Fields, event: Tensor | None, told: Tensor | None) -> bool:
         """Assign what `add` returned."""
+        if event is None:
+            # The same numbers as the state's. One operator each, where adding and assigning are two.
+            ops.assign_add(self.storage.micro_step, self.one_step)
+            ops.assign_add(self.storage.weight, self.one)
+            if told is not None:
+                ops.assign_add(self.storage.knowledge.loss, told)
+            return self.write_size(state)
         self.write_open(state, event)
-        if told is not None and event is None:
-            ops.assign_add(self.storage.knowledge.loss, told)
-        elif told is not None:
+        if told is not None:
             ops.assign(self.storage.knowledge.loss, told)
         return self.write_size(state)
 
@@ -145,6 +153,12 @@ class CompiledWindow(CompiledState):
         self.note_decision()
         self.apply(update)
         return self.finish()
+
+    def ends_plainly(self) -> bool:
+        """Whether the end that is being compiled, of a micro-batch without a weight, needs no decision; a constant."""
+        if self.may_be_plain and self.workers is None:
+            return compiled_ends_plainly(self.storage.key)
+        return False
 
     def close_plainly(self, update: Update, told: bool) -> bool:
         """End a window that needs no measure and no decision: its weight is above 0, and its divisor in range.

@@ -216,7 +216,10 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
         self.compiled_window.see_first(needed)
         if self.compiled_window.steps is None:
             return full
-        if full:
+        if weight is None and self.compiled_window.ends_plainly():
+            if full:
+                self.compiled_window.close_plainly(self.update, loss is not None)
+        elif full:
             self.compiled_window.close(self.update)
         return full
 

@@ -33,6 +33,7 @@ from gradaccum.kit import (
 from gradaccum_mindspore import pynative_sums
 from gradaccum_mindspore.knowledge import Known
 from gradaccum_mindspore.norm import measure
+from gradaccum_mindspore.plain_ends import LARGEST_WEIGHT, weigh
 from gradaccum_mindspore.sizes import window_size
 from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.sums import add_into, fits
@@ -60,6 +61,8 @@ class PyNativeWindow:
         """
         state = self.storage.pull()
         require_room(state, size)
+        if weight > LARGEST_WEIGHT:
+            weigh(self.storage.key)
         factor = contribution(weight, self.options)
         finite = weight == 0 or self.options.on_overflow != "drop_micro_batch" or self.finite(gradients, factor)
         adds = bool(usable(state, weight, finite))

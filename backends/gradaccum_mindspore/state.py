@@ -34,6 +34,7 @@ from gradaccum.kit import (
 from gradaccum_mindspore.driven_scaler import drive
 from gradaccum_mindspore.knowledge import Knowledge
 from gradaccum_mindspore.masters import Masters
+from gradaccum_mindspore.plain_ends import keys
 from gradaccum_mindspore.scaled import NEVER, key_of, note_read
 from gradaccum_mindspore.sizes import size_of_code, sizes_of, with_known_size
 from gradaccum_mindspore.sums import HALF, hidden_parameter, narrows, sum_dtype
@@ -87,6 +88,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.varies = not isinstance(sizes_of(options.steps), int | None)
         """Whether windows have different sizes."""
         self.inner_scale = inner_scale
+        self.key = next(keys)
+        """A constant that names this accumulation in `gradaccum_mindspore.plain_ends`."""
         self.scaled = key_of(options) if inner_scale == 1 else NEVER
         """A constant: compiled code asks by it whether anyone ever read the loss scale. MindSpore's own pair need not read it."""
         prefix = state_prefix(name)

@@ -16,10 +16,9 @@ from mindspore.ops import constexpr
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import explain
 from gradaccum_mindspore.optimizer import CHECKED, OPEN, PLAIN, AccumulatingOptimizer, is_graph_mode
+from gradaccum_mindspore.plain_ends import LARGEST_WEIGHT
 from gradaccum_mindspore.types import Weight
 
-LARGEST_WEIGHT = 2.0**24
-"""Below it, the divisor of a window is in range for every loss scale that `CompiledState.may_be_plain` admits."""
 WeightFunction = Callable[..., Weight]
 
 

@@ -200,6 +200,24 @@ def test_ignored_overflow_makes_no_unsound_update():
         assert (optimizer.result.skipped, optimizer.result.overflow) == (True, True)
 
 
+def test_compiled_end_without_decision_is_guarded():
+    """Once it is compiled, it would apply a window that holds a bad weight."""
+    optimizer, call = driver("jit", steps=2, on_overflow="ignore")
+    assert [bool(call(1.0)) for _ in range(4)] == [False, True] * 2
+    assert (optimizer.result.applied, optimizer.result.optimizer_step) == (True, 2)
+    np.testing.assert_equal((optimizer.result.grad_norm, optimizer.result.loss), (math.nan, math.nan))
+    with pytest.raises(gradaccum.UsageError, match="in every micro-batch or in none"):
+        call(1.0, 1.0, -1.0)
+    saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in optimizer.get_parameters()}
+    saved["gradaccum.overflow"] = Tensor(True)
+    with pytest.raises(gradaccum.UsageError, match="weight"):
+        load_checkpoint_into(optimizer, saved)
+    optimizer, call = driver("jit", steps=2, on_overflow="ignore")
+    call(1.0, 1.0, -1.0)
+    call(1.0)
+    assert (optimizer.result.skipped, optimizer.result.overflow) == (True, True)
+
+
 def shrinking(optimizer_step):
     return 1 - optimizer_step
 
