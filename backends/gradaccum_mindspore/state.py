@@ -21,6 +21,7 @@ from gradaccum.kit import (
     FIELD_DTYPES,
     Fields,
     Options,
+    ScaleRule,
     Schedule,
     State,
     Terms,
@@ -88,6 +89,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.varies = not isinstance(sizes_of(options.steps), int | None)
         """Whether windows have different sizes."""
         self.inner_scale = inner_scale
+        self.unscaled = options.scale_rule == ScaleRule()
+        """Whether the loss scale is 1 for good."""
         self.key = next(keys)
         """A constant that names this accumulation in `gradaccum_mindspore.plain_ends`."""
         self.scaled = key_of(options) if inner_scale == 1 else NEVER
@@ -202,6 +205,8 @@ class StateReader:
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale, in the loss's dtype: differentiate this. In PyNative and in compiled code."""
+        if self.storage.unscaled:
+            return loss
         return loss * ops.cast(self.loss_scale, loss.dtype)
 
     @property
