@@ -157,7 +157,8 @@ class CompiledWindow(CompiledState):
     def ends_plainly(self) -> bool:
         """Whether the end that is being compiled, of a micro-batch without a weight, needs no decision; a constant."""
         if self.may_be_plain and self.workers is None:
-            return compiled_ends_plainly(self.storage.key)
+            plainly: bool = compiled_ends_plainly(self.storage.key)
+            return plainly
         return False
 
     def close_plainly(self, update: Update, told: bool) -> bool:

@@ -50,6 +50,11 @@ class Step(nn.Cell):
         return self.optimizer(gradients)
 
 
+class TellingStep(Step):
+    def construct(self, *gradients):
+        return self.optimizer(gradients, 2.0, gradients[0][0, 0])
+
+
 class StepByHand(nn.Cell):
     def __init__(self, accumulator, inner):
         super().__init__(auto_prefix=False)
@@ -89,10 +94,14 @@ def wrapped(parameters):
 
 def with_everything(parameters):
     scale = gradaccum.DynamicLossScale(8.0, growth_interval=3)
-    options = {"on_overflow": "drop_micro_batch", "loss_scale": scale, "clip_norm": 1.0, "skip_norm": 1e9}
+    options = {"on_overflow": "drop_micro_batch", "loss_scale": scale, "clip_norm": 1.0, "skip_norm": 1e9, "noise_scale": True}
     optimizer = gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2, **options)
     optimizer.scale(Tensor(1.0))  # the gradients below are those of a scaled loss
-    return Step(optimizer)
+    return TellingStep(optimizer)
+
+
+def that_measures_nothing(parameters):
+    return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9), steps=2, on_overflow="ignore"))
 
 
 def two(optimizer_step):
@@ -127,7 +136,7 @@ def two_parameters():
     return [Parameter(Tensor(np.ones((4, 4), np.float32)), name=name) for name in "ab"]
 
 
-MAKERS = (wrapped, with_everything, of_sizes_from_a_function, with_a_scale_of_its_own, by_hand)
+MAKERS = (wrapped, with_everything, that_measures_nothing, of_sizes_from_a_function, with_a_scale_of_its_own, by_hand)
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
