@@ -5,7 +5,7 @@
 - `terms_of`, `resumed`, `redistributed`: what an open window depends on, and how a saved one goes on;
 - `make_division`, `divided`, `leaves_of`, `share`: where a large batch is cut, the nests that it comes in, how other outputs merge;
 - `explain` and the ``require_`` and ``_error`` functions: one mistake has one class and one wording in every backend;
-- `Listeners`, `Losses`: who hears of closed windows, and the loss of one; `described`, `status`: the state in one line;
+- `Listeners`: who hears of closed windows; `described`, `status`: the state in one line;
 - `comparable`, `linearity_report`: whether a loss can be scaled;
 - `examine`, `Subject`, `Conditions`, `Run`: what `gradaccum.verify` runs, and how;
 - `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: what the core asks for in return.
@@ -70,7 +70,6 @@ from gradaccum.transitions import (
 )
 from gradaccum.verification import ROUNDING_LIMIT, Column, Conditions, Layer, Precision, Run, Subject, VerifyingBackend, examine, item_axis
 from gradaccum.watching.listeners import Handle, Listeners
-from gradaccum.watching.losses import Losses
 from gradaccum.watching.window import Listener
 from gradaccum.window_loss import add_loss, window_loss
 
@@ -94,7 +93,6 @@ __all__ = [
     "Leaf",
     "Listener",
     "Listeners",
-    "Losses",
     "MergingOps",
     "Nest",
     "Noise",

@@ -115,7 +115,7 @@ def noise_scale(noise: NoiseFields, where: Where) -> Scalar:
     """tr(Sigma) / |G|^2 in items; inf where the gradient cannot be told from noise, NaN before any window told something."""
     _, _, trace, square = noise
     one = 0 * trace + 1
-    ratio = where(trace > 0, trace, 0 * trace) / where(square > 0, square, one)
+    ratio = where(trace > 0, trace, 0 * one) / where(square > 0, square, one)
     known = where(square > 0, ratio, float("inf") * one)
     return where((trace == 0) & (square == 0), float("nan") * one, known)
 

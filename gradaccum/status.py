@@ -9,6 +9,7 @@ from gradaccum.schedule import Schedule, UntilWeight
 from gradaccum.state import State
 
 _DEFAULTS = make_options(1)
+_AS_WRITTEN = {"noise_decay": "noise_scale"}
 _TOLD_OTHERWISE = ("steps", "scale_rule", "scaler")
 """Options that stand in the line in another form."""
 
@@ -44,7 +45,7 @@ def described(wrapper: str, inner: str, options: Options, state: State, steps: S
         steps: as for `status`.
     """
     names = [name for name in Options._fields if name not in _TOLD_OTHERWISE and getattr(options, name) != getattr(_DEFAULTS, name)]
-    given = [f"steps={_in_a_word(options.steps)}", *(f"{name}={getattr(options, name)!r}" for name in names)]
+    given = [f"steps={_in_a_word(options.steps)}", *(f"{_AS_WRITTEN.get(name, name)}={getattr(options, name)!r}" for name in names)]
     given += [f"loss_scale={scale}"] if (scale := _scale(options)) else []
     return f"{wrapper}({', '.join((inner, *given))} | {status(state, steps)})"
 

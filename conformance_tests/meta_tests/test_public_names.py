@@ -26,7 +26,7 @@ NAMES = {
         require_one_size require_reduction scalar_loss_error size_for require_micro_batch_size too_small_error unknown_limit_error
         segment_cuts DeviceBackend
         ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine free_frames item_axis
-        Handle Listener Listeners Losses described status
+        Handle Listener Listeners described status
         Noise NoiseFields UntilWeight add_loss code_of first_seen forget_window is_first is_known measures no_noise noise_scale window_loss
         window_seen shared_until_weight_error
     """,

@@ -17,7 +17,7 @@ import pytest
 
 import gradaccum
 from gradaccum import ArgumentTypeError, MissingPackageError, StepResult, UsageError, Watch
-from gradaccum.kit import Listeners, Losses, State, described, make_options, status
+from gradaccum.kit import Listeners, State, described, make_options, status
 from gradaccum.watching import ClosedWindow, JsonLines, RichProgress, TensorBoard
 
 WINDOW = ClosedWindow(17, True, False, False, 0.5, 1024.0, 32.0, 4, 0.25, 1.5, 96.0)
@@ -108,26 +108,16 @@ def test_watch_refuses() -> None:
         Watch(reduction="nonsense")
 
 
-def test_losses_of_one_micro_batch_add_up() -> None:
-    losses = Losses("mean")
-    for loss in (1.0, 2.0):
-        losses.tell(loss, 4.0)
-    losses.count()
-    assert losses.of_window(1) == 3
-    losses.tell(math.nan, 0.0)  # with weight 0 it contributes nothing
-    losses.count()
-    losses.tell(5.0, 1.0)
-    losses.count()
-    losses.tell(math.inf, 1.0)
-    losses.count(dropped=True)
-    assert losses.of_window(3) == 5
-    losses.count()
-    assert math.isnan(losses.of_window(1)), "nobody told it"
-    losses.tell(7.0, 1.0)
-    losses.drop()
-    losses.tell(1.0, 1.0)
-    losses.count()
-    assert losses.of_window(1) == 1
+def test_loss_of_weight_zero_is_left_out() -> None:
+    heard = watched((mid(1), {"loss": math.nan, "weight": 0.0}), (end(), {"loss": 5.0, "weight": 2.0}))
+    assert [window.loss for window in heard[-1:]] == [5.0]
+
+
+def test_loss_of_the_result_needs_no_telling() -> None:
+    """The optimizer was told it. What the loop tells stands in its place."""
+    known = end()._replace(loss=3.0, noise_scale=96.0)
+    heard = watched((mid(1), {}), (known, {}), (known, {"loss": 4.0}))
+    assert [(window.loss, window.noise_scale) for window in heard] == [(3.0, 96.0), (4.0, 96.0)]
 
 
 def test_every_listener_hears_though_one_raises() -> None:
@@ -268,8 +258,8 @@ def test_status_is_one_line() -> None:
     )
     assert status(State(0, 0, 0, 0.0, False, 1.0, 0), None) == "micro-batch 0, update 0"
     assert status(State(2, 3, 0, 96.0, False, 1.0, 0), gradaccum.until_weight(128)) == "micro-batch 2, weight 96 of 128, update 3"
-    by_weight = make_options(gradaccum.until_weight(128))
-    assert described("A", "B", by_weight, state, None).startswith("A(B, steps=until_weight(128) | micro-batch")
+    by_weight = make_options(gradaccum.until_weight(128), noise_scale=0.5)
+    assert described("A", "B", by_weight, state, None).startswith("A(B, steps=until_weight(128), noise_scale=0.5 | micro-batch")
 
 
 def test_status_names_a_schedule() -> None:

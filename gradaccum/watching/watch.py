@@ -11,11 +11,13 @@ from typing import SupportsFloat
 
 from gradaccum._validation import require_weight
 from gradaccum.errors import ArgumentTypeError, explain
-from gradaccum.options import require_reduction
+from gradaccum.options import make_options
 from gradaccum.result import StepResult
+from gradaccum.state import initial_state
+from gradaccum.transitions import select
 from gradaccum.watching.listeners import Listeners
-from gradaccum.watching.losses import Losses
 from gradaccum.watching.window import ClosedWindow, Listener
+from gradaccum.window_loss import add_loss, window_loss
 
 
 class Watch:
@@ -36,8 +38,8 @@ class Watch:
     """
 
     def __init__(self, *listeners: Listener, reduction: str = "mean") -> None:
-        self._losses = Losses(require_reduction(reduction))
-        self._told, self._weight = 0, 0.0
+        self._options = make_options(None, reduction=reduction)
+        self._told, self._weight, self._loss = 0, 0.0, 0.0
         self._complete = False
         """All micro-batches of the open window were told. Before the first result is seen, it may be open already."""
         self._listeners = Listeners()
@@ -81,9 +83,7 @@ class Watch:
     def _take(self, loss: float | None, weight: float) -> None:
         self._told += 1
         self._weight += weight
-        if loss is not None:
-            self._losses.tell(loss, weight)
-        self._losses.count()
+        self._loss = add_loss(self._loss, math.nan if loss is None else loss, weight, weight > 0, self._options, select)
 
     def _go_on(self, result: StepResult) -> None:
         """No window has closed. What was told must be all that the open one holds; an empty one begins anew."""
@@ -95,7 +95,8 @@ class Watch:
             self._complete = True
 
     def _end(self, result: StepResult) -> ClosedWindow:
-        complete, told, weight, loss = self._complete and self._told > 0, self._told, self._weight, self._losses.of_window(self._told)
+        complete, told, weight = self._complete and self._told > 0, self._told, self._weight
+        loss = window_loss(self._loss, initial_state()._replace(weight=weight), self._options, select)
         self._begin()
         if not complete:
             return self._listeners.note(result)
@@ -105,8 +106,7 @@ class Watch:
         return self._listeners.note(result, weight=weight, micro_batches=told, loss=known)
 
     def _begin(self) -> None:
-        self._told, self._weight, self._complete = 0, 0.0, True
-        self._losses.forget()
+        self._told, self._weight, self._loss, self._complete = 0, 0.0, 0.0, True
 
 
 def _in_numbers(result: object) -> StepResult:

@@ -29,7 +29,8 @@ class ClosedWindow(NamedTuple):
     seconds: float
     """Time on the clock since the window before it closed; for the first one, since listening began."""
     loss: float = math.nan
-    """The large batch's loss, of this worker's items: by the reduction, from the micro-batches' losses; NaN unless all were told."""
+    """Its loss as one large batch, by the reduction; NaN unless those of all micro-batches were told. Where the optimizer was told, of all
+    workers; where the listening loop was, of this worker's items."""
     noise_scale: float = math.nan
     """The gradient noise scale in items, if the optimizer measures it."""
 
