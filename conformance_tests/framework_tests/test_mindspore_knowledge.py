@@ -231,7 +231,7 @@ def test_norm_of_the_smallest_and_largest_numbers(mode):
     def jitted(gradient):
         return optimizer((gradient,))
 
-    for value, expected in ((1e-40, math.sqrt(2) * 1e-40), (3e38, np.finfo(np.float32).max)):
+    for value, expected in ((1e-40, math.sqrt(2) * 1e-40), (1.1e-22, math.sqrt(2) * 1.1e-22), (3e38, np.finfo(np.float32).max)):
         (jitted if mode == "jit" else lambda gradient: optimizer((gradient,)))(Tensor(np.full(2, value, np.float32)))
         assert optimizer.result.applied
         assert optimizer.result.grad_norm == pytest.approx(expected, rel=1e-4)
