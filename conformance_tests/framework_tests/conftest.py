@@ -2,7 +2,7 @@
 
 MindSpore compiles a graph from the same source as under ``jit``, and takes longest. Where a test runs under ``jit`` too, its graphs wait.
 
-The oldest JAX that is supported runs one case of each test: the newest one runs all of them.
+The oldest JAX that is supported runs a short selection, one case of most tests: the newest one runs all of them.
 
 Tests that are marked ``every_mode`` run all of their cases.
 """
@@ -16,6 +16,8 @@ import pytest
 
 GRAPHS = {"graph", "cell"}
 NEWEST_JAX = (0, 10)
+NEWEST_ALONE = ("test_jax_coupled.py", "test_jax_recompute.py", "test_jax_recompute_modules.py", "test_jax_sharded_cross_entropy.py")
+"""They call what JAX has had unchanged for long."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -35,10 +37,10 @@ def _graphs(own: list[pytest.Function]) -> list[pytest.Function]:
 
 
 def _further_cases(own: list[pytest.Function]) -> list[pytest.Function]:
-    """All but the first case of each test that runs without ``--deep``."""
+    """All but the first case of each test that runs without ``--deep``; of some files, all."""
     always = [item for item in own if item.get_closest_marker("deep") is None]
     first = {item.function: item for item in reversed(always)}
-    return [item for item in always if item is not first[item.function]]
+    return [item for item in always if item is not first[item.function] or item.path.name in NEWEST_ALONE]
 
 
 def _jax_version() -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def make(dtype: torch.dtype, options: dict) -> tuple[nn.Module, Any, Callable[[t
     return model, opt, train
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.deep), torch.bfloat16])
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.deep), {"clip_norm": 0.01}], ids=str)
 @pytest.mark.parametrize("what", ["the step", "the backward pass"])
 def test_compiled_training_equals_eager(dtype: torch.dtype, options: dict, what: str) -> None:

@@ -70,6 +70,7 @@ def test_riders_are_small_and_alike() -> None:
     assert riders(sums, torch.device("cpu")) == riders([], meta) == []
 
 
+@pytest.mark.deep
 def test_job_of_a_killed_worker_goes_on(tmp_path: Path) -> None:
     """The other worker gets an error, and the job that starts anew from its last checkpoint is bitwise the undisturbed one."""
     assert run_workers(f"{PACKAGE}.killed", "first", folder=tmp_path) == [0, -signal.SIGKILL]

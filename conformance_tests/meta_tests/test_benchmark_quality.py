@@ -15,6 +15,7 @@ import pytest
 from benchmarks.contestants import digits
 from benchmarks.contestants.runs import GRADACCUM, LARGE
 from benchmarks.questions.quality import FRAMEWORKS, curves
+from gradaccum_conformance.deep import deep_but
 
 ROOT = Path(__file__).parents[2]
 MODULE = "conformance_tests.meta_tests.test_benchmark_quality"
@@ -50,7 +51,7 @@ def learned(framework: str) -> list[dict[str, Any]]:
     return [{"contestant": curve.contestant, "xs": curve.xs, "ys": curve.ys, "distance": curve.counts[DISTANCE]} for curve in accuracies]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", deep_but((next(iter(FRAMEWORKS)),), FRAMEWORKS))
 def test_only_gradaccum_matches_large_batch(framework: str) -> None:
     """Every contestant learns. In a process of its own, as a benchmark runs: MindSpore's compiler remembers other tests' graphs."""
     pytest.importorskip(framework.lower())

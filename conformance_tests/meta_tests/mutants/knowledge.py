@@ -6,16 +6,12 @@ from typing import Any
 
 from gradaccum.kit import State, UntilWeight
 
-from .planting import SELECTED, Module, mutant
+from .planting import MUTANTS, SELECTED, Module, mutant
 from .workers import change_join
 
 KNOWLEDGE = ("-k", "test_knowledge")
 IGNORED = ("-k", "test_ignored_overflow")
 SHARED = ("-k", "test_workers_knowledge")
-
-
-def told(name: str, where: tuple[str, str] = KNOWLEDGE) -> None:
-    SELECTED[name] = where
 
 
 @mutant
@@ -153,7 +149,8 @@ def count_one_worker_s_first_micro_batch(m: Module) -> None:
     m.window_seen = lambda noise, state, norm, options, where, workers: original(noise, state, norm, options, where, 1)
 
 
-for name in ("report_the_loss_of_one_worker", "count_one_worker_s_first_micro_batch"):
-    told(name, SHARED)
-for name in ("look_at_an_ignored_overflow", "skip_an_ignored_overflow"):
-    told(name, IGNORED)
+for name, plant in list(globals().items()):
+    if MUTANTS.get(name) is plant:
+        SELECTED[name] = KNOWLEDGE
+SELECTED |= dict.fromkeys(("report_the_loss_of_one_worker", "count_one_worker_s_first_micro_batch"), SHARED)
+SELECTED |= dict.fromkeys(("look_at_an_ignored_overflow", "skip_an_ignored_overflow"), IGNORED)
