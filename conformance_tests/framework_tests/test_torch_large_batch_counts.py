@@ -6,7 +6,7 @@ import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -97,12 +97,21 @@ def tensors() -> list[Tensor]:
     return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
 
 
+@pytest.fixture
+def others_frozen() -> Iterator[None]:
+    """What other tests have left is not among the garbage collector's objects, which may be millions."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("others_frozen")
 def test_one_accumulator() -> None:
     """Between two micro-batches nothing of the parameters' size lives but the sums: `.grad`, or float32 for half precision."""
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model().to(dtype)
         live: list[int] = []
-        others = tensors()  # The model's, and what other tests have left.
+        others = tensors()  # The model's.
         own = set(map(id, others))
         sizes = {p.numel() for p in model.parameters() if p.numel() > 1000}
 

@@ -33,6 +33,7 @@ def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
         assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
 
 
+@pytest.mark.deep
 def test_four_workers_in_one_process() -> None:
     """HSDP: two copies of the parameters, each split in two."""
     command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_shards.hybrid"]
