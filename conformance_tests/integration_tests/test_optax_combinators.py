@@ -115,7 +115,7 @@ def test_lookahead_that_resets_makes_integers_of_flags() -> None:
             params = optax.apply_updates(params, updates)
             results.append([float(field) for field in gradaccum_jax.result(state)])
         seen.append((results, params))
-    assert seen[0][0] == seen[1][0]
+    np.testing.assert_array_equal(seen[0][0], seen[1][0])
     assert_bitwise(seen[0][1], seen[1][1])
     assert state.fast_state.overflow.dtype == jnp.int32
 
