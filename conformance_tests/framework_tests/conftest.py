@@ -16,7 +16,8 @@ import pytest
 
 GRAPHS = {"graph", "cell"}
 NEWEST_JAX = (0, 10)
-NEWEST_ALONE = ("test_jax_coupled.py", "test_jax_recompute.py", "test_jax_recompute_modules.py", "test_jax_sharded_cross_entropy.py")
+_TOPICS = ("auto_size", "coupled", "large_batch_aux", "large_batch_update", "linearity", "recompute", "recompute_modules")
+NEWEST_ALONE = {f"test_jax_{topic}.py" for topic in (*_TOPICS, "sharded_cross_entropy", "verification")}
 """They call what JAX has had unchanged for long."""
 
 
