@@ -13,9 +13,9 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradaccum
+from conformance_tests.framework_tests.torch_operations import Operations
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
@@ -23,18 +23,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
     "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1, fused=True),
 }
-
-
-class Ops(TorchDispatchMode):
-    """Records the operations that run inside the ``with`` block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 class Reader(torch.optim.SGD):
@@ -81,9 +69,9 @@ def test_fused_division_equals_dividing_first(name: str, options: dict[str, Any]
     first, second = parameters(), parameters()
     mine, other = (gradaccum.wrap(OPTIMIZERS[name](ps), steps=3, **options) for ps in (first, second))
     for _ in range(3):
-        with Ops() as ops:
+        with Operations() as ops:
             run(mine, first)
-        with looked_at(other, "wrapper"), Ops() as others:
+        with looked_at(other, "wrapper"), Operations() as others:
             run(other, second)
         assert "_foreach_div_" not in ops.names
         assert "_foreach_div_" in others.names
@@ -145,7 +133,7 @@ def test_patched_step_sees_divided_gradient(patch: Any, monkeypatch: pytest.Monk
 def test_unfused_group_divides_first() -> None:
     ps = parameters()
     inner = torch.optim.AdamW([{"params": ps[:1]}, {"params": ps[1:], "fused": False}], lr=0.1, fused=True)
-    with Ops() as ops:
+    with Operations() as ops:
         run(gradaccum.wrap(inner, steps=3), ps)
     assert "_foreach_div_" in ops.names
 
@@ -155,7 +143,7 @@ def test_float64_is_divided_by_float64(weights: tuple[float, ...], divided_first
     """The kernel divides by a float32, which can hold 3.5 but not the sum of three tenths."""
     first, second = parameters(torch.float64), parameters(torch.float64)
     mine, other = (gradaccum.wrap(OPTIMIZERS["AdamW"](ps), steps=3) for ps in (first, second))
-    with Ops() as ops:
+    with Operations() as ops:
         run(mine, first, weights)
     with looked_at(other, "wrapper"):
         run(other, second, weights)

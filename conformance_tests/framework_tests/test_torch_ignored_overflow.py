@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradaccum
+from conformance_tests.framework_tests.torch_operations import Operations
 
 WAYS: dict[str, dict[str, Any]] = {
     "in .grad": {},
@@ -25,18 +25,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum"},
 }
 LOOKS = {"linalg_vector_norm", "_foreach_norm", "isfinite", "isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_", "amax"}
-
-
-class Ops(TorchDispatchMode):
-    """The operations that run inside the ``with`` block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def setting(fused: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[torch.nn.Parameter, Any]:
@@ -60,7 +48,7 @@ def test_a_window_is_as_always_and_looks_at_nothing(way: str) -> None:
         optimizer.backward(each.sum())
         optimizer.step()
         optimizer.backward(each.sum())
-    with Ops() as ops:
+    with Operations() as ops:
         opt.step()
     other.step()
     assert not LOOKS.intersection(ops.names), ops.names

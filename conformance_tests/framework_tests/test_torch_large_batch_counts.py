@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +14,9 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradaccum
+from conformance_tests.framework_tests.torch_operations import Operations
 from gradaccum_torch.large_batch import backward, coupled_backward
 
 ITEMS = 64
@@ -126,26 +125,14 @@ def test_one_accumulator() -> None:
         assert live[0] + full == live[1] == live[2] == live[3]
 
 
-class Ops(TorchDispatchMode):
-    """Counts each operation that runs inside the ``with`` block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("steps", [4, 16])
 def test_fewer_operations_than_the_loop_by_hand(steps: int) -> None:
     """No pass over the gradients, and no operation per micro-batch that the loop does not have."""
     model = make_model()
-    with Ops() as ours:
+    with Operations() as ours:
         backward(functools.partial(loss_of, model), X, Y, steps=steps)
     model.zero_grad()
-    with Ops() as by_hand:
+    with Operations() as by_hand:
         total = torch.zeros(())
         for x, y in zip(X.chunk(steps), Y.chunk(steps), strict=True):
             loss = loss_of(model, x, y) / steps

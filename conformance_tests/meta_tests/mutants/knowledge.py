@@ -14,6 +14,12 @@ IGNORED = ("-k", "test_ignored_overflow")
 SHARED = ("-k", "test_workers_knowledge")
 
 
+def change_first_state(m: Module, **fields: float) -> None:
+    """Let the first micro-batch's norm be divided by what another state says."""
+    original = m.first_seen
+    m.first_seen = lambda noise, state, norm, where: original(noise, state._replace(**fields), norm, where)
+
+
 @mutant
 def average_the_losses(m: Module) -> None:
     """A mean of means."""
@@ -58,8 +64,7 @@ def keep_the_loss_of_a_discarded_window(m: Module) -> None:
 
 @mutant
 def forget_the_weight_of_the_first_micro_batch(m: Module) -> None:
-    original = m.first_seen
-    m.first_seen = lambda noise, state, norm, where: original(noise, state._replace(weight=1.0), norm, where)
+    change_first_state(m, weight=1.0)
 
 
 @mutant
@@ -71,8 +76,7 @@ def take_each_micro_batch_for_the_first(m: Module) -> None:
 
 @mutant
 def measure_the_noise_of_scaled_gradients(m: Module) -> None:
-    original = m.first_seen
-    m.first_seen = lambda noise, state, norm, where: original(noise, state._replace(loss_scale=1.0), norm, where)
+    change_first_state(m, loss_scale=1.0)
 
 
 @mutant
