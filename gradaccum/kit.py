@@ -19,7 +19,18 @@ from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report,
 from gradaccum.loss_scale import ScalerDriver, ScaleRule
 from gradaccum.merging import KINDS, MergingOps, concatenate_error, finished, kinds_of, merged, require_kind, share
 from gradaccum.nests import Leaf, Nest, children_of, is_column, leaves_of, mapped, spread, with_leaves
-from gradaccum.noise_scale import Noise, NoiseFields, first_seen, forget_window, is_first, no_noise, noise_scale, window_seen
+from gradaccum.noise_scale import (
+    Noise,
+    NoiseFields,
+    first_seen,
+    forget_window,
+    is_first,
+    joined_noise,
+    no_noise,
+    noise_scale,
+    noise_shares,
+    window_seen,
+)
 from gradaccum.options import Options, Reduction, make_options, require_reduction
 from gradaccum.refusals import (
     accumulate_dtype_error,
@@ -144,6 +155,7 @@ __all__ = [
     "item_axis",
     "item_weights_error",
     "joined",
+    "joined_noise",
     "kinds_of",
     "largest_number",
     "leaves_of",
@@ -156,6 +168,7 @@ __all__ = [
     "missing_worker_error",
     "no_noise",
     "noise_scale",
+    "noise_shares",
     "optimizer_error",
     "packed",
     "redistributed",

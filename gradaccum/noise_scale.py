@@ -76,8 +76,7 @@ def window_seen(noise: NoiseFields, state: Fields, grad_norm: Scalar, options: O
     A window of one micro-batch tells nothing, nor does one whose gradient is not finite.
 
     Args:
-        noise: with the first micro-batch. If several workers share the window: the sum of their first weights, and the mean of their first
-            squares by these weights.
+        noise: with the first micro-batch; `joined_noise`, if several workers share the window.
         state: the state that was decided on, of all workers.
         grad_norm: `Decision.grad_norm`.
         options: the validated options.
@@ -106,8 +105,36 @@ def window_seen(noise: NoiseFields, state: Fields, grad_norm: Scalar, options: O
     )
 
 
+def noise_shares(noise: NoiseFields, where: Where) -> tuple[Scalar, Scalar, Scalar]:
+    """What the workers of a window add up of their own first micro-batches: weight, weighted square, and how many have one.
+
+    Args:
+        noise: one worker's.
+        where: the backend's `Where`.
+    """
+    weight, square, _, _ = noise
+    has_one, zero = weight > 0, 0 * weight
+    return weight, where(has_one, weight * square, zero), where(has_one, zero + 1, zero)
+
+
+def joined_noise(noise: NoiseFields, weight: Scalar, squares: Scalar, where: Where) -> NoiseFields:
+    """The noise of a window that several workers share, for `window_seen`.
+
+    Args:
+        noise: one worker's.
+        weight: the sum of the first of their `noise_shares`.
+        squares: the sum of the second. That of the third is `window_seen`'s ``workers``.
+        where: the backend's `Where`.
+    """
+    return weight, squares / where(weight > 0, weight, 0 * weight + 1), noise[2], noise[3]
+
+
 def forget_window(noise: NoiseFields) -> NoiseFields:
-    """The noise after a discard: the means as they were."""
+    """The noise after a discard: the means as they were.
+
+    Also that of a window which other workers go on with: the next micro-batch then counts as the first, with all that the sum holds. Any
+    part of a window would do as well as its first micro-batch.
+    """
     return 0 * noise[0], 0 * noise[0], noise[2], noise[3]
 
 

@@ -76,4 +76,4 @@ def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) 
     empty = Window(state.accumulator, nothing, jnp.asarray(False), nothing, tuple(nothing for _ in own.firsts))
     window, norm, finite = once(at_end, add_up, (empty, nothing, jnp.asarray(True)), update.control_flow)
     fields = joined(fields, window.weight, window.overflow)
-    return Whole(fields, window.accumulator, window.loss, knowledge.averaged(window.firsts)), norm, finite
+    return Whole(fields, window.accumulator, window.loss, knowledge.averaged(window.firsts, state)), norm, finite

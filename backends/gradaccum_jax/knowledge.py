@@ -10,7 +10,20 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from gradaccum.kit import Fields, Noise, Options, Scalar, add_loss, first_seen, forget_window, is_first, window_loss, window_seen
+from gradaccum.kit import (
+    Fields,
+    Noise,
+    Options,
+    Scalar,
+    add_loss,
+    first_seen,
+    forget_window,
+    is_first,
+    joined_noise,
+    noise_shares,
+    window_loss,
+    window_seen,
+)
 from gradaccum_jax.control_flow import ControlFlow, once
 from gradaccum_jax.norm import measure
 from gradaccum_jax.state import AccumulationState, fields_of, like
@@ -68,19 +81,16 @@ def firsts_of(state: AccumulationState) -> Firsts:
 
 
 def addends(state: AccumulationState) -> Firsts:
-    """What devices add up for the window that they share: weights, weighted squares, and how many have one."""
+    """What devices add up for the window that they share: `gradaccum.kit.noise_shares`."""
+    return () if state.noise is None else noise_shares(state.noise, jnp.where)
+
+
+def averaged(added: Firsts, state: AccumulationState) -> Firsts:
+    """The first micro-batches of all devices, from the sums of their `addends`; `state` is one device's."""
     if state.noise is None:
         return ()
-    weight, square, *_ = state.noise
-    return weight, weight * square, jnp.asarray(weight > 0, weight.dtype)
-
-
-def averaged(added: Firsts) -> Firsts:
-    """The first micro-batches of all devices, from the sums of their `addends`."""
-    if not added:
-        return ()
     weights, squares, count = added
-    return weights, squares / jnp.where(weights > 0, weights, 1), count
+    return (*joined_noise(state.noise, weights, squares, jnp.where)[:2], count)
 
 
 def close(

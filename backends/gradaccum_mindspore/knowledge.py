@@ -17,7 +17,20 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from gradaccum.kit import Fields, Options, State, add_loss, first_seen, is_first, noise_scale, select, window_loss, window_seen
+from gradaccum.kit import (
+    Fields,
+    Options,
+    State,
+    add_loss,
+    first_seen,
+    is_first,
+    joined_noise,
+    noise_scale,
+    noise_shares,
+    select,
+    window_loss,
+    window_seen,
+)
 from gradaccum_mindspore.norm import norm_over
 from gradaccum_mindspore.sums import hidden_parameter, where
 from gradaccum_mindspore.types import DType, Sums
@@ -110,8 +123,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         loss = total if told == state.weight else math.nan
         if not self.has_noise:
             return [loss]
-        weight, square, _, _, firsts = self.noise.tolist()
-        return [loss, weight, weight * square, firsts]
+        return [loss, *noise_shares(self.noise.tolist()[:4], select)]
 
     def push_joined(self, state: State, shares: Sequence[float]) -> None:
         """Write the sums of the workers' `shares`; `state` is that of all."""
@@ -119,8 +131,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         self._assign(self.loss, (shares[0], state.weight, last))
         if self.has_noise:
             _, weight, squares, firsts = shares
-            _, _, trace, square, _ = self.noise.tolist()
-            self._assign(self.noise, (weight, squares / (weight or 1.0), trace, square, firsts))
+            self._assign(self.noise, (*joined_noise(self.noise.tolist()[:4], weight, squares, select), firsts))
 
     def compiled_told(self, loss: Tensor, weight: Tensor | None, adds: Tensor | None) -> Tensor:
         """The value of `loss` after a micro-batch. If `weight` and `adds` are None, for 1 and True: what it adds to that."""
@@ -180,15 +191,16 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         if not self.has_noise:
             return (loss,)
         seen = self.noise.value()
-        return loss, seen[0], seen[0] * seen[1], seen[4]
+        weight, squares, count = noise_shares((seen[0], seen[1], seen[2], seen[3]), where)
+        return loss, weight, squares, count
 
     def compiled_push_joined(self, numbers: Tensor, place: int) -> bool:
         """`push_joined`, of the workers' `numbers` from `place` on; the first number is the weight of all."""
         ops.assign(self.loss, ops.stack((numbers[place], numbers[0], self.loss.value()[2])))
         if self.has_noise:
-            seen, weight = self.noise.value(), numbers[place + 1]
-            square = numbers[place + 2] / where(weight > 0, weight, self.one)
-            ops.assign(self.noise, self.stacked((weight, square, seen[2], seen[3]), numbers[place + 3]))
+            seen = self.noise.value()
+            fields = joined_noise((seen[0], seen[1], seen[2], seen[3]), numbers[place + 1], numbers[place + 2], where)
+            ops.assign(self.noise, self.stacked(fields, numbers[place + 3]))
         return True
 
     def stacked(self, fields: tuple[Tensor, Tensor, Tensor, Tensor], firsts: Tensor) -> Tensor:

@@ -22,8 +22,10 @@ from gradaccum.kit import (
     first_seen,
     forget_window,
     is_first,
+    joined_noise,
     no_noise,
     noise_scale,
+    noise_shares,
     select,
     usable,
     window_loss,
@@ -151,9 +153,7 @@ class Knowledge:
 
     def numbers(self, micro_step: int) -> list[float]:
         """What all workers add up, for `join`, of a window of so many micro-batches; waits for the device where losses are unread."""
-        noise = self._noise
-        first = [noise.first_weight, noise.first_weight * noise.first_square, noise.first_weight > 0] if noise.first_weight else [0.0] * 3
-        return [self._summed(micro_step), *(map(float, first) if self.measures_noise else ())]
+        return [self._summed(micro_step), *(noise_shares(self._noise, select) if self.measures_noise else ())]
 
     def join(self, numbers: Sequence[float]) -> None:
         """The window has become that of all workers, whose `numbers` have this sum. After an update that raised this comes again."""
@@ -163,7 +163,7 @@ class Knowledge:
         self._open, self._joined = _Losses(loss), True
         if first:
             weight, squares, count = first
-            self._noise = self._noise._replace(first_weight=weight, first_square=squares / (weight or 1.0))
+            self._noise = Noise(*joined_noise(self._noise, weight, squares, select))
             self._firsts = int(count)
 
     def window_ended(self, ended: State, grad_norm: float) -> None:

@@ -92,18 +92,28 @@ def test_window_ends_as_the_large_batch_on_one_worker(options: Any) -> None:
 
 @pytest.mark.parametrize("counts", [(2, 2), (2, 0)])
 def test_noise_scale_goes_on(counts: tuple[int, int]) -> None:
-    """A window that several workers began tells nothing where one ends it: a mean of two squares is not the square of one gradient."""
+    """The means go on; of a window that others began, the next micro-batch counts as the first, with all that the sum holds."""
     states = [saved(rank, count=count, noise_scale=0.5) for rank, count in enumerate(counts)]
-    idle = redistributed([state for _, state in states], 2)[1]["gradaccum"]
+    shared = redistributed([state for _, state in states], 2)[1]["gradaccum"]
+    assert (shared["loss"], shared["noise"][:2]) == (0.0, [0.0, 0.0])
     model, opt = loaded((states[0][0], redistributed([state for _, state in states], 1)[0]), noise_scale=0.5)
-    before = opt.result.noise_scale
-    assert before == before, "not NaN"
-    for batch in micro_batches(0)[2:4]:
-        learn(model, opt, batch)
-    assert opt.result.applied
-    assert (opt.result.noise_scale == before) == (counts == (2, 2))
-    assert (idle["loss"], idle["noise"][:2]) == (0.0, [0.0, 0.0])
-    assert idle["noise"][2:] == states[0][1]["gradaccum"]["noise"][2:]
+    *means, third, fourth = shared["noise"][2:], *micro_batches(0)[2:4]
+    learn(model, opt, third)
+    learn(model, opt, fourth)
+    small = [*micro_batches(0)[: counts[0]], *micro_batches(1)[: counts[1]], third]
+    items, squares = zip(*map(items_and_square, (small, [*small, fourth])), strict=True)
+    # McCandlish et al. (2018), appendix A.1.
+    trace = (squares[0] - squares[1]) / (1 / items[0] - 1 / items[1])
+    square = (items[1] * squares[1] - items[0] * squares[0]) / (items[1] - items[0])
+    trace, square = ((old + new) / 2 for old, new in zip(means[0], (trace, square), strict=True))
+    assert square > 0
+    assert opt.result.noise_scale == pytest.approx(max(trace, 0.0) / square, rel=1e-9)
+
+
+def items_and_square(window: list[Any]) -> tuple[int, float]:
+    """Those of the gradient of a window after that which `saved` ended."""
+    _, opt = alone([micro_batches(0)[:4], window])
+    return sum(len(x) for x, _, _ in window), opt.result.grad_norm**2
 
 
 def test_grad_scaler_goes_on() -> None:

@@ -27,8 +27,8 @@ NAMES = {
         segment_cuts DeviceBackend
         ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine free_frames item_axis
         Handle Listener Listeners described status
-        Noise NoiseFields UntilWeight add_loss code_of first_seen forget_window is_first is_known measures no_noise noise_scale window_loss
-        window_seen shared_until_weight_error
+        Noise NoiseFields UntilWeight add_loss code_of first_seen forget_window is_first is_known joined_noise measures no_noise noise_scale
+        noise_shares window_loss window_seen shared_until_weight_error
     """,
     "gradaccum.watching": """
         ClosedWindow JsonLines Listener RichProgress TensorBoard Watch

@@ -129,24 +129,19 @@ def _like(state: Saved, name: str, value: object) -> Tensor:
 
 
 def _known(states: Sequence[Saved], prefix: str, *, first: bool) -> Iterator[tuple[str, Tensor]]:
-    """What the open window knows besides its gradient: the first of the new workers has it all."""
+    """What the open window knows besides its gradient: the first of the new workers has all of the loss, none has a first gradient."""
     for kind in (LOSS, NOISE):
         name = f"{prefix}.{kind}"
         if all(name in state for state in states):
             parts = [state[name].asnumpy().astype(np.float64) for state in states]
-            joined = (_joined_loss if kind == LOSS else _joined_noise)(parts)
-            yield name, _like(states[0], name, joined if first else np.where(KEPT[kind], parts[0], 0.0))
+            kept = np.where(KEPT[kind], parts[0], 0.0)
+            yield name, _like(states[0], name, _joined_loss(parts) if first and kind == LOSS else kept)
 
 
 def _joined_loss(parts: Sequence[Array]) -> Array:
     # Python adds the weights up like this too: they are equal if all losses were told.
     total, told = (sum(float(part[index]) for part in parts) for index in (0, 1))
     return np.array([total, told, parts[0][2]])
-
-
-def _joined_noise(parts: Sequence[Array]) -> Array:
-    weight, squares = sum(part[0] for part in parts), sum(part[0] * part[1] for part in parts)
-    return np.array([weight, squares / (weight or 1.0), *parts[0][2:4], sum(part[4] for part in parts)])
 
 
 def _event(state: Saved, prefix: str, *, is_open: bool) -> Tensor:

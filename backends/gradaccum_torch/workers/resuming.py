@@ -6,7 +6,6 @@ all.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradaccum import ArgumentTypeError, CheckpointError
-from gradaccum.kit import State, explain
+from gradaccum.kit import Noise, State, explain, forget_window
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_torch.entry import KEY, Entry, StateDict, require_entries
 from gradaccum_torch.torch_private import is_sharded
@@ -66,10 +65,7 @@ def _known(entries: Sequence[Entry], everything: bool) -> Entry:
     if all("loss" in entry for entry in entries):
         known["loss"] = sum(entry["loss"] for entry in entries) if everything else 0.0
     if noises := [entry["noise"] for entry in entries if "noise" in entry]:
-        firsts = [(weight, square) for weight, square, *_ in noises if weight]
-        # Of several first micro-batches the square is no longer that of one: such a window tells nothing.
-        one = firsts[0] if len(firsts) == 1 else (sum(weight for weight, _ in firsts), math.inf if firsts else 0.0)
-        known["noise"] = [*(one if everything else (0.0, 0.0)), *noises[0][2:]]
+        known["noise"] = list(forget_window(Noise(*noises[0])))
     return known
 
 

@@ -25,10 +25,12 @@ from gradaccum.kit import (
     is_first,
     is_known,
     joined,
+    joined_noise,
     largest_number,
     measures,
     no_noise,
     noise_scale,
+    noise_shares,
     optimizer_error,
     require_steps,
     select,
@@ -109,10 +111,9 @@ class Accumulation:
         micro_step = max(machine.micro_step for machine in machines)
         self._move(joined(self.machine._replace(micro_step=micro_step), weight, overflow))
         self.sums, self.loss = {name: sum(own[name] for own in sums) for name in self.sums}, sum(losses)
-        items = sum(noise.first_weight for noise in noises)
-        squares = sum(noise.first_weight * noise.first_square for noise in noises)
-        self.noise = self.noise._replace(first_weight=items, first_square=squares / (items or 1.0))
-        return sum(noise.first_weight > 0 for noise in noises)
+        items, squares, firsts = map(sum, zip(*(noise_shares(noise, select) for noise in noises), strict=True))
+        self.noise = Noise(*joined_noise(self.noise, items, squares, select))
+        return firsts
 
     def _dtype(self, p):
         return np.dtype(self.options.accumulate_dtype or (np.float32 if p.dtype.itemsize == 2 else p.dtype))
