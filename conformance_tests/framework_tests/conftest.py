@@ -17,7 +17,7 @@ import pytest
 GRAPHS = {"graph", "cell"}
 NEWEST_JAX = (0, 10)
 _TOPICS = ("auto_size", "coupled", "large_batch_aux", "large_batch_update", "linearity", "recompute", "recompute_modules")
-NEWEST_ALONE = {f"test_jax_{topic}.py" for topic in (*_TOPICS, "sharded_cross_entropy", "verification")}
+NEWEST_ALONE = {f"test_jax_{topic}.py" for topic in (*_TOPICS, "large_batch_program", "sharded_cross_entropy", "sharding", "verification")}
 """They call what JAX has had unchanged for long."""
 
 

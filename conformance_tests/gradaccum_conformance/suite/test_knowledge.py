@@ -17,7 +17,7 @@ from gradaccum_conformance.harness import Harness, Option, Session
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.reference.harness import harness as reference
 from gradaccum_conformance.scenarios import REDUCTIONS, cut, feed, large_loss, poisoned, random_tree, standard_batch, start
-from gradaccum_conformance.specs import LINEAR, MLP, Batch, make_weights
+from gradaccum_conformance.specs import LINEAR, MLP, Batch
 
 BATCH = standard_batch(MLP)
 SIZES = (5, 5, 2)
@@ -25,8 +25,8 @@ ROUNDING = gamma(200, "float32")
 """The bound of a loss of some 12 items, and of a norm of some 100 elements."""
 
 
-def true_loss(batch: Batch, reduction: str) -> float:
-    return oracle.loss_and_gradient(MLP, make_weights(MLP), batch, loss=large_loss(reduction))[0]
+def true_loss(session: Session, batch: Batch, reduction: str) -> float:
+    return oracle.loss_and_gradient(MLP, session.parameters(), batch, loss=large_loss(reduction))[0]
 
 
 @pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
@@ -34,18 +34,18 @@ def test_loss_is_the_large_batch_s(backend: Harness, mode: str, errors: Errors, 
     """Of a full window, of a short one, with a loss scale; it stays until the next window closes."""
     session = start(backend, MLP, steps=3, reduction=reduction, loss_scale=8.0, mode=mode)
     assert math.isnan(session.result().loss)
-    truth = true_loss(BATCH, reduction)
+    truth = true_loss(session, BATCH, reduction)
     feed(session, cut(BATCH, SIZES), reduction)
     errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
     before = session.result().loss
     session.gradients({name: np.zeros(shape) for name, shape in MLP.parameter_shapes().items()}, weight=0.0)
     assert session.result().loss == before
     session.discard()
-    short = start(backend, MLP, steps=3, reduction=reduction, mode=mode)
-    feed(short, cut(BATCH.rows(0, 7), (5, 2)), reduction)
-    short.flush()
-    truth = true_loss(BATCH.rows(0, 7), reduction)
-    errors.check("loss of a short window", abs(short.result().loss - truth) / truth, ROUNDING)
+    short = BATCH.rows(0, 7)
+    truth = true_loss(session, short, reduction)
+    feed(session, cut(short, (5, 2)), reduction)
+    session.flush()
+    errors.check("loss of a short window", abs(session.result().loss - truth) / truth, ROUNDING)
 
 
 def test_loss_leaves_out_what_the_window_does(backend: Harness, mode: str, errors: Errors) -> None:
@@ -53,13 +53,13 @@ def test_loss_leaves_out_what_the_window_does(backend: Harness, mode: str, error
     bad = Batch(BATCH.x[:4].copy(), BATCH.y[:4])
     bad.x[0, 0] = math.inf
     session = start(backend, MLP, on_overflow="drop_micro_batch", mode=mode)
+    truth = true_loss(session, BATCH.rows(4, 12), "mean")
     feed(session, cut(BATCH.rows(0, 4), (4,)))
     session.discard()
     session.micro_batch(bad, weight=4)
     session.micro_batch(bad, weight=0.0)
     feed(session, cut(BATCH.rows(4, 12), (5, 3)))
     session.flush()
-    truth = true_loss(BATCH.rows(4, 12), "mean")
     assert session.result().applied
     errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
 
