@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch")
 
+import torch
 from torch import Tensor
 
 from conformance_tests.framework_tests.torch_operations import Operations
@@ -60,3 +61,16 @@ def test_end_waits_once(on_device: None) -> None:
         patched.setattr(Tensor, "tolist", lambda tensor: seen.append(tensor.numel()) or original(tensor))
         opt.step()
     assert seen == [3], "a norm and two losses"
+
+
+def test_next_loss_takes_the_same_memory() -> None:
+    """As in a captured CUDA graph, which writes every loss there."""
+
+    class Elsewhere(Tensor):
+        is_cpu = False  # type: ignore[assignment]
+
+    loss = torch.tensor(3.0).as_subclass(Elsewhere)
+    told = as_told(loss)
+    loss.fill_(5.0)
+    assert isinstance(told, Tensor)
+    assert told.item() == 3.0

@@ -149,7 +149,7 @@ def failed_update_is_not_reduced_twice(rank: int) -> None:
     model = build()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     # Not "mean": twice the sum over twice the weight would be the same.
-    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel, reduction="sum")
+    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel, reduction="sum", noise_scale=0.5)
     hook = opt.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
     batches = micro_batches(rank)
     with refused(ZeroDivisionError):
@@ -161,3 +161,11 @@ def failed_update_is_not_reduced_twice(rank: int) -> None:
         opt.state_dict()
     opt.flush()
     require_equal(model, alone(all_windows()[:1], reduction="sum")[0])
+    again = build()
+    parallel = DistributedDataParallel(again, find_unused_parameters=True)
+    unhurt = gradaccum.wrap(sgd(again), steps=4, module=parallel, reduction="sum", noise_scale=0.5)
+    for batch in batches[:4]:
+        learn(parallel, unhurt, batch)
+    unhurt.flush()
+    assert opt.result == unhurt.result
+    assert opt.result.noise_scale == opt.result.noise_scale, "not NaN"
