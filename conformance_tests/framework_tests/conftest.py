@@ -2,7 +2,7 @@
 
 MindSpore compiles a graph from the same source as under ``jit``, and takes longest. Where a test runs under ``jit`` too, its graphs wait.
 
-The oldest JAX that is supported runs a short selection, one case of most tests: the newest one runs all of them.
+The oldest JAX that is supported runs one case of most tests of this folder: the newest one runs all of them.
 
 Tests that are marked ``every_mode`` run all of their cases.
 """

@@ -21,9 +21,6 @@ from gradaccum_jax.harness.models import total_loss
 from gradaccum_jax.harness.program import Program, needs_x64, program, x64
 from gradaccum_jax.state import result
 
-NEWEST = (0, 10)
-"""The newest line of versions that is supported."""
-
 FILE = "checkpoint.msgpack"
 
 
@@ -121,9 +118,8 @@ class JaxHarness(Harness):
     name = "jax"
     modes = ("jit", "eager", "scan")
     deep_modes = ("scan",)
-    brief_modes = ("eager",) if jax.__version_info__ >= NEWEST else ("jit", "eager")
-    """Under ``jit`` the same source runs compiled, and it takes half the time. The oldest JAX that is supported runs a short selection:
-    tests that have no mode run under ``jit`` there too."""
+    brief_modes = ("eager",)
+    """Under ``jit`` the same source runs compiled, and it takes half the time."""
 
     def start(self, setup: Setup) -> JaxSession:
         kept = program(setup.model, setup.optimizer, setup.options, setup.dtype, setup.mode or self.modes[0])
