@@ -141,6 +141,13 @@ def test_noise_scale_is_the_reference_s(backend: Harness, mode: str, errors: Err
     errors.check("noise scale", abs(measured - truth) / truth, 100 * ROUNDING)
 
 
+def test_noise_scale_under_a_large_loss_scale(backend: Harness, mode: str, errors: Errors) -> None:
+    """The squares of such gradients are beyond float32."""
+    truth = noisy(start(reference, steps=3, noise_scale=0.5), 2)
+    seen = noisy(start(backend, steps=3, noise_scale=0.5, loss_scale=2.0**70, mode=mode), 2)
+    errors.check("noise scale", abs(seen - truth) / truth, 100 * ROUNDING)
+
+
 def test_noise_scale_ignores_lost_windows(backend: Harness, mode: str) -> None:
     session = start(backend, steps=3, noise_scale=0.5, mode=mode)
     before = noisy(session, 2)
@@ -154,6 +161,8 @@ def test_noise_scale_ignores_lost_windows(backend: Harness, mode: str) -> None:
     session.gradients(random_tree(LINEAR, 0), weight=7.0)
     session.flush()
     assert session.result().noise_scale == before, "a window of one micro-batch tells nothing"
+    session.gradients(random_tree(LINEAR, 0), weight=2.0)
+    session.discard()
     other = start(backend, steps=3, noise_scale=0.5, mode=mode)
     noisy(other, 2)
     assert noisy(session, 1, seed=6) == noisy(other, 1, seed=6), "a lost window left a trace"
