@@ -27,6 +27,8 @@ class GradStrategy(Strategy):
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         super().__init__(parameters, accumulate_dtype)
+        self._settled: list[Tensor] = []
+        """The parameters that have a gradient as their window ends."""
         self._forget_handed_over()
 
     def take(self) -> bool:
@@ -34,26 +36,30 @@ class GradStrategy(Strategy):
         return True
 
     def settle(self) -> list[Tensor]:
-        parameters = self._with_gradients()
+        parameters = self._settled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
         self._parameters.note_gradients(parameters)
-        if any(map(IS_SPARSE, map(GRAD, parameters))):
+        gradients: list[Tensor] = list(map(GRAD, parameters))
+        if any(map(IS_SPARSE, gradients)):
             self._coalesce(parameters)
-        return list(map(GRAD, parameters))
+            return list(map(GRAD, parameters))
+        return gradients
 
     def hand_over(self, divisor: float, unclipped: float) -> None:
         self._forget_handed_over()
         masters = self._parameters.has_masters
         if divisor == 1 and not masters:
             return
-        parameters = self._with_gradients()
+        parameters = self._settled
         divided = [parameter for parameter in parameters if not self._is_narrowed(parameter)] if masters else parameters
-        self._divide_graphs(divided, unclipped)
         gradients: list[Tensor] = list(map(GRAD, divided))
-        graphs = [gradient for gradient in gradients if gradient.requires_grad]
+        graphs = any(map(REQUIRES_GRAD, gradients))
+        if graphs:
+            self._divide_graphs(divided, unclipped)
+            gradients = list(map(GRAD, divided))
         self._undivided, self._uncast = Versions(gradients), Versions(map(GRAD, parameters)) if masters else _NOTHING
         divide([gradient for gradient in gradients if not gradient.requires_grad] if graphs else gradients, divisor)
         if graphs:
-            divide(graphs, divisor / unclipped)
+            divide([gradient for gradient in gradients if gradient.requires_grad], divisor / unclipped)
         self._undivided.all_written = True
         if masters:
             self._give_masters(parameters, divisor)
@@ -78,11 +84,12 @@ class GradStrategy(Strategy):
             parameter.grad = gradient
         self.sentinels.reset()
 
+    def clear(self) -> None:
+        self._forget_handed_over()
+        super().clear()
+
     def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:
         return True
-
-    def _with_gradients(self) -> list[Tensor]:
-        return [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
 
     def _coalesce(self, parameters: Sequence[Tensor]) -> None:
         for parameter in parameters:
@@ -92,8 +99,6 @@ class GradStrategy(Strategy):
 
     def _divide_graphs(self, parameters: Sequence[Tensor], divisor: float) -> None:
         """Divide what will be differentiated again (``create_graph=True``) in its graph, so that the second derivative is divided too."""
-        if not any(map(REQUIRES_GRAD, map(GRAD, parameters))):
-            return
         with torch.enable_grad():
             for parameter in parameters:
                 if parameter.grad is not None and parameter.grad.requires_grad:

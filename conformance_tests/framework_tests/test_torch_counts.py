@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 import gradaccum
 from conformance_tests.framework_tests.torch_operations import Operations
+from gradaccum_torch.sums import divide
 
 STEPS = 4
 SIZE = 64
@@ -84,9 +87,10 @@ def test_window_end_makes_two_passes(fused: bool) -> None:
         inner.step()
     extra = ours.counts - bare.counts
     assert extra["_foreach_norm"] == 1
-    assert extra["_foreach_div_"] == (0 if fused else 1)
+    # The divisor is a power of two, by whose inverse a CPU multiplies in half the time.
+    assert (extra["_foreach_div_"], extra["_foreach_mul_"]) == (0, 0 if fused else 1)
     small = {"stack", "linalg_vector_norm", "_local_scalar_dense", "lift_fresh", "full", "cat", "view"}
-    assert set(extra) <= {"_foreach_norm", "_foreach_div_"} | small, "no other pass over the gradients"
+    assert set(extra) <= {"_foreach_norm", "_foreach_mul_"} | small, "no other pass over the gradients"
     assert sum(extra.values()) <= 5, extra
     # One wait for the device. The fused optimizer also rounds its divisor, which is on the host.
     assert extra["_local_scalar_dense"] <= (2 if fused else 1)
@@ -126,6 +130,30 @@ def test_small_tensors_share_one_norm() -> None:
     assert (ops.counts["linalg_vector_norm"], ops.counts["_foreach_norm"]) == (1, 0)
     assert {overload for name, overload in ops.overloads if name == "_foreach_div_"} == {"Tensor"}
     assert opt.result.grad_norm == pytest.approx(150**0.5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("options", [{}, {"on_overflow": "ignore"}, {"clip_norm": 1e-3}], ids=str)
+def test_a_closed_window_holds_no_gradient(options: dict[str, Any], fused: bool) -> None:
+    """Otherwise the memory of the gradients would be there twice while the next window is added up."""
+    model, _, opt = setting(fused=fused, **options)
+    for _ in range(STEPS):
+        backward(model)
+        gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+        opt.step()
+        opt.zero_grad()
+    assert opt.result.applied
+    assert not any(gradient() is not None for gradient in gradients)
+
+
+@pytest.mark.parametrize("divisor", [2.0**-126, 0.5, 8.0, 2.0**126, 2.0**127, 2.0**-127, 3.0, 7e-3], ids=str)
+def test_division_has_the_bits_of_a_division(divisor: float) -> None:
+    """Also where it multiplies by the inverse, and where numbers become subnormal."""
+    tiny = torch.finfo(torch.float32).tiny
+    values = torch.cat([torch.randn(1000), torch.randn(1000) * tiny, torch.tensor([0.0, -0.0, math.inf, math.nan, 3.4e38])])
+    expected = values / torch.tensor(divisor)
+    divide([values], divisor)
+    assert torch.equal(values.view(torch.int32), expected.view(torch.int32))
 
 
 def test_inner_optimizer_runs_once_per_window() -> None:
