@@ -80,12 +80,20 @@ class Attempt:
 
     def _states(self) -> list[Numbers]:
         """The state, as numbers, of the first parameter with a gradient in each group: a step begins there."""
-        groups = self._inner.param_groups
-        first = [next((tensor for tensor in group["params"] if tensor.grad is not None), None) for group in groups]
-        return [_written(self._inner.state.get(tensor, {})) for tensor in first if tensor is not None]
+        states = []
+        for group in self._inner.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    states.append(_written(self._inner.state.get(tensor, {})))
+                    break
+        return states
 
 
 def _written(state: Mapping[str, object]) -> Numbers:
     """The version of each tensor, and each number; a new one counts as if it were not there."""
-    seen = {name: version(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-    return {name: value for name, value in seen.items() if isinstance(value, int | float) and value}
+    seen: Numbers = {}
+    for name, value in state.items():
+        number = version(value) if isinstance(value, Tensor) else value
+        if isinstance(number, (int, float)) and number:
+            seen[name] = number
+    return seen

@@ -7,8 +7,7 @@ and not be changed after: a window of one micro-batch without options that chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Any
 
@@ -47,15 +46,10 @@ def evaluated_once(closure: Callable[[], Loss]) -> Loss:
         return closure()
 
 
-@contextmanager
-def noting_missing_closure(*, given: bool) -> Iterator[None]:
-    """An inner optimizer that turns out to need the closure, `given` and run already, raises its own error; a note says what to write."""
-    try:
-        yield
-    except Exception as error:
-        if given and "closure" in str(error).lower():
-            error.add_note(_NOTE)
-        raise
+def note_missing_closure(error: Exception) -> None:
+    """An inner optimizer that turns out to need the closure, which was run already, raises its own `error`; a note says what to write."""
+    if "closure" in str(error).lower():
+        error.add_note(_NOTE)
 
 
 def require_plain(options: Options, size: Size, parameters: Parameters) -> None:

@@ -8,14 +8,13 @@ precision never.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaccum_torch.masters import Group
+from gradaccum_torch.tensors import DTYPE, operand
 from gradaccum_torch.torch_private import DIVIDES_BY_GRAD_SCALE, all_step_pre_hooks, step_pre_hooks
 
 _FLOAT32 = {torch.float32}
@@ -29,22 +28,29 @@ def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
     return _is_torchs(inner) and not _is_hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
 
 
-@contextmanager
-def dividing(inner: torch.optim.Optimizer, divisor: float) -> Iterator[None]:
-    """Inside, every ``inner.step()`` divides by `divisor`; ``.grad`` holds the divided gradient after it."""
-    device = next((parameter.device for group in inner.param_groups for parameter in group["params"]), torch.device("cpu"))
-    inner.grad_scale, inner.found_inf = _scale(divisor, device), None  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del inner.grad_scale, inner.found_inf  # type: ignore[attr-defined]
+class Dividing:
+    """Inside its ``with`` block every ``inner.step()`` divides by `divisor`; ``.grad`` holds the divided gradient after it."""
+
+    def __init__(self, inner: torch.optim.Optimizer, divisor: float) -> None:
+        self._inner, self._divisor = inner, divisor
+
+    def __enter__(self) -> None:
+        inner: Any = self._inner
+        device = next((group["params"][0].device for group in inner.param_groups if group["params"]), torch.device("cpu"))
+        inner.grad_scale, inner.found_inf = _scale(self._divisor, device), None
+
+    def __exit__(self, *_: object) -> None:
+        inner: Any = self._inner
+        del inner.grad_scale, inner.found_inf
 
 
 def _scale(divisor: float, device: torch.device) -> Tensor:
     """`divisor` in float32, shape ``()``."""
+    if device.type == "cpu":
+        return operand(divisor, torch.float32)
     scale = torch.tensor(divisor, dtype=torch.float32, device="cpu")
     # Filled where it is used: a copy from the host would be one more wait for the device.
-    return scale if device.type == "cpu" else torch.full((), scale.item(), dtype=torch.float32, device=device)
+    return torch.full((), scale.item(), dtype=torch.float32, device=device)
 
 
 def _is_float32(divisor: float) -> bool:
@@ -66,5 +72,5 @@ def _is_hooked(inner: torch.optim.Optimizer) -> bool:
 
 
 def _takes(group: Group, divisor: float) -> bool:
-    dtypes = {parameter.dtype for parameter in group["params"]}
+    dtypes = set(map(DTYPE, group["params"]))
     return bool(group.get("fused")) and (dtypes <= _FLOAT32 or (dtypes <= _WIDE and _is_float32(divisor)))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradaccum_torch.tensors import DTYPE, are_alike, dense_parts, side_by_side, together
+from gradaccum_torch.tensors import DTYPE, are_alike, dense_parts, side_by_side, together, without_graph
 from gradaccum_torch.torch_private import flatten_dense, foreach_norm, is_sharded, local, mesh_of
 
 SMALL = 4096
@@ -43,7 +43,6 @@ UNMEASURED = Measured(math.nan, True, [], [])
 """For a window whose end needs no norm: ``on_overflow="ignore"``."""
 
 
-@torch.no_grad()
 def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measured:
     """The global 2-norm, and whether every element is finite, with one wait for the device while the norm is finite.
 
@@ -54,7 +53,11 @@ def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measur
         gradients: the tensors, any shapes and dtypes.
         notes: scalars, shape ``()``, to be read in the same transfer.
     """
-    tensors = dense_parts(gradients)
+    with without_graph(gradients):
+        return _measured(dense_parts(gradients), notes)
+
+
+def _measured(tensors: list[Tensor], notes: Sequence[Tensor]) -> Measured:
     norms = norms_in_few_calls(tensors)
     norm, *read = _fetch(norms, notes)
     if FAINT_HALF <= norm < math.inf or (FAINT <= norm < math.inf and not _are_narrow(norms)):

@@ -17,7 +17,7 @@ from gradaccum.kit import Handle, Listener, Options, described, require_weight
 from gradaccum_torch.attempt import StepReturn
 from gradaccum_torch.checkpoint import Loads, load, save
 from gradaccum_torch.checks import known_window_size
-from gradaccum_torch.closure import Loss, evaluated_once, is_plain, needs_closure, noting_missing_closure
+from gradaccum_torch.closure import Loss, evaluated_once, is_plain, needs_closure, note_missing_closure
 from gradaccum_torch.delegating import DelegatingOptimizer, OptimizerState
 from gradaccum_torch.entry import StateDict
 from gradaccum_torch.forwarding import Argument, forwarded
@@ -151,8 +151,12 @@ class AccumulatingOptimizer(DelegatingOptimizer):
             window.tell(loss)
         window.add()
         if window.ends():
-            with noting_missing_closure(given=closure is not None):
+            try:
                 window.listening.after(window.close)
+            except Exception as error:
+                if closure is not None:
+                    note_missing_closure(error)
+                raise
         return loss
 
     def flush(self) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from gradaccum_torch.torch_private import version
 from gradaccum_torch.watched import Arrivals, Watched
 
 
@@ -64,7 +63,7 @@ class Sentinels:
         touched = []
         for watched in self._watched.values():
             gradient = watched.parameter.grad
-            if gradient is not watched.gradient or (gradient is not None and version(gradient) != watched.version):
+            if gradient is not watched.gradient or (gradient is not None and gradient._version != watched.version):
                 touched.append(watched)
         if self.arrivals.disturbed or (touched and self.strict):
             return False
@@ -89,10 +88,14 @@ class Sentinels:
         arrivals = self.arrivals
         arrivals.arrived, arrivals.outside, arrivals.disturbed, arrivals.under_way = arrived, outside, disturbed, False
         arrivals.values.forget()
-        self.holds = False
+        holds = False
         for watched in self._watched.values():
-            watched.note()
-            self.holds |= watched.gradient is not None
+            gradient = watched.gradient = watched.parameter.grad
+            if gradient is None:
+                watched.version = -1
+            else:
+                watched.version, holds = gradient._version, True
+        self.holds = holds
 
     def _same_values(self, touched: list[Watched]) -> bool:
         """Whether nothing was replaced and all values are what they were; a gradient that was written into is noted anew."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +27,23 @@ def dense_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
 def coalesced(gradient: Tensor) -> Tensor:
     """`gradient` with each row of a sparse one held once: the norm of rows held twice is not the norm of their sum."""
     return gradient.coalesce() if gradient.is_sparse else gradient
+
+
+_AS_IT_IS = nullcontext()
+
+
+def without_graph(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Inside, what is computed from `tensors` alone has no graph. Most gradients have none, and then nothing is switched."""
+    return torch.no_grad() if any(map(REQUIRES_GRAD, tensors)) else _AS_IT_IS
+
+
+@lru_cache(maxsize=8)
+def operand(number: float, dtype: torch.dtype) -> Tensor:
+    """`number` on the CPU, shape ``()``, to compute with and never to write into.
+
+    It is kept: most windows have the divisor of the one before, and making a tensor takes longer than dividing a small one.
+    """
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.attempt import Attempt, StepReturn
-from gradaccum_torch.fused import can_divide, dividing
+from gradaccum_torch.fused import Dividing, can_divide
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.misuse import half_made_error
 from gradaccum_torch.norm import same_norms
@@ -56,7 +56,7 @@ class Update:
             if self._kernel_can_divide(strategy, divisor):
                 # Without norms nothing can show that the kernel has not run.
                 idle = _unknown if divisor == 1 or not norms else partial(_undivided, norms, strategy)
-                with dividing(self._inner, divisor):
+                with Dividing(self._inner, divisor):
                     self._attempt(strategy, 1.0, 1.0, idle)
             else:
                 self._attempt(strategy, divisor, unclipped, _unknown)

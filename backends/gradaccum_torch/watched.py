@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -38,11 +36,11 @@ class Arrivals:
         self.arrived = True
         if not self.inside:
             self.outside = True
-        self.values.forget()
+        self.values.noted = None
         self.settled = False
         if engine_runs_backward():
             self.under_way = True
-            when_backward_ends(partial(Arrivals._end, self))
+            when_backward_ends(self._end)
 
     def _end(self) -> None:
         self.under_way, self.settled = False, True
@@ -70,21 +68,22 @@ class Watched:
 
     def arrive(self, parameter: Tensor) -> None:
         """Autograd has accumulated into the parameter: note what is there, and whether that alone turned what was noted into it."""
-        before, noted, gradient = self.gradient, self.version, parameter.grad
-        if gradient is before and before is not None and before._version == noted + 1:
-            self.version = noted + 1  # One addition in place, as nearly always.
-            if not self.arrivals.under_way:
-                self.arrivals.begin()
-            return
+        before, expected = self.gradient, self.version + 1
+        if before is not None and before._version == expected:
+            self.version = expected  # One addition in place, as nearly always. `Sentinels.intact` sees whether it is still the parameter's.
+        else:
+            self._look(before, expected, parameter.grad)
+        if not self.arrivals.under_way:
+            self.arrivals.begin()
+
+    def _look(self, before: Tensor | None, expected: int, gradient: Tensor | None) -> None:
         self.gradient = gradient
-        self.version = now = -1 if gradient is None else version(gradient)
+        self.version = now = -1 if gradient is None else gradient._version
         if before is None:
             if gradient is not None and _shares_memory(gradient):
                 self.arrivals.sharing.append(self)
-        elif (gradient is not before or now != noted + 1) and not _by_autograd(before, gradient):
+        elif (gradient is not before or now != expected) and not _by_autograd(before, gradient):
             self.arrivals.disturbed = True
-        if not self.arrivals.under_way:
-            self.arrivals.begin()
 
     def is_touched(self) -> bool:
         """Whether something else than autograd wrote; autograd may have written into another part of the same memory."""
@@ -111,4 +110,5 @@ def _shares_memory(gradient: Tensor) -> bool:
 
 
 untraced(Watched.arrive)
+untraced(Watched._look)
 untraced(Arrivals._end)

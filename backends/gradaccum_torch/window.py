@@ -145,7 +145,8 @@ class Window:
 
     def ends(self) -> bool:
         """Whether the window is full, and must be closed."""
-        return bool(ends(self._fields, self._size, select))
+        size = self._size
+        return self._fields.micro_step >= size if type(size) is int else bool(ends(self._fields, size, select))
 
     def close(self) -> None:
         """End the window, which holds a micro-batch at least: measure, decide, make the update, finish."""
