@@ -164,7 +164,8 @@ def engine_runs_backward() -> bool:
     number of the pass one that raised half-way is not noticed; without the compiler's flag a compiled one would seem to have raised.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    return torch._C._current_graph_task_id() >= 0 and not getattr(compiled, "in_compiled_autograd_region", False)
+    outside = compiled is None or not getattr(compiled, "in_compiled_autograd_region", False)
+    return outside and torch._C._current_graph_task_id() >= 0
 
 
 def untraced(function: Callable[..., object]) -> None:

@@ -18,7 +18,7 @@ from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.hooks import Hooks, can_be_hooked
 from gradaccum_torch.large_batch.checks import touched_error
-from gradaccum_torch.sums import add, divide, gradient_dtype, narrowed, sum_dtype
+from gradaccum_torch.sums import HALF, add, divide, gradient_dtype, narrowed, sum_dtype
 from gradaccum_torch.torch_private import AccumulateGrad, Node, accumulation_hooks, engine, untraced, version
 from gradaccum_torch.update import through
 
@@ -47,7 +47,7 @@ class Gradients:
         """The sums that have another dtype than their gradient."""
         self._left: list[Tensor] = []
         self._hooks = Hooks()
-        self._noted: dict[Tensor, Mark | None] = {}
+        self._noted: list[tuple[Tensor, Mark | None]] = []
         """What the last `backward` left in some leaves; in all that hold anything, if these are fewer than `_SAMPLE`."""
         self.delivered = False
         """`deliver` has come to its end."""
@@ -92,7 +92,7 @@ class Gradients:
                 self._known.add(id(leaf))
                 self._before[leaf] = leaf.grad
                 leaf.grad = None
-                if sum_dtype(leaf, None) != gradient_dtype(leaf):
+                if gradient_dtype(leaf) in HALF:
                     self._hooks.add(leaf, partial(_move, self._wide))
 
     def __bool__(self) -> bool:
@@ -101,7 +101,7 @@ class Gradients:
 
     def are_half(self) -> bool:
         """Whether some are summed in a wider dtype, and so divided as they are cast at the end."""
-        return any(sum_dtype(leaf, None) != gradient_dtype(leaf) for leaf in self._before)
+        return any(gradient_dtype(leaf) in HALF for leaf in self._before)
 
     def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         """Add the gradient of the sum of ``tensor * seed``, of one shape and dtype; every leaf of the graphs has to be reached."""
@@ -110,8 +110,8 @@ class Gradients:
 
     def note(self) -> None:
         """Take what is in ``.grad`` now for what the call itself has left there."""
-        sample = self._noted if len(self._noted) >= _SAMPLE else self._sample()
-        self._noted = {leaf: self._mark(leaf) for leaf in sample}
+        sample = [leaf for leaf, _ in self._noted] if len(self._noted) >= _SAMPLE else self._sample()
+        self._noted = [(leaf, self._mark(leaf)) for leaf in sample]
 
     def require_untouched(self) -> None:
         """Nothing but `backward` has added to the gradients.
@@ -119,9 +119,10 @@ class Gradients:
         Raises:
             UsageError: the loss function has.
         """
-        looked_at = self._noted if len(self._noted) >= _SAMPLE else self._before
-        if any(self._mark(leaf) != self._noted.get(leaf) for leaf in looked_at):
-            raise touched_error()
+        noted = self._noted if len(self._noted) >= _SAMPLE else [(leaf, dict(self._noted).get(leaf)) for leaf in self._before]
+        for leaf, mark in noted:
+            if self._mark(leaf) != mark:
+                raise touched_error()
 
     def deliver(self, divisor: float) -> None:
         """Divide the sums, and add them to what was in ``.grad``; a leaf that no micro-batch used keeps what it had.
@@ -159,7 +160,7 @@ class Gradients:
         self._hooks.keep({})
         self._wide.clear()
         self._nodes.clear()
-        self._noted, self._left = {}, []
+        self._noted, self._left = [], []
 
     def _sample(self) -> list[Tensor]:
         filled = [leaf for leaf in self._before if self._mark(leaf) is not None]
@@ -167,7 +168,7 @@ class Gradients:
 
     def _mark(self, leaf: Tensor) -> Mark | None:
         held = self._wide.get(leaf, leaf.grad) if self._wide else leaf.grad
-        return None if held is None else (id(held), version(held))
+        return None if held is None else (id(held), held._version)
 
 
 def _give_back(pairs: Sequence[tuple[Tensor, Tensor, int]]) -> None:

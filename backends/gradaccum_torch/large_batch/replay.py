@@ -123,7 +123,8 @@ class Buffers:
         self._noted: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._copies: list[Tensor | None] = []
         for module in modules:
-            self.note(module)
+            if module._buffers:
+                self.note(module)
 
     def note(self, module: nn.Module) -> None:
         """Those of one more module."""
