@@ -225,3 +225,18 @@ def test_checkpointed_layers_are_no_change() -> None:
     assert opt.result.applied
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q)
+
+
+def test_replaced_gradient_is_caught_beside_a_write_to_the_old_one() -> None:
+    """The old tensor was written into once, as by an addition of autograd, which added to the copy. Their versions are equal."""
+    weight = nn.Parameter(torch.ones(3))
+    opt = gradaccum.wrap(torch.optim.SGD([weight]), steps=2)
+    weight.sum().backward()
+    opt.step()
+    held = weight.grad
+    weight.grad = held.clone().mul_(1)
+    held.mul_(2)
+    weight.sum().backward()
+    assert weight.grad._version == held._version
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        opt.step()
