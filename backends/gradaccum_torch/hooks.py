@@ -26,13 +26,16 @@ class Hooks:
 
     def __init__(self) -> None:
         self._handles: dict[int, RemovableHandle] = {}
-        weakref.finalize(self, _remove_all, self._handles).atexit = False
+        self._finalizer: weakref.finalize[..., Hooks] | None = None
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._handles
 
     def add(self, parameter: Tensor, hook: Hook) -> None:
         """Call ``hook(parameter)`` after each accumulation into `parameter`, which the hook must keep alive."""
+        if self._finalizer is None:
+            self._finalizer = weakref.finalize(self, _remove_all, self._handles)
+            self._finalizer.atexit = False
         self._handles[id(parameter)] = cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self, parameter: Tensor) -> None:

@@ -65,7 +65,7 @@ class LargeBatch:
         for leaf in self._leaves:
             _require_own_graph(leaf)
         self._is_flat = [id(leaf.value) for leaf in self._leaves] == list(map(id, batch))
-        self._places = [] if split else [_axis_of(*pair) for pair in zip(self._leaves, spread(axes, batch, "axes"), strict=True)]
+        self._places = [] if split else [_axis_of(*pair) for pair in zip(self._leaves, self._wanted(), strict=True)]
         self.items = None if split else self._count()
         """The number of items; None beside the user's own split."""
         self._weights = Weights(weight, self.items)
@@ -90,6 +90,10 @@ class LargeBatch:
     def devices(self) -> set[torch.device]:
         """Where its tensors are."""
         return {tensor.device for tensor in self.tensors()}
+
+    def _wanted(self) -> list[Nest]:
+        """The axis that is asked for of each leaf; one number is that of all."""
+        return [self._axes] * len(self._leaves) if isinstance(self._axes, int) else spread(self._axes, self._batch, "axes")
 
     def _weighed(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[Cut] | None) -> list[MicroBatch]:
         return list(map(MicroBatch, given, items, self._weights.of(given, items, cuts)))

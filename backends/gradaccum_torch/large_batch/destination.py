@@ -45,10 +45,8 @@ class InGrad:
     def __init__(self) -> None:
         self._gradients = Gradients()
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        with self._gradients.kept():
-            yield
+    def kept(self) -> AbstractContextManager[None]:
+        return self._gradients.kept()
 
     def expect(self, leaves: Iterable[Tensor]) -> None:
         self._gradients.expect(leaves)

@@ -208,7 +208,8 @@ def _move(wide: dict[Tensor, Tensor], leaf: Tensor) -> None:
 
 def _is_wrapped(leaf: Tensor) -> bool:
     """Whether a wrapped optimizer watches `leaf`: it would take the gradients of micro-batches for its own, or for tampering."""
-    return can_be_hooked(leaf) and any(getattr(hook, "__module__", None) in _WATCHERS for hook in accumulation_hooks(leaf))
+    hooks = accumulation_hooks(leaf) if can_be_hooked(leaf) else ()
+    return bool(hooks) and any(getattr(hook, "__module__", None) in _WATCHERS for hook in hooks)
 
 
 def _wrapped_error(leaf: Tensor) -> UsageError:
