@@ -47,8 +47,12 @@ class Gradients:
         """The sums that have another dtype than their gradient."""
         self._left: list[Tensor] = []
         self._hooks = Hooks()
-        self._noted: list[tuple[Tensor, Mark | None]] = []
-        """What the last `backward` left in some leaves; in all that hold anything, if these are fewer than `_SAMPLE`."""
+        self._looked_at: list[Tensor] = []
+        """Leaves in which a backward pass of the loss function's own shows: all, until `_SAMPLE` or more hold anything."""
+        self._is_sample = False
+        """They are some of those that hold anything."""
+        self._noted: list[Mark | None] = []
+        """What the last `backward` left in them."""
         self.delivered = False
         """`deliver` has come to its end."""
 
@@ -92,6 +96,9 @@ class Gradients:
                 self._known.add(id(leaf))
                 self._before[leaf] = leaf.grad
                 leaf.grad = None
+                if not self._is_sample:
+                    self._looked_at.append(leaf)
+                    self._noted.append(None)
                 if gradient_dtype(leaf) in HALF:
                     self._hooks.add(leaf, partial(_move, self._wide))
 
@@ -110,8 +117,12 @@ class Gradients:
 
     def note(self) -> None:
         """Take what is in ``.grad`` now for what the call itself has left there."""
-        sample = [leaf for leaf, _ in self._noted] if len(self._noted) >= _SAMPLE else self._sample()
-        self._noted = [(leaf, self._mark(leaf)) for leaf in sample]
+        self._noted = self._marks()
+        if not self._is_sample:
+            filled = [leaf for leaf, mark in zip(self._looked_at, self._noted, strict=True) if mark is not None]
+            if len(filled) >= _SAMPLE:
+                self._looked_at, self._is_sample = filled[:: len(filled) // _SAMPLE], True
+                self._noted = self._marks()
 
     def require_untouched(self) -> None:
         """Nothing but `backward` has added to the gradients.
@@ -119,10 +130,8 @@ class Gradients:
         Raises:
             UsageError: the loss function has.
         """
-        noted = self._noted if len(self._noted) >= _SAMPLE else [(leaf, dict(self._noted).get(leaf)) for leaf in self._before]
-        for leaf, mark in noted:
-            if self._mark(leaf) != mark:
-                raise touched_error()
+        if self._marks() != self._noted:
+            raise touched_error()
 
     def deliver(self, divisor: float) -> None:
         """Divide the sums, and add them to what was in ``.grad``; a leaf that no micro-batch used keeps what it had.
@@ -160,15 +169,15 @@ class Gradients:
         self._hooks.keep({})
         self._wide.clear()
         self._nodes.clear()
-        self._noted, self._left = [], []
+        self._looked_at, self._is_sample, self._noted, self._left = [], False, [], []
 
-    def _sample(self) -> list[Tensor]:
-        filled = [leaf for leaf in self._before if self._mark(leaf) is not None]
-        return filled[:: max(1, len(filled) // _SAMPLE)]
-
-    def _mark(self, leaf: Tensor) -> Mark | None:
-        held = self._wide.get(leaf, leaf.grad) if self._wide else leaf.grad
-        return None if held is None else (id(held), held._version)
+    def _marks(self) -> list[Mark | None]:
+        """Of the leaves that are looked at; in one call for all, as it is made twice per micro-batch."""
+        wide, marks = self._wide, list[Mark | None]()
+        for leaf in self._looked_at:
+            held = wide.get(leaf, leaf.grad) if wide else leaf.grad
+            marks.append(None if held is None else (id(held), held._version))
+        return marks
 
 
 def _give_back(pairs: Sequence[tuple[Tensor, Tensor, int]]) -> None:
