@@ -71,6 +71,7 @@ QUESTIONS = {
     "torch_transformer": Entry("torch: a transformer in bfloat16, AdamW fused, one window of 8 micro-batches", ("torch",), gpu=True),
     "jax_transformer": Entry("JAX: a transformer in bfloat16, AdamW, one window of 8 micro-batches", ("jax", "optax"), gpu=True),
     "mindspore_streaming": Entry("MindSpore: one window of 8 micro-batches, float32, Adam, GRAPH_MODE", ("mindspore",)),
+    "mindspore_cells": Entry("MindSpore: the training cell, one window of 8 micro-batches, float32, Adam, GRAPH_MODE", ("mindspore",)),
     "mindspore_jit": Entry("MindSpore: one window of 8 micro-batches, float32, Adam, mindspore.jit", ("mindspore",)),
     "mindspore_pynative": Entry("MindSpore: one window of 8 micro-batches, float32, Adam, PyNative", ("mindspore",)),
     "torch_bandwidth": Entry("torch: the accumulation alone, in GB/s that must be moved, beside NumPy's triad", ("torch",)),
