@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn
 from mindspore.experimental import optim
 
@@ -33,6 +32,7 @@ from gradaccum_mindspore.checks import gradients_by_position, loss_as_number, we
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
 from gradaccum_mindspore.masters import turn_to_masters
+from gradaccum_mindspore.modes import is_graph_mode
 from gradaccum_mindspore.pynative_window import PyNativeWindow
 from gradaccum_mindspore.scaled import require_read
 from gradaccum_mindspore.sizes import window_size
@@ -244,8 +244,3 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
         """Raise `UsageError`: only the parameters at the time of wrapping have sums."""
         expected, found = "all groups before the optimizer is wrapped, because each parameter gets its sum then", "a group more"
         raise explain(UsageError, "param_group", expected=expected, found=found, fix="Write gradaccum.wrap(optimizer, steps=4) after it.")
-
-
-def is_graph_mode() -> bool:
-    """Whether MindSpore compiles a Cell that Python calls."""
-    return bool(ms.get_context("mode") == ms.GRAPH_MODE)

@@ -15,8 +15,10 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import explain
-from gradaccum_mindspore.optimizer import CHECKED, OPEN, PLAIN, AccumulatingOptimizer, is_graph_mode
+from gradaccum_mindspore.modes import decides_on_host
+from gradaccum_mindspore.optimizer import CHECKED, OPEN, PLAIN, AccumulatingOptimizer
 from gradaccum_mindspore.plain_ends import LARGEST_WEIGHT
+from gradaccum_mindspore.programs import Program
 from gradaccum_mindspore.types import Weight
 
 WeightFunction = Callable[..., Weight]
@@ -123,7 +125,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         return loss, self.grad_reducer(gradients), weight
 
 
-class End(nn.Cell):  # type: ignore[misc]
+class End(Program):
     """A training cell for micro-batches that end in one way: a program without the branch of a window's end.
 
     Args:
@@ -132,13 +134,8 @@ class End(nn.Cell):  # type: ignore[misc]
     """
 
     def __init__(self, cell: TrainOneStepCell, end: str) -> None:
-        super().__init__(auto_prefix=False)
+        super().__init__()
         self.cell, self.end = cell, end
 
     def construct(self, *inputs: object) -> Tensor:
         return self.cell.ended(self.end, *inputs)
-
-
-def decides_on_host() -> bool:
-    """Whether Python chooses the program of a micro-batch: it reads a counter, which means no wait for the device on a CPU only."""
-    return is_graph_mode() and ms.get_context("device_target") == "CPU" and ms.get_auto_parallel_context("parallel_mode") == "stand_alone"
