@@ -72,7 +72,7 @@ class Accumulator(StateReader, nn.Cell):  # type: ignore[misc]
         require_read(self.storage.scaled)
         state, event, told = self.window.add(self.window.ordered(gradients), weight, loss)
         full, needed = self.window.is_full(state), self.window.needs_first(state)
-        self.window.write_added(state, event, told)
+        self.window.write_added(state, event, told, weight)
         self.window.see_first(needed)
         return full
 

@@ -20,21 +20,12 @@ from mindspore import Tensor, ops
 from gradaccum.kit import Fields, Options, accumulate, contribution, decide, divisor, usable
 from gradaccum.kit import close as state_closed
 from gradaccum.kit import discard as state_discarded
-from gradaccum_mindspore.checks import (
-    check_compiled_gradients,
-    check_compiled_loss,
-    check_compiled_loss_shape,
-    check_compiled_structure,
-    check_compiled_weight,
-    check_compiled_weight_shape,
-    compiled_names_of,
-)
-from gradaccum_mindspore.compiled_state import CompiledState
+from gradaccum_mindspore.compiled_arguments import CompiledArguments, number_of
 from gradaccum_mindspore.norm import compiled_measure, robust_measure
 from gradaccum_mindspore.plain_ends import compiled_ends_plainly, compiled_weigh
 from gradaccum_mindspore.state import STEPS, Storage
-from gradaccum_mindspore.sums import compiled_add, compiled_clear, compiled_finite, compiled_fits, divide, each, where
-from gradaccum_mindspore.types import DType, Gradients, Loss, NamedGradients, Number, Shape, Weight
+from gradaccum_mindspore.sums import compiled_add, compiled_clear, compiled_finite, compiled_fits, divide, where
+from gradaccum_mindspore.types import Gradients, Loss, Weight
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.workers.group import WorkerGroup
 
@@ -44,32 +35,12 @@ def chosen(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a
 
 
-def number_of(weight: Number) -> Number:
-    """A weight as a number or a scalar Tensor; raises while compiling if it is neither."""
-    if isinstance(weight, Tensor):
-        check_compiled_weight_shape(weight.shape)
-        return weight.reshape(())
-    check_compiled_weight(weight)
-    return weight
-
-
-def shape_of(gradient: Tensor | None) -> Shape:
-    """The gradient's shape, a constant while compiling."""
-    return () if gradient is None else gradient.shape
-
-
-def dtype_of(gradient: Tensor | None) -> DType | None:
-    """The gradient's dtype, a constant while compiling."""
-    return None if gradient is None else gradient.dtype
-
-
-class CompiledWindow(CompiledState):
+class CompiledWindow(CompiledArguments):
     """One window as Tensors, for the compiler to follow; `PyNativeWindow` has the same methods."""
 
     def __init__(self, storage: Storage, options: Options, workers: WorkerGroup | None = None) -> None:
         super().__init__(storage, options)
         self.workers = workers
-        self.names_of = compiled_names_of(storage.specs, storage.names)
 
     def add(self, gradients: Gradients, weight: Weight, loss: Loss) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add one micro-batch of ordered gradients to the sums.
@@ -80,11 +51,13 @@ class CompiledWindow(CompiledState):
         ``if`` on a flag that comes out of a function that writes, so these are calls of their own.
         """
         before, known, told = self.read(), self.storage.knowledge, None
-        if weight is None and self.options.on_overflow != "drop_micro_batch":
+        if self.adds_certainly(weight):
+            amount = None if weight is None else self.one * weight
             if loss is not None:
-                told = known.compiled_told(self.loss_number(loss), None, None)
-            compiled_add(self.storage.sums, gradients, None, None)
-            return accumulate(before, self.one, self.true, chosen), None, told
+                told = known.compiled_certain(self.loss_number(loss), amount)
+            factor = None if weight is None or self.options.reduction != "mean" else amount
+            compiled_add(self.storage.sums, gradients, factor, None)
+            return accumulate(before, self.one if weight is None else amount, self.true, chosen), None, told
         if weight is not None and self.may_be_plain:
             compiled_weigh(self.storage.key)
         amount = self.one if weight is None else self.one * number_of(weight)
@@ -102,20 +75,12 @@ class CompiledWindow(CompiledState):
         compiled_add(self.storage.sums, gradients, None if weight is None else factor, adds)
         return state, event, told
 
-    def loss_number(self, loss: Number) -> Tensor:
-        """A told loss as a scalar Tensor."""
-        if isinstance(loss, Tensor):
-            check_compiled_loss_shape(loss.shape)
-            return loss.reshape(()).astype(self.float_dtype)
-        check_compiled_loss(loss)
-        return self.one * loss
-
-    def write_added(self, state: Fields, event: Tensor | None, told: Tensor | None) -> bool:
-        """Assign what `add` returned."""
+    def write_added(self, state: Fields, event: Tensor | None, told: Tensor | None, weight: Weight) -> bool:
+        """Assign what `add` returned for a micro-batch of this weight."""
         if event is None:
             # The same numbers as the state's. One operator each, where adding and assigning are two.
             ops.assign_add(self.storage.micro_step, self.one_step)
-            ops.assign_add(self.storage.weight, self.one)
+            ops.assign_add(self.storage.weight, self.one if weight is None else self.one * weight)
             if told is not None:
                 ops.assign_add(self.storage.knowledge.loss, told)
             return self.write_size(state)
@@ -274,20 +239,3 @@ class CompiledWindow(CompiledState):
         if self.storage.inner_scale == 1:
             return divides
         return divides / self.inner_scale
-
-    def ordered(self, gradients: Gradients | NamedGradients) -> Gradients:
-        """The gradients in the parameters' order; raises `GradientError` while compiling."""
-        specs = self.storage.specs
-        if isinstance(gradients, dict):
-            gradients = self.by_name(gradients)
-        gradients = tuple(gradients)
-        check_compiled_structure(len(gradients), specs)
-        check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
-        return gradients
-
-    def by_name(self, gradients: NamedGradients) -> Gradients:
-        """A dict's values in the parameters' order."""
-        ordered: Gradients = ()
-        for name in self.names_of(tuple(gradients.keys())):
-            ordered = (*ordered, gradients[name])
-        return ordered

@@ -22,6 +22,7 @@ from gradaccum.kit import (
     Options,
     State,
     add_loss,
+    contribution,
     first_seen,
     is_first,
     joined_noise,
@@ -133,13 +134,19 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
             _, weight, squares, firsts = shares
             self._assign(self.noise, (*joined_noise(self.noise.tolist()[:4], weight, squares, select), firsts))
 
-    def compiled_told(self, loss: Tensor, weight: Tensor | None, adds: Tensor | None) -> Tensor:
-        """The value of `loss` after a micro-batch. If `weight` and `adds` are None, for 1 and True: what it adds to that."""
-        if weight is None:
-            return ops.stack((loss, self.one, self.zero))
+    def compiled_told(self, loss: Tensor, weight: Tensor, adds: Tensor) -> Tensor:
+        """The value of `loss` after a micro-batch."""
         # A weighted mean's parts are multiplied by the weight, so that its weight stands there as 1.
         parts = ops.stack((loss, self.one if self.options.reduction == "mean" else weight, self.zero))
         return add_loss(self.loss.value(), parts, weight, adds, self.options, where)
+
+    def compiled_certain(self, loss: Tensor, weight: Tensor | None) -> Tensor:
+        """What a micro-batch that is certainly added adds to `loss`; its weight is 1 if it is None."""
+        return ops.stack((self.compiled_part(loss, weight), self.one if weight is None else weight, self.zero))
+
+    def compiled_part(self, loss: Tensor, weight: Tensor | None) -> Tensor:
+        """What it adds to the sum of losses."""
+        return loss if weight is None else contribution(weight, self.options) * loss
 
     def compiled_after(self, state: Fields, grad_norm: Tensor) -> tuple[Tensor, Tensor | None]:
         """The values after a window with this state and norm."""

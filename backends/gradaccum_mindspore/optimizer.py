@@ -212,11 +212,11 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
         require_read(self.storage.scaled)
         state, event, told = self.compiled_window.add(self.compiled_window.ordered(gradients), weight, loss)
         full, needed = self.compiled_window.is_full(state), self.compiled_window.needs_first(state)
-        self.compiled_window.write_added(state, event, told)
+        self.compiled_window.write_added(state, event, told, weight)
         self.compiled_window.see_first(needed)
         if self.compiled_window.steps is None:
             return full
-        if weight is None and self.compiled_window.ends_plainly():
+        if self.compiled_window.adds_certainly(weight) and self.compiled_window.ends_plainly():
             if full:
                 self.compiled_window.close_plainly(self.update, loss is not None)
         elif full:
@@ -228,7 +228,7 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
         require_read(self.storage.scaled)
         state, event, told = self.compiled_window.add(self.compiled_window.ordered(gradients), weight, loss)
         needed = self.compiled_window.needs_first(state)
-        self.compiled_window.write_added(state, event, told)
+        self.compiled_window.write_added(state, event, told, weight)
         self.compiled_window.see_first(needed)
         if end == CHECKED:
             self.compiled_window.close(self.update)

@@ -21,6 +21,9 @@ LARGEST_WEIGHT = 2.0**40
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-60, 2.0**60
 """Within these a window's divisor is in float32's range."""
 
+SMALLEST_WEIGHT = 2.0**-40
+"""With such weights and scales a window's divisor is in range too."""
+
 keys = count(1)
 _plain: set[int] = set()
 _weighted: set[int] = set()
@@ -41,6 +44,12 @@ def weigh(key: int) -> None:
             fix="Write optimizer(gradients, weight) everywhere, with Tensor(1.0) as the weight of one item.",
         )
     _weighted.add(key)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def is_certain(weight: float) -> bool:
+    """Whether a weight that is a constant of the program leaves nothing to be decided about its micro-batch."""
+    return bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
 
 
 @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]

@@ -119,11 +119,18 @@ class PyNativeWindow:
         Raises:
             UsageError: the inner optimizer moves no parameter in PyNative on this device.
         """
+        decision = self.decision(state)
+        self.carry_out(state, decision, self.storage.knowledge.after(state, decision.grad_norm), update)
+
+    def decision(self, state: State) -> Decision:
+        """What becomes of the window."""
         norm, finite = self.measure(state) if measures(self.options) else (math.nan, True)
-        decision = Decision(*decide(state, norm, finite, self.options, select, self.storage.largest))
+        return Decision(*decide(state, norm, finite, self.options, select, self.storage.largest))
+
+    def carry_out(self, state: State, decision: Decision, known: Known, update: Update) -> None:
+        """Make the update, if that was decided, and end the window; `known` of it from now on."""
         if decision.apply:
             update.require_in_place()
-        known = self.storage.knowledge.after(state, decision.grad_norm)
         before = update.witness.look() if decision.apply else None
         try:
             if decision.apply:

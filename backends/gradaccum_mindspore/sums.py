@@ -144,6 +144,16 @@ def _divide(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
     return (total.astype(work) / divisor.astype(work)).astype(dtype)
 
 
+def multiply(sums: Sums, factor: Tensor, dtypes: Sequence[DType]) -> tuple[Tensor, ...]:
+    """``sum * factor``, as `divide` hands out its quotients. MindSpore's division takes four times as long on a CPU."""
+    return each(ops.partial(_multiply, factor), sums, dtypes)
+
+
+def _multiply(factor: Tensor, total: Parameter, dtype: DType) -> Tensor:
+    work = working_dtype(total.dtype)
+    return (total.astype(work) * factor.astype(work)).astype(dtype)
+
+
 def narrows(own: DType, handed: DType) -> bool:
     """Whether a finite sum of dtype `own` can be an inf in the dtype `handed`; for the compiler to follow too."""
     loses_range: bool = handed == ms.float16 or (own == ms.float64 and handed != ms.float64)

@@ -20,20 +20,20 @@ SHAPES = ((24, 24), (24,), (40, 24))
 
 
 class Step(nn.Cell):
-    def __init__(self, optimizer):
+    def __init__(self, optimizer, weight=None):
         super().__init__(auto_prefix=False)
-        self.optimizer = optimizer
+        self.optimizer, self.weight = optimizer, weight
 
     def construct(self, *gradients):
-        return self.optimizer(gradients)
+        return self.optimizer(gradients, self.weight)
 
 
-def dumped(shapes, stage):
+def dumped(shapes, stage, weight=None):
     """Calls a wrapped Adam in graph mode; returns the graphs after one compiler stage."""
     parameters = [Parameter(Tensor(np.ones(shape, np.float32)), name=f"p{i}") for i, shape in enumerate(shapes)]
     with saved_graphs(stage) as texts:
         set_mode("graph")
-        step = Step(gradaccum.wrap(nn.Adam(parameters, 0.1), steps=2))
+        step = Step(gradaccum.wrap(nn.Adam(parameters, 0.1), steps=2), weight)
         for _ in range(2):
             closed = step(*(Tensor(np.ones(shape, np.float32)) for shape in shapes))
         set_mode("pynative")
@@ -65,6 +65,14 @@ def test_micro_batch_copies_nothing(graphs):
     assert entry["TensorMove"] == 0, "state that does not change is not copied"
     assert entry["Add"] == 1, "the micro-batches, to see whether the window is full"
     assert entry["Select"] == 0, "a finite gradient of weight 1 needs no selection"
+
+
+def test_constant_weight_is_one_multiplication():
+    """A number as weight leaves nothing to be selected; one that is huge may be no weight in the end."""
+    for weight, selected in ((3, False), (1e13, True)):
+        (entry,) = [counts for counts in with_operator(dumped(SHAPES, "graph_build", weight), "AssignAdd") if not counts["Adam"]]
+        assert entry["Mul"] >= len(SHAPES)
+        assert bool(entry["Select"]) == selected
 
 
 def test_window_end_measures_and_divides_once(graphs):

@@ -1,0 +1,88 @@
+"""What a micro-batch hands over, read and checked while the compiler follows: gradients, weight, loss.
+
+Structure, shapes, dtypes and every Python number are constants of the program. So a wrong one raises while compiling.
+"""
+
+from __future__ import annotations
+
+from mindspore import Tensor
+
+from gradaccum.kit import Options
+from gradaccum_mindspore.checks import (
+    check_compiled_gradients,
+    check_compiled_loss,
+    check_compiled_loss_shape,
+    check_compiled_structure,
+    check_compiled_weight,
+    check_compiled_weight_shape,
+    compiled_names_of,
+)
+from gradaccum_mindspore.compiled_state import CompiledState
+from gradaccum_mindspore.plain_ends import is_certain
+from gradaccum_mindspore.state import Storage
+from gradaccum_mindspore.sums import each
+from gradaccum_mindspore.types import DType, Gradients, NamedGradients, Number, Shape, Weight
+
+
+def number_of(weight: Number) -> Number:
+    """A weight as a number or a scalar Tensor; raises while compiling if it is neither."""
+    if isinstance(weight, Tensor):
+        check_compiled_weight_shape(weight.shape)
+        return weight.reshape(())
+    check_compiled_weight(weight)
+    return weight
+
+
+def shape_of(gradient: Tensor | None) -> Shape:
+    """The gradient's shape, a constant while compiling."""
+    return () if gradient is None else gradient.shape
+
+
+def dtype_of(gradient: Tensor | None) -> DType | None:
+    """The gradient's dtype, a constant while compiling."""
+    return None if gradient is None else gradient.dtype
+
+
+class CompiledArguments(CompiledState):
+    """Reads the arguments of the wrapped optimizer's call."""
+
+    def __init__(self, storage: Storage, options: Options) -> None:
+        super().__init__(storage, options)
+        self.names_of = compiled_names_of(storage.specs, storage.names)
+
+    def ordered(self, gradients: Gradients | NamedGradients) -> Gradients:
+        """The gradients in the parameters' order; raises `GradientError` while compiling."""
+        specs = self.storage.specs
+        if isinstance(gradients, dict):
+            gradients = self.by_name(gradients)
+        gradients = tuple(gradients)
+        check_compiled_structure(len(gradients), specs)
+        check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
+        return gradients
+
+    def by_name(self, gradients: NamedGradients) -> Gradients:
+        """A dict's values in the parameters' order."""
+        ordered: Gradients = ()
+        for name in self.names_of(tuple(gradients.keys())):
+            ordered = (*ordered, gradients[name])
+        return ordered
+
+    def adds_certainly(self, weight: Weight) -> bool:
+        """Whether the micro-batch is added whatever it holds, and its weight is a constant of the program; so is the answer."""
+        if self.options.on_overflow == "drop_micro_batch":
+            return False
+        if weight is None:
+            return True
+        if isinstance(weight, Tensor):
+            return False
+        check_compiled_weight(weight)
+        certain: bool = is_certain(weight)
+        return certain
+
+    def loss_number(self, loss: Number) -> Tensor:
+        """A told loss as a scalar Tensor."""
+        if isinstance(loss, Tensor):
+            check_compiled_loss_shape(loss.shape)
+            return loss.reshape(()).astype(self.float_dtype)
+        check_compiled_loss(loss)
+        return self.one * loss
