@@ -79,6 +79,10 @@ class CompiledArguments(CompiledState):
         certain: bool = is_certain(weight)
         return certain
 
+    def amount(self, weight: Weight) -> Tensor | None:
+        """A weight as a scalar of the dtype of `State.weight`; None stays None."""
+        return None if weight is None else self.one * number_of(weight)
+
     def loss_number(self, loss: Number) -> Tensor:
         """A told loss as a scalar Tensor."""
         if isinstance(loss, Tensor):

@@ -20,7 +20,7 @@ from mindspore import Tensor, ops
 from gradaccum.kit import Fields, Options, accumulate, contribution, decide, divisor, usable
 from gradaccum.kit import close as state_closed
 from gradaccum.kit import discard as state_discarded
-from gradaccum_mindspore.compiled_arguments import CompiledArguments, number_of
+from gradaccum_mindspore.compiled_arguments import CompiledArguments
 from gradaccum_mindspore.norm import compiled_measure, robust_measure
 from gradaccum_mindspore.plain_ends import compiled_ends_plainly, compiled_weigh
 from gradaccum_mindspore.state import STEPS, Storage
@@ -52,7 +52,7 @@ class CompiledWindow(CompiledArguments):
         """
         before, known, told = self.read(), self.storage.knowledge, None
         if self.adds_certainly(weight):
-            amount = None if weight is None else self.one * weight
+            amount = self.amount(weight)
             if loss is not None:
                 told = known.compiled_certain(self.loss_number(loss), amount)
             factor = None if weight is None or self.options.reduction != "mean" else amount
@@ -60,7 +60,7 @@ class CompiledWindow(CompiledArguments):
             return accumulate(before, self.one if weight is None else amount, self.true, chosen), None, told
         if weight is not None and self.may_be_plain:
             compiled_weigh(self.storage.key)
-        amount = self.one if weight is None else self.one * number_of(weight)
+        amount = self.one if weight is None else self.amount(weight)
         factor = contribution(amount, self.options)
         finite = self.true
         if self.options.on_overflow == "drop_micro_batch":
@@ -80,7 +80,7 @@ class CompiledWindow(CompiledArguments):
         if event is None:
             # The same numbers as the state's. One operator each, where adding and assigning are two.
             ops.assign_add(self.storage.micro_step, self.one_step)
-            ops.assign_add(self.storage.weight, self.one if weight is None else self.one * weight)
+            ops.assign_add(self.storage.weight, self.one if weight is None else self.amount(weight))
             if told is not None:
                 ops.assign_add(self.storage.knowledge.loss, told)
             return self.write_size(state)

@@ -148,6 +148,10 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         """What it adds to the sum of losses."""
         return loss if weight is None else contribution(weight, self.options) * loss
 
+    def compiled_last(self, part: Tensor, divisor: Tensor) -> Tensor:
+        """The value of `loss` after a window that ends with a micro-batch of this part; `divisor`: the window's, or NaN for no loss."""
+        return ops.stack((self.zero, self.zero, (self.loss.value()[0] + part) / divisor))
+
     def compiled_after(self, state: Fields, grad_norm: Tensor) -> tuple[Tensor, Tensor | None]:
         """The values after a window with this state and norm."""
         _, _, _, weight, _, _, _ = state

@@ -30,7 +30,8 @@ SMALLEST = {ms.float32: 2.0**-80, ms.float64: 2.0**-918}
 
 def measure(sums: Sums, dtype: DType) -> tuple[float, bool]:
     """Global 2-norm of `sums`, worked out in `dtype`, and whether every element is finite."""
-    squares = math.fsum(_squares(total, dtype) for total in sums)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = sum(_squares(total, dtype) for total in sums)
     if SMALLEST[dtype] < squares < math.inf:
         return math.sqrt(squares), True
     norm, finite = robust_measure(sums, dtype)
@@ -44,8 +45,7 @@ def _squares(tensor: Tensor, dtype: DType) -> float:
         return float(sum_of_squares((tensor,), dtype).asnumpy())
     flat = array.reshape(-1).astype(pynative_sums.ARRAYS[dtype], copy=False)
     rows, rest = flat[: flat.size // ROW * ROW].reshape(-1, ROW), flat[flat.size // ROW * ROW :]
-    with np.errstate(over="ignore", invalid="ignore"):
-        return float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64) + np.dot(rest, rest))
+    return float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64) + np.dot(rest, rest))
 
 
 def compiled_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:

@@ -44,8 +44,6 @@ from gradaccum_mindspore.workers.found import part, place, share
 from gradaccum_mindspore.workers.group import WorkerGroup
 from gradaccum_mindspore.workers.shared_window import SharedWindow
 
-OPEN, CHECKED, PLAIN = "open", "checked", "plain"
-"""How a micro-batch ends in compiled code: the window stays open; it is measured and decided on; it is applied as it is."""
 FIXED = ("options", "inner", "storage", "compiled_window", "pynative_window", "update", "flush", "discard", "loss_scale")
 """Attributes that cannot be set, beside the options."""
 
@@ -223,17 +221,13 @@ class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
             self.compiled_window.close(self.update)
         return full
 
-    def take(self, gradients: Gradients, weight: Weight, loss: Loss, end: str) -> bool:
-        """`construct` for a caller who knows how the micro-batch ends: `OPEN`, `CHECKED` or `PLAIN`, a constant of the program."""
+    def take(self, gradients: Gradients, weight: Weight, loss: Loss) -> bool:
+        """`construct` for a caller who ends the window: adds, and no more."""
         require_read(self.storage.scaled)
         state, event, told = self.compiled_window.add(self.compiled_window.ordered(gradients), weight, loss)
         needed = self.compiled_window.needs_first(state)
         self.compiled_window.write_added(state, event, told, weight)
         self.compiled_window.see_first(needed)
-        if end == CHECKED:
-            self.compiled_window.close(self.update)
-        elif end == PLAIN:
-            self.compiled_window.close_plainly(self.update, loss is not None)
         return True
 
 

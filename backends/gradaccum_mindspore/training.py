@@ -15,10 +15,9 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import explain
+from gradaccum_mindspore.host_training import HostTraining
 from gradaccum_mindspore.modes import decides_on_host
-from gradaccum_mindspore.optimizer import CHECKED, OPEN, PLAIN, AccumulatingOptimizer
-from gradaccum_mindspore.plain_ends import LARGEST_WEIGHT
-from gradaccum_mindspore.programs import Program
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.types import Weight
 
 WeightFunction = Callable[..., Weight]
@@ -78,9 +77,10 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         # Not `weight`: a Cell that holds parameters in a tuple has an attribute of each one's name.
         self.weight_of_micro_batch = weight
         self.backward = ms.value_and_grad(self.forward, None, self.weights, has_aux=True)
-        steps = optimizer.options.steps
-        self.known_steps = steps if isinstance(steps, int) and optimizer.compiled_window.workers is None else 0
-        object.__setattr__(self, "ends", {end: End(self, end) for end in (OPEN, CHECKED, PLAIN)})  # A Cell would list them as its own.
+        steps, host = optimizer.options.steps, None
+        if isinstance(steps, int) and optimizer.compiled_window.workers is None:
+            host = HostTraining(self, steps, self.weight_before)
+        object.__setattr__(self, "host", host)
 
     def forward(self, *inputs: object) -> tuple[Tensor, Tensor]:
         """The scaled loss, to differentiate, and the loss."""
@@ -89,21 +89,17 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
     def __call__(self, *inputs: object, **named: object) -> Any:
         """One micro-batch, from Python."""
-        if named or not self.known_steps or not decides_on_host():
+        if named or self.host is None or not decides_on_host():
             return super().__call__(*inputs, **named)
-        cell = self.ends[self.next_end()]
-        if cell.training != self.training:
-            cell.set_train(self.training)
-        return cell(*inputs)
+        return self.host(*inputs)
 
-    def next_end(self) -> str:
-        """How the next micro-batch ends."""
-        store = self.optimizer.storage
-        if store.micro_step.item() + 1 < self.known_steps:
-            return OPEN
-        certain = self.weight_of_micro_batch is None or self.weight_of_micro_batch is items
-        sound = certain and self.optimizer.compiled_window.may_be_plain and not store.overflow.item()
-        return PLAIN if sound and store.weight.item() < LARGEST_WEIGHT else CHECKED
+    def weight_before(self, *inputs: object) -> float | None:
+        """The weight of a micro-batch, if it is known before that is run; else None."""
+        if self.weight_of_micro_batch is None:
+            return 1.0
+        first = inputs[0] if inputs else None
+        known = self.weight_of_micro_batch is items and isinstance(first, Tensor) and first.ndim > 0
+        return float(first.shape[0]) if known else None
 
     def construct(self, *inputs: object) -> Tensor:
         loss, gradients, weight = self.differentiated(*inputs)
@@ -111,10 +107,10 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             return ops.depend(loss, self.optimizer(gradients, weight, loss))
         return ops.depend(loss, self.optimizer(gradients, weight))
 
-    def ended(self, end: str, *inputs: object) -> Tensor:
-        """`construct` where it is known how the micro-batch ends."""
+    def added(self, *inputs: object) -> Tensor:
+        """`construct` for a micro-batch after which nothing ends here."""
         loss, gradients, weight = self.differentiated(*inputs)
-        return ops.depend(loss, self.optimizer.take(gradients, weight, loss if loss.size == 1 else None, end))
+        return ops.depend(loss, self.optimizer.take(gradients, weight, loss if loss.size == 1 else None))
 
     def differentiated(self, *inputs: object) -> tuple[Tensor, tuple[Tensor, ...], Weight]:
         """The loss, the gradients of the scaled loss, and the weight."""
@@ -123,19 +119,3 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             weight = self.weight_of_micro_batch(*inputs)
         (_, loss), gradients = self.backward(*inputs)
         return loss, self.grad_reducer(gradients), weight
-
-
-class End(Program):
-    """A training cell for micro-batches that end in one way: a program without the branch of a window's end.
-
-    Args:
-        cell: the training cell.
-        end: how they end.
-    """
-
-    def __init__(self, cell: TrainOneStepCell, end: str) -> None:
-        super().__init__()
-        self.cell, self.end = cell, end
-
-    def construct(self, *inputs: object) -> Tensor:
-        return self.cell.ended(self.end, *inputs)

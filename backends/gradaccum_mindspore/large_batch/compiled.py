@@ -21,7 +21,7 @@ from mindspore.ops import constexpr
 
 from gradaccum import UsageError
 from gradaccum.kit import aux_shape_error, contribution, divided, divisor, explain, require_one_size
-from gradaccum_mindspore.compiled_window import number_of
+from gradaccum_mindspore.compiled_arguments import number_of
 from gradaccum_mindspore.large_batch.compiled_outputs import (
     begun,
     finished_outputs,

@@ -1,0 +1,177 @@
+"""The training cell in graph mode on a CPU, where Python chooses the programs: the same as PyNative, whatever happens in a window."""
+
+import os
+from collections import Counter
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Tensor, nn  # noqa: E402
+
+import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_graphs import saved_graphs  # noqa: E402
+from conformance_tests.framework_tests.test_mindspore_counts import operators  # noqa: E402
+from gradaccum_mindspore import TrainOneStepCell, host_window, load_checkpoint_into  # noqa: E402
+
+OPTIONS = {
+    "checked": {},
+    "ignore": {"on_overflow": "ignore"},
+    "ignore, scale": {"on_overflow": "ignore", "loss_scale": 96.0},
+    "drop": {"on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale(2.0**7, growth_interval=2)},
+    "clip, noise": {"clip_norm": 0.1, "noise_scale": True},
+    "sum": {"reduction": "sum", "on_overflow": "ignore"},
+    "item mean, clip": {"reduction": "item_mean", "skip_norm": 1e6},
+}
+
+
+class Stop(BaseException):
+    """Ctrl-C."""
+
+
+def stops(*args):
+    raise Stop
+
+
+def make_cell(mode, weight="items", **options):
+    set_mode(mode)
+    net = make_net()
+    optimizer = gradaccum.wrap(nn.Momentum(net.trainable_params(), 0.01, 0.9), steps=3, **options)
+    more = {} if weight == "items" else {"weight": weight}
+    return TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, **more)
+
+
+def take(cell, *sizes, bad=None):
+    """A micro-batch of each size; the one at `bad` holds an inf."""
+    for place, size in enumerate(sizes):
+        x = np.full_like(X[:size], np.inf) if place == bad else X[place : place + size]
+        cell(Tensor(x), Tensor(Y[:size]))
+
+
+def gradient(cell):
+    cell.optimizer(tuple(Tensor(np.full(p.shape, 0.5, np.float32)) for p in cell.optimizer.parameters), 2.0, 1.5)
+
+
+EVENTS = {
+    "a window": lambda cell: take(cell, 3, 3, 3),
+    "another": lambda cell: take(cell, 4, 4, 4),
+    "of uneven weights": lambda cell: take(cell, 3, 5, 4),
+    "forgotten": lambda cell: (take(cell, 3, 5), cell.optimizer.discard()),
+    "with an overflow": lambda cell: take(cell, 3, 3, 3, bad=1),
+    "with an overflow at its end": lambda cell: take(cell, 3, 3, 3, bad=2),
+    "that others began": lambda cell: (gradient(cell), take(cell, 3, 5)),
+    "that others ended": lambda cell: (take(cell, 3, 5), gradient(cell)),
+    "flushed": lambda cell: (take(cell, 3, 4), cell.optimizer.flush()),
+    "one more": lambda cell: take(cell, 2, 3, 3),
+}
+
+COMPILED = ("that others began", "that others ended", "flushed")
+"""They compile a program that decides for itself, which takes seconds: without options only."""
+
+
+def story(mode, weight, **options):
+    """The result and the parameters after each event; an overflow that is ignored would end it."""
+    cell = make_cell(mode, weight, **options)
+    ignoring = options.get("on_overflow") == "ignore"
+    for name, happen in EVENTS.items():
+        if (ignoring and "overflow" in name) or (options and name in COMPILED):
+            continue
+        happen(cell)
+        storage = cell.optimizer.storage
+        assert not any(total.asnumpy().any() for total in storage.sums), name
+        assert not storage.overflow.item()
+        yield name, np.concatenate([tuple(cell.optimizer.result), *(p.asnumpy().reshape(-1) for p in cell.optimizer.parameters)])
+
+
+SHORT = [("checked", "items"), ("ignore", None), ("drop", "items")]
+DEEP = [(options, weight) for options in OPTIONS for weight in ("items", None) if (options, weight) not in SHORT]
+
+
+@pytest.mark.parametrize(("options", "weight"), [*SHORT, *(pytest.param(*each, marks=pytest.mark.deep) for each in DEEP)])
+def test_host_decides_as_pynative_does(options, weight):
+    set_mode("pynative")
+    expected = dict(story("pynative", weight, **OPTIONS[options]))
+    for name, got in story("graph", weight, **OPTIONS[options]):
+        np.testing.assert_allclose(got, expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_weights_that_are_computed():
+    """Nothing is known before the micro-batch; one of weight 0 is no part of the window, and none is no update."""
+
+    def weight(x, y):
+        return (x[:, 0] > 0).sum()
+
+    for options in ({}, {"on_overflow": "ignore"}):
+        results = []
+        for mode in ("pynative", "graph"):
+            cell = make_cell(mode, weight, **options)
+            take(cell, 3, 5, 4)
+            cell(Tensor(-np.abs(X[:3])), Tensor(Y[:3]))
+            take(cell, 5, 4)
+            for _ in range(3):
+                cell(Tensor(-np.abs(X[:3])), Tensor(Y[:3]))
+            assert cell.optimizer.result.skipped
+            results.append(np.concatenate([tuple(cell.optimizer.result), cell.optimizer.parameters[0].asnumpy().reshape(-1)]))
+        np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_interrupted_end_leaves_the_window_open(monkeypatch):
+    """After the last micro-batch and before its update: the update is due, and a further micro-batch is refused."""
+    cell, other = make_cell("graph"), make_cell("graph")
+    take(cell, 3, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_window.HostWindow, "decision", stops)
+        with pytest.raises(Stop):
+            take(cell, 5)
+    with pytest.raises(gradaccum.UsageError, match="holds 3"):
+        take(cell, 5)
+    cell.optimizer.flush()
+    take(other, 3, 4)
+    take(other, 5)
+    for one, two in zip(cell.optimizer.get_parameters(), other.optimizer.get_parameters(), strict=True):
+        np.testing.assert_allclose(one.asnumpy(), two.asnumpy(), rtol=1e-6, err_msg=one.name)
+
+
+@pytest.mark.parametrize("options", ["checked", "ignore"])
+def test_resumed_in_mid_window_to_the_bit(options):
+    cell, resumed = make_cell("graph", **OPTIONS[options]), make_cell("graph", **OPTIONS[options])
+    take(resumed, 3, 3, 3)
+    take(cell, 3, 3, 3, 3, 5)
+    saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in cell.optimizer.get_parameters()}
+    take(cell, 4)
+    load_checkpoint_into(resumed.optimizer, saved)
+    take(resumed, 4)
+    for one, two in zip(cell.optimizer.get_parameters(), resumed.optimizer.get_parameters(), strict=True):
+        np.testing.assert_array_equal(one.asnumpy(), two.asnumpy())
+
+
+def test_programs_have_no_branch_and_no_zeros():
+    """One graph each: the micro-batch, the end that was decided on, and the last micro-batch with its end."""
+    with saved_graphs("graph_build") as texts:
+        for options in ("checked", "ignore"):
+            cell = make_cell("graph", None, **OPTIONS[options])
+            take(cell, 4, 4, 4)
+            assert cell.optimizer.result.applied
+    counted = [operators(text) for text in texts]
+    assert len(counted) == 4
+    assert sorted((counts["ApplyMomentum"], counts["AssignAdd"]) for counts in counted) == [(0, 5), (0, 5), (2, 2), (2, 4)]
+    assert all(counts["Switch"] == counts["Partial"] == counts["Select"] == 0 for counts in counted)
+    assert Counter("Tensor(shape=[2, 4]" in text for text in texts) == {False: 4}, "constant zeros for clearing are a second buffer"
+
+
+def test_power_of_two_divides_to_the_last_bit():
+    """Where a window is divided by a power of two, multiplying by its reciprocal is the quotient; elsewhere it divides."""
+    window = make_cell("graph").host.window
+    state = window.storage.pull()
+    for divisor, multiplies in ((4.0, True), (2.0**-60, True), (3.0, False), (2.0**101, False), (1.5, False)):
+        got, (factor, *_) = window.numbers(divisor, state)
+        assert (got, factor.item()) == (multiplies, 1 / divisor if multiplies else divisor)
+
+
+def test_squares_of_two_tensors_may_overflow_together():
+    optimizer = gradaccum.wrap(nn.SGD([ms.Parameter(Tensor(np.ones(1)), name=name) for name in "ab"], 1e-160), steps=1)
+    optimizer(tuple(Tensor(np.full(1, 1.2e154)) for _ in "ab"))
+    assert optimizer.result.grad_norm == pytest.approx(1.2e154 * 2**0.5)
