@@ -13,7 +13,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from gradaccum.kit import Decision, State, accumulate, at_rest, close, decide, measures, select
+from gradaccum.kit import Decision, State, accumulate, at_rest, decide, measures, select
 from gradaccum_mindspore.host_window import Ending, HostWindow, Program, number
 from gradaccum_mindspore.plain_ends import LARGEST_WEIGHT, SMALLEST_WEIGHT
 from gradaccum_mindspore.pynative_window import require_room
@@ -37,14 +37,14 @@ class LastMicroBatch(Ending):
         super().__init__(cell.optimizer.compiled_window, cell.optimizer.update, multiplies)
         self.cell = cell
 
-    def construct(self, divisor: Tensor, loss_scale: Tensor, tracker: Tensor, loss_divisor: Tensor, *inputs: object) -> Tensor:
+    def construct(self, divisor: Tensor, loss_divisor: Tensor, *inputs: object) -> Tensor:
         window, known = self.window, self.window.storage.knowledge
         loss, gradients, weight = self.cell.differentiated(*inputs)
         value = window.unknown
         if loss.size == 1:
             value = known.compiled_last(known.compiled_part(window.loss_number(loss), window.amount(weight)), loss_divisor)
         window.add(window.ordered(gradients), weight, None)
-        self.end(divisor, loss_scale, tracker)
+        self.end(divisor)
         known.compiled_write(value, None)
         return ops.depend(loss, window.write_event(window.plain_event))
 
@@ -62,8 +62,8 @@ class HostTraining:
         self.cell, self.steps, self.weigh = cell, steps, weigh
         self.storage, self.update = cell.optimizer.storage, cell.optimizer.update
         self.options = self.storage.options
-        self.measures = measures(self.options)
         self.window = HostWindow(cell.optimizer.compiled_window, self.update)
+        self.must_look = measures(self.options) or self.window.scale_moves
         self.micro_batch = MicroBatch(cell)
         self.last = {multiplies: LastMicroBatch(cell, multiplies) for multiplies in (False, True)}
 
@@ -81,25 +81,25 @@ class HostTraining:
         if after is not None:
             decision = Decision(*decide(after, math.nan, True, self.options, select, self.storage.largest))
             if decision.apply:
-                return self.run_last(state, after, decision, *inputs)
+                return self.run_last(state, after, decision.divisor, *inputs)
         loss = self.run(self.micro_batch, *inputs)
         self.window.close(self.storage.pull(), self.update)
         return loss
 
     def foreseen(self, state: State, *inputs: object) -> State | None:
         """The state after a micro-batch of which nothing has to be known but its weight, and that is known; else None."""
-        weight = None if self.measures else self.weigh(*inputs)
+        weight = None if self.must_look else self.weigh(*inputs)
         if weight is None or not SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT:
             return None
         return at_rest(State(*accumulate(state, weight, True, select)), float64_weight=self.storage.float_dtype == ms.float64)
 
-    def run_last(self, state: State, after: State, decision: Decision, *inputs: object) -> Any:
+    def run_last(self, state: State, after: State, divisor: float, *inputs: object) -> Any:
         """The last micro-batch and the end of its window."""
-        multiplies, numbers = self.window.numbers(decision.divisor, close(after, True, decision.overflow, self.options, select))
+        multiplies, factor = self.window.factor(divisor)
         _, told, _ = self.storage.knowledge.loss.tolist()
         whole = 1.0 if self.options.reduction == "sum" else after.weight
         loss_divisor = whole if told == state.weight else math.nan
-        return self.run(self.last[multiplies], *numbers, number(loss_divisor, self.storage.float_dtype), *inputs)
+        return self.run(self.last[multiplies], factor, number(loss_divisor, self.storage.float_dtype), *inputs)
 
     def run(self, program: Program, *inputs: object) -> Any:
         """Call a program in the training cell's own phase, of training or not."""
