@@ -98,8 +98,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         if self.weight_of_micro_batch is None:
             return 1.0
         first = inputs[0] if inputs else None
-        known = self.weight_of_micro_batch is items and isinstance(first, Tensor) and first.ndim > 0
-        return float(first.shape[0]) if known else None
+        if self.weight_of_micro_batch is items and isinstance(first, Tensor) and first.ndim > 0:
+            return float(first.shape[0])
+        return None
 
     def construct(self, *inputs: object) -> Tensor:
         loss, gradients, weight = self.differentiated(*inputs)

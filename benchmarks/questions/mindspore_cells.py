@@ -12,7 +12,7 @@ import mindspore as ms
 
 import gradaccum
 from benchmarks.case import Case
-from benchmarks.contestants.mindspore_cells import CheckedAccumulator, checked_cells, in_one_graph, three_cells, training_cell
+from benchmarks.contestants.mindspore_cells import CheckedAccumulator, Contestant, checked_cells, in_one_graph, three_cells, training_cell
 from benchmarks.contestants.mindspore_peers import STEPS, Net, TutorialAccumulator, batch
 
 TUTORIAL = "three cells"
@@ -48,6 +48,6 @@ def cases(quick: bool) -> Iterator[Case]:
         yield _case(f"{name}, one graph, checked", RIGHT_GRAPH, checked_graphs)
 
 
-def _case(name: str, baseline: str, contestants: dict[str, tuple[object, dict[str, float]]]) -> Case:
+def _case(name: str, baseline: str, contestants: dict[str, Contestant]) -> Case:
     windows = {label: window for label, (window, _) in contestants.items()}
     return Case(name, baseline, windows, {label: counts for label, (_, counts) in contestants.items()})
