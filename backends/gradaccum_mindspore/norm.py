@@ -45,7 +45,7 @@ def _squares(tensor: Tensor, dtype: DType) -> float:
         return float(sum_of_squares((tensor,), dtype).asnumpy())
     flat = array.reshape(-1).astype(pynative_sums.ARRAYS[dtype], copy=False)
     rows, rest = flat[: flat.size // ROW * ROW].reshape(-1, ROW), flat[flat.size // ROW * ROW :]
-    return float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64) + np.dot(rest, rest))
+    return float((np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64) if len(rows) else 0.0) + np.dot(rest, rest))
 
 
 def compiled_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
