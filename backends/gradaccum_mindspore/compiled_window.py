@@ -136,8 +136,8 @@ class CompiledWindow(CompiledArguments):
         loss, noise = self.unknown, None
         if told:
             loss, noise = self.storage.knowledge.compiled_after(state, self.nan)
-        _, optimizer_step, _, _, _, _, _ = state_closed(state, self.true, self.false, self.options, where)
-        compiled_clear(self.storage.sums, self.zero)
+        _, optimizer_step, _, zero, _, _, _ = state_closed(state, self.true, self.false, self.options, where)
+        compiled_clear(self.storage.sums, zero)
         self.storage.knowledge.compiled_write(loss, noise)
         ops.assign(self.storage.micro_step, self.no_step)
         ops.assign(self.storage.weight, self.zero)
