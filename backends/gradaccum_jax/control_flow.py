@@ -30,6 +30,7 @@ from jax.extend import core
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax.devices import partitioned
+from gradaccum_jax.jitted import traced_once
 from gradaccum_jax.types import Array, Axes, DType, Leaves
 from gradaccum_jax.varying import axes_of, settled, vary
 
@@ -76,7 +77,7 @@ def once(predicate: Scalar, function: Callable[[T], T], operand: T, control_flow
     def flat(*leaves: Array) -> Leaves:
         return jax.tree.leaves(function(jax.tree.unflatten(structure, leaves)))
 
-    closed, leaves = settled(predicate, flat, leaves)
+    closed, leaves = settled(predicate, traced_once(flat, predicate), leaves)
     run = _runner(closed.jaxpr, leaves)
     if control_flow == "cond":
         leaves = lax.cond(predicate, run, lambda _, leaves: leaves, closed.consts, leaves)

@@ -34,9 +34,11 @@ _WHOLE = (
 def part_of_window(extra: Extra) -> tuple[Extra, Extra]:
     """The extra arguments for a trace of the inner optimizer that finds those of one micro-batch, and these as inputs of the trace.
 
-    A function raises as soon as the optimizer calls it.
+    A function raises as soon as the optimizer calls it. Without any of a micro-batch, the first are `extra` itself.
     """
     found = {name: extra[name] for name in OF_A_BATCH if extra.get(name) is not None}
+    if not found:
+        return extra, {}
     functions: Extra = {name: _refusing(name) for name, given in found.items() if callable(given)}
     watched = {name: given for name, given in found.items() if name not in functions}
     return {name: given for name, given in {**extra, **functions}.items() if name not in watched}, watched

@@ -6,11 +6,15 @@ times a power of two that brings them into range. So a norm that is not finite m
 XLA sums squares in one pass with no temporary, but on the CPU only since JAX 0.10. Before, it writes out the squares and compiles several
 kernels for each array; for a model of hundreds of arrays that was most of the compile time. There the sum of squares is the diagonal of the
 product of a matrix of 16 columns with itself: a library call, nothing to compile, and no element waits for the one before it.
+
+Small arrays are measured side by side in packs (see `packing`): hundreds of them are a few operations. A program that XLA partitions, or
+one for another device, measures each array by itself.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +23,9 @@ from jax import lax
 
 from gradaccum.kit import Scalar
 from gradaccum_jax.control_flow import ControlFlow, once
-from gradaccum_jax.devices import explicitly_sharded, partitioned
+from gradaccum_jax.devices import chosen, explicitly_sharded
 from gradaccum_jax.folds import sum_of
+from gradaccum_jax.packing import is_small, packed
 from gradaccum_jax.types import Array, DType, Leaves, Tree
 from gradaccum_jax.workers.shard_axes import ShardAxes, shards_of
 
@@ -31,6 +36,7 @@ LONGEST_COLUMN, LONGEST_ALONE = 2**16, 2**10
 """A column adds up in order. Beyond the first length its rounding errors would show: 1e-6 of the sum here. The second length is for fewer
 than four columns, which the library adds up one by one: 1e-5."""
 MOST_GROUPS = 2**12
+SquareSum = Callable[[Array], Scalar]
 Spread = list[tuple[str, ...]]
 """For each array, the mesh axes along which it is sharded inside `jax.shard_map`."""
 
@@ -46,12 +52,30 @@ def measure(accumulator: Tree, dtype: DType, control_flow: ControlFlow, shard_ax
     """
     leaves = _real_leaves(accumulator, dtype)
     spread = [shards_of(leaf, shard_axes) for leaf in leaves]
+
+    def apart(*leaves: Array) -> Leaves:
+        return _measured(list(leaves), spread, dtype, control_flow, _plain)
+
+    def together(*leaves: Array) -> Leaves:
+        return _measured(*packed(list(leaves), spread), dtype, control_flow, square_sum)
+
+    if any(spread) or not (WRITES_SQUARES or sum(is_small(leaf) for leaf in leaves) > 1):
+        norm, finite = apart(*leaves)
+    else:
+        measured = jax.custom_jvp(lambda *leaves: chosen(together, apart, list(leaves)))
+        measured.defjvp(lambda primals, tangents: jax.jvp(apart, primals, tangents))
+        norm, finite = measured(*leaves)
+    return norm, finite
+
+
+def _measured(leaves: Leaves, spread: Spread, dtype: DType, control_flow: ControlFlow, square_sum: SquareSum) -> Leaves:
+    """The norm and whether all is finite; `square_sum` sums the squares of one array."""
     squares = _total([square_sum(leaf) for leaf in leaves], spread, dtype)
     plain = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
-    return once(~plain, lambda _: _scaled(leaves, squares, spread), (_root(squares), plain), control_flow)
+    return list(once(~plain, lambda _: _scaled(leaves, squares, spread, square_sum), (_root(squares), plain), control_flow))
 
 
-def _scaled(leaves: Leaves, squares: Scalar, spread: Spread) -> tuple[Scalar, Scalar]:
+def _scaled(leaves: Leaves, squares: Scalar, spread: Spread, square_sum: SquareSum) -> tuple[Scalar, Scalar]:
     """The norm of leaves whose sum of `squares` is out of range. Times the smaller power, it is finite unless an element is not."""
     power = 0.75 * int(jnp.finfo(squares.dtype).maxexp)
     first = scale = jnp.where(squares < 1, 2.0**power, 2.0**-power).astype(squares.dtype)
@@ -105,15 +129,8 @@ def _real_leaves(accumulator: Tree, dtype: DType) -> Leaves:
 
 
 def square_sum(leaf: Array) -> Scalar:
-    """The sum of squares of a real floating array of any shape: a scalar of its dtype."""
-    if not WRITES_SQUARES or explicitly_sharded(leaf):
-        return _plain(leaf)
-    return lax.platform_dependent(leaf, cpu=_on_cpu, default=_plain)
-
-
-def _on_cpu(leaf: Array) -> Scalar:
-    """XLA would gather a partitioned array before it makes rows and columns of it."""
-    return lax.cond(partitioned(), _plain, _by_product, leaf)
+    """The sum of squares of a real floating array of any shape, in a program for one CPU: a scalar of its dtype."""
+    return _by_product(leaf) if WRITES_SQUARES and not explicitly_sharded(leaf) else _plain(leaf)
 
 
 def _plain(leaf: Array) -> Scalar:

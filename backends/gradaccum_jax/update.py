@@ -16,10 +16,13 @@ import jax.numpy as jnp
 from gradaccum.kit import Scalar
 from gradaccum_jax.control_flow import ControlFlow, named_axes, once
 from gradaccum_jax.dtypes import Handed, cast_like, takes_part, wider
+from gradaccum_jax.jitted import traced_once
 from gradaccum_jax.misplaced import part_of_window, require_same_structure, require_unread
 from gradaccum_jax.sums import divide
 from gradaccum_jax.types import Array, Axes, Extra, InnerState, Params, Tree, Updates
 from gradaccum_jax.workers.replicated import replicated
+
+Call = Callable[[Tree, InnerState], tuple[Any, Any]]
 
 
 class Traced(NamedTuple):
@@ -29,6 +32,8 @@ class Traced(NamedTuple):
     """The tree of the updates' shapes and dtypes."""
     axes: Axes
     """The named axes that the optimizer reduces over."""
+    call: Call
+    """The optimizer as `Update.run` calls it, ``call(gradients, state)``: for arguments of the same types it is not traced again."""
 
 
 class Update(NamedTuple):
@@ -63,19 +68,21 @@ class Update(NamedTuple):
             UsageError: the optimizer reads an extra argument of one micro-batch out of several, or its state changes its structure.
         """
         rest, watched = part_of_window(self.extra) if self.part else (self.extra, {})
+        call = traced_once(self._call, (accumulator, held))
 
         def made(watched: Extra, accumulator: Tree, held: InnerState) -> tuple[Updates, InnerState]:
             leaves, structure = jax.tree.flatten(self._gradients(accumulator, divisor))
             gradients = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.dtypes.like, strict=True)]
-            return self.optimizer(jax.tree.unflatten(structure, gradients), held, self.params, **rest, **watched)
+            given = jax.tree.unflatten(structure, gradients)
+            return call(given, held) if rest is self.extra else self.optimizer(given, held, self.params, **rest, **watched)
 
         program, (updates, after) = jax.make_jaxpr(made, return_shape=True)(watched, accumulator, held)
         require_unread(program, watched)
         require_same_structure(after, held)
-        return Traced(_still(updates, accumulator), named_axes(program))
+        return Traced(_still(updates, accumulator), named_axes(program), call)
 
     def run(
-        self, accumulator: Tree, held: InnerState, divisor: Scalar, updates: Updates, *, apply: Scalar, at_end: Scalar
+        self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, *, apply: Scalar, at_end: Scalar
     ) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer where `apply` holds, and clear the accumulator where `at_end` does.
 
@@ -83,23 +90,23 @@ class Update(NamedTuple):
             accumulator: the tree of sums.
             held: the inner optimizer's state.
             divisor: a scalar: ``accumulator / divisor`` is the gradient.
-            updates: `Traced.updates`.
+            traced: from `traced`.
             apply: bool scalar; implies `at_end`.
             at_end: bool scalar: the window ends here.
 
         Returns:
             The updates (zeros unless `apply`), the accumulator (zeros if `at_end`) and the inner optimizer's state.
         """
-        buffer = jax.tree.map(_wide_enough, accumulator, updates)
+        buffer = jax.tree.map(_wide_enough, accumulator, traced.updates)
 
         def call(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
             gradients = self._gradients(cast_like(operand[0], accumulator), divisor)
-            made, after = self.optimizer(gradients, operand[1], self.params, **self.extra)
+            made, after = traced.call(gradients, operand[1])
             return cast_like(_still(made, accumulator), buffer), cast_like(after, held)
 
         buffer, after = once(apply, call, (buffer, held), self.control_flow)
         cleared = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), _cleared(buffer, at_end), accumulator)
-        return self._updates_where(apply, buffer, updates), cleared, after
+        return self._updates_where(apply, buffer, traced.updates), cleared, after
 
     def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
         """The updates, all zeros, and the accumulator of a micro-batch that can end no window.
@@ -114,6 +121,9 @@ class Update(NamedTuple):
         """
         accumulator = once(never, lambda held: _cleared(held, never), accumulator, self.control_flow)
         return self._updates_where(never, accumulator, updates), accumulator
+
+    def _call(self, gradients: Tree, held: InnerState) -> tuple[Any, Any]:
+        return self.optimizer(gradients, held, self.params, **self.extra)
 
     def _gradients(self, accumulator: Tree, divisor: Scalar) -> Tree:
         return replicated(divide(accumulator, divisor, self.dtypes.given), self.axes)

@@ -117,7 +117,7 @@ def close(
     traced, held = _traced(state, update, options, decision.divisor, weight), (state.inner_state, state.masters)
     axes = traced.axes if measures(options) else frozenset()  # without a measurement, all devices decide alike
     apply, overflow = agree(at_end & decision.apply, decision.overflow, at_end, axes, update.control_flow)
-    updates, total, held = update.run(whole.total, held, decision.divisor, traced.updates, apply=apply, at_end=at_end)
+    updates, total, held = update.run(whole.total, held, decision.divisor, traced, apply=apply, at_end=at_end)
     fields = _where(at_end, close_fields(whole.fields, apply, overflow, options, jnp.where), fields_of(state))
     total = unreduced.cleared(parts, total, at_end)
     norm = jnp.asarray(jnp.where(at_end, decision.grad_norm, state.last_grad_norm), jnp.result_type(state.last_grad_norm))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum_jax.norm import measure, square_sum
+from gradaccum_jax.packing import LONGEST, SMALL, packed
 
 LARGEST = float(np.finfo(np.float32).max)
 SHAPES = [(), (1,), (7,), (1000,), (3, 5), (32, 48), (50257,), (3, 3, 16, 8), (2, 1031), (4, 131101), (1024, 1024)]
@@ -60,3 +61,34 @@ def test_norm_finds_any_nonfinite_element(value: float, beside: float) -> None:
     for index in (0, 17, 47):
         spoiled = jnp.full((3, 16), beside).at[index // 16, index % 16].set(value)
         assert measured([jnp.full(5, beside), spoiled]) == (np.inf, False)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-13, 1.0, 1e25])
+def test_norm_of_many_small_arrays_beside_a_large_one(size: float) -> None:
+    """The small ones are measured side by side in packs: none twice, none left out, and no number of elements is a pack's."""
+    shapes = [(3,), (7, 11), (), (SMALL,), (LONGEST - SMALL - 100,), *[(SMALL - 1,)] * 17]
+    random = np.random.default_rng(2)
+    tree = [random.uniform(0.5, 1.0, shape).astype(np.float32) * np.float32(size) for shape in shapes]
+    expected = np.sqrt(sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in tree))
+    norm, finite = measured(tree)
+    assert finite
+    assert norm == pytest.approx(expected, rel=1e-6, abs=0)
+    for index in (0, 2, 20):
+        spoiled = [np.full_like(leaf, np.nan) if place == index else leaf for place, leaf in enumerate(tree)]
+        assert measured(spoiled) == (np.inf, False)
+
+
+def test_small_arrays_are_packed_by_kind_in_bounded_packs() -> None:
+    leaves = [jnp.full(1000, float(index)) for index in range(600)]
+    packs, kinds = packed([*leaves, jnp.ones(SMALL + 1)], [*["a", "b"] * 300, "a"])
+    assert [pack.size for pack in packs if pack.size > LONGEST + 16] == []
+    assert kinds == ["a", "a", "a", "b", "b"], "the large one, and two packs of each kind"
+    assert sum(float(pack.sum()) for pack in packs) == 1000 * 599 * 300 + SMALL + 1
+
+
+def test_a_program_for_one_cpu_packs_and_others_do_not() -> None:
+    """What is not compiled costs nothing: the choice is made when the program is lowered."""
+    leaves = [jnp.ones(5) for _ in range(40)]
+    lowered = jax.jit(lambda tree: measure(tree, jnp.float32, "while_loop")).lower(leaves).as_text()
+    assert "concatenate" in lowered
+    assert "case" not in lowered
