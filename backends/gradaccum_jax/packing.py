@@ -18,7 +18,7 @@ from gradaccum_jax.varying import axes_of
 Kind = TypeVar("Kind", bound=Hashable)
 SMALL = 2**14
 """Elements of an array at most: 16 us of one core, at 4 GB/s."""
-LONGEST = 2**18
+LONGEST = 2**19
 """Elements of a pack at most: the memory that all of it takes."""
 MULTIPLE = 16
 """A pack has a multiple of so many elements; see `gradaccum_jax.norm.COLUMNS`."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax.dtypes import is_key, standard, takes_part, wider
+from gradaccum_jax.elementwise import pick, plus, to
 from gradaccum_jax.folds import all_of
 from gradaccum_jax.types import Array, DType, Gradients, Params, Tree
 from gradaccum_jax.unreduced import alike, factor_of, zeros_for, zeros_like
@@ -73,7 +74,7 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, h
         held, gradient = alike(held, standard(gradient))
         if factor is not None:
             return add_weighted(held, gradient, factor, adds, harmless)
-        return jnp.where(adds, (held + gradient).astype(held.dtype), held)
+        return pick(adds, plus(held, gradient), held)
 
     leaves, structure = jax.tree.flatten(accumulator)
     return jax.tree.unflatten(structure, [add_leaf(held, gradient) for held, gradient in zip(leaves, gradients, strict=True)])
@@ -94,8 +95,7 @@ def add_weighted(held: Array, gradient: Array, weight: Scalar, adds: Scalar, har
         adds: bool scalar: the product is added.
         harmless: bool scalar: the product is added, or the weight is 0. Where it is False, the derivative by the weight is 0.
     """
-    total = (held + factor_of(weight, gradient) * gradient).astype(held.dtype)
-    return jnp.where(adds, total, held)
+    return pick(adds, plus(held, factor_of(weight, gradient) * gradient), held)
 
 
 @add_weighted.defjvp
@@ -115,7 +115,7 @@ def all_finite(gradients: Gradients) -> Scalar:
 def divide(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Tree:
     """``accumulator / divisor`` in `dtypes`, one per leaf: the gradient for the inner optimizer."""
     leaves, structure = jax.tree.flatten(accumulator)
-    return jax.tree.unflatten(structure, [(leaf / divisor).astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)])
+    return jax.tree.unflatten(structure, [to(leaf / divisor, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)])
 
 
 def clear(tree: Tree) -> Tree:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from gradaccum.kit import Scalar
 from gradaccum_jax.control_flow import ControlFlow, named_axes, once
 from gradaccum_jax.dtypes import Handed, cast_like, takes_part, wider
+from gradaccum_jax.elementwise import fills, pick, to
 from gradaccum_jax.jitted import traced_once
 from gradaccum_jax.misplaced import part_of_window, require_same_structure, require_unread
 from gradaccum_jax.sums import divide
@@ -72,7 +73,7 @@ class Update(NamedTuple):
 
         def made(watched: Extra, accumulator: Tree, held: InnerState) -> tuple[Updates, InnerState]:
             leaves, structure = jax.tree.flatten(self._gradients(accumulator, divisor))
-            gradients = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.dtypes.like, strict=True)]
+            gradients = [to(leaf, dtype) for leaf, dtype in zip(leaves, self.dtypes.like, strict=True)]
             given = jax.tree.unflatten(structure, gradients)
             return call(given, held) if rest is self.extra else self.optimizer(given, held, self.params, **rest, **watched)
 
@@ -105,7 +106,7 @@ class Update(NamedTuple):
             return cast_like(_still(made, accumulator), buffer), cast_like(after, held)
 
         buffer, after = once(apply, call, (buffer, held), self.control_flow)
-        cleared = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), _cleared(buffer, at_end), accumulator)
+        cleared = jax.tree.map(lambda leaf, old: to(leaf, old.dtype), _cleared(buffer, at_end), accumulator)
         return self._updates_where(apply, buffer, traced.updates), cleared, after
 
     def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
@@ -130,12 +131,13 @@ class Update(NamedTuple):
 
     def _updates_where(self, apply: Scalar, buffer: Tree, updates: Updates) -> Updates:
         """The updates that `buffer` holds where `apply` holds, in the dtypes of `updates`; else zeros."""
-        made = jax.tree.map(lambda leaf, update: jnp.where(apply, leaf, _nothing(leaf)).astype(update.dtype), buffer, updates)
+        nothing = fills(_nothing)
+        made = jax.tree.map(lambda leaf, update: to(pick(apply, leaf, nothing(leaf)), update.dtype), buffer, updates)
         return replicated(made, self.axes)
 
 
 def _wide_enough(held: Array, update: Array) -> Array:
-    return held.astype(wider(held.dtype, update.dtype))
+    return to(held, wider(held.dtype, update.dtype))
 
 
 def _still(updates: Updates, accumulator: Tree) -> Updates:
@@ -144,7 +146,8 @@ def _still(updates: Updates, accumulator: Tree) -> Updates:
 
 
 def _cleared(tree: Tree, where: Scalar) -> Tree:
-    return jax.tree.map(lambda leaf: jnp.where(where, jnp.zeros((), leaf.dtype), leaf), tree)
+    zeros = fills(lambda _: 0)
+    return jax.tree.map(lambda leaf: pick(where, zeros(leaf), leaf), tree)
 
 
 def _nothing(leaf: Array) -> float:
