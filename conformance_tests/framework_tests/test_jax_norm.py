@@ -79,11 +79,11 @@ def test_norm_of_many_small_arrays_beside_a_large_one(size: float) -> None:
 
 
 def test_small_arrays_are_packed_by_kind_in_bounded_packs() -> None:
-    leaves = [jnp.full(1000, float(index)) for index in range(600)]
-    packs, kinds = packed([*leaves, jnp.ones(SMALL + 1)], [*["a", "b"] * 300, "a"])
-    assert [pack.size for pack in packs if pack.size > LONGEST + 16] == []
+    each = LONGEST // SMALL + 1
+    packs, kinds = packed([jnp.ones(size) for size in [*[SMALL] * 2 * each, SMALL + 1]], [*["a", "b"] * each, "a"])
     assert kinds == ["a", "a", "a", "b", "b"], "the large one, and two packs of each kind"
-    assert sum(float(pack.sum()) for pack in packs) == 1000 * 599 * 300 + SMALL + 1
+    assert [pack.size for pack in packs] == [SMALL + 1, LONGEST, SMALL, LONGEST, SMALL]
+    assert sum(float(pack.sum()) for pack in packs) == 2 * each * SMALL + SMALL + 1
 
 
 def test_a_program_for_one_cpu_packs_and_others_do_not() -> None:
