@@ -19,7 +19,7 @@ Kind = TypeVar("Kind", bound=Hashable)
 SMALL = 2**14
 """Elements of an array at most: 16 us of one core, at 4 GB/s."""
 LONGEST = 2**19
-"""Elements of a pack at most: the memory that all of it takes."""
+"""Elements of a pack at most. A longer list of arrays takes longer to compile; fewer packs, fewer operations."""
 MULTIPLE = 16
 """A pack has a multiple of so many elements; see `gradaccum_jax.norm.COLUMNS`."""
 
