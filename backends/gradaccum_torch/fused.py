@@ -18,6 +18,8 @@ from gradaccum_torch.tensors import DTYPE, operand
 from gradaccum_torch.torch_private import DIVIDES_BY_GRAD_SCALE, all_step_pre_hooks, step_pre_hooks
 
 _FLOAT32 = {torch.float32}
+_REAL = (Tensor, torch.nn.Parameter)
+"""A fake tensor takes no real one beside it."""
 _WIDE = {torch.float32, torch.float64}
 
 
@@ -36,21 +38,22 @@ class Dividing:
 
     def __enter__(self) -> None:
         inner: Any = self._inner
-        device = next((group["params"][0].device for group in inner.param_groups if group["params"]), torch.device("cpu"))
-        inner.grad_scale, inner.found_inf = _scale(self._divisor, device), None
+        first = next((group["params"][0] for group in inner.param_groups if group["params"]), None)
+        inner.grad_scale, inner.found_inf = _scale(self._divisor, first), None
 
     def __exit__(self, *_: object) -> None:
         inner: Any = self._inner
         del inner.grad_scale, inner.found_inf
 
 
-def _scale(divisor: float, device: torch.device) -> Tensor:
-    """`divisor` in float32, shape ``()``."""
-    if device.type == "cpu":
+def _scale(divisor: float, parameter: Tensor | None) -> Tensor:
+    """`divisor` in float32, shape ``()``, where `parameter` is."""
+    device = torch.device("cpu") if parameter is None else parameter.device
+    if device.type == "cpu" and type(parameter) in _REAL:
         return operand(divisor, torch.float32)
     scale = torch.tensor(divisor, dtype=torch.float32, device="cpu")
     # Filled where it is used: a copy from the host would be one more wait for the device.
-    return torch.full((), scale.item(), dtype=torch.float32, device=device)
+    return scale if device.type == "cpu" else torch.full((), scale.item(), dtype=torch.float32, device=device)
 
 
 def _is_float32(divisor: float) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import MODES, set_mode
+from conformance_tests.framework_tests.mindspore_common import BIAS, MODES, WEIGHT, set_mode
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import (
+    STEPS,
     WORLD,
     Truth,
     Worker,
@@ -105,3 +107,23 @@ def float64_sums_and_a_dropped_micro_batch(rank: int) -> None:
     require_truth(worker, truth)
     assert worker.opt.result.loss_scale == 32.0
     require_same_everywhere((numbers(worker), worker.opt.result))
+
+
+@check
+def untold_loss_reaches_all(rank: int) -> None:
+    """One worker's last micro-batch tells no loss: the window has none on either. Its end is compiled."""
+    worker = restarted("jit")
+
+    def untold(*gradients: Tensor) -> bool:
+        return worker.opt(gradients)
+
+    for batch in micro_batches(0)[: STEPS - 1]:
+        worker.learn(batch)
+    if rank == 0:
+        ms.jit(untold)(Tensor(WEIGHT), Tensor(BIAS))
+    else:
+        worker.learn(micro_batches(0)[0])
+    assert (worker.opt.result.closed, math.isnan(worker.opt.result.loss)) == (True, True)
+    for batch in micro_batches(0)[:STEPS]:
+        worker.learn(batch)
+    assert not math.isnan(worker.opt.result.loss)
