@@ -31,7 +31,7 @@ def some(models: Iterable[str], usual: Iterable[str]) -> list[Any]:
     return [name if name in usual else pytest.param(name, marks=pytest.mark.deep) for name in models]
 
 
-@pytest.mark.parametrize("name", some(PLANTED, ("batch_norm", "seeding", "token_mean")))
+@pytest.mark.parametrize("name", some(PLANTED, ("batch_norm", "seeding")))
 def test_mistake_is_named(name: str) -> None:
     report = verified(PLANTED[name])
     assert not report.equivalent
@@ -40,7 +40,7 @@ def test_mistake_is_named(name: str) -> None:
     assert PLANTED[name].where in cause.where, str(report)
 
 
-@pytest.mark.parametrize("name", some(SOUND, ("dropout", "layer_norm", "plain")))
+@pytest.mark.parametrize("name", some(SOUND, ("dropout", "layer_norm")))
 def test_sound_model_passes(name: str) -> None:
     report = verified(SOUND[name])
     assert report.equivalent, str(report)

@@ -29,7 +29,7 @@ def train(backend: Harness, optimizer: Optimizer, mode: str, dtype: Dtype, sizes
 @by_optimizer
 def test_same_parameters_as_the_large_batch(backend: Harness, mode: str, errors: Errors, optimizer: Optimizer) -> None:
     large = train(backend, optimizer, mode, "float32", None)
-    accumulated = train(backend, optimizer, mode, "float32", (5, 4, 2, 1))
+    accumulated = train(backend, optimizer, mode, "float32", (4, 4, 2, 2))
     bound = _bound("float32", adaptive=optimizer.kind.startswith("adam"))
     errors.check("parameters", worst(accumulated.parameters(), large.parameters()), bound)
     assert worst(large.parameters(), make_weights(MLP)) > 100 * bound, "the large-batch run did not train"
@@ -39,7 +39,7 @@ def test_same_parameters_as_the_large_batch(backend: Harness, mode: str, errors:
 def test_same_parameters_in_float64(backend: Harness, errors: Errors, optimizer: Optimizer) -> None:
     mode = backend.modes[0]
     large = train(backend, optimizer, mode, "float64", None)
-    accumulated = train(backend, optimizer, mode, "float64", (5, 4, 2, 1))
+    accumulated = train(backend, optimizer, mode, "float64", (4, 4, 2, 2))
     bound = _bound("float64", adaptive=optimizer.kind.startswith("adam"))
     errors.check("parameters", worst(accumulated.parameters(), large.parameters()), bound)
 
