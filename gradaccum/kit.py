@@ -60,7 +60,7 @@ from gradaccum.splitting import (
     scalar_loss_error,
     size_for,
 )
-from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, initial_state, largest_number
+from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, has_exact_inverse, initial_state, largest_number
 from gradaccum.status import described, status
 from gradaccum.transitions import (
     Decision,
@@ -148,6 +148,7 @@ __all__ = [
     "first_seen",
     "forget_window",
     "free_frames",
+    "has_exact_inverse",
     "initial_state",
     "is_column",
     "is_first",

@@ -7,6 +7,7 @@ the transitions in `gradaccum.transitions` are the only code that computes a new
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from typing import Any, NamedTuple
 
@@ -65,6 +66,11 @@ def round_to_float32(value: float) -> float:
 def largest_number(*, float64_weight: bool) -> float:
     """The largest finite number of the dtype in which a window's sums are divided; see `gradaccum.decide`."""
     return sys.float_info.max if float64_weight else 3.4028234663852886e38
+
+
+def has_exact_inverse(number: float) -> bool:
+    """Whether multiplying by the inverse gives the bits of dividing: a power of two that is a normal float32, and whose inverse is one."""
+    return math.frexp(number)[0] == 0.5 and 2.0**-126 <= number <= 2.0**126
 
 
 def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State:

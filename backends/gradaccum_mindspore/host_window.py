@@ -7,14 +7,13 @@ writes, has no branch, and writes everything: an interruption finds the window o
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from gradaccum.kit import Decision, Fields, State, close, select
+from gradaccum.kit import Decision, Fields, State, close, has_exact_inverse, select
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.knowledge import Known
 from gradaccum_mindspore.pynative_window import PyNativeWindow
@@ -22,9 +21,6 @@ from gradaccum_mindspore.state import NUMPY_DTYPES
 from gradaccum_mindspore.sums import compiled_clear, divide, multiply
 from gradaccum_mindspore.types import DType
 from gradaccum_mindspore.update import Update
-
-SMALLEST, LARGEST = 2.0**-100, 2.0**100
-"""Within these the reciprocal of a power of two is a normal number, so that a product with it is the quotient to the last bit."""
 
 
 class Program(nn.Cell):  # type: ignore[misc]
@@ -119,7 +115,7 @@ class HostWindow(PyNativeWindow):
     def factor(self, divisor: float) -> tuple[bool, Tensor]:
         """Whether to multiply, and the factor; or the divisor."""
         divides = divisor / self.storage.inner_scale
-        multiplies = SMALLEST < divides < LARGEST and math.frexp(divides)[0] == 0.5
+        multiplies = has_exact_inverse(divides)
         return multiplies, number(1 / divides if multiplies else divides, self.storage.float_dtype)
 
     def moved(self, after: Fields) -> tuple[Tensor, Tensor]:

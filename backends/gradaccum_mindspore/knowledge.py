@@ -24,6 +24,7 @@ from gradaccum.kit import (
     add_loss,
     contribution,
     first_seen,
+    forget_window,
     is_first,
     joined_noise,
     noise_scale,
@@ -111,7 +112,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
     def forgotten(self) -> Known:
         """The values after a discard."""
         *_, last = self.loss.tolist()
-        return Known((0.0, 0.0, last), (0.0, 0.0, *self.noise.tolist()[2:4], 0.0) if self.has_noise else None)
+        return Known((0.0, 0.0, last), (*forget_window(self.noise.tolist()[:4]), 0.0) if self.has_noise else None)
 
     def results(self) -> tuple[float, float]:
         """The loss and the noise scale of a `StepResult`."""
@@ -170,7 +171,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         noise = None
         if self.has_noise:
             seen = self.noise.value()
-            noise = self.stacked((self.zero, self.zero, seen[2], seen[3]), self.zero)
+            noise = self.stacked(forget_window((seen[0], seen[1], seen[2], seen[3])), self.zero)
         return ops.stack((self.zero, self.zero, self.loss.value()[2])), noise
 
     def compiled_write(self, loss: Tensor, noise: Tensor | None) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradaccum.kit import has_exact_inverse
 from gradaccum_torch.norm import norms_of
 from gradaccum_torch.tensors import are_alike, dense_parts, operand, together, without_graph
 from gradaccum_torch.torch_private import elements, foreach_div_, foreach_mul_
@@ -67,11 +68,6 @@ def divide(gradients: Sequence[Tensor], divisor: float) -> None:
                 foreach_mul_(tensors, operand(1 / divisor, tensors[0].dtype))
             else:
                 foreach_div_(tensors, operand(divisor, tensors[0].dtype))
-
-
-def has_exact_inverse(divisor: float) -> bool:
-    """Whether multiplying by the inverse gives the bits of dividing: a power of two whose inverse is a normal float32 too."""
-    return math.frexp(divisor)[0] == 0.5 and 2.0**-126 <= divisor <= 2.0**126
 
 
 @torch.no_grad()

@@ -145,8 +145,7 @@ class Window:
 
     def ends(self) -> bool:
         """Whether the window is full, and must be closed."""
-        size = self._size
-        return self._fields.micro_step >= size if type(size) is int else bool(ends(self._fields, size, select))
+        return bool(ends(self._fields, self._size, select))
 
     def close(self) -> None:
         """End the window, which holds a micro-batch at least: measure, decide, make the update, finish."""

@@ -89,6 +89,9 @@ def test_small_arrays_are_packed_by_kind_in_bounded_packs() -> None:
 def test_a_program_for_one_cpu_packs_and_others_do_not() -> None:
     """What is not compiled costs nothing: the choice is made when the program is lowered."""
     leaves = [jnp.ones(5) for _ in range(40)]
-    lowered = jax.jit(lambda tree: measure(tree, jnp.float32, "while_loop")).lower(leaves).as_text()
-    assert "concatenate" in lowered
-    assert "case" not in lowered
+    traced = jax.jit(lambda tree: measure(tree, jnp.float32, "while_loop")).trace(leaves)
+    for platforms, packs in ((("cpu",), True), (("cuda",), False), (("cpu", "cuda"), False)):
+        lowered = traced.lower(lowering_platforms=platforms).as_text()
+        joins = any("concatenate" in line and "tensor<5xf32>, tensor<5xf32>" in line for line in lowered.splitlines())
+        assert joins == packs, platforms
+        assert "case" not in lowered

@@ -16,7 +16,7 @@ NAMES = {
     "gradaccum.kit": """
         Backend Decision FIELD_DTYPES Fields GatingBackend Options ROUNDINGS SCALES Scalar ScaleRule ScalerDriver Schedule State Terms Where
         accumulate accumulate_dtype_error at_rest close comparable contribution decide decode_terms discard divisor encode_terms ends
-        explain initial_state joined largest_number linearity_report make_options missing_worker_error
+        explain has_exact_inverse initial_state joined largest_number linearity_report make_options missing_worker_error
         optimizer_error relative_error require_bool require_classes
         require_loss_options require_shard_sizes require_steps require_weight
         redistributed resumed select steps_at terms_of torn_window_error update_due_error usable wrapped_twice_error
