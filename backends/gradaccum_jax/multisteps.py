@@ -148,9 +148,9 @@ class MultiSteps:
         full = ends(fields, steps, jnp.where) & (steps >= 1) if callable(self._options.steps) else ends(fields, steps, jnp.where)
         total = self._add(state, gradients, accepted)
         last = full & accepted
-        made, total, inner_state = update.run(total, state.inner_opt_state, 1, traced, apply=last, at_end=last)
+        made, total, inner_state = update.run(total, state.inner_opt_state, 1, traced, last)
         after = _counters(accepted, last, fields, close(fields, True, False, self._options, jnp.where), state)
-        return made, optax.MultiStepsState(*after, inner_state, total, cast_like(skip_state, state.skip_state))
+        return made, optax.MultiStepsState(*after, inner_state, sums.emptied(total, last), cast_like(skip_state, state.skip_state))
 
     def _add(self, state: optax.MultiStepsState, gradients: Gradients, accepted: Scalar) -> Tree:
         """The sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""

@@ -55,7 +55,8 @@ class AccumulationState(NamedTuple):
     growth_tracker: Scalar
     """int32: clean windows since the loss scale last changed."""
     accumulator: Tree
-    """The sum, scaled and undivided: the tree of the parameters."""
+    """The sum, scaled and undivided: the tree of the parameters. Of use in an open window alone: between two windows it holds what the last
+    update left there, and the next micro-batch writes over that."""
     inner_state: InnerState
     """The wrapped optimizer's own state; with master weights that of the masters."""
     last_applied: Scalar

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax.dtypes import is_key, standard, takes_part, wider
-from gradaccum_jax.elementwise import pick, plus, to
+from gradaccum_jax.elementwise import fills, pick, plus, to
 from gradaccum_jax.folds import all_of
 from gradaccum_jax.types import Array, DType, Gradients, Params, Tree
-from gradaccum_jax.unreduced import alike, factor_of, zeros_for, zeros_like
+from gradaccum_jax.unreduced import alike, axes_waiting, factor_of, zeros_for, zeros_like
 from gradaccum_jax.varying import axes_of, vary
 
 
@@ -116,6 +116,12 @@ def divide(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Tree:
     """``accumulator / divisor`` in `dtypes`, one per leaf: the gradient for the inner optimizer."""
     leaves, structure = jax.tree.flatten(accumulator)
     return jax.tree.unflatten(structure, [to(leaf / divisor, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)])
+
+
+def emptied(accumulator: Tree, where: Scalar) -> Tree:
+    """Zeros where the bool scalar holds, else `accumulator`; sums in parts as they are, see `unreduced.cleared`."""
+    zeros = fills(lambda _: 0)
+    return jax.tree.map(lambda leaf: leaf if axes_waiting(leaf) else pick(where, zeros(leaf), leaf), accumulator)
 
 
 def clear(tree: Tree) -> Tree:

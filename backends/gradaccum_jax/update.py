@@ -1,8 +1,9 @@
 """The inner optimizer's call at the end of a window: made once or not at all, with no second buffer of the parameters' size.
 
 The accumulator doubles as the buffer of the updates. Where the inner optimizer runs, its updates take the accumulator's place. Where it
-does not, the accumulator passes through. Two selects then tell them apart. The parameters are closed over, not carried. So XLA works in
-place, and a micro-batch in mid-window costs the addition and the two selects.
+does not, the accumulator passes through. A select then tells them apart. The parameters are closed over, not carried. So XLA works in
+place, and a micro-batch in mid-window costs the addition and the select. Nothing clears the updates from the accumulator: the next window's
+first micro-batch writes over them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gradaccum_jax.dtypes import Handed, cast_like, takes_part, wider
 from gradaccum_jax.elementwise import fills, pick, to
 from gradaccum_jax.jitted import traced_once
 from gradaccum_jax.misplaced import part_of_window, require_same_structure, require_unread
-from gradaccum_jax.sums import divide
+from gradaccum_jax.sums import divide, emptied
 from gradaccum_jax.types import Array, Axes, Extra, InnerState, Params, Tree, Updates
 from gradaccum_jax.workers.replicated import replicated
 
@@ -82,21 +83,18 @@ class Update(NamedTuple):
         require_same_structure(after, held)
         return Traced(_still(updates, accumulator), named_axes(program), call)
 
-    def run(
-        self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, *, apply: Scalar, at_end: Scalar
-    ) -> tuple[Updates, Tree, InnerState]:
-        """Run the inner optimizer where `apply` holds, and clear the accumulator where `at_end` does.
+    def run(self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, apply: Scalar) -> tuple[Updates, Tree, InnerState]:
+        """Run the inner optimizer where `apply` holds.
 
         Args:
             accumulator: the tree of sums.
             held: the inner optimizer's state.
             divisor: a scalar: ``accumulator / divisor`` is the gradient.
             traced: from `traced`.
-            apply: bool scalar; implies `at_end`.
-            at_end: bool scalar: the window ends here.
+            apply: bool scalar.
 
         Returns:
-            The updates (zeros unless `apply`), the accumulator (zeros if `at_end`) and the inner optimizer's state.
+            The updates (zeros unless `apply`), the accumulator (the updates if `apply`) and the inner optimizer's state.
         """
         buffer = jax.tree.map(_wide_enough, accumulator, traced.updates)
 
@@ -106,8 +104,7 @@ class Update(NamedTuple):
             return cast_like(_still(made, accumulator), buffer), cast_like(after, held)
 
         buffer, after = once(apply, call, (buffer, held), self.control_flow)
-        cleared = jax.tree.map(lambda leaf, old: to(leaf, old.dtype), _cleared(buffer, at_end), accumulator)
-        return self._updates_where(apply, buffer, traced.updates), cleared, after
+        return self._updates_where(apply, buffer, traced.updates), cast_like(buffer, accumulator), after
 
     def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
         """The updates, all zeros, and the accumulator of a micro-batch that can end no window.
@@ -120,7 +117,7 @@ class Update(NamedTuple):
             updates: `Traced.updates`.
             never: a bool scalar that is False, which only the running program knows.
         """
-        accumulator = once(never, lambda held: _cleared(held, never), accumulator, self.control_flow)
+        accumulator = once(never, lambda held: emptied(held, never), accumulator, self.control_flow)
         return self._updates_where(never, accumulator, updates), accumulator
 
     def _call(self, gradients: Tree, held: InnerState) -> tuple[Any, Any]:
@@ -143,11 +140,6 @@ def _wide_enough(held: Array, update: Array) -> Array:
 def _still(updates: Updates, accumulator: Tree) -> Updates:
     """`updates` with the sum, an exact 0 in the parameter's dtype, for each parameter that takes no part."""
     return jax.tree.map(lambda held, update: update if takes_part(held) else held, accumulator, updates)
-
-
-def _cleared(tree: Tree, where: Scalar) -> Tree:
-    zeros = fills(lambda _: 0)
-    return jax.tree.map(lambda leaf: pick(where, zeros(leaf), leaf), tree)
 
 
 def _nothing(leaf: Array) -> float:

@@ -78,7 +78,8 @@ def add(
     # scalar loop.
     adds = usable(fields, weight, finite)
     harmless = adds | (weight == 0)
-    total = sums.add(state.accumulator, gradients, factor, adds, harmless)
+    held = sums.emptied(state.accumulator, fields[0] == 0)  # of what the last window left there
+    total = sums.add(held, gradients, factor, adds, harmless)
     counted = with_fields(state, accumulate(fields, weight, finite, jnp.where))
     terms = vary(current_terms(options, steps), axes_of(state.terms))
     counted = counted._replace(accumulator=total, terms=terms)
@@ -95,7 +96,7 @@ def close(
     weight: Scalar = None,
     tells: bool = True,
 ) -> tuple[Updates, AccumulationState]:
-    """Close the window where it ends: make its update or skip it, count that, clear the sum.
+    """Close the window where it ends: make its update or skip it, and count that.
 
     Args:
         state: the state with the last micro-batch in it.
@@ -117,8 +118,10 @@ def close(
     traced, held = _traced(state, update, options, decision.divisor, weight), (state.inner_state, state.masters)
     axes = traced.axes if measures(options) else frozenset()  # without a measurement, all devices decide alike
     apply, overflow = agree(at_end & decision.apply, decision.overflow, at_end, axes, update.control_flow)
-    updates, total, held = update.run(whole.total, held, decision.divisor, traced, apply=apply, at_end=at_end)
+    updates, total, held = update.run(whole.total, held, decision.divisor, traced, apply)
     fields = _where(at_end, close_fields(whole.fields, apply, overflow, options, jnp.where), fields_of(state))
+    # On its way out of `data_parallel` a device's sum gets a leading axis, for which XLA would copy it; a select is written in place.
+    total = sums.emptied(total, at_end) if update.axes else total
     total = unreduced.cleared(parts, total, at_end)
     norm = jnp.asarray(jnp.where(at_end, decision.grad_norm, state.last_grad_norm), jnp.result_type(state.last_grad_norm))
     state = knowledge.close(state, loss, whole.firsts, decision.grad_norm, whole.fields, options, at_end)

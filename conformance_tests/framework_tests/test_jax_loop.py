@@ -71,6 +71,37 @@ def test_four_micro_batches_are_one_update(outer: Any, inner: Any) -> None:
         assert_same(total, one_update(inner))
 
 
+def nothing(gradient: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf * jnp.nan, gradient)
+
+
+@pytest.mark.parametrize("left", ["applied", "skipped", "flushed"])
+@pytest.mark.parametrize(
+    ("first", "weight"),
+    [(GRADS[0], 1.0), ({**GRADS[0], "a": None}, 1.0), (nothing(GRADS[0]), 0.0), (nothing(GRADS[0]), 1.0)],
+    ids=["plain", "no_gradient", "no_weight", "dropped"],
+)
+def test_what_a_window_left_is_no_part_of_the_next(left: str, first: Any, weight: float) -> None:
+    """The sum is not cleared at a window's end: its first micro-batch writes over what is there, whatever it adds itself."""
+    tx = wrap(optax.sgd(1.0), steps=2, on_overflow="drop_micro_batch", skip_norm=1e3)
+    closed = tx.init(PARAMS)
+    for _ in range(1 if left == "flushed" else 2):
+        given = jax.tree.map(lambda leaf: leaf * (1e5 if left == "skipped" else 1), GRADS[3])
+        _, closed = tx.update(given, closed, PARAMS, weight=1.0)
+    if left == "flushed":
+        _, closed = gradaccum_jax.flush(tx, closed, PARAMS)
+    assert bool(gradaccum_jax.result(closed).skipped) == (left == "skipped")
+    assert any(leaf.any() for leaf in jax.tree.leaves(closed.accumulator))
+
+    def updates(state: Any) -> Any:
+        _, state = tx.update(first, state, PARAMS, weight=weight)
+        second = {**GRADS[1], "a": None} if first["a"] is None else GRADS[1]
+        return tx.update(second, state, PARAMS, weight=1.0)[0]
+
+    for one, other in zip(*(jax.tree.leaves(updates(state)) for state in (closed, tx.init(PARAMS))), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_masked_wrapper_accumulates_its_part() -> None:
     total, state = run(optax.masked(wrap(optax.sgd(0.1)), {"a": True, "b": False}))
     np.testing.assert_allclose(total["a"], -0.1 * MEAN["a"], rtol=1e-6)

@@ -67,8 +67,10 @@ def test_vmapped_members_close_windows_apart() -> None:
     state = state._replace(micro_step=jnp.asarray([0, 1], jnp.int32), weight=jnp.asarray([0.0, 1.0]))
     updates, state = jax.vmap(tx.update)({"w": jnp.asarray([[3.0], [8.0]])}, state, params)
     np.testing.assert_array_equal(updates["w"], [[0.0], [-4.0]])
-    np.testing.assert_array_equal(state.accumulator["w"], [[3.0], [0.0]])
     np.testing.assert_array_equal(gradaccum_jax.result(state).applied, [False, True])
+    updates, state = jax.vmap(tx.update)({"w": jnp.asarray([[5.0], [7.0]])}, state, params)
+    np.testing.assert_array_equal(updates["w"], [[-4.0], [0.0]])
+    assert float(state.accumulator["w"][1, 0]) == 7.0
 
 
 def test_cond_is_differentiable() -> None:

@@ -19,7 +19,8 @@ from gradaccum_jax.checkpoint import check_state, rebuild
 from gradaccum_jax.harness.files import from_bytes, to_bytes
 from gradaccum_jax.harness.models import total_loss
 from gradaccum_jax.harness.program import Program, needs_x64, program, x64
-from gradaccum_jax.state import result
+from gradaccum_jax.state import AccumulationState, result
+from gradaccum_jax.sums import clear
 
 FILE = "checkpoint.msgpack"
 
@@ -69,7 +70,7 @@ class JaxSession(Session):
         return State(*(np.asarray(getattr(self.opt_state, name)).item() for name in FIELD_DTYPES))
 
     def accumulator(self) -> Arrays:
-        return to_numpy(self.opt_state.accumulator)
+        return to_numpy(sums_of(self.opt_state))
 
     def parameters(self) -> Arrays:
         return to_numpy({name: self.params[name] for name in self.model.parameter_shapes()})
@@ -149,6 +150,11 @@ class JaxHarness(Harness):
                 case "dtype":
                     grads[first] = jnp.ones(grads[first].shape, jnp.int32)
             session.program.step(session.params, session.opt_state, grads, None)
+
+
+def sums_of(state: AccumulationState) -> Any:
+    """The open window's sums; zeros between two windows, when nobody reads what the last one left there."""
+    return state.accumulator if int(state.micro_step) else clear(state.accumulator)
 
 
 _gradient = jax.jit(jax.grad(lambda params, x, y, *, model, loss: total_loss(model, params, x, y, loss)), static_argnames=("model", "loss"))

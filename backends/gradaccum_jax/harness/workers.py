@@ -25,7 +25,7 @@ from gradaccum_jax.checkpoint import check_state
 from gradaccum_jax.harness.files import from_bytes, to_bytes
 from gradaccum_jax.harness.models import forward
 from gradaccum_jax.harness.program import Program, needs_x64, x64
-from gradaccum_jax.harness.session import FILE, JaxHarness, JaxSession, to_numpy
+from gradaccum_jax.harness.session import FILE, JaxHarness, JaxSession, sums_of, to_numpy
 from gradaccum_jax.optimizer import discard
 from gradaccum_jax.state import result, scale_loss
 from gradaccum_jax.workers import data_parallel
@@ -107,7 +107,7 @@ class SharedSession(JaxSession):
         return State(*(np.asarray(_local(getattr(self.opt_state, name))).item() for name in FIELD_DTYPES))
 
     def accumulator(self) -> Arrays:
-        return to_numpy(jax.tree.map(lambda leaf: leaf[0], _local(self.opt_state.accumulator)))
+        return to_numpy(jax.tree.map(lambda leaf: leaf[0], sums_of(_local(self.opt_state))))
 
     def parameters(self) -> Arrays:
         return to_numpy(_local(self.params))
