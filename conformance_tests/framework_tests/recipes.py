@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from conformance_tests.framework_tests.preloaded import Preloaded
+
 PAGES = ("RECIPES.md", "WORKERS.md")
 SECONDS = 300
+ALONE = "python recipe.py"
 PORT = "8118"
 """A port in a page's command; another one, which is free, takes its place."""
 
@@ -28,7 +31,7 @@ class Recipe(NamedTuple):
     title: str
     """The heading of its section."""
     code: str
-    command: str = "python recipe.py"
+    command: str = ALONE
     """The section's line of bash: it starts the program, which stands in the file that the line names last."""
     page: str = PAGES[0]
 
@@ -52,6 +55,17 @@ def _recipes_in(page: str) -> list[Recipe]:
         found += [Recipe(section.splitlines()[0], blocks["python"], *[blocks[kind].strip() for kind in ("bash",) if kind in blocks])]
     assert len(found) == page.count("```python"), "a block stands outside of a numbered section, or beside another one"
     return found
+
+
+def run_preloaded(recipe: Recipe, directory: Path, framework: Preloaded) -> None:
+    """As `run_recipe`, where the framework is imported already; one that starts several processes imports it anew."""
+    if recipe.command != ALONE:
+        run_recipe(recipe, directory, **framework.environment)
+        return
+    file = directory / "recipe.py"
+    file.write_text(recipe.code, encoding="utf-8")
+    status, said = framework.run(file)
+    assert status == 0, said[-3000:]
 
 
 def run_recipe(recipe: Recipe, directory: Path, **environment: str) -> None:

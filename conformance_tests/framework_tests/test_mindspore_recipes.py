@@ -1,5 +1,6 @@
 """Every Python block of the MindSpore recipes runs as a program of its own; each asserts its own result."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,20 @@ import pytest
 pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import gradaccum_mindspore
-from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_recipe
+from conformance_tests.framework_tests.preloaded import Preloaded
+from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_preloaded
 
 RECIPES = recipes_of(gradaccum_mindspore)
+pytestmark = pytest.mark.xdist_group("mindspore recipes")
+
+
+@pytest.fixture(scope="module")
+def framework() -> Iterator[Preloaded]:
+    with Preloaded("gradaccum_mindspore", GLOG_v="4") as imported:
+        yield imported
 
 
 @pytest.mark.parametrize("recipe", cases(RECIPES))
-def test_recipe(recipe: Recipe, tmp_path: Path):
+def test_recipe(recipe: Recipe, tmp_path: Path, framework: Preloaded):
     assert "np.testing.assert_allclose" in recipe.code
-    run_recipe(recipe, tmp_path, GLOG_v="4")
+    run_preloaded(recipe, tmp_path, framework)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,39 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch")
 
 import gradaccum_torch
-from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_recipe
+from conformance_tests.framework_tests.preloaded import Preloaded
+from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_preloaded, run_recipe
 
 RECIPES = recipes_of(gradaccum_torch)
+WRONG = Recipe("wrong", 'assert 1 == 2, "not the large batch\'s"')
+pytestmark = pytest.mark.xdist_group("torch recipes")
+
+
+@pytest.fixture(scope="module")
+def framework() -> Iterator[Preloaded]:
+    with Preloaded("gradaccum_torch", "torch._dynamo") as imported:
+        yield imported
 
 
 @pytest.mark.parametrize("recipe", cases(RECIPES))
-def test_recipe(recipe: Recipe, tmp_path: Path) -> None:
+def test_recipe(recipe: Recipe, tmp_path: Path, framework: Preloaded) -> None:
     assert "assert " in recipe.code
-    run_recipe(recipe, tmp_path)
+    run_preloaded(recipe, tmp_path, framework)
 
 
-def test_wrong_recipe_fails(tmp_path: Path) -> None:
+def test_wrong_recipe_fails(tmp_path: Path, framework: Preloaded) -> None:
     with pytest.raises(AssertionError, match="not the large batch's"):
-        run_recipe(Recipe("wrong", 'assert 1 == 2, "not the large batch\'s"'), tmp_path)
+        run_preloaded(WRONG, tmp_path, framework)
+    with pytest.raises(AssertionError, match="not the large batch's"):
+        run_recipe(WRONG, tmp_path)
+
+
+def test_program_that_hangs_is_ended(tmp_path: Path, framework: Preloaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = Recipe("endless", "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)")
+    monkeypatch.setattr("conformance_tests.framework_tests.preloaded.SECONDS", 1)
+    with pytest.raises(TimeoutError, match="still running after 1 seconds"):
+        run_preloaded(endless, tmp_path, framework)
+    monkeypatch.undo()
+    process = int((tmp_path / "recipe.said").read_text(encoding="utf-8"))
+    run_preloaded(Recipe("next", f"import os\nassert os.getpid() != {process}"), tmp_path, framework)
+    assert not Path(f"/proc/{process}").exists()
