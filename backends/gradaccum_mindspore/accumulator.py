@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import explain, make_options
@@ -18,13 +18,14 @@ from gradaccum_mindspore.backend import backend
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.checks import require_parameters
 from gradaccum_mindspore.compiled_window import CompiledWindow
+from gradaccum_mindspore.phase import OwnPhase
 from gradaccum_mindspore.scaled import require_read
 from gradaccum_mindspore.state import StateReader, Storage
 from gradaccum_mindspore.types import Gradients, Loss, NamedGradients, Weight
 from gradaccum_mindspore.workers.found import shares_windows
 
 
-class Accumulator(StateReader, nn.Cell):  # type: ignore[misc]
+class Accumulator(StateReader, OwnPhase):
     """Adds gradients up, in PyNative, inside `mindspore.jit` and in graph mode.
 
     ``accumulator(gradients, weight, loss)`` takes in one micro-batch, the last two if you like, and returns a bool Tensor: whether the

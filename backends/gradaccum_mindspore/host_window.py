@@ -11,11 +11,12 @@ from functools import lru_cache
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, ops
 
 from gradaccum.kit import Decision, Fields, State, close, has_exact_inverse, select
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.knowledge import Known
+from gradaccum_mindspore.phase import OwnPhase
 from gradaccum_mindspore.pynative_window import PyNativeWindow
 from gradaccum_mindspore.state import NUMPY_DTYPES
 from gradaccum_mindspore.sums import compiled_clear, divide, multiply
@@ -23,22 +24,11 @@ from gradaccum_mindspore.types import DType
 from gradaccum_mindspore.update import Update
 
 
-class Program(nn.Cell):  # type: ignore[misc]
+class Program(OwnPhase):
     """A Cell whose call costs what its operators cost, however many cells it holds."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
-
-    @property
-    def compile_phase(self) -> str | None:
-        """The program of the last call."""
-        phase: str | None = self._compile_phase
-        return phase
-
-    @compile_phase.setter
-    def compile_phase(self, phase: str) -> None:
-        # MindSpore's own setter tells all cells below, at each call: for a wrapped optimizer a quarter of a small micro-batch.
-        self._compile_phase = phase
 
     def _check_construct_args(self, *inputs: object) -> None:
         """Nothing: the compiler checks them once, where MindSpore inspects a signature at each call."""

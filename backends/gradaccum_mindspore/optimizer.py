@@ -33,6 +33,7 @@ from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
 from gradaccum_mindspore.masters import turn_to_masters
 from gradaccum_mindspore.modes import is_graph_mode
+from gradaccum_mindspore.phase import OwnPhase
 from gradaccum_mindspore.pynative_window import PyNativeWindow
 from gradaccum_mindspore.scaled import require_read
 from gradaccum_mindspore.sizes import window_size
@@ -86,7 +87,7 @@ class Discard(nn.Cell):  # type: ignore[misc]
         return self.compiled_window.discard()
 
 
-class AccumulatingOptimizer(StateReader, nn.Optimizer):  # type: ignore[misc]
+class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignore[misc]
     """What `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
     ``optimizer(gradients, weight, loss)`` takes in one micro-batch, the last two if you like, in PyNative, inside `mindspore.jit`, in
