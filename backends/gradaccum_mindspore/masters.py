@@ -18,7 +18,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, nn
 
-from gradaccum_mindspore.sums import HALF, each, write
+from gradaccum_mindspore.sums import HALF, cast, each, write
 from gradaccum_mindspore.types import Optimizer
 
 Replacements = Mapping[int, Parameter]
@@ -58,7 +58,7 @@ def turn_to_masters(inner: Optimizer, masters: Masters) -> None:
 
 
 def _round(half: Parameter, master: Parameter) -> bool:
-    write(half, master.astype(half.dtype))
+    write(half, cast(master, half.dtype))
     return True
 
 

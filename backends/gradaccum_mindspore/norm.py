@@ -18,7 +18,7 @@ from mindspore.ops import constexpr
 
 from gradaccum.kit import largest_number
 from gradaccum_mindspore import pynative_sums
-from gradaccum_mindspore.sums import each
+from gradaccum_mindspore.sums import cast, each
 from gradaccum_mindspore.types import DType, Shape, Sums
 
 ROW = 4096
@@ -72,7 +72,7 @@ def sum_of_squares(sums: Sums, dtype: DType) -> Tensor:
 
 
 def _square(dtype: DType, tensor: Tensor) -> Tensor:
-    return _summed(ops.square(tensor.astype(dtype)))
+    return _summed(ops.square(cast(tensor, dtype)))
 
 
 def _summed(squares: Tensor) -> Tensor:
@@ -111,11 +111,11 @@ def robust_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
 
 
 def _largest(dtype: DType, tensor: Tensor) -> Tensor:
-    return ops.abs(tensor.astype(dtype)).max()
+    return ops.abs(cast(tensor, dtype)).max()
 
 
 def _square_over(divisor: Tensor, tensor: Tensor) -> Tensor:
-    return _summed(ops.square(tensor.astype(divisor.dtype) / divisor))
+    return _summed(ops.square(cast(tensor, divisor.dtype) / divisor))
 
 
 def norm_over(sums: Sums, divisor: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32,
 each: Callable[..., tuple[Any, ...]] = ops.HyperMap()
 """``each(function, trees...)``: a tuple of `function`'s results for the leaves side by side. No loop: the compiler starts another graph
 at each ``if`` in a loop, inside the graph of the ``if`` before, and took minutes for 200 parameters."""
+cast: Callable[[Tensor, DType], Tensor] = ops.Cast()
+"""``cast(tensor, dtype)``: the tensor itself if it has the dtype. One operator; ``Tensor.astype`` is four graphs for each tensor, which the
+compiler takes apart again."""
 
 
 def hidden_parameter(value: Tensor, name: str) -> Parameter:
@@ -80,7 +83,7 @@ def add_into(total: Parameter, part: Tensor) -> None:
     if total.dtype == working_dtype(total.dtype):
         ops.assign_add(total, part)
     else:
-        write(total, (total.astype(ms.float32) + part.astype(ms.float32)).astype(total.dtype))
+        write(total, cast(cast(total, ms.float32) + cast(part, ms.float32), total.dtype))
 
 
 def compiled_add(sums: Sums, gradients: Gradients, factor: Tensor | None, adds: Tensor | None) -> tuple[bool, ...]:
@@ -98,19 +101,19 @@ def compiled_add(sums: Sums, gradients: Gradients, factor: Tensor | None, adds: 
 def _add(factor: Tensor | None, adds: Tensor | None, total: Parameter, gradient: Tensor | None) -> bool:
     if gradient is None:
         return True
-    part = gradient.astype(total.dtype).astype(working_dtype(total.dtype))
+    part = cast(cast(gradient, total.dtype), working_dtype(total.dtype))
     if factor is not None:
         part = compiled_scaled(gradient, factor, total.dtype)
     if adds is not None:
         part = ops.where(adds, part, ops.zeros_like(part))
-    add_into(total, part.astype(total.dtype))
+    add_into(total, cast(part, total.dtype))
     return True
 
 
 def compiled_scaled(gradient: Tensor, factor: Tensor, dtype: DType) -> Tensor:
     """``factor * gradient`` rounded to `dtype`, in its working dtype; `factor` is a scalar."""
     work = working_dtype(dtype)
-    return (gradient.astype(work) * factor.astype(work)).astype(dtype).astype(work)
+    return cast(cast(cast(gradient, work) * cast(factor, work), dtype), work)
 
 
 def compiled_finite(sums: Sums, gradients: Gradients, factor: Tensor) -> Tensor:
@@ -121,7 +124,7 @@ def compiled_finite(sums: Sums, gradients: Gradients, factor: Tensor) -> Tensor:
 def _finite(factor: Tensor, total: Parameter, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return ops.ones_like(factor)
-    return ops.isfinite(compiled_scaled(gradient, factor, total.dtype)).all().astype(factor.dtype)
+    return cast(ops.isfinite(compiled_scaled(gradient, factor, total.dtype)).all(), factor.dtype)
 
 
 def compiled_clear(sums: Sums, zero: Tensor) -> tuple[bool, ...]:
@@ -130,7 +133,7 @@ def compiled_clear(sums: Sums, zero: Tensor) -> tuple[bool, ...]:
 
 
 def _clear(zero: Tensor, total: Parameter) -> bool:
-    write(total, ops.broadcast_to(zero.astype(working_dtype(total.dtype)), total.shape).astype(total.dtype))
+    write(total, cast(ops.broadcast_to(cast(zero, working_dtype(total.dtype)), total.shape), total.dtype))
     return True
 
 
@@ -141,7 +144,7 @@ def divide(sums: Sums, divisor: Tensor, dtypes: Sequence[DType]) -> tuple[Tensor
 
 def _divide(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
     work = working_dtype(total.dtype)
-    return (total.astype(work) / divisor.astype(work)).astype(dtype)
+    return cast(cast(total, work) / cast(divisor, work), dtype)
 
 
 def multiply(sums: Sums, factor: Tensor, dtypes: Sequence[DType]) -> tuple[Tensor, ...]:
@@ -151,7 +154,7 @@ def multiply(sums: Sums, factor: Tensor, dtypes: Sequence[DType]) -> tuple[Tenso
 
 def _multiply(factor: Tensor, total: Parameter, dtype: DType) -> Tensor:
     work = working_dtype(total.dtype)
-    return (total.astype(work) * factor.astype(work)).astype(dtype)
+    return cast(cast(total, work) * cast(factor, work), dtype)
 
 
 def narrows(own: DType, handed: DType) -> bool:
@@ -166,8 +169,8 @@ def fits(total: Parameter, divisor: Tensor, dtype: DType) -> Tensor:
     Rounding is monotone, so the largest element tells.
     """
     work = working_dtype(total.dtype)
-    largest = ops.abs(total.astype(work)).max() / divisor.astype(work)
-    return ops.isfinite(largest.astype(dtype).astype(ms.float32))
+    largest = ops.abs(cast(total, work)).max() / cast(divisor, work)
+    return ops.isfinite(cast(cast(largest, dtype), ms.float32))
 
 
 def compiled_fits(sums: Sums, divisor: Tensor, dtypes: Sequence[DType]) -> Tensor:
@@ -177,5 +180,5 @@ def compiled_fits(sums: Sums, divisor: Tensor, dtypes: Sequence[DType]) -> Tenso
 
 def _fits(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
     if narrows(total.dtype, dtype):
-        return fits(total, divisor, dtype).astype(divisor.dtype)
+        return cast(fits(total, divisor, dtype), divisor.dtype)
     return ops.ones_like(divisor)
