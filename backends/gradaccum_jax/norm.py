@@ -82,9 +82,8 @@ def _scaled(leaves: Leaves, squares: Scalar, spread: Spread, square_sum: SquareS
     sums, so_far = [], jnp.zeros_like(squares)
     for leaf in leaves:
         sums.append(square_sum(leaf * scale))
-        if WRITES_SQUARES and not any(
-            spread
-        ):  # Never below 0. The dependence makes XLA scale one leaf at a time, so only one temporary lives.
+        if WRITES_SQUARES and not any(spread):
+            # Never below 0. The dependence makes XLA scale one leaf at a time, so only one temporary lives.
             so_far = so_far + sums[-1]
             scale = jnp.where(so_far < 0, so_far, scale)
     total = _total(sums, spread, squares.dtype)
