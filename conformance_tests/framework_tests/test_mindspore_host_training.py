@@ -119,6 +119,17 @@ def test_weights_that_are_computed():
         np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
+def test_loss_that_one_micro_batch_did_not_tell_is_unknown():
+    """The cell tells each loss of its own; the optimizer, called by itself, was told none."""
+    cell = make_cell("graph", None, on_overflow="ignore")
+    cell.optimizer(tuple(Tensor(np.full(p.shape, 0.5, np.float32)) for p in cell.optimizer.parameters))
+    take(cell, 3, 3)
+    assert cell.optimizer.result.applied
+    assert np.isnan(cell.optimizer.result.loss)
+    take(cell, 3, 3, 3)
+    assert np.isfinite(cell.optimizer.result.loss)
+
+
 def test_interrupted_end_leaves_the_window_open(monkeypatch):
     """After the last micro-batch and before its update: the update is due, and a further micro-batch is refused."""
     cell, other = make_cell("graph"), make_cell("graph")
