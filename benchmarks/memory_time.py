@@ -25,10 +25,7 @@ def answers(
         window: makes a run.
         memory: peak MiB by way and size.
     """
-    largest = sizes[-1]
-    counts = {way: {"peak MiB": memory[way, largest], "of the large batch": memory[way, largest] / memory[LARGE, largest]} for way in WAYS}
-    name = f"{shape.layers} x {shape.width}, {shape.length} tokens x {largest}"
-    yield Case(name, LARGE, {way: window(way, largest) for way in WAYS}, counts)
+    yield comparison(shape, sizes[-1], window, {way: memory[way, sizes[-1]] for way in WAYS})
     limit = limit_of(memory, sizes)
     medians = {size: measure({way: window(way, size) for way in WAYS}, LARGE, PLAN) for size in sizes}
     for way in WAYS:
@@ -36,6 +33,13 @@ def answers(
         counts_of_way = {LIMIT: limit, "largest batch under the limit": largest_under(memory, way, sizes, limit)}
         peaks = [memory[way, size] for size in sizes]
         yield Curve(f"{framework}: memory and time", way, times, peaks, "time of one gradient, ms", "peak memory, MiB", counts_of_way)
+
+
+def comparison(shape: Encoder, items: int, window: MakeWindow, memory: Mapping[str, float]) -> Case:
+    """One size of batch as a case, of the ways whose peak MiB are in `memory`, the large batch among them."""
+    counts = {way: {"peak MiB": peak, "of the large batch": peak / memory[LARGE]} for way, peak in memory.items()}
+    name = f"{shape.layers} x {shape.width}, {shape.length} tokens x {items}"
+    return Case(name, LARGE, {way: window(way, items) for way in memory}, counts)
 
 
 def limit_of(memory: Mapping[tuple[str, int], float], sizes: Sequence[int]) -> float:

@@ -1,7 +1,7 @@
 """Memory that one run needs at its worst moment: what autograd keeps, or what a process of its own grows by.
 
-``python -m benchmarks.peak QUESTION CONTESTANT ITEMS`` prints the bytes by which one run of ``QUESTION.window(CONTESTANT, ITEMS)`` raises
-the process's resident memory. A process that ran something before keeps freed memory, and the next run would seem to need less.
+``python -m benchmarks.peak QUESTION CONTESTANT SIZE...`` prints the bytes by which one run of ``QUESTION.window(CONTESTANT, SIZE...)``
+raises the process's resident memory. A process that ran something before keeps freed memory, and the next run would seem to need less.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def saved_bytes(run: Callable[[], object], beside: Iterable[Tensor] = ()) -> int
     return peak
 
 
-def peak_bytes(question: str, contestant: str, items: int) -> int:
+def peak_bytes(question: str, contestant: str, *sizes: int) -> int:
     """What one run of a contestant needs beside what is there before it, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.peak", question, contestant, str(items)]
+    command = [sys.executable, "-m", "benchmarks.peak", question, contestant, *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS, env={**os.environ, **GIVE_BACK})
     return int(done.stdout.split()[-1])
 
 
-def _main(question: str, contestant: str, items: str) -> None:
-    run = import_module(f"benchmarks.questions.{question}").window(contestant, int(items))
+def _main(question: str, contestant: str, *sizes: str) -> None:
+    run = import_module(f"benchmarks.questions.{question}").window(contestant, *map(int, sizes))
     CLEAR.write_text("5", encoding="utf-8")  # Linux: the peak begins anew.
     before = _kilobytes("VmRSS")
     run()

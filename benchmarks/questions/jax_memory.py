@@ -3,7 +3,8 @@
 Memory is that of the compiled program: its temporaries and what it returns, from XLA's own analysis. The gradients are among it, and
 nothing makes them smaller.
 
-Attention and MLP are recomputed each by itself, so that the second run of one of them is all that lives at once. The large batch is given
+Attention and MLP are recomputed each by itself, so that the second run of one of them is all that lives at once. The last MLP is not: the
+backward pass needs its activations first, and to free them saves nothing. The large batch is given
 ``hold=True``: the layers are a Python loop here, in which XLA:CPU starts all second runs early, and without it nothing was saved (691 MiB
 beside the 679 MiB of the large batch). Two sequences at once need less than their gradients, and a held layer returns them all before one
 of them is added to the sum (254 MiB in place of 196), so micro-batches are recomputed without it.
@@ -12,7 +13,7 @@ of them is added to the sum (254 MiB in place of 196), so micro-batches are reco
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -20,14 +21,30 @@ import jax.numpy as jnp
 
 import gradaccum_jax
 from benchmarks.case import Case, Curve
-from benchmarks.contestants.bert import ACCUMULATE, BATCHES, BOTH, FEW_LAYERS, MICRO_BATCH, QUICK_BATCHES, RECOMPUTE, WAYS, Encoder
-from benchmarks.memory_time import answers
+from benchmarks.contestants.bert import (
+    ACCUMULATE,
+    BATCHES,
+    BERT_BASE,
+    BOTH,
+    FEW_LAYERS,
+    LARGE,
+    MICRO_BATCH,
+    QUICK_BATCHES,
+    RECOMPUTE,
+    WAYS,
+    Encoder,
+)
+from benchmarks.memory_time import answers, comparison
 
 
 def cases(quick: bool) -> Iterator[Case | Curve]:
     sizes = QUICK_BATCHES if quick else BATCHES
     memory = {(way, items): peak_of(way, items) / 2**20 for way in WAYS for items in sizes}
     yield from answers("JAX", FEW_LAYERS, sizes, window, memory)
+    if not quick:
+        items = sizes[-1]
+        whole = {way: peak_of(way, items, BERT_BASE) / 2**20 for way in (LARGE, RECOMPUTE)}
+        yield comparison(BERT_BASE, items, partial(window, shape=BERT_BASE), whole)
 
 
 def window(way: str, items: int, shape: Encoder = FEW_LAYERS) -> Callable[[], object]:
@@ -48,11 +65,13 @@ def compiled(way: str, items: int, shape: Encoder) -> Any:
     """The program."""
     accumulates = way in (ACCUMULATE, BOTH)
     parts: tuple[Callable[..., Any], ...] = (_attend, _transform)
+    layers = [parts] * shape.layers
     if way in (RECOMPUTE, BOTH):
-        parts = tuple(gradaccum_jax.recompute(part, static_argnums=2, hold=not accumulates) for part in parts)
+        recomputed = tuple(gradaccum_jax.recompute(part, static_argnums=2, hold=not accumulates) for part in parts)
+        layers = [recomputed] * (shape.layers - 1) + [(recomputed[0], _transform)]
 
     def loss(params: Any, x: Any) -> Any:
-        for layer in params:
+        for parts, layer in zip(layers, params, strict=True):
             for part, own in zip(parts, layer, strict=True):
                 x = part(own, x, shape.heads)
         return jnp.mean(jnp.square(x))

@@ -7,6 +7,8 @@ beside the activations. The curves have a point for each size of batch. Under a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +18,17 @@ from benchmarks.case import Case, Curve
 from benchmarks.contestants.bert import (
     ACCUMULATE,
     BATCHES,
+    BERT_BASE,
     BOTH,
     FEW_LAYERS,
+    LARGE,
     MICRO_BATCH,
     QUICK_BATCHES,
     RECOMPUTE,
     WAYS,
     Encoder,
 )
-from benchmarks.memory_time import answers
+from benchmarks.memory_time import answers, comparison
 from benchmarks.peak import peak_bytes
 
 
@@ -32,13 +36,17 @@ def cases(quick: bool) -> Iterator[Case | Curve]:
     sizes = QUICK_BATCHES if quick else BATCHES
     memory = {(way, items): peak_bytes("torch_memory", way, items) / 2**20 for way in WAYS for items in sizes}
     yield from answers("torch", FEW_LAYERS, sizes, window, memory)
+    if not quick:
+        depth, items = BERT_BASE.layers, sizes[-1]
+        whole = {way: peak_bytes("torch_memory", way, items, depth) / 2**20 for way in (LARGE, RECOMPUTE)}
+        yield comparison(BERT_BASE, items, partial(window, layers=depth), whole)
 
 
-def window(way: str, items: int, shape: Encoder = FEW_LAYERS) -> Callable[[], object]:
-    """One gradient of a batch of `items` sequences."""
+def window(way: str, items: int, layers: int = FEW_LAYERS.layers, shape: Encoder = BERT_BASE) -> Callable[[], object]:
+    """One gradient of a batch of `items` sequences, through as many `layers` of `shape`."""
     torch.manual_seed(0)
-    blocks: nn.Module = nn.Sequential(*(_block(shape) for _ in range(shape.layers)))
-    net = gradaccum_torch.recompute(blocks, segments=shape.layers) if way in (RECOMPUTE, BOTH) else blocks
+    blocks = nn.Sequential(*(_block(shape) for _ in range(layers)))
+    net = _recomputed(blocks) if way in (RECOMPUTE, BOTH) else blocks
     x = torch.randn(items, shape.length, shape.width)
 
     def loss(part: Tensor) -> Tensor:
@@ -53,6 +61,18 @@ def window(way: str, items: int, shape: Encoder = FEW_LAYERS) -> Callable[[], ob
         gradaccum_torch.backward(loss, x, micro_batch_size=MICRO_BATCH)
 
     return accumulated if way in (ACCUMULATE, BOTH) else whole
+
+
+def _recomputed(blocks: nn.Sequential) -> nn.Module:
+    """In segments of a sixth. The last one keeps its activations, which the backward pass needs first: to free them saves nothing."""
+    size = max(1, len(blocks) // 6)
+    segments = len(blocks) // size - 1
+    return nn.Sequential(gradaccum_torch.recompute(blocks[:-size], segments=segments, policy=_narrows), blocks[-size:])
+
+
+def _narrows(context: object, operation: object, *args: Any, **kwargs: object) -> bool:
+    """Whether to keep a result: that of the MLP's second product, which costs as much as the first and needs a quarter of its memory."""
+    return operation is torch.ops.aten.addmm.default and args[2].shape[1] < args[2].shape[0]
 
 
 def _block(shape: Encoder) -> nn.Module:

@@ -27,4 +27,4 @@ def test_memory_contestants_run() -> None:
     """Dropout draws other numbers in each, so only their shapes are the same."""
     assert WAYS[0] == LARGE
     for way in WAYS:
-        torch_memory.window(way, 4, TINY)()
+        torch_memory.window(way, 4, TINY.layers, TINY)()
