@@ -71,7 +71,7 @@ REFUSED = {
     "a number": (lambda: recompute(3), ArgumentTypeError, "function"),
     "a class": (lambda: recompute(nn.Dense), ArgumentTypeError, "function"),
     "segments of a function": (lambda: recompute(ops.tanh, segments=2), UsageError, "segments"),
-    "too many segments": (lambda: recompute(Net(2).blocks, segments=3), ArgumentValueError, "1 to 2"),
+    "too many segments": (lambda: recompute(Net(2).blocks, segments=3), ArgumentValueError, "segments: expected at most 2"),
     "no segments": (lambda: recompute(Net(2).blocks, segments=0), ArgumentValueError, "segments"),
     "half a segment": (lambda: recompute(Net(2).blocks, segments=1.5), ArgumentTypeError, "segments"),
     "segments of no sequence": (lambda: recompute(Net(2), segments=2), ArgumentTypeError, "SequentialCell"),

@@ -55,7 +55,7 @@ def test_runs_twice_for_a_gradient_alone():
     assert len(RUNS) == 9
 
 
-@pytest.mark.parametrize(("depth", "segments", "expected"), [(9, None, [3, 3, 3]), (5, None, [1, 2, 2]), (7, 2, [3, 4]), (1, None, [1])])
+@pytest.mark.parametrize(("depth", "segments", "expected"), [(9, None, [3, 3, 3]), (5, None, [3, 2]), (7, 2, [4, 3]), (1, None, [1])])
 def test_segments(depth, segments, expected):
     layers = nn.SequentialCell(*[nn.Dense(4, 4) for _ in range(depth)])
     assert recompute(layers, segments=segments) is layers

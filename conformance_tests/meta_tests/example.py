@@ -33,7 +33,27 @@ def python_path(*folders: Path) -> str:
 
 def run_suite(site: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """``python -m gradaccum_conformance --backend plain`` with the example on the path."""
-    path = python_path(site, EXAMPLE, Path(__file__).parent)
-    command = [sys.executable, "-m", "gradaccum_conformance", "--backend", "plain", "-q", "-p", "no:cacheprovider", *options]
-    command += [] if "--xfails-file" in options else ["--xfails-file", str(EXAMPLE / "xfails.txt")]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "gradaccum_conformance", *_arguments(options)]
+    variables = {**os.environ, "PYTHONPATH": python_path(*_folders(site)), **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+
+def program_of(site: Path, *options: str, **environment: str) -> str:
+    """The same as a program, for a process that has imported pytest already."""
+    return f"""
+import os, sys
+from gradaccum_conformance.__main__ import main
+os.environ.update({ {"PYTHONPATH": python_path(*_folders(site)), **environment}!r})
+sys.path[:0] = {list(map(str, _folders(site)))!r}
+sys.argv[1:] = {_arguments(options)!r}
+sys.exit(main())
+"""
+
+
+def _arguments(options: tuple[str, ...]) -> list[str]:
+    gaps = [] if "--xfails-file" in options else ["--xfails-file", str(EXAMPLE / "xfails.txt")]
+    return ["--backend", "plain", "-q", "-p", "no:cacheprovider", *options, *gaps]
+
+
+def _folders(site: Path) -> tuple[Path, ...]:
+    return site, EXAMPLE, Path(__file__).parent

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .example import install, run_suite
+from conformance_tests.framework_tests.preloaded import Preloaded
+
+from .example import install, program_of
 from .mutants import MUTANTS, SELECTED
 
 
 @pytest.fixture(scope="module")
-def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of a process that starts fast: no plugins of other packages, and compiled test modules kept from process to process.
+def light(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
+    """Processes that start fast: no plugins of other packages, and compiled test modules kept from process to process.
 
     Where Python may not write bytecode, each process would otherwise compile the whole suite again.
     """
     environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):
         environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
-    return environment
+    with Preloaded("pytest", "gradaccum_conformance", **environment) as imported:
+        yield imported
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name: str, tmp_path: Path, light: dict[str, str]) -> None:
+def test_mutant_is_caught(name: str, tmp_path: Path, light: Preloaded) -> None:
     install(tmp_path, harness="mutants.planted:harness")
-    done = run_suite(tmp_path, "-x", *SELECTED.get(name, ()), MUTANT=name, **light)
-    assert done.returncode == 1, f"the suite did not notice {name}:\n{done.stdout[-2000:]}{done.stderr[-1000:]}"
-    assert " failed" in done.stdout
+    program = tmp_path / "planted.py"
+    program.write_text(program_of(tmp_path, "-x", *SELECTED.get(name, ()), MUTANT=name), encoding="utf-8")
+    status, said = light.run(program)
+    assert status == 1, f"the suite did not notice {name}:\n{said[-3000:]}"
+    assert " failed" in said

@@ -104,7 +104,9 @@ def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gat
     start = Carry(gathering.start, copies(Own(nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start()), axes))
     (held, own), rows = over(groups, body, start, first)
     own = _over_devices(own, merging, question.axis_names)
-    items = _all_items(source, merging, question.axis_names)
+    if question.weight is None and counting.unit is not None:  # A constant: XLA counts nothing in the loop, and multiplies by 1 / weight.
+        own = own._replace(weight=jnp.asarray(_all_items(source, question.axis_names) / counting.unit, counting.dtype))
+    items = _all_items(source, question.axis_names) if merging.counts_items else None
     loss = (own.loss / denominator(own.weight, question.options)).astype(like.dtype)
     by_weight = jnp.where(own.weight == 0, 1, own.weight)
     return Made(held, own.weight, loss, merging.finish(own.aux, in_order(groups, rows), items, by_weight))
@@ -159,9 +161,7 @@ def first_number(groups: list[Group], axis_names: tuple[str, ...]) -> Scalar:
     return lax.axis_index(axis_names) * count if axis_names else 0
 
 
-def _all_items(source: Source, merging: Merging, axis_names: tuple[str, ...]) -> int | None:
-    if not merging.counts_items:
-        return None
+def _all_items(source: Source, axis_names: tuple[str, ...]) -> int:
     return known_items(items_in(source)) * (lax.axis_size(axis_names) if axis_names else 1)
 
 

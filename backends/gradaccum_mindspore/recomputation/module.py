@@ -7,14 +7,12 @@ renamed it, PyNative mode would go MindSpore's own way, and the tests of dropout
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from math import isqrt
 from typing import Any
 
 from mindspore import nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import explain
+from gradaccum.kit import explain, segment_cuts
 from gradaccum_mindspore.recomputation.buffers import keep_statistics
 from gradaccum_mindspore.recomputation.segment import Segment
 
@@ -69,22 +67,10 @@ def _mark(cell: nn.Cell) -> None:
 def _segments(module: nn.SequentialCell, segments: int | None) -> list[nn.Cell]:
     """Its layers in `segments` runs of nearly equal length."""
     layers = list(module)
-    count = _require_segments(len(layers), segments)
+    cuts = segment_cuts(len(layers), segments)
     if any(isinstance(run, Layers) for run in module.cell_list):
         raise _twice_error(module)
-    bounds = [len(layers) * k // count for k in range(count + 1)]
-    return [Layers(layers[start:end]) for start, end in pairwise(bounds)]
-
-
-def _require_segments(depth: int, segments: int | None) -> int:
-    if segments is None:
-        return max(1, isqrt(depth - 1) + 1) if depth else _require_segments(0, 1)
-    if isinstance(segments, bool) or not isinstance(segments, int):
-        raise explain(ArgumentTypeError, "segments", expected="an int", got=segments, fix="Write segments=3, or leave it out.")
-    if not 1 <= segments <= depth:
-        fix = "Leave segments out for about the square root."
-        raise explain(ArgumentValueError, "segments", expected=f"1 to {depth}, the number of layers", got=segments, fix=fix)
-    return segments
+    return [Layers(layers[cut.start : cut.stop]) for cut in cuts]
 
 
 def _submodules(module: nn.Cell, submodules: Sequence[str | nn.Cell]) -> list[nn.Cell]:
