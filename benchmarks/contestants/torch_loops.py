@@ -53,6 +53,27 @@ def wrapped(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, **option
     return window
 
 
+def hand_watched(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> Window:
+    """The same loop, told by autograd which version each ``.grad`` has: what a loop needs before it can notice a change of one."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_Seen())  # type: ignore[no-untyped-call]
+    return hand_written(model, optimizer, loss)
+
+
+class _Seen:
+    """The gradient that autograd left, and its version."""
+
+    __slots__ = ("gradient", "version")
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+        self.version = 0
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.gradient = parameter.grad
+        self.version = 0 if self.gradient is None else self.gradient._version
+
+
 def accelerate(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, clip_norm: float | None = None) -> Window:
     """The loop of Accelerate's guide to gradient accumulation."""
     from accelerate import Accelerator

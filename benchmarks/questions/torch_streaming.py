@@ -15,7 +15,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case
-from benchmarks.contestants.torch_loops import BASELINE, DEVICE, STEPS, Recipe, Window, accelerate, fabric, hand_written, recipes, wrapped
+from benchmarks.contestants.torch_loops import (
+    BASELINE,
+    DEVICE,
+    STEPS,
+    Recipe,
+    Window,
+    accelerate,
+    fabric,
+    hand_watched,
+    hand_written,
+    recipes,
+    wrapped,
+)
 
 ITEMS = 8
 CLIP = 1e-3
@@ -39,6 +51,7 @@ def cases(quick: bool) -> Iterator[Case]:
         x = torch.randn(ITEMS, width, device=DEVICE)
         for kind in ("foreach", "fused"):
             windows = {label: _window(recipe, width, layers, kind, x) for label, recipe in recipes().items()}
+            windows["hand-written loop, told of each .grad"] = _window(hand_watched, width, layers, kind, x)
             windows["gradaccum, ignoring overflow"] = _window(IGNORING, width, layers, kind, x)
             windows["gradaccum, separate_sums"] = _window(SEPARATE, width, layers, kind, x)
             if kind == "foreach" and find_spec("keras") and width <= 512:

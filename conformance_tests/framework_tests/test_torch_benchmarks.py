@@ -9,6 +9,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 
 from benchmarks.contestants.bert import LARGE, TINY, WAYS
+from benchmarks.contestants.torch_loops import hand_watched, hand_written, wrapped
 from benchmarks.questions import torch_memory, torch_split
 
 
@@ -28,3 +29,15 @@ def test_memory_contestants_run() -> None:
     assert WAYS[0] == LARGE
     for way in WAYS:
         torch_memory.window(way, 4, TINY.layers, TINY)()
+
+
+def test_loops_make_the_same_updates() -> None:
+    x, trained = torch.randn(4, 16), []
+    for recipe in (hand_written, hand_watched, wrapped):
+        net = torch_split.model(16)
+        window = recipe(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda net: torch_split.loss(net, x))
+        for _ in range(2):
+            window()
+        trained.append([p.detach() for p in net.parameters()])
+    for own in trained[1:]:
+        torch.testing.assert_close(own, trained[0])
