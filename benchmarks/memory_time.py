@@ -5,41 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from benchmarks.case import LIMIT, Case, Curve
-from benchmarks.contestants.bert import LARGE, WAYS, Encoder
+from benchmarks.contestants.bert import BATCHES, BERT_BASE, FEW_LAYERS, LARGE, QUICK_BATCHES, RECOMPUTE, WAYS, Encoder
 from benchmarks.rounds import Plan, measure
 
 PLAN = Plan(rounds=5, least=3, seconds=60.0)
-MakeWindow = Callable[[str, int], Callable[[], object]]
-"""From a way and a size of batch, one run."""
+MakeWindow = Callable[[str, int, Encoder], Callable[[], object]]
+"""From a way, a size of batch and the encoder's shape, one run."""
+Memory = Callable[[str, int, Encoder], float]
+"""Its peak MiB."""
 
 
-def answers(
-    framework: str, shape: Encoder, sizes: Sequence[int], window: MakeWindow, memory: Mapping[tuple[str, int], float]
-) -> Iterator[Case | Curve]:
-    """The largest batch as a case; and a curve for each way, from the smallest batch to the largest.
+def answers(framework: str, quick: bool, window: MakeWindow, memory: Memory) -> Iterator[Case | Curve]:
+    """With few layers the largest batch as a case, and a curve for each way, from the smallest batch to the largest; and all layers.
 
     Args:
         framework: its name, for the plot.
-        shape: the encoder's.
-        sizes: sequences in a batch, ascending.
+        quick: small batches and few layers alone.
         window: makes a run.
-        memory: peak MiB by way and size.
+        memory: measures one.
     """
-    yield comparison(shape, sizes[-1], window, {way: memory[way, sizes[-1]] for way in WAYS})
-    limit = limit_of(memory, sizes)
-    medians = {size: measure({way: window(way, size) for way in WAYS}, LARGE, PLAN) for size in sizes}
+    sizes = QUICK_BATCHES if quick else BATCHES
+    known = {(way, size): memory(way, size, FEW_LAYERS) for way in WAYS for size in sizes}
+    yield comparison(FEW_LAYERS, sizes[-1], window, {way: known[way, sizes[-1]] for way in WAYS})
+    limit = limit_of(known, sizes)
+    medians = {size: measure({way: window(way, size, FEW_LAYERS) for way in WAYS}, LARGE, PLAN) for size in sizes}
     for way in WAYS:
         times = [next(t.median_ms for t in medians[size] if t.contestant == way) for size in sizes]
-        counts_of_way = {LIMIT: limit, "largest batch under the limit": largest_under(memory, way, sizes, limit)}
-        peaks = [memory[way, size] for size in sizes]
+        counts_of_way = {LIMIT: limit, "largest batch under the limit": largest_under(known, way, sizes, limit)}
+        peaks = [known[way, size] for size in sizes]
         yield Curve(f"{framework}: memory and time", way, times, peaks, "time of one gradient, ms", "peak memory, MiB", counts_of_way)
+    if not quick:
+        yield comparison(BERT_BASE, sizes[-1], window, {way: memory(way, sizes[-1], BERT_BASE) for way in (LARGE, RECOMPUTE)})
 
 
-def comparison(shape: Encoder, items: int, window: MakeWindow, memory: Mapping[str, float]) -> Case:
-    """One size of batch as a case, of the ways whose peak MiB are in `memory`, the large batch among them."""
-    counts = {way: {"peak MiB": peak, "of the large batch": peak / memory[LARGE]} for way, peak in memory.items()}
+def comparison(shape: Encoder, items: int, window: MakeWindow, peaks: Mapping[str, float]) -> Case:
+    """One size of batch as a case, of the ways whose peak MiB are given, the large batch among them."""
+    counts = {way: {"peak MiB": peak, "of the large batch": peak / peaks[LARGE]} for way, peak in peaks.items()}
     name = f"{shape.layers} x {shape.width}, {shape.length} tokens x {items}"
-    return Case(name, LARGE, {way: window(way, items) for way in memory}, counts)
+    return Case(name, LARGE, {way: window(way, items, shape) for way in peaks}, counts)
 
 
 def limit_of(memory: Mapping[tuple[str, int], float], sizes: Sequence[int]) -> float:

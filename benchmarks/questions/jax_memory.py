@@ -13,7 +13,7 @@ of them is added to the sum (254 MiB in place of 196), so micro-batches are reco
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -21,43 +21,25 @@ import jax.numpy as jnp
 
 import gradaccum_jax
 from benchmarks.case import Case, Curve
-from benchmarks.contestants.bert import (
-    ACCUMULATE,
-    BATCHES,
-    BERT_BASE,
-    BOTH,
-    FEW_LAYERS,
-    LARGE,
-    MICRO_BATCH,
-    QUICK_BATCHES,
-    RECOMPUTE,
-    WAYS,
-    Encoder,
-)
-from benchmarks.memory_time import answers, comparison
+from benchmarks.contestants.bert import ACCUMULATE, BOTH, MICRO_BATCH, RECOMPUTE, Encoder
+from benchmarks.memory_time import answers
 
 
 def cases(quick: bool) -> Iterator[Case | Curve]:
-    sizes = QUICK_BATCHES if quick else BATCHES
-    memory = {(way, items): peak_of(way, items) / 2**20 for way in WAYS for items in sizes}
-    yield from answers("JAX", FEW_LAYERS, sizes, window, memory)
-    if not quick:
-        items = sizes[-1]
-        whole = {way: peak_of(way, items, BERT_BASE) / 2**20 for way in (LARGE, RECOMPUTE)}
-        yield comparison(BERT_BASE, items, partial(window, shape=BERT_BASE), whole)
+    yield from answers("JAX", quick, gradient, peak_of)
 
 
-def window(way: str, items: int, shape: Encoder = FEW_LAYERS) -> Callable[[], object]:
+def gradient(way: str, items: int, shape: Encoder) -> Callable[[], object]:
     """One gradient of a batch of `items` sequences."""
     params, x = inputs(items, shape)
     run = compiled(way, items, shape)
     return lambda: jax.block_until_ready(run(params, x))  # type: ignore[no-untyped-call]
 
 
-def peak_of(way: str, items: int, shape: Encoder = FEW_LAYERS) -> int:
-    """Bytes beside the parameters and the batch."""
+def peak_of(way: str, items: int, shape: Encoder) -> float:
+    """MiB beside the parameters and the batch."""
     memory: Any = compiled(way, items, shape).memory_analysis()
-    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)
+    return float(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes) / 2**20
 
 
 @cache

@@ -7,7 +7,6 @@ beside the activations. The curves have a point for each size of batch. Under a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,37 +14,29 @@ from torch import Tensor, nn
 
 import gradaccum_torch
 from benchmarks.case import Case, Curve
-from benchmarks.contestants.bert import (
-    ACCUMULATE,
-    BATCHES,
-    BERT_BASE,
-    BOTH,
-    FEW_LAYERS,
-    LARGE,
-    MICRO_BATCH,
-    QUICK_BATCHES,
-    RECOMPUTE,
-    WAYS,
-    Encoder,
-)
-from benchmarks.memory_time import answers, comparison
+from benchmarks.contestants.bert import ACCUMULATE, BERT_BASE, BOTH, MICRO_BATCH, RECOMPUTE, Encoder
+from benchmarks.memory_time import answers
 from benchmarks.peak import peak_bytes
 
 
 def cases(quick: bool) -> Iterator[Case | Curve]:
-    sizes = QUICK_BATCHES if quick else BATCHES
-    memory = {(way, items): peak_bytes("torch_memory", way, items) / 2**20 for way in WAYS for items in sizes}
-    yield from answers("torch", FEW_LAYERS, sizes, window, memory)
-    if not quick:
-        depth, items = BERT_BASE.layers, sizes[-1]
-        whole = {way: peak_bytes("torch_memory", way, items, depth) / 2**20 for way in (LARGE, RECOMPUTE)}
-        yield comparison(BERT_BASE, items, partial(window, layers=depth), whole)
+    yield from answers("torch", quick, gradient, peak_of)
 
 
-def window(way: str, items: int, layers: int = FEW_LAYERS.layers, shape: Encoder = BERT_BASE) -> Callable[[], object]:
-    """One gradient of a batch of `items` sequences, through as many `layers` of `shape`."""
+def peak_of(way: str, items: int, shape: Encoder) -> float:
+    """MiB, of a process that calls `window`."""
+    return peak_bytes("torch_memory", way, items, shape.layers) / 2**20
+
+
+def window(way: str, items: int, layers: int) -> Callable[[], object]:
+    """One gradient, through as many layers of BERT-base."""
+    return gradient(way, items, BERT_BASE._replace(layers=layers))
+
+
+def gradient(way: str, items: int, shape: Encoder) -> Callable[[], object]:
+    """One gradient of a batch of `items` sequences."""
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(_block(shape) for _ in range(layers)))
+    blocks = nn.Sequential(*(_block(shape) for _ in range(shape.layers)))
     net = _recomputed(blocks) if way in (RECOMPUTE, BOTH) else blocks
     x = torch.randn(items, shape.length, shape.width)
 

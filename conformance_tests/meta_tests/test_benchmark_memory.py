@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import peak
 from benchmarks.case import LIMIT, Case, Curve
-from benchmarks.contestants.bert import LARGE, TINY, WAYS
+from benchmarks.contestants.bert import BERT_BASE, LARGE, RECOMPUTE, WAYS
 from benchmarks.memory_time import answers, largest_under, limit_of
 from benchmarks.rounds import Plan
 
@@ -48,8 +48,7 @@ def test_limit_ends_each_way_at_its_own_batch() -> None:
 
 def test_answers_hold_a_case_and_a_curve_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.memory_time.PLAN", Plan(rounds=1))
-    memory = {(way, size): float(size) for way in WAYS for size in (2, 4)}
-    case, *curves = answers("any", TINY, (2, 4), lambda way, size: lambda: None, memory)
+    case, *curves = answers("any", True, lambda way, size, shape: lambda: None, lambda way, size, shape: float(size))
     assert isinstance(case, Case)
     assert set(case.contestants) == set(WAYS)
     assert [curve.contestant for curve in curves if isinstance(curve, Curve)] == list(WAYS)
@@ -57,3 +56,11 @@ def test_answers_hold_a_case_and_a_curve_for_each_way(monkeypatch: pytest.Monkey
         assert isinstance(curve, Curve)
         assert curve.ys == [2.0, 4.0]
         assert curve.counts[LIMIT] == 3
+
+
+def test_all_layers_are_compared_unless_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.memory_time.PLAN", Plan(rounds=1))
+    *_, last = answers("any", False, lambda way, size, shape: lambda: None, lambda way, size, shape: float(shape.layers))
+    assert isinstance(last, Case)
+    assert set(last.contestants) == {LARGE, RECOMPUTE}
+    assert last.counts[LARGE]["peak MiB"] == BERT_BASE.layers
