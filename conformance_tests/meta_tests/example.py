@@ -40,10 +40,11 @@ def run_suite(site: Path, *options: str, **environment: str) -> subprocess.Compl
 
 def program_of(site: Path, *options: str, **environment: str) -> str:
     """The same as a program, for a process that has imported pytest already."""
+    variables = {"PYTHONPATH": python_path(*_folders(site)), **environment}
     return f"""
 import os, sys
 from gradaccum_conformance.__main__ import main
-os.environ.update({ {"PYTHONPATH": python_path(*_folders(site)), **environment}!r})
+os.environ.update({variables!r})
 sys.path[:0] = {list(map(str, _folders(site)))!r}
 sys.argv[1:] = {_arguments(options)!r}
 sys.exit(main())

@@ -103,9 +103,7 @@ def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gat
     nothing = jnp.zeros((), counting.dtype)
     start = Carry(gathering.start, copies(Own(nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start()), axes))
     (held, own), rows = over(groups, body, start, first)
-    own = _over_devices(own, merging, question.axis_names)
-    if question.weight is None and counting.unit is not None:  # A constant: XLA counts nothing in the loop, and multiplies by 1 / weight.
-        own = own._replace(weight=jnp.asarray(_all_items(source, question.axis_names) / counting.unit, counting.dtype))
+    own = counting.known(_over_devices(own, merging, question.axis_names), source)
     items = _all_items(source, question.axis_names) if merging.counts_items else None
     loss = (own.loss / denominator(own.weight, question.options)).astype(like.dtype)
     by_weight = jnp.where(own.weight == 0, 1, own.weight)
@@ -122,6 +120,12 @@ class _Counting(NamedTuple):
 
     def weight(self, micro_batch: MicroBatch) -> Scalar:
         return weight_of(micro_batch, self.question.weight, self.unit, self.dtype)
+
+    def known(self, own: Own, source: Source) -> Own:
+        """`own` of all devices, with a constant as the weight where the user gives none: XLA then counts nothing in the loop."""
+        if self.question.weight is not None or self.unit is None:
+            return own
+        return own._replace(weight=jnp.asarray(_all_items(source, self.question.axis_names) / self.unit, self.dtype))
 
     def add(self, held: Own, loss: Scalar, aux: Tree, micro_batch: MicroBatch, weight: Scalar) -> tuple[Own, list[Array]]:
         """Loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
