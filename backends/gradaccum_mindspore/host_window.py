@@ -34,8 +34,8 @@ class Program(OwnPhase):
         """Nothing: the compiler checks them once, where MindSpore inspects a signature at each call."""
 
 
-class Ending(Program):
-    """A program that makes an update and closes the window.
+class Applied(Program):
+    """The end of a window that was decided on. It takes nothing that it does not use: MindSpore runs such a program half as fast.
 
     Args:
         window: the window in compiled code.
@@ -49,8 +49,7 @@ class Ending(Program):
         self.lowers_flag = window.options.on_overflow == "drop_micro_batch"
         """Only then is a window applied whose overflow flag is up."""
 
-    def end(self, divisor: Tensor) -> bool:
-        """Make the update, forget the sums, and write the state except the loss scale and what is known of the window."""
+    def construct(self, divisor: Tensor, event: Tensor, loss: Tensor, *more: Tensor) -> bool:
         window, store = self.window, self.window.storage
         if self.multiplies:
             self.update(multiply(store.sums, divisor, store.handed))
@@ -62,18 +61,9 @@ class Ending(Program):
         ops.assign_add(store.optimizer_step, window.one_step)
         if self.lowers_flag:
             ops.assign(store.overflow, window.false)
-        return True
-
-
-class Applied(Ending):
-    """The end of a window that was decided on. It takes nothing that it does not use: MindSpore runs such a program half as fast."""
-
-    def construct(self, divisor: Tensor, event: Tensor, loss: Tensor, *more: Tensor) -> bool:
-        store = self.window.storage
-        self.end(divisor)
-        self.window.write_event(event)
+        window.write_event(event)
         store.knowledge.compiled_write(loss, more[0] if store.knowledge.has_noise else None)
-        if self.window.scale_moves:
+        if window.scale_moves:
             ops.assign(store.loss_scale, more[-2])
             ops.assign(store.growth_tracker, more[-1])
         return True

@@ -143,15 +143,8 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
 
     def compiled_certain(self, loss: Tensor, weight: Tensor | None) -> Tensor:
         """What a micro-batch that is certainly added adds to `loss`; its weight is 1 if it is None."""
-        return ops.stack((self.compiled_part(loss, weight), self.one if weight is None else weight, self.zero))
-
-    def compiled_part(self, loss: Tensor, weight: Tensor | None) -> Tensor:
-        """What it adds to the sum of losses."""
-        return loss if weight is None else contribution(weight, self.options) * loss
-
-    def compiled_last(self, part: Tensor, divisor: Tensor) -> Tensor:
-        """The value of `loss` after a window that ends with a micro-batch of this part; `divisor`: the window's, or NaN for no loss."""
-        return ops.stack((self.zero, self.zero, (self.loss.value()[0] + part) / divisor))
+        part = loss if weight is None else contribution(weight, self.options) * loss
+        return ops.stack((part, self.one if weight is None else weight, self.zero))
 
     def compiled_after(self, state: Fields, grad_norm: Tensor) -> tuple[Tensor, Tensor | None]:
         """The values after a window with this state and norm."""

@@ -79,7 +79,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         self.backward = ms.value_and_grad(self.forward, None, self.weights, has_aux=True)
         steps, host = optimizer.options.steps, None
         if isinstance(steps, int) and optimizer.compiled_window.workers is None:
-            host = HostTraining(self, steps, self.weight_before)
+            host = HostTraining(self, steps)
         object.__setattr__(self, "host", host)
 
     def forward(self, *inputs: object) -> tuple[Tensor, Tensor]:
@@ -92,15 +92,6 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         if named or self.host is None or not decides_on_host():
             return super().__call__(*inputs, **named)
         return self.host(*inputs)
-
-    def weight_before(self, *inputs: object) -> float | None:
-        """The weight of a micro-batch, if it is known before that is run; else None."""
-        if self.weight_of_micro_batch is None:
-            return 1.0
-        first = inputs[0] if inputs else None
-        if self.weight_of_micro_batch is items and isinstance(first, Tensor) and first.ndim > 0:
-            return float(first.shape[0])
-        return None
 
     def construct(self, *inputs: object) -> Tensor:
         loss, gradients, weight = self.differentiated(*inputs)
