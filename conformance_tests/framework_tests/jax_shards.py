@@ -23,6 +23,7 @@ import gradaccum_jax
 
 P = jax.sharding.PartitionSpec
 MODEL = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
+DATA = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
 BOTH = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
 SPECS = {"copy": P(), "rows": P("model"), "half": P(None, "model")}
 SHAPES = {"copy": (3,), "rows": (4, 3), "half": (3, 2)}
@@ -57,8 +58,8 @@ def train(tx: Any, params: Any, gradients: Any) -> tuple[Any, Any]:
     return params, results
 
 
-def near(found: Any, wanted: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5, atol=1e-7), found, wanted)
+def near(found: Any, wanted: Any, rtol: float = 1e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rtol, atol=1e-7), found, wanted)
 
 
 def check_like_one_device(control_flow: str) -> None:
@@ -69,6 +70,7 @@ def check_like_one_device(control_flow: str) -> None:
         ({}, BAD, 1),
         ({"on_overflow": "drop_micro_batch"}, BAD, 1),
         ({"skip_norm": 3.0}, MADE, 1),
+        ({"noise_scale": 0.5}, MADE, 1),
         ({"master_weights": True}, MADE, 1),
     ]
     for given, gradients, size in cases if control_flow == "while_loop" else cases[2:4]:
@@ -78,25 +80,31 @@ def check_like_one_device(control_flow: str) -> None:
         params = start(jnp.bfloat16 if "master_weights" in given else np.float32)
         whole, shared = (gradaccum.wrap(inner, **options, **own) for own in ({}, {"shard_axes": "model"}))
         found = lifted(lambda *args, tx=shared: train(tx, *args), (SPECS, apart), (SPECS, P()))(params, scaled)
-        near(found, jax.jit(lambda *args, tx=whole: train(tx, *args))(params, scaled))
+        wanted = jax.jit(lambda *args, tx=whole: train(tx, *args))(params, scaled)
+        near(found, wanted, 1e-4 if "noise_scale" in given else 1e-5)  # the noise is a difference of norms
         assert bool(found[1].overflow.any()) == (gradients is BAD)
         assert bool(found[1].applied.any())
 
 
 def check_with_workers(control_flow: str) -> None:
-    """Shards along one axis of the mesh, and along the other devices with micro-batches of their own."""
-    options: dict[str, Any] = {"steps": 2, "clip_norm": 0.5, "control_flow": control_flow}
-    shared = gradaccum.wrap(optax.sgd(0.1), **options, axis_name="data", shard_axes="model")
+    """Shards along one axis of the mesh, and along the other devices with micro-batches of their own; also what a window knows."""
+    options: dict[str, Any] = {"steps": 2, "clip_norm": 0.5, "noise_scale": 0.5, "control_flow": control_flow}
+    shared, whole = (gradaccum.wrap(optax.sgd(0.1), **options, axis_name="data", **own) for own in ({"shard_axes": "model"}, {}))
     own = {name: np.asarray(rng.normal(size=(6, 2, *shape)), np.float32) for name, shape in SHAPES.items()}
-    apart = jax.tree.map(lambda spec: P(None, "data", *spec), SPECS)
 
-    def local(params: Any, gradients: Any) -> Any:
-        params, results = train(shared, params, {name: leaf[:, 0] for name, leaf in gradients.items()})
-        return params, results.grad_norm
+    def found_by(tx: Any, specs: Any, mesh: Any) -> Any:
+        def local(params: Any, gradients: Any) -> Any:
+            params, results = train(tx, params, {name: leaf[:, 0] for name, leaf in gradients.items()})
+            return params, results.grad_norm, results.noise_scale
 
-    found = lifted(local, (SPECS, apart), (SPECS, P()), BOTH)(start(), own)
-    wanted = train(gradaccum.wrap(optax.sgd(0.1), **options), start(), {name: leaf.mean(1) for name, leaf in own.items()})
-    near(found, (wanted[0], wanted[1].grad_norm))
+        apart = jax.tree.map(lambda spec: P(None, "data", *spec), specs)
+        return lifted(local, (specs, apart), (specs, P(), P()), mesh)(start(), own)
+
+    found, without_shards = found_by(shared, SPECS, BOTH), found_by(whole, dict.fromkeys(SPECS, P()), DATA)
+    near(found, without_shards, 1e-4)
+    assert np.isfinite(found[2][1:]).all(), "the noise is compared with an estimate"
+    wanted = train(gradaccum.wrap(optax.sgd(0.1), steps=2, clip_norm=0.5), start(), {name: leaf.mean(1) for name, leaf in own.items()})
+    near(found[:2], (wanted[0], wanted[1].grad_norm))
 
 
 def once(tx: Any, params: Any) -> Any:
