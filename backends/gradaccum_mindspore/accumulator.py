@@ -90,7 +90,7 @@ class Accumulator(StateReader, OwnPhase):
     def clear(self) -> Tensor:
         """Close the window: count it as an update or as skipped, adjust the loss scale, forget the sums. Returns ``applicable()``."""
         self.window.note_decision()
-        self.window.finish()
+        self.window.finish(False)
         return self.window.notes.applied & self.window.true
 
 

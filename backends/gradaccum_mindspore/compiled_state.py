@@ -44,7 +44,7 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.unknown = Tensor(NO_LOSS, storage.float_dtype)
         self.plain_event = Tensor([1.0, 0.0, 0.0, float("nan")], storage.float_dtype)
         """What `Storage.last_event` holds after an update that nothing was measured for."""
-        self.nan = Tensor(float("nan"), storage.float_dtype)
+        self.nan, self.infinity = (Tensor(float(number), storage.float_dtype) for number in ("nan", "inf"))
         self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
         self.varies = storage.varies
         self.size_code = Tensor([0, 0, 0, -1 if self.by_weight else 1], ms.int32)
@@ -103,6 +103,14 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         if event is not None:
             ops.assign(self.storage.overflow, overflow)
             self.write_event(event)
+        return True
+
+    def write_empty(self, event: Tensor) -> bool:
+        """Assign what an empty window holds. The core's zeros would be operators: the compiler does not see that they are constants."""
+        ops.assign(self.storage.micro_step, self.no_step)
+        ops.assign(self.storage.weight, self.zero)
+        ops.assign(self.storage.overflow, self.false)
+        self.write_event(event)
         return True
 
     def write_size(self, state: Fields) -> bool:

@@ -22,6 +22,7 @@ from gradaccum.kit import close as state_closed
 from gradaccum.kit import discard as state_discarded
 from gradaccum_mindspore.compiled_arguments import CompiledArguments
 from gradaccum_mindspore.norm import compiled_measure, robust_measure
+from gradaccum_mindspore.packed import Packed
 from gradaccum_mindspore.plain_ends import compiled_ends_plainly, compiled_weigh
 from gradaccum_mindspore.state import STEPS, Storage
 from gradaccum_mindspore.sums import compiled_add, compiled_clear, compiled_finite, compiled_fits, divide, where
@@ -41,6 +42,7 @@ class CompiledWindow(CompiledArguments):
     def __init__(self, storage: Storage, options: Options, workers: WorkerGroup | None = None) -> None:
         super().__init__(storage, options)
         self.workers = workers
+        self.packed = Packed(storage.sums, storage.float_dtype)
 
     def add(self, gradients: Gradients, weight: Weight, loss: Loss) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add one micro-batch of ordered gradients to the sums.
@@ -104,20 +106,23 @@ class CompiledWindow(CompiledArguments):
     def measure_first(self, needed: Tensor) -> bool:
         """The branch of `see_first`."""
         if needed:
-            self.storage.knowledge.compiled_see_first(self.storage.sums, self.storage.weight, self.storage.loss_scale)
+            self.storage.knowledge.compiled_see_first(self.packed(), self.storage.weight, self.storage.loss_scale)
         return True
 
-    def close(self, update: Update) -> bool:
-        """End the window: make the `update` with its gradients, or not at all."""
+    def close(self, update: Update, untold: bool) -> bool:
+        """End the window: make the `update` with its gradients, or not at all.
+
+        `untold`: certainly some micro-batch of the window did not tell its loss.
+        """
         if self.workers is not None:
             self.workers.compiled_join()
-        return self.close_joined(update)
+        return self.close_joined(update, untold)
 
-    def close_joined(self, update: Update) -> bool:
+    def close_joined(self, update: Update, untold: bool) -> bool:
         """The same once its workers are added up."""
         self.note_decision()
         self.apply(update)
-        return self.finish()
+        return self.finish(untold)
 
     def ends_plainly(self) -> bool:
         """Whether the end that is being compiled, of a micro-batch without a weight, needs no decision; a constant."""
@@ -154,19 +159,24 @@ class CompiledWindow(CompiledArguments):
         if not self.measures:
             state, sound = self.sized(notes.state())
             return notes.write_decision(*decide(state, self.nan, sound, self.options, where, self.storage.largest))
-        norm, finite = compiled_measure(self.storage.sums, self.float_dtype)
-        notes.write_measure(norm, finite)
+        norm, right = compiled_measure(self.packed(), self.float_dtype)
+        notes.write_measure(norm, right)
         self.measure_again()
         state, sound = self.sized(notes.state())
-        finite = self.fits(state, notes.finite & sound)
-        apply, overflow, divides, grad_norm = decide(state, notes.norm.value(), finite, self.options, where, self.storage.largest)
+        norm = notes.norm.value()
+        finite = self.fits(state, ops.isfinite(norm))
+        if self.calls_steps:
+            finite = finite & sound
+        apply, overflow, divides, grad_norm = decide(state, norm, finite, self.options, where, self.storage.largest)
         return notes.write_decision(apply, overflow, divides, grad_norm)
 
     def measure_again(self) -> bool:
-        """Note norm and finiteness the robust way if the squares overflow or vanish."""
-        if self.notes.unmeasured:
-            norm, finite = robust_measure(self.storage.sums, self.float_dtype)
-            self.notes.write_measure(norm, finite)
+        """Note the norm in the robust way if the squares overflow or vanish: inf if it is not finite."""
+        if self.notes.measured:
+            pass
+        else:
+            norm, finite = robust_measure(self.packed(), self.float_dtype)
+            ops.assign(self.notes.norm, where(finite, norm, self.infinity))
         return True
 
     def sized(self, state: Fields) -> tuple[Fields, Tensor]:
@@ -192,19 +202,21 @@ class CompiledWindow(CompiledArguments):
             update(self.gradients(self.notes.divisor.value()))
         return True
 
-    def finish(self) -> bool:
-        """Clear the sums, assign the state after the window and its last event."""
+    def finish(self, untold: bool) -> bool:
+        """Clear the sums, assign the state after the window and its last event; `untold` as for `close`."""
         notes = self.notes
         apply, overflow = notes.applied & self.true, notes.overflow & self.true
         before, grad_norm = self.read(), notes.grad_norm.value()
         loss, noise = self.storage.knowledge.compiled_after(before, grad_norm)
+        if untold and self.workers is None:
+            loss = self.unknown
         after = state_closed(before, apply, overflow, self.options, where)
         _, _, _, zero, _, _, _ = after
         compiled_clear(self.storage.sums, zero)
         if self.workers is not None:
             self.workers.window_ended()
         self.storage.knowledge.compiled_write(loss, noise)
-        self.write_open(after, self.event(apply, apply == False, overflow, grad_norm))  # noqa: E712
+        self.write_empty(self.event(apply, apply == False, overflow, grad_norm))  # noqa: E712
         return self.write_counters(after)
 
     def flush(self, update: Update) -> Tensor:
@@ -212,7 +224,7 @@ class CompiledWindow(CompiledArguments):
         micro_step, _, _, _, _, _, _ = self.read()
         is_open, never = micro_step > 0, micro_step < 0
         if is_open:
-            self.close(update)
+            self.close(update, False)
         else:
             self.write_event(self.event(never, never, never, self.grad_norm()))
         return is_open

@@ -35,9 +35,9 @@ class Notes(nn.Cell):  # type: ignore[misc]
     loss_scale: Parameter
     terms: Parameter
     norm: Parameter
-    finite: Parameter
-    unmeasured: Parameter
-    """bool: not `finite`, as a condition."""
+    """inf or NaN if the sums are not finite."""
+    measured: Parameter
+    """bool: `norm` is right already."""
     overflow: Parameter
     divisor: Parameter
     grad_norm: Parameter
@@ -53,7 +53,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
         self.add("terms", Tensor([0, 0, 0, 1], ms.int32), number)
         for field in ("weight", "norm", "divisor", "grad_norm"):
             self.add(field, Tensor(0.0, float_dtype), number)
-        for field in ("before", "finite", "unmeasured", "overflow", "applied", "apply"):
+        for field in ("before", "measured", "overflow", "applied", "apply"):
             self.add(field, Tensor(False), number)
 
     def add(self, field: str, value: Tensor, number: int) -> None:
@@ -76,11 +76,10 @@ class Notes(nn.Cell):  # type: ignore[misc]
         weight, zero = self.weight.value(), 0 * self.weight.value()
         return zero, zero, zero, weight, self.before & True, self.loss_scale.value(), zero
 
-    def write_measure(self, norm: Tensor, finite: Tensor) -> bool:
-        """Note the sums' norm, and whether all of them are finite."""
+    def write_measure(self, norm: Tensor, right: Tensor) -> bool:
+        """Note the sums' norm, and whether it is known to be right."""
         ops.assign(self.norm, norm.astype(self.float_dtype))
-        ops.assign(self.finite, finite)
-        ops.assign(self.unmeasured, finite == False)  # noqa: E712
+        ops.assign(self.measured, right)
         return True
 
     def write_decision(self, apply: Tensor, overflow: Tensor, divisor: Tensor, grad_norm: Tensor) -> bool:

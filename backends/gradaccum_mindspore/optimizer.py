@@ -215,11 +215,12 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
         self.compiled_window.see_first(needed)
         if self.compiled_window.steps is None:
             return full
-        if self.compiled_window.adds_certainly(weight) and self.compiled_window.ends_plainly():
+        certain = self.compiled_window.adds_certainly(weight)
+        if certain and self.compiled_window.ends_plainly():
             if full:
                 self.compiled_window.close_plainly(self.update, loss is not None)
         elif full:
-            self.compiled_window.close(self.update)
+            self.compiled_window.close(self.update, certain and loss is None)
         return full
 
     def take(self, gradients: Gradients, weight: Weight, loss: Loss) -> bool:

@@ -79,9 +79,24 @@ def test_constant_weight_is_one_multiplication():
 def test_window_end_measures_and_divides_once(graphs):
     (updated,) = with_operator(graphs, "Adam")
     assert updated["Adam"] == updated["Div"] == len(SHAPES), "one compiled update, and one division of each sum"
-    decided = [counts for counts in with_operator(graphs, "Square") if not counts["Abs"]]
-    assert [counts["Square"] for counts in decided] == [len(SHAPES)], "one pass over the sums"
-    assert decided[0]["Reshape"] == decided[0]["MatMul"] == 0
+    (decided,) = plain_norms(graphs)
+    assert decided["Square"] == decided["Concat"] == 1, "small sums are measured as one"
+    assert decided["Reshape"] == 2, "a copy of each that is no vector"
+    assert decided["MatMul"] == 0
+
+
+def plain_norms(graphs):
+    return [counts for counts in with_operator(graphs, "Square") if not counts["Abs"]]
+
+
+def test_large_sums_are_measured_where_they_lie():
+    (decided,) = plain_norms(dumped(((130, 130), (200, 100)), "graph_build"))
+    assert decided["Square"] == 2, "one pass over the sums"
+    assert decided["Reshape"] == decided["Concat"] == 0
+
+
+def test_untold_losses_cost_nothing(graphs):
+    assert not with_operator(graphs, "StridedSlice"), "nobody reads the sum of the losses"
 
 
 def test_graphs_grow_slowly_with_parameters():

@@ -24,7 +24,7 @@ class CompiledEnd(nn.Cell):  # type: ignore[misc]
         self.window, self.update = window, update
 
     def construct(self) -> bool:
-        return self.window.close_joined(self.update)
+        return self.window.close_joined(self.update, False)
 
 
 class SharedWindow(PyNativeWindow):
