@@ -7,17 +7,20 @@ join one to the others takes one. The copy of a small sum takes no longer than t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from gradaccum_mindspore.norm import ROW
-from gradaccum_mindspore.sums import cast, each
+from gradaccum_mindspore.sums import each
 from gradaccum_mindspore.types import DType, Sums
 
 SMALL = 4 * ROW
 """Elements up to which a sum is small: 64 KiB in float32."""
+reshape: Callable[[Tensor, tuple[int, ...]], Tensor] = ops.Reshape()
+concat: Callable[[tuple[Tensor, ...]], Tensor] = ops.Concat()
+"""Primitives: the functions of these names are graphs of their own, for each tensor."""
 
 
 class Packed(nn.Cell):  # type: ignore[misc]
@@ -29,16 +32,17 @@ class Packed(nn.Cell):  # type: ignore[misc]
     """
 
     small: Sequence[Parameter]
-    large: Sequence[Parameter]
+    others: Sequence[Parameter]
+    """Large ones, and those of another dtype."""
 
     def __init__(self, sums: Sequence[Parameter], dtype: DType) -> None:
         super().__init__(auto_prefix=False)
-        self.dtype = dtype
-        small = tuple(total for total in sums if total.size <= SMALL)
+        small = [total for total in sums if total.size <= SMALL and total.dtype == dtype]
         self.joins = len(small) > 1
+        joined = {id(total) for total in small} if self.joins else set()
         # A Cell would list them as its own.
-        object.__setattr__(self, "small", small)
-        object.__setattr__(self, "large", tuple(total for total in sums if total.size > SMALL) if self.joins else tuple(sums))
+        object.__setattr__(self, "small", tuple(small))
+        object.__setattr__(self, "others", tuple(total for total in sums if id(total) not in joined))
         elements = sum(total.size for total in small)
         self.in_rows = elements > ROW
         gap = -elements % ROW if self.in_rows else 0
@@ -48,12 +52,12 @@ class Packed(nn.Cell):  # type: ignore[misc]
     def construct(self) -> Sums:
         """The tensors whose elements are those of the sums and zeros."""
         if not self.joins:
-            return self.large
-        joined = ops.concat((*each(ops.partial(_flat, self.dtype), self.small), *self.gap))
+            return self.others
+        joined = concat((*each(_flat, self.small), *self.gap))
         if self.in_rows:
-            joined = joined.reshape(-1, ROW)
-        return (joined, *self.large)
+            joined = reshape(joined, (-1, ROW))
+        return (joined, *self.others)
 
 
-def _flat(dtype: DType, total: Parameter) -> Tensor:
-    return ops.reshape(cast(total, dtype), (-1,))
+def _flat(total: Parameter) -> Tensor:
+    return reshape(total, (-1,))
