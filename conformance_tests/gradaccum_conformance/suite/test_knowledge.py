@@ -64,6 +64,16 @@ def test_loss_leaves_out_what_the_window_does(backend: Harness, mode: str, error
     errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
 
 
+def test_loss_misses_no_micro_batch_of_weight_zero(backend: Harness, mode: str, errors: Errors) -> None:
+    """Though that one is the last and does not tell its own."""
+    session = start(backend, MLP, steps=2, mode=mode)
+    truth = true_loss(session, BATCH.rows(0, 5), "mean")
+    session.micro_batch(BATCH.rows(0, 5), weight=5)
+    session.gradients({name: np.zeros(shape) for name, shape in MLP.parameter_shapes().items()}, weight=0.0)
+    assert session.result().applied
+    errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
+
+
 def test_open_window_keeps_its_loss_when_saved(backend: Harness, tmp_path: Path) -> None:
     whole, resumed = (start(backend, MLP, steps=3, noise_scale=True) for _ in range(2))
     pieces = cut(BATCH, SIZES)
