@@ -172,6 +172,7 @@ class CompiledWindow(CompiledArguments):
 
     def measure_again(self) -> bool:
         """Note the norm in the robust way if the squares overflow or vanish: inf if it is not finite."""
+        # A condition is a Parameter as it is: `not` would be an operator more in each window.
         if self.notes.measured:
             pass
         else:

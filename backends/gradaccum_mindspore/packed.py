@@ -7,7 +7,8 @@ join one to the others takes one. The copy of a small sum takes no longer than t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -18,9 +19,18 @@ from gradaccum_mindspore.types import DType, Sums
 
 SMALL = 4 * ROW
 """Elements up to which a sum is small: 64 KiB in float32."""
+JOINED = 2**22
+"""Elements that are joined at most, 16 MiB in float32: the copy and its squares are no buffer of a large model's size."""
 reshape: Callable[[Tensor, tuple[int, ...]], Tensor] = ops.Reshape()
 concat: Callable[[tuple[Tensor, ...]], Tensor] = ops.Concat()
 """Primitives: the functions of these names are graphs of their own, for each tensor."""
+
+
+def smallest(sums: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    """The small ones that together have no more than `JOINED` elements, smallest first."""
+    small = sorted((total for total in sums if total.size <= SMALL), key=lambda total: total.size)
+    ends = accumulate(total.size for total in small)
+    return tuple(total for total, end in zip(small, ends, strict=True) if end <= JOINED)
 
 
 class Packed(nn.Cell):  # type: ignore[misc]
@@ -33,15 +43,15 @@ class Packed(nn.Cell):  # type: ignore[misc]
 
     small: Sequence[Parameter]
     others: Sequence[Parameter]
-    """Large ones, and those of another dtype."""
+    """Large ones, those of another dtype, and what would be more than `JOINED`."""
 
     def __init__(self, sums: Sequence[Parameter], dtype: DType) -> None:
         super().__init__(auto_prefix=False)
-        small = [total for total in sums if total.size <= SMALL and total.dtype == dtype]
+        small = smallest(total for total in sums if total.dtype == dtype)
         self.joins = len(small) > 1
         joined = {id(total) for total in small} if self.joins else set()
         # A Cell would list them as its own.
-        object.__setattr__(self, "small", tuple(small))
+        object.__setattr__(self, "small", small)
         object.__setattr__(self, "others", tuple(total for total in sums if id(total) not in joined))
         elements = sum(total.size for total in small)
         self.in_rows = elements > ROW
