@@ -38,7 +38,7 @@ def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
         ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
     """
     step = int(optimizer_step)
-    steps = None if options.steps is None else require_steps(steps_at(options.steps, step, select), step)
+    steps = None if options.steps is None else require_steps(steps_at(options.steps, step, select), step, options.steps)
     return Terms(options.reduction, options.on_overflow, _scale_in_use(options.scale_rule), steps)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 from gradaccum._validation import require_int
 from gradaccum.errors import ArgumentTypeError, ArgumentValueError, explain
@@ -28,7 +28,28 @@ class UntilWeight:
 Schedule = Sizes | UntilWeight | None
 """`steps` as the options hold it."""
 
-_EXPECTED = "an int >= 1, pairs (first optimizer_step, steps), a callable of optimizer_step, until_weight(...), or None"
+
+class _Argument(NamedTuple):
+    """What an argument that holds sizes is called, and how it is written."""
+
+    name: str
+    expected: str
+    fix: str
+    fix_pairs: str
+
+
+_STEPS = _Argument(
+    "steps",
+    "an int >= 1, pairs (first optimizer_step, steps), a callable of optimizer_step, until_weight(...), or None",
+    "Write for example steps=4.",
+    "Write steps=[(0, 4), (1000, 8)].",
+)
+_WEIGHT = _Argument(
+    "weight",
+    "an int >= 1, pairs (first optimizer_step, weight) or a callable of optimizer_step",
+    "Write steps=until_weight(524_288).",
+    "Write steps=until_weight([(0, 65_536), (1000, 524_288)]).",
+)
 
 
 def until_weight(weight: object) -> UntilWeight:
@@ -47,11 +68,7 @@ def until_weight(weight: object) -> UntilWeight:
         >>> until_weight(524_288)
         until_weight(524288)
     """
-    sizes = weight if isinstance(weight, UntilWeight) or weight is None else make_schedule(weight)
-    if sizes is None or isinstance(sizes, UntilWeight):
-        expected, fix = "an int >= 1, pairs (first optimizer_step, weight) or a callable of optimizer_step", "Write until_weight(524_288)."
-        raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix=fix)
-    return UntilWeight(sizes)
+    return UntilWeight(_make_sizes(weight, _WEIGHT))
 
 
 def is_known(schedule: Schedule) -> bool:
@@ -65,47 +82,54 @@ def make_schedule(steps: object) -> Schedule:
     Raises:
         ArgumentTypeError, ArgumentValueError: it is none of the five forms.
     """
-    if steps is None or isinstance(steps, UntilWeight):
-        return steps
-    if callable(steps):
-        return cast(Callable[[Scalar], Scalar], steps)
-    # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but not by its value.
-    if isinstance(steps, Iterable) and not isinstance(steps, (str, bytes)) and getattr(steps, "shape", None) != ():
-        return _make_pairs(steps)
-    if isinstance(steps, bool) or not hasattr(steps, "__index__"):
-        raise explain(ArgumentTypeError, "steps", expected=_EXPECTED, got=steps, fix="Write for example steps=4.")
-    return require_int("steps", steps, at_least=1)
+    return steps if steps is None or isinstance(steps, UntilWeight) else _make_sizes(steps, _STEPS)
 
 
-def require_steps(steps: object, optimizer_step: int) -> int | UntilWeight:
-    """The answer of a callable ``steps`` for `optimizer_step`, as an int >= 1. An `UntilWeight` of such an answer comes back as one.
+def require_steps(size: object, optimizer_step: int, schedule: object) -> int | UntilWeight:
+    """What a callable gave for `optimizer_step`, as an int >= 1, or an `UntilWeight` of one.
 
     Each backend asks this wherever the value is known: when it wraps, for step 0, and for each window outside compiled code. Compiled
     code cannot raise: there a size below 1 makes each micro-batch one that is not finite, so that no update is made and the result says so.
 
+    Args:
+        size: as `gradaccum.kit.steps_at` gives it.
+        optimizer_step: updates before the window.
+        schedule: the one that was asked. Only an `UntilWeight` may give one: a backend looks at the schedule for what ends a window.
+
     Raises:
         ArgumentTypeError, ArgumentValueError: it is none.
     """
-    if isinstance(steps, UntilWeight):
+    if isinstance(schedule, UntilWeight):
         argument, fix = f"until_weight(...)({optimizer_step})", "Return the weight of that window, in whole items."
-        return UntilWeight(require_int(argument, steps.weight, at_least=1, fix=fix))
-    argument, fix = f"steps({optimizer_step})", "Return the number of micro-batches of that window."
-    return require_int(argument, steps, at_least=1, fix=fix)
+        return UntilWeight(require_int(argument, cast(UntilWeight, size).weight, at_least=1, fix=fix))
+    fix = "Return the number of micro-batches of that window."
+    if isinstance(size, UntilWeight):
+        fix = "Return the weight alone, and write steps=until_weight(...) of the callable."
+    return require_int(f"steps({optimizer_step})", size, at_least=1, fix=fix)
 
 
-def _make_pairs(steps: Iterable[object]) -> tuple[tuple[int, int], ...]:
-    pairs = []
-    for pair in steps:
+def _make_sizes(sizes: object, argument: _Argument) -> Sizes:
+    """The checked form of a number, pairs or a callable."""
+    if callable(sizes):
+        return cast(Callable[[Scalar], Scalar], sizes)
+    # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but not by its value.
+    if isinstance(sizes, Iterable) and not isinstance(sizes, (str, bytes)) and getattr(sizes, "shape", None) != ():
+        return _make_pairs(sizes, argument)
+    if isinstance(sizes, bool) or not hasattr(sizes, "__index__"):
+        raise explain(ArgumentTypeError, argument.name, expected=argument.expected, got=sizes, fix=argument.fix)
+    return require_int(argument.name, sizes, at_least=1, fix=argument.fix)
+
+
+def _make_pairs(sizes: Iterable[object], argument: _Argument) -> tuple[tuple[int, int], ...]:
+    name, fix, pairs = argument.name, argument.fix_pairs, []
+    for pair in sizes:
         if not isinstance(pair, Iterable) or len(values := tuple(pair)) != 2:
-            raise explain(ArgumentTypeError, "steps", expected=_EXPECTED, got=pair, fix="Write steps=[(0, 4), (1000, 8)].")
-        pairs.append((require_int("steps (first optimizer_step)", values[0], at_least=0), require_int("steps", values[1], at_least=1)))
+            raise explain(ArgumentTypeError, name, expected=argument.expected, got=pair, fix=fix)
+        first = require_int(f"{name} (first optimizer_step)", values[0], at_least=0, fix=fix)
+        pairs.append(
+            (first, require_int(name, values[1], at_least=1, fix=_WEIGHT.fix_pairs if isinstance(values[1], UntilWeight) else fix))
+        )
     starts = [first for first, _ in pairs]
     if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
-        raise explain(
-            ArgumentValueError,
-            "steps",
-            expected="pairs that begin at optimizer_step 0 and go up",
-            got=pairs,
-            fix="Write steps=[(0, 4), (1000, 8)].",
-        )
+        raise explain(ArgumentValueError, name, expected="pairs that begin at optimizer_step 0 and go up", got=pairs, fix=fix)
     return tuple(pairs)

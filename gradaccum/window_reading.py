@@ -145,4 +145,4 @@ class _Reader(Iterator[Window[M]]):
 
 
 def _size(schedule: Schedule, number: int) -> int | UntilWeight:
-    return require_steps(steps_at(schedule, number, select), number)
+    return require_steps(steps_at(schedule, number, select), number, schedule)

@@ -28,9 +28,9 @@ def size_at(schedule: Schedule, optimizer_step: Scalar) -> Scalar:
     size = steps_at(schedule, optimizer_step, jnp.where)
     if is_known(schedule):
         return size
-    number = number_of(size)
+    number = number_of(size) if isinstance(schedule, UntilWeight) else size
     if not isinstance(number, jax.core.Tracer):
-        return require_small(require_steps(size, _number(optimizer_step)))
+        return require_small(require_steps(size, _number(optimizer_step), schedule))
     if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
         found, fix = f"one of dtype {number.dtype} and shape {number.shape}", "Cast what it returns: .astype(jnp.int32)."
         raise explain(ArgumentTypeError, "steps(optimizer_step)", expected="an integer scalar", found=found, fix=fix)

@@ -34,7 +34,7 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     except Exception:  # It may consist of operators that take Tensors only, for compiled code.
         given = function(Tensor(optimizer_step, ms.int32))
     number = given.item() if isinstance(given, Tensor) else given
-    return require_steps(UntilWeight(number) if isinstance(steps, UntilWeight) else number, optimizer_step)
+    return require_steps(UntilWeight(number) if isinstance(steps, UntilWeight) else number, optimizer_step, steps)
 
 
 def sizes_of(steps: Schedule) -> Sizes | None:
@@ -55,7 +55,8 @@ def with_known_size(options: Options, optimizer_step: int) -> Options:
 @constexpr  # type: ignore[untyped-decorator]
 def check_constant_size(size: int, until_weight: bool) -> int:
     """The constant that a function returned while MindSpore compiled it, checked."""
-    require_steps(UntilWeight(size) if until_weight else size, 0)
+    asked, schedule = (UntilWeight(size), UntilWeight(1)) if until_weight else (size, 1)
+    require_steps(asked, 0, schedule)
     return size
 
 

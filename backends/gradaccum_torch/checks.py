@@ -34,7 +34,7 @@ def window_size(options: Options, optimizer_step: int) -> Size:
     """
     if options.steps is None or isinstance(options.steps, int):
         return options.steps  # Checked by wrap.
-    return require_steps(steps_at(options.steps, optimizer_step, select), optimizer_step)
+    return require_steps(steps_at(options.steps, optimizer_step, select), optimizer_step, options.steps)
 
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:

@@ -58,13 +58,22 @@ def test_weight_of_a_window_has_a_schedule() -> None:
     assert (is_known(pairs), is_known(function), is_known(until_weight(8))) == (True, False, True)
     assert terms_of(make_options(function), 3).steps == until_weight(11)
     with pytest.raises(ArgumentValueError, match=r"until_weight\(...\)\(3\): expected an int >= 1"):
-        require_steps(UntilWeight(0), 3)
+        require_steps(UntilWeight(0), 3, function)
 
 
 @pytest.mark.parametrize("weight", [0, -1, 0.5, None, "8", [(1, 8)], until_weight(8)])
 def test_bad_weights_of_a_window_raise(weight: Any) -> None:
-    with pytest.raises((ArgumentTypeError, ArgumentValueError), match="expected"):
+    with pytest.raises((ArgumentTypeError, ArgumentValueError), match=r"^weight: expected .* Write steps=until_weight\("):
         until_weight(weight)
+
+
+def test_weights_stand_inside_of_their_schedule() -> None:
+    """A backend asks the schedule itself whether windows end by weight, before any callable."""
+    with pytest.raises(ArgumentTypeError, match=r"got until_weight\(4\).* Write steps=until_weight\(\[\(0, "):
+        make_options([(0, until_weight(4)), (2, until_weight(8))])
+    for steps in (lambda _: until_weight(4), until_weight(lambda _: until_weight(4))):
+        with pytest.raises(ArgumentTypeError, match=r"\(3\): expected an int >= 1; got until_weight\(4\)"):
+            terms_of(make_options(steps), 3)
 
 
 def test_window_by_weight_resumes_as_one() -> None:

@@ -212,7 +212,7 @@ class ReferenceAccumulation:
     def _size_in(self, sizes: Any) -> Any:
         if isinstance(sizes, tuple):
             return [size for first, size in sizes if first <= self.optimizer_step][-1]
-        return require_steps(sizes(self.optimizer_step), self.optimizer_step) if callable(sizes) else sizes
+        return require_steps(sizes(self.optimizer_step), self.optimizer_step, sizes) if callable(sizes) else sizes
 
     def _note(self, *, applied: bool = False, skipped: bool = False, overflow: bool = False) -> None:
         last = (self.grad_norm, self.loss_scale, len(self.window), self.optimizer_step, self.loss, self.noise.scale)

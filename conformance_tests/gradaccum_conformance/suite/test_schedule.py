@@ -37,7 +37,7 @@ def vanishing(optimizer_step: Scalar) -> Scalar:
     return 1 - optimizer_step
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, None, "4"], ids=repr)
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, None, "4", gradaccum.until_weight(4)], ids=repr)
 def test_callable_without_size_raises(backend: Harness, value: Option) -> None:
     """At `wrap`, or at the first micro-batch."""
     with pytest.raises(gradaccum.GradAccumError, match="steps") as caught:

@@ -120,7 +120,7 @@ class Accumulation:
 
     def _ends(self):
         steps, step = self.options.steps, self.machine.optimizer_step
-        return ends(self.machine, steps if is_known(steps) else require_steps(steps_at(steps, step, select), step), select)
+        return ends(self.machine, steps if is_known(steps) else require_steps(steps_at(steps, step, select), step, steps), select)
 
     def _double(self):
         return any(total.dtype == np.float64 for total in self.sums.values())

@@ -45,7 +45,7 @@ def resume_with_the_saved_scale(m: Module) -> None:
 
 @mutant
 def take_any_size(m: Module) -> None:
-    m.require_steps = lambda steps, optimizer_step: steps
+    m.require_steps = lambda steps, optimizer_step, schedule: steps
 
 
 @mutant
