@@ -126,9 +126,8 @@ def _make_pairs(sizes: Iterable[object], argument: _Argument) -> tuple[tuple[int
         if not isinstance(pair, Iterable) or len(values := tuple(pair)) != 2:
             raise explain(ArgumentTypeError, name, expected=argument.expected, got=pair, fix=fix)
         first = require_int(f"{name} (first optimizer_step)", values[0], at_least=0, fix=fix)
-        pairs.append(
-            (first, require_int(name, values[1], at_least=1, fix=_WEIGHT.fix_pairs if isinstance(values[1], UntilWeight) else fix))
-        )
+        by_weight = isinstance(values[1], UntilWeight)
+        pairs.append((first, require_int(name, values[1], at_least=1, fix=_WEIGHT.fix_pairs if by_weight else fix)))
     starts = [first for first, _ in pairs]
     if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
         raise explain(ArgumentValueError, name, expected="pairs that begin at optimizer_step 0 and go up", got=pairs, fix=fix)
