@@ -54,10 +54,19 @@ def wrapped(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, **option
 
 
 def hand_watched(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> Window:
-    """The same loop, told by autograd which version each ``.grad`` has: what a loop needs before it can notice a change of one."""
+    """A loop that divides its sum, and is told by autograd which version each ``.grad`` has, so that it could notice a change of one."""
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_Seen())  # type: ignore[no-untyped-call]
-    return hand_written(model, optimizer, loss)
+
+    def window() -> None:
+        for _ in range(STEPS):
+            loss(model).backward()  # type: ignore[no-untyped-call]
+        torch._foreach_div_([parameter.grad for parameter in model.parameters() if parameter.grad is not None], float(STEPS))
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait()
+
+    return window
 
 
 class _Seen:

@@ -51,7 +51,7 @@ def cases(quick: bool) -> Iterator[Case]:
         x = torch.randn(ITEMS, width, device=DEVICE)
         for kind in ("foreach", "fused"):
             windows = {label: _window(recipe, width, layers, kind, x) for label, recipe in recipes().items()}
-            windows["hand-written loop, told of each .grad"] = _window(hand_watched, width, layers, kind, x)
+            windows["by hand, dividing its sum, told of each .grad"] = _window(hand_watched, width, layers, kind, x)
             windows["gradaccum, ignoring overflow"] = _window(IGNORING, width, layers, kind, x)
             windows["gradaccum, separate_sums"] = _window(SEPARATE, width, layers, kind, x)
             if kind == "foreach" and find_spec("keras") and width <= 512:
