@@ -85,7 +85,7 @@ def make_schedule(steps: object) -> Schedule:
     return steps if steps is None or isinstance(steps, UntilWeight) else _make_sizes(steps, _STEPS)
 
 
-def require_steps(size: object, optimizer_step: int, schedule: object) -> int | UntilWeight:
+def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int | UntilWeight:
     """What a callable gave for `optimizer_step`, as an int >= 1, or an `UntilWeight` of one.
 
     Each backend asks this wherever the value is known: when it wraps, for step 0, and for each window outside compiled code. Compiled

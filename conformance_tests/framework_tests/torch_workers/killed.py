@@ -80,7 +80,6 @@ def main(phase: str, rank: int, folder: Path) -> None:
         until_killed(rank, folder)
     else:
         again(rank, folder)
-    dist.destroy_process_group()  # Else a thread of gloo's can be alive at the exit, which aborts the process.
 
 
 if __name__ == "__main__":
