@@ -130,6 +130,7 @@ class MovingStrategy(BufferStrategy):
     """
 
     keeps_micro_batch_apart = False
+    expects = True
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         self._staying: set[int] = set()

@@ -149,8 +149,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
             return self._step_for_scaler()
         if closure is not None:
             window.tell(loss)
-        window.add()
-        if window.ends():
+        if window.add():
             try:
                 window.listening.after(window.close)
             except Exception as error:
@@ -232,8 +231,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
             raise foreign_scaler_error()
         self._window.note_scaled()
         with self._scaler.stepping(self):
-            self._window.add()
-            if self._window.ends():
+            if self._window.add():
                 self._window.listening.after(self._window.close)
 
     def _groups_for_scaler(self, caller: LocalVariables) -> list[Group]:

@@ -25,6 +25,7 @@ class SeparateStrategy(BufferStrategy):
     """The sum is in buffers, and what is in ``.grad`` when ``step`` is called is the micro-batch."""
 
     keeps_micro_batch_apart = True
+    expects = True
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         self._users: list[tuple[Tensor, Tensor]] | None = None

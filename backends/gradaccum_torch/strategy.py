@@ -27,6 +27,8 @@ class Strategy(ABC):
 
     keeps_micro_batch_apart: bool
     """Until `take`, ``.grad`` holds this micro-batch alone, and all of it."""
+    expects = False
+    """It wants to know how long the next window is, by `expect`."""
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         # Nothing here refers to the wrapper: in a cycle with it, the hooks of a dropped wrapper would run until it is collected.

@@ -68,7 +68,7 @@ class Window:
         self._size: Size = None
         self._fields: State
         self._set(initial_state(options.scale_rule.init_scale))
-        self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
+        self._expect()
 
     @property
     def result(self) -> StepResult:
@@ -114,8 +114,8 @@ class Window:
         if self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0):
             self._micro_batch = NOTHING_SAID
 
-    def add(self) -> None:
-        """End the micro-batch under way: check it, add it to the sum, count it."""
+    def add(self) -> bool:
+        """End the micro-batch under way: check it, add it to the sum, count it. Returns whether the window is full, and must be closed."""
         if first := self._fields.micro_step == 0:
             self._size = self.size  # Looked up once, so that a schedule cannot change it under way.
         fields, micro_batch, weight, sentinels = self._fields, self._micro_batch, self._micro_batch.weight, self.strategy.sentinels
@@ -137,15 +137,12 @@ class Window:
         self._knowledge.counted(fields, weight, finite, losses)
         if self._knowledge.measures_noise and self._knowledge.is_first(self._fields):
             self._knowledge.first_seen(self.fields_to_save(), self.strategy.norm_so_far())
+        return bool(ends(self._fields, self._size, select))
 
     @property
     def size(self) -> Size:
         """How long it is. Between two windows the schedule is asked for the next one's."""
         return self._size if self._fields.micro_step else window_size(self._options, self._fields.optimizer_step)
-
-    def ends(self) -> bool:
-        """Whether the window is full, and must be closed."""
-        return bool(ends(self._fields, self._size, select))
 
     def close(self) -> None:
         """End the window, which holds a micro-batch at least: measure, decide, make the update, finish."""
@@ -206,7 +203,7 @@ class Window:
         self._plan, old = Plan(self._parameters, self._options, self._workers.deferred), self.strategy
         self.strategy = self._plan.carried_over(old)
         if self.strategy is not old:
-            self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
+            self._expect()
 
     @property
     def sum_dtypes(self) -> list[torch.dtype]:
@@ -267,7 +264,7 @@ class Window:
         through(self.strategy.window_ended)
         self._workers.window_ended()
         self.strategy.sentinels.window_ended()
-        self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
+        self._expect()
         if self._scaler is not None:
             self._scaler.window_ended(self._fields, decision.overflow)
         self.listening.window_ended(ended, self)
@@ -278,9 +275,14 @@ class Window:
         self._knowledge.restore(known, fields.micro_step)
         self._workers.window_ended()
         self._set(fields)
-        self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
+        self._expect()
         if self._scaler is not None:
             self._scaler.write(fields)
+
+    def _expect(self) -> None:
+        """Tell the strategy how long the next window is, if that makes a difference to it."""
+        if self.strategy.expects:
+            self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
 
     def _set(self, fields: Fields, event: tuple[bool, bool, bool] = _NOTHING_CLOSED) -> None:
         self._fields, self._event = at_rest(fields, float64_weight=self._plan.float64_weight), event

@@ -34,7 +34,7 @@ def hand_written(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss,
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        _wait()
+        wait()
 
     return window
 
@@ -48,39 +48,9 @@ def wrapped(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, **option
             loss(model).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-        _wait()
+        wait()
 
     return window
-
-
-def hand_watched(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> Window:
-    """A loop that divides its sum, and is told by autograd which version each ``.grad`` has, so that it could notice a change of one."""
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(_Seen())  # type: ignore[no-untyped-call]
-
-    def window() -> None:
-        for _ in range(STEPS):
-            loss(model).backward()  # type: ignore[no-untyped-call]
-        torch._foreach_div_([parameter.grad for parameter in model.parameters() if parameter.grad is not None], float(STEPS))
-        optimizer.step()
-        optimizer.zero_grad()
-        _wait()
-
-    return window
-
-
-class _Seen:
-    """The gradient that autograd left, and its version."""
-
-    __slots__ = ("gradient", "version")
-
-    def __init__(self) -> None:
-        self.gradient: Tensor | None = None
-        self.version = 0
-
-    def __call__(self, parameter: Tensor) -> None:
-        self.gradient = parameter.grad
-        self.version = 0 if self.gradient is None else self.gradient._version
 
 
 def accelerate(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, clip_norm: float | None = None) -> Window:
@@ -98,7 +68,7 @@ def accelerate(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, clip_
                     accelerator.clip_grad_norm_(model.parameters(), clip_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-        _wait()
+        wait()
 
     return window
 
@@ -118,7 +88,7 @@ def fabric(model: nn.Module, inner: torch.optim.Optimizer, loss: Loss, clip_norm
             launched.clip_gradients(model, optimizer, max_norm=clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        _wait()
+        wait()
 
     return window
 
@@ -130,6 +100,7 @@ def recipes() -> Mapping[str, Recipe]:
     return found | ({"Fabric": fabric} if find_spec("lightning_fabric") else {})
 
 
-def _wait() -> None:
+def wait() -> None:
+    """Wait for the GPU, if there is one."""
     if CUDA:
         torch.cuda.synchronize()

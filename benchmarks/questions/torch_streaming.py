@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case
+from benchmarks.contestants.torch_least import least
 from benchmarks.contestants.torch_loops import (
     BASELINE,
     DEVICE,
@@ -23,7 +24,6 @@ from benchmarks.contestants.torch_loops import (
     Window,
     accelerate,
     fabric,
-    hand_watched,
     hand_written,
     recipes,
     wrapped,
@@ -51,8 +51,8 @@ def cases(quick: bool) -> Iterator[Case]:
         x = torch.randn(ITEMS, width, device=DEVICE)
         for kind in ("foreach", "fused"):
             windows = {label: _window(recipe, width, layers, kind, x) for label, recipe in recipes().items()}
-            windows["by hand, dividing its sum, told of each .grad"] = _window(hand_watched, width, layers, kind, x)
             windows["gradaccum, ignoring overflow"] = _window(IGNORING, width, layers, kind, x)
+            windows["the least with its promises"] = _window(least, width, layers, kind, x)
             windows["gradaccum, separate_sums"] = _window(SEPARATE, width, layers, kind, x)
             if kind == "foreach" and find_spec("keras") and width <= 512:
                 windows["Keras"] = _keras(width, layers, x)

@@ -8,9 +8,9 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
 
-from benchmarks.contestants import torch_loops
 from benchmarks.contestants.bert import LARGE, TINY, WAYS
-from benchmarks.contestants.torch_loops import hand_watched, hand_written, wrapped
+from benchmarks.contestants.torch_least import LeastAccumulator, least
+from benchmarks.contestants.torch_loops import hand_written, wrapped
 from benchmarks.peak import saved_bytes
 from benchmarks.questions import torch_memory, torch_split
 
@@ -32,15 +32,23 @@ def test_memory_contestants_run() -> None:
     assert all(kept[way] < 0.7 * kept[LARGE] for way in WAYS if way != LARGE), kept
 
 
-def test_loops_make_the_same_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, trained, told = torch.randn(4, 16), list[list[torch.Tensor]](), list[torch.Tensor]()
-    monkeypatch.setattr(torch_loops._Seen, "__call__", lambda _, parameter: told.append(parameter))
-    for recipe in (hand_written, hand_watched, wrapped):
+@pytest.mark.parametrize("fused", [False, True])
+def test_loops_make_the_same_updates(fused: bool) -> None:
+    x, trained = torch.randn(4, 16), list[list[torch.Tensor]]()
+    for recipe in (hand_written, least, wrapped):
         net = torch_split.model(16)
-        window = recipe(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda net: torch_split.loss(net, x))
+        window = recipe(net, torch.optim.SGD(net.parameters(), lr=0.1, fused=fused), lambda net: torch_split.loss(net, x))
         for _ in range(2):
             window()
         trained.append([p.detach() for p in net.parameters()])
     for own in trained[1:]:
         torch.testing.assert_close(own, trained[0])
-    assert len(told) == 2 * torch_loops.STEPS * len(trained[0])
+
+
+def test_the_least_notices_a_changed_gradient() -> None:
+    net = torch_split.model(16)
+    accumulator = LeastAccumulator(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    torch_split.loss(net, torch.randn(4, 16)).backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match="changed"):
+        accumulator.step()
