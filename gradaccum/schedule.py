@@ -56,7 +56,8 @@ def until_weight(weight: object) -> UntilWeight:
     """``steps=until_weight(524_288)``: a window ends with the micro-batch by which its weight, in items or tokens, reaches that number.
 
     The micro-batches' weights are those that the optimizer is given with them, 1 each if none is given. A window may so hold more than the
-    number, by less than its last micro-batch; its gradient is divided by what it holds.
+    number, by less than its last micro-batch; its gradient is divided by what it holds. The weight of a window is a float32 (a float64
+    beside float64 sums): beyond 2^24 it counts in steps of 2, 4, ..., and loses a micro-batch that is lighter than half a step.
 
     Args:
         weight: an int >= 1; or, as for ``steps``, pairs ``(first optimizer_step, weight)`` or a callable of the optimizer step.

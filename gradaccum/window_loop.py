@@ -32,7 +32,8 @@ def windows(
     is held in memory, and nothing of it after the next is asked for.
 
     Args:
-        loader: yields the micro-batches, of any type. An error of it passes through; the next ``next`` of the same iterator goes on.
+        loader: yields the micro-batches, of any type, each in memory of its own: a window is read before it is used, so a loader that fills
+            one buffer again and again must yield copies. An error of it passes through; the next ``next`` of the same iterator goes on.
         steps: micro-batches per window, as for `gradaccum.wrap`: an int >= 1, pairs ``(first number, steps)`` or a callable of the window's
             number, 0, 1, ...; that is `optimizer_step` only while no window was skipped. ``until_weight(n)``: a window ends with
             the micro-batch by which its weight reaches n.

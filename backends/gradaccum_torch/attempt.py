@@ -66,7 +66,11 @@ class Attempt:
         if self._parameters is None:
             return False
         uncounted = any(group.get("fused") for group in self._inner.param_groups) or any(map(is_sharded, self._own))
-        return bool(self._parameters.moved()) or self._states() != self._state or (uncounted and not self._idle())
+        return self.moved() or self._states() != self._state or (uncounted and not self._idle())
+
+    def moved(self) -> bool:
+        """Whether a parameter was written, as far as writes are counted."""
+        return self._parameters is not None and bool(self._parameters.moved())
 
     def gradients_changed(self) -> bool:
         """Whether a hook wrote into the gradients that were handed over."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -75,10 +74,6 @@ class Closing:
         """The state after the window; a `torch.amp.GradScaler` moves the loss scale by its own rule."""
         options = self._options if self._scaler is None else self._options._replace(scale_rule=self._scaler.rule)
         return close(ended, decision.apply, decision.overflow, options, select)
-
-    def norm(self, strategy: Strategy) -> float:
-        """That of the sum of a window whose update is made; NaN where nothing needs it."""
-        return strategy.measure().norm if self.measures else math.nan
 
     def require_true_gradient(self, after: State, size: Size, strategy: Strategy, flushing: bool = False) -> None:
         """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1.

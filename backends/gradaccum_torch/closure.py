@@ -14,9 +14,12 @@ from typing import Any
 import torch
 
 from gradaccum import UsageError
-from gradaccum.kit import Options, ScaleRule, explain
+from gradaccum.kit import Decision, Options, ScaleRule, State, explain
 from gradaccum_torch.checks import Size
+from gradaccum_torch.closing import Verdict
+from gradaccum_torch.knowledge import Told
 from gradaccum_torch.masters import Parameters
+from gradaccum_torch.misuse import other_weight_error
 from gradaccum_torch.sums import sum_dtype
 
 _NOTE = (
@@ -68,14 +71,49 @@ def require_plain(options: Options, size: Size, parameters: Parameters) -> None:
         )
 
 
-def require_no_weight(weight: float, factor: float) -> None:
-    """The loss of a closure was multiplied by nothing.
+class Skipped(Exception):
+    """Leaves the inner optimizer's step where its closure's first gradient must not be applied, before anything is written."""
 
-    Raises:
-        UsageError: by `factor`, since it has this weight.
+    def __init__(self, loss: Loss) -> None:
+        super().__init__("gradaccum: the window is skipped")
+        self.loss = loss
+
+
+class Evaluations:
+    """What the first evaluation of a closure gave, before the parameters moved: it is the micro-batch, and the window.
+
+    Args:
+        closure: the user's.
     """
-    if factor != 1:
-        raise explain(UsageError, "weight", expected="1 inside a closure", got=weight, fix="Leave the weight out.")
+
+    def __init__(self, closure: Callable[[], Loss]) -> None:
+        self.closure = closure
+        self.weight, self.losses = 1.0, tuple[Told, ...]()
+        self.ended: tuple[State, Decision] | None = None
+        """The state with the micro-batch, and what was decided; None before it."""
+
+    def decided(self, verdict: Verdict, losses: tuple[Told, ...], weight: float, loss: Loss) -> None:
+        """The first evaluation has this verdict.
+
+        Raises:
+            UsageError: its gradient would have to be divided.
+            Skipped: it must not be applied.
+        """
+        if verdict.decision.apply and verdict.decision.divisor != 1:
+            fix = "Leave the weight out; where the optimizer does not evaluate the model again, write closure(); opt.step()."
+            raise explain(UsageError, "weight", expected="1 inside a closure", got=weight, fix=fix)
+        self.weight, self.losses, self.ended = weight, losses, (verdict.fields, verdict.decision)
+        if not verdict.decision.apply:
+            raise Skipped(loss)
+
+    def require_same(self, weight: float) -> None:
+        """A later evaluation has the weight of the first.
+
+        Raises:
+            UsageError: it has this one.
+        """
+        if weight != self.weight:
+            raise other_weight_error(weight, self.weight)
 
 
 def _in_the_way(options: Options, size: Size, parameters: Parameters) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradaccum_torch.knowledge import Told
-from gradaccum_torch.misuse import not_scaled_error, other_weight_error
+from gradaccum_torch.misuse import multiplied_error, not_scaled_error, other_weight_error
 from gradaccum_torch.sentinel import Sentinels
 
 
@@ -38,10 +38,12 @@ class MicroBatch(NamedTuple):
         """Every gradient of the micro-batch was multiplied by `factor`, weight times loss scale.
 
         Raises:
-            UsageError: there was a plain ``backward()`` where `factor` is needed.
+            UsageError: there was a plain ``backward()`` where `factor` is needed, or one of another wrapped optimizer, with its own factor.
         """
+        if sentinels.watching and sentinels.arrivals.multiplied:
+            raise multiplied_error()
         forgotten = scale_in_use and not self.noted and not self.scaled_by_user
-        mixed = sentinels.arrivals.outside and self.noted and not self.scaled_by_user and factor != 1
+        mixed = sentinels.arrivals.outside and self.noted and not self.scaled_by_user and (factor != 1 or self.weight == 0)
         if forgotten or mixed:
             raise not_scaled_error(sentinels.arrived)
 

@@ -81,6 +81,20 @@ def not_scaled_error(arrived: bool) -> UsageError:
     )
 
 
+def multiplied_error() -> UsageError:
+    """The error for gradients from the ``backward`` of another wrapped optimizer, which are multiplied by a factor of that one."""
+    return explain(
+        UsageError,
+        "loss",
+        expected="one that this optimizer was given, or one that nothing multiplies",
+        found="gradients from another wrapped optimizer's backward(loss), which multiplied the loss by its weight or its loss scale",
+        fix='One loss for several optimizers: wrap them with reduction="sum", divide the loss by the window\'s total '
+        "(gradaccum.windows) and give no weight. If these gradients are not wanted here, write "
+        "opt.backward(loss, inputs=list(generator.parameters())), or call zero_grad() of this optimizer before its own backward(). "
+        "To start the window anew call opt.discard().",
+    )
+
+
 def other_weight_error(weight: float, earlier: float) -> UsageError:
     """The error for losses of one micro-batch that have two weights."""
     return explain(

@@ -17,7 +17,7 @@ from gradaccum.kit import Handle, Listener, Options, described, require_weight
 from gradaccum_torch.attempt import StepReturn
 from gradaccum_torch.checkpoint import Loads, load, save
 from gradaccum_torch.checks import known_window_size
-from gradaccum_torch.closure import Loss, evaluated_once, is_plain, needs_closure, note_missing_closure
+from gradaccum_torch.closure import Loss, is_plain, needs_closure, note_missing_closure
 from gradaccum_torch.delegating import DelegatingOptimizer, OptimizerState
 from gradaccum_torch.entry import StateDict
 from gradaccum_torch.forwarding import Argument, forwarded
@@ -144,11 +144,9 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         window = self._window
         if closure is not None and self._hands_over():
             return window.listening.after(lambda: window.step_with(closure))
-        loss = None if closure is None else evaluated_once(closure)
+        loss = None if closure is None else window.evaluate(closure)
         if _FROM_SCALER in self.__dict__:
             return self._step_for_scaler()
-        if closure is not None:
-            window.tell(loss)
         if window.add():
             try:
                 window.listening.after(window.close)

@@ -73,7 +73,7 @@ class Sentinels:
 
     def next_micro_batch(self) -> None:
         """What arrives from now on belongs to another micro-batch."""
-        self.arrivals.arrived = self.arrivals.outside = self.arrivals.disturbed = False
+        self.arrivals.arrived = self.arrivals.outside = self.arrivals.multiplied = self.arrivals.disturbed = False
 
     def window_ended(self) -> None:
         """The window was closed: its values are no longer compared."""
@@ -87,6 +87,7 @@ class Sentinels:
         """Take ``.grad`` as it is now for what autograd left there."""
         arrivals = self.arrivals
         arrivals.arrived, arrivals.outside, arrivals.disturbed, arrivals.under_way = arrived, outside, disturbed, False
+        arrivals.multiplied = False
         arrivals.values.forget()
         holds = False
         for watched in self._watched.values():

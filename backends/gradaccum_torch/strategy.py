@@ -53,26 +53,25 @@ class Strategy(ABC):
     def _hook_for(self, parameter: Tensor) -> Hook:
         return self.sentinels.of(parameter).arrive
 
-    def backward(self, loss: Tensor, arguments: Mapping[str, Any], *, first: bool) -> None:
+    def backward(self, loss: Tensor, arguments: Mapping[str, Any], *, first: bool, multiplied: bool) -> None:
         """``loss.backward(**arguments)`` for the wrapper. If it raises, what arrived is taken out, if it is apart from the sum.
 
         Args:
             loss: scalar tensor, shape ``()``.
             arguments: those of `torch.Tensor.backward`.
             first: the micro-batch is the first of its window.
+            multiplied: the loss is the user's times a factor.
         """
         arrivals = self.sentinels.arrivals
         undoable = (first or self.keeps_micro_batch_apart) and not arrivals.arrived and not self.sentinels.holds
-        arrivals.inside = True
         try:
-            loss.backward(**arguments)  # type: ignore[no-untyped-call]
+            with arrivals.own_pass(multiplied):
+                loss.backward(**arguments)  # type: ignore[no-untyped-call]
         except BaseException:
             if undoable:
                 self._parameters.free_gradients()
                 self.forget_micro_batch()
             raise
-        finally:
-            arrivals.inside = False
 
     def zero_grad(self, set_to_none: bool, *, first: bool) -> bool:
         """Clear ``.grad``, and the micro-batch under way with it, unless it holds a part of the sum; returns whether it was cleared.

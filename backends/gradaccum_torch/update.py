@@ -13,6 +13,7 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.attempt import Attempt, StepReturn
+from gradaccum_torch.closure import Skipped
 from gradaccum_torch.fused import Dividing, can_divide
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.misuse import half_made_error
@@ -62,11 +63,17 @@ class Update:
                 self._attempt(strategy, divisor, unclipped, _unknown)
 
     def make_with(self, closure: Callable[[], Any]) -> StepReturn:
-        """Run the inner optimizer with a closure, which puts the gradient into ``.grad`` itself; see `made`."""
+        """Run the inner optimizer with a closure, which puts the gradient into ``.grad`` itself; see `made`.
+
+        If the closure raises `Skipped`, either nothing was written, or `half_made` is True.
+        """
         self.made = False
         attempt = Attempt(self._inner)
         try:
             return self._run(attempt, closure)
+        except Skipped:
+            self.half_made = attempt.moved()
+            raise
         finally:
             self.made = attempt.made
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from gradaccum_torch.torch_private import engine_runs_backward, untraced, version, when_backward_ends
 from gradaccum_torch.values import Values
+
+_MULTIPLIED: list[Arrivals] = []
+"""Of the wrapper whose own backward pass is running, if it multiplied the loss: then what reaches other wrappers is multiplied too."""
 
 
 class Arrivals:
@@ -28,14 +34,30 @@ class Arrivals:
         """Autograd has delivered something since the last micro-batch."""
         self.outside = False
         """Something arrived from a backward pass that is not the wrapper's own."""
+        self.multiplied = False
+        """Something arrived from another wrapper's own pass, of a loss that was multiplied by its weight or its loss scale."""
         self.disturbed = False
         """Something else changed a gradient before another accumulation, so that only this flag remembers the change."""
+
+    @contextmanager
+    def own_pass(self, multiplied: bool) -> Iterator[None]:
+        """Inside, the wrapper's own backward pass runs; `multiplied`: of a loss that was."""
+        self.inside = True
+        if multiplied:
+            _MULTIPLIED.append(self)
+        try:
+            yield
+        finally:
+            self.inside = False
+            if multiplied:
+                _MULTIPLIED.remove(self)
 
     def begin(self) -> None:
         """A backward pass has delivered its first gradient."""
         self.arrived = True
         if not self.inside:
             self.outside = True
+            self.multiplied |= bool(_MULTIPLIED)
         self.values.noted = None
         self.settled = False
         if engine_runs_backward():

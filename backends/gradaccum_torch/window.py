@@ -5,6 +5,7 @@ The state is in Python numbers, so that a micro-batch costs one transition and a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,10 +30,10 @@ from gradaccum.kit import (
 from gradaccum_torch.attempt import StepReturn
 from gradaccum_torch.checks import Size, known_window_size, window_size
 from gradaccum_torch.closing import Closing
-from gradaccum_torch.closure import Loss, require_no_weight, require_plain
+from gradaccum_torch.closure import Evaluations, Loss, Skipped, evaluated_once, require_plain
 from gradaccum_torch.entry import Saved, own_copy
 from gradaccum_torch.grad_scaler import ScalerLink
-from gradaccum_torch.knowledge import Knowledge, Known, Told, as_told
+from gradaccum_torch.knowledge import Knowledge, Known, as_told
 from gradaccum_torch.listening import NOBODY
 from gradaccum_torch.loss import factor, scaled
 from gradaccum_torch.masters import Parameters
@@ -44,6 +45,8 @@ from gradaccum_torch.workers import Workers
 
 _NOTHING_CLOSED = (False, False, False)
 _DROPPED = (False, False, True)
+_NOT_EVALUATED = Decision(True, False, 1.0, math.nan)
+"""Of an inner optimizer that has made its update without a look at the closure it was given."""
 
 
 class Window:
@@ -90,8 +93,9 @@ class Window:
         if weight:
             self._require_whole()
             factored = scaled(loss, weight, self._fields, self._options, self._scaler)
-            self.strategy.backward(factored, arguments, first=self._fields.micro_step == 0)
-            losses = *losses, as_told(loss)
+            self.strategy.backward(factored, arguments, first=self._fields.micro_step == 0, multiplied=factored is not loss)
+            gradient = arguments.get("gradient")
+            losses = *losses, as_told(loss if gradient is None else loss.detach() * gradient)
         self._micro_batch = MicroBatch(weight, True, micro_batch.scaled_by_user, losses)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -104,10 +108,13 @@ class Window:
         """The user has scaled the loss of the micro-batch under way, with the `torch.amp.GradScaler` itself."""
         self._micro_batch = self._micro_batch._replace(scaled_by_user=True)
 
-    def tell(self, loss: object) -> None:
-        """A closure returned `loss`: the micro-batch's, unless the closure used ``backward`` or ``scale`` of this object."""
+    def evaluate(self, closure: Callable[[], Loss]) -> Loss:
+        """Run `closure`, which returns the micro-batch's loss, unless it told the loss itself, or a gradient had arrived before."""
+        arrived = self.strategy.sentinels.arrived
+        loss = evaluated_once(closure)
         if not self._micro_batch.noted:
-            self._micro_batch = self._micro_batch._replace(losses=(as_told(loss),))
+            self._micro_batch = self._micro_batch._replace(losses=() if arrived else (as_told(loss),))
+        return loss
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear ``.grad`` between two windows; in mid-window keep the partial sum."""
@@ -118,10 +125,12 @@ class Window:
         """End the micro-batch under way: check it, add it to the sum, count it. Returns whether the window is full, and must be closed."""
         if first := self._fields.micro_step == 0:
             self._size = self.size  # Looked up once, so that a schedule cannot change it under way.
+            if self._size != 1 and self.strategy.expects:  # A callable may have said 1 when the last window ended.
+                self.strategy.expect(self._size)
         fields, micro_batch, weight, sentinels = self._fields, self._micro_batch, self._micro_batch.weight, self.strategy.sentinels
         if self._update.half_made or sentinels.arrivals.under_way or self._workers.not_own:
             self._require_whole("step()")
-        if self._scale_in_use or micro_batch.noted:
+        if self._scale_in_use or micro_batch.noted or sentinels.arrivals.multiplied:
             micro_batch.require_scaled(sentinels, factor(weight, fields, self._options), self._scale_in_use)
         if not sentinels.intact():
             self._closing.require_true_gradient(State(*accumulate(fields, weight, True, select)), self._size, self.strategy)
@@ -164,15 +173,19 @@ class Window:
         """An update of one micro-batch, whose gradient the closure puts into ``.grad``; it counts once it is made."""
         require_plain(self._options, self.size, self._parameters)
         self._workers.require_no_closure()
-        losses: list[Told] = []
+        evaluations = Evaluations(closure)
         try:
-            return self._update.make_with(lambda: self._evaluated(closure, losses))
+            return self._update.make_with(lambda: self._evaluated(evaluations))
+        except Skipped as skipped:
+            self._update.require_whole()
+            return skipped.loss
         finally:
-            if self._update.made:
+            fields, decision = evaluations.ended or (accumulate(self._fields, 1.0, True, select), _NOT_EVALUATED)
+            if self._update.made or not (decision.apply or self._update.half_made):
+                self._knowledge.counted(self._fields, evaluations.weight, True, evaluations.losses)
                 self._micro_batch = NOTHING_SAID
-                self._knowledge.counted(self._fields, 1.0, True, losses)
-                self._set(accumulate(self._fields, 1.0, True, select))
-                self._finish(Decision(True, False, 1.0, self._closing.norm(self.strategy)))
+                self._set(fields)
+                self._finish(decision)
 
     def flush(self) -> None:
         """Close the window with what it holds."""
@@ -247,13 +260,16 @@ class Window:
         self._micro_batch = pickled["micro_batch"]
         self.strategy.unpickle(pickled["strategy"])
 
-    def _evaluated(self, closure: Callable[[], Loss], losses: list[Told]) -> Loss:
-        """What `closure` returns. The micro-batch's loss is that of the first evaluation, before the parameters have moved."""
+    def _evaluated(self, evaluations: Evaluations) -> Loss:
+        """What the closure returns; the first evaluation decides on the window."""
         self._micro_batch = self._micro_batch._replace(losses=())
-        loss, weight = closure(), self._micro_batch.weight
-        self.tell(loss)
-        losses.extend(self._micro_batch.losses if not losses else ())
-        require_no_weight(weight, factor(weight, self._fields, self._options))
+        loss = self.evaluate(evaluations.closure)
+        if evaluations.ended is not None:
+            evaluations.require_same(self._micro_batch.weight)
+            return loss
+        told = self._micro_batch
+        after = at_rest(accumulate(self._fields, told.weight, True, select), float64_weight=self._plan.float64_weight)
+        evaluations.decided(self._closing.verdict(after, self.strategy, self._plan), told.losses, told.weight, loss)
         return loss
 
     def _finish(self, decision: Decision) -> None:

@@ -96,3 +96,84 @@ def test_optimizer_that_turns_out_to_need_one_says_what_to_write() -> None:
         closed_over(model, opt, *PARTS[1])
     assert "steps=1" in caught.value.__notes__[0]
     assert opt.result.micro_step == 2, "the window stays"
+
+
+def _closure(model: torch.nn.Module, opt: Any, scale: float = 1.0, **weight: float) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = mse(model, X, Y) * scale
+        opt.backward(loss, **weight)
+        return loss
+
+    return closure
+
+
+OPTIMIZERS = [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_closure_that_overflows_skips_the_window(optimizer: type[torch.optim.Optimizer]) -> None:
+    model = make_model()
+    before, opt = [p.detach().clone() for p in model.parameters()], gradaccum.wrap(optimizer(model.parameters(), lr=0.1), steps=1)
+    assert torch.isnan(opt.step(_closure(model, opt, float("nan"))))
+    assert (opt.result.skipped, opt.result.overflow, opt.result.optimizer_step) == (True, True, 0)
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+    opt.step(_closure(model, opt))
+    assert (opt.result.applied, opt.result.overflow) == (True, False)
+
+
+def test_ignored_overflow_is_applied_from_a_closure_too() -> None:
+    model = make_model()
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, on_overflow="ignore")
+    opt.step(_closure(model, opt, float("nan")))
+    assert opt.result.applied
+    assert not any(p.isfinite().any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_weight_in_a_closure_divides_or_is_refused(optimizer: type[torch.optim.Optimizer]) -> None:
+    """The inner optimizer reads ``.grad`` as the closure leaves it, and so without the division."""
+    model = make_model()
+    opt = gradaccum.wrap(optimizer(model.parameters(), lr=0.1), steps=1, reduction="item_mean")
+    with pytest.raises(UsageError, match="weight: expected 1 inside a closure"):
+        opt.step(_closure(model, opt, weight=5))
+    assert opt.result.optimizer_step == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+def test_closure_of_weight_0_makes_no_update(reduction: str) -> None:
+    model = make_model()
+    opt = gradaccum.wrap(torch.optim.AdamW(model.parameters(), lr=0.1), steps=1, reduction=reduction)
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.step(_closure(model, opt, weight=0))
+    assert (opt.result.skipped, opt.result.overflow, opt.result.optimizer_step) == (True, False, 0)
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+
+
+def test_optimizer_that_moves_before_its_closure_is_half_made() -> None:
+    class Ahead(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(1.0)
+            with torch.enable_grad():
+                return closure()
+
+    model = make_model()
+    opt = gradaccum.wrap(Ahead(model.parameters(), lr=0.1), steps=1)
+    with pytest.raises(UsageError, match="written a part"):
+        opt.step(_closure(model, opt, float("nan")))
+    assert opt.result.skipped is False
+
+
+def test_optimizer_that_ignores_its_closure_counts() -> None:
+    class Deaf(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step()
+
+    model = make_model()
+    opt = gradaccum.wrap(Deaf(model.parameters(), lr=0.1), steps=1)
+    opt.step(_closure(model, opt))
+    assert (opt.result.applied, opt.result.optimizer_step) == (True, 1)

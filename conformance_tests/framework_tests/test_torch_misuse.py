@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -177,3 +178,45 @@ def test_messages_name_a_way_out() -> None:
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(gradaccum.UsageError, match=r"torch\.autograd\.backward\(parameters, gradients\)"):
         opt.step()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+def test_weight_0_beside_a_plain_backward_is_refused(reduction: str) -> None:
+    model = make_model()
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=2, reduction=reduction)
+    opt.backward(loss_of(model), weight=0)
+    loss_of(model).backward()
+    with pytest.raises(gradaccum.UsageError, match="plain backward"):
+        opt.step()
+
+
+def two_optimizers(**options: object) -> tuple[nn.Module, Any, Any]:
+    model = make_model()
+    own, other = list(model.parameters())[:1], list(model.parameters())[1:]
+    return model, *(gradaccum.wrap(torch.optim.SGD(part, lr=0.1), steps=2, **options) for part in (own, other))
+
+
+@pytest.mark.parametrize("multiplied", ["weight", "loss scale"])
+def test_gradients_that_another_optimizer_multiplied_are_refused(multiplied: str) -> None:
+    options = {} if multiplied == "weight" else {"loss_scale": 8.0}
+    model, one, other = two_optimizers(**options)
+    one.backward(loss_of(model), weight=3 if multiplied == "weight" else 1)
+    one.step()
+    with pytest.raises(gradaccum.UsageError, match="another wrapped" if multiplied == "weight" else "loss"):
+        other.step()
+    other.zero_grad()
+    other.backward(loss_of(model))
+    other.step()
+    assert other.result.micro_step == 1, "what was cleared is forgotten"
+
+
+def test_one_loss_of_two_optimizers_without_a_weight() -> None:
+    model, one, other = two_optimizers(reduction="sum")
+    expected = torch.autograd.grad(loss_of(model), list(model.parameters()))
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        one.backward(loss_of(model) / 2)
+        one.step()
+        other.step()
+    for was, now, gradient in zip(before, model.parameters(), expected, strict=True):
+        torch.testing.assert_close(now.detach(), was - 0.1 * gradient)

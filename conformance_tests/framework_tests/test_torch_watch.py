@@ -196,6 +196,17 @@ def test_uncounted_write_is_seen_at_first(place: str, change: Callable[[nn.Modul
         opt.step()
 
 
+@pytest.mark.parametrize("factor", [1e-25, 1.0, 1e30])
+@pytest.mark.parametrize("change", [through_data, lambda model: [p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None]])
+def test_change_of_tiny_and_huge_gradients_is_seen(change: Callable[[nn.Module], object], factor: float) -> None:
+    """Their squares vanish and overflow in float32, and their norms so tell nothing."""
+    model, opt = make("in .grad")
+    loss_of(model, factor).backward()
+    change(model)
+    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+        opt.step()
+
+
 @pytest.mark.parametrize("place", ["in .grad", "half precision"])
 def test_new_branch_is_watched(place: str) -> None:
     dtype, options = PLACES[place]

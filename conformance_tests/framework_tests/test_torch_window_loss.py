@@ -163,3 +163,30 @@ def test_unknown_shapes() -> None:
     assert as_told(torch.tensor([2.5])) == as_told(2.5) == 2.5
     meta = as_told(torch.ones((), device="meta"))
     assert isinstance(meta, Tensor), "not on the CPU: it is not asked"
+
+
+def test_incoming_gradient_multiplies_the_loss() -> None:
+    model, opt = made()
+    expected = 0.5 * loss_of(model).item()
+    for _ in range(2):
+        opt.backward(loss_of(model), gradient=torch.tensor(0.5))
+        opt.step()
+    assert opt.result.loss == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_plain_backward_before_a_closure(steps: int) -> None:
+    """The closure's loss is a part of the micro-batch's."""
+    model, _ = made()
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.0), steps=steps)
+
+    def closure() -> Tensor:
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        loss_of(model).backward()
+        opt.step(closure)
+    assert opt.result.applied
+    assert math.isnan(opt.result.loss)
