@@ -2,7 +2,8 @@
 
 Such a closure is run once, and what it puts into ``.grad`` is the micro-batch. Only an inner optimizer that evaluates the model again and
 again, as `torch.optim.LBFGS` does, is given the closure itself: it reads ``.grad`` each time, at once. There it must be the true gradient,
-and not be changed after: a window of one micro-batch without options that change its gradient.
+and not be changed after: a window of one micro-batch without options that change its gradient. The first gradient that it reads decides on
+the window.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class MicroBatch(NamedTuple):
         Raises:
             UsageError: there was a plain ``backward()`` where `factor` is needed, or one of another wrapped optimizer, with its own factor.
         """
-        if sentinels.watching and sentinels.arrivals.multiplied:
+        # Where the user has replaced .grad since, as netD.zero_grad() of a GAN does, what was multiplied is gone.
+        if sentinels.watching and sentinels.arrivals.multiplied and not sentinels.arrivals.disturbed:
             raise multiplied_error()
         forgotten = scale_in_use and not self.noted and not self.scaled_by_user
         mixed = sentinels.arrivals.outside and self.noted and not self.scaled_by_user and (factor != 1 or self.weight == 0)

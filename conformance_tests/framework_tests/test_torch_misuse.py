@@ -220,3 +220,19 @@ def test_one_loss_of_two_optimizers_without_a_weight() -> None:
         other.step()
     for was, now, gradient in zip(before, model.parameters(), expected, strict=True):
         torch.testing.assert_close(now.detach(), was - 0.1 * gradient)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_what_another_optimizer_left_can_be_cleared_by_the_model(set_to_none: bool) -> None:
+    """As in the usual loop of a GAN, where ``netD.zero_grad()`` comes before the discriminator's own backward pass."""
+    model = make_model()
+    own, other = list(model.parameters())[:1], list(model.parameters())[1:]
+    one, two = (gradaccum.wrap(torch.optim.SGD(part, lr=0.1), steps=1) for part in (own, other))
+    expected = torch.autograd.grad(loss_of(model), other)
+    one.backward(loss_of(model), weight=3)
+    model.zero_grad(set_to_none=set_to_none)
+    before = [p.detach().clone() for p in other]
+    two.backward(loss_of(model))
+    two.step()
+    for was, now, gradient in zip(before, other, expected, strict=True):
+        torch.testing.assert_close(now.detach(), was - 0.1 * gradient)
