@@ -61,7 +61,7 @@ def make_options(
         ArgumentTypeError, ArgumentValueError: naming the argument that is wrong.
     """
     rule, scaler = scale_rule(loss_scale, driver)
-    if on_overflow == "ignore" and (scaler is not None or rule.backoff_factor != 1):
+    if on_overflow == "ignore" and rule.backoff_factor != 1:  # A disabled torch.amp.GradScaler passes: its scale is 1.
         fix = "Give a number, or leave on_overflow out."
         expected = 'one that does not move, as on_overflow="ignore" looks for no overflow that it could back off from'
         raise explain(ArgumentValueError, "loss_scale", expected=expected, got=loss_scale, fix=fix)

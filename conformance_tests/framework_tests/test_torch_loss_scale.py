@@ -250,11 +250,12 @@ def test_changed_factors_count_at_next_close() -> None:
     assert loop.scaler.get_scale() == 8.0
 
 
+@pytest.mark.parametrize("on_overflow", ["skip_window", "ignore"])
 @pytest.mark.parametrize("kind", ["scaler.step", "opt.backward", "plain"])
-def test_disabled_scaler_has_scale_one(kind: str) -> None:
+def test_disabled_scaler_has_scale_one(kind: str, on_overflow: Any) -> None:
     parameter = torch.zeros(2, requires_grad=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2, loss_scale=scaler)
+    opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=1.0), steps=2, loss_scale=scaler, on_overflow=on_overflow)
     for gradient in (1.0, 3.0):
         loss: Tensor = (parameter * gradient).sum()
         if kind == "opt.backward":
