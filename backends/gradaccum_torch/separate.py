@@ -17,6 +17,7 @@ from gradaccum_torch.buffers import BufferStrategy
 from gradaccum_torch.checks import Size
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.norm import is_finite
+from gradaccum_torch.rivals import Rivals
 from gradaccum_torch.sums import sum_dtype
 from gradaccum_torch.tensors import GRAD, REQUIRES_GRAD, coalesced
 
@@ -31,8 +32,13 @@ class SeparateStrategy(BufferStrategy):
         self._users: list[tuple[Tensor, Tensor]] | None = None
         """What is in ``.grad`` beside the window, while the inner optimizer has the window's gradient there."""
         self._of_one = False
+        self._rivals = Rivals()
         super().__init__(parameters, accumulate_dtype)
         self.sentinels.leave_all_changes()
+
+    def groups_changed(self) -> None:
+        super().groups_changed()
+        self._rivals.meet(self._parameters.unique(), self.sentinels)
 
     def expect(self, size: Size) -> None:
         self._of_one = size == 1
@@ -46,6 +52,7 @@ class SeparateStrategy(BufferStrategy):
         return False
 
     def take(self) -> bool:
+        self._rivals.require_not_taken()
         filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
         _require_no_graph(filled)
         if filled and not self._of_one:
@@ -58,6 +65,7 @@ class SeparateStrategy(BufferStrategy):
             else:
                 self._absorb(parameter)
         self.sentinels.reset()
+        self._rivals.took(filled)
         return True
 
     def hand_over(self, divisor: float, unclipped: float) -> None:
@@ -78,7 +86,7 @@ class SeparateStrategy(BufferStrategy):
             self._give_users_back()
 
     def clear(self) -> None:
-        self._users = None
+        self._users, self._rivals.lost = None, []
         super().clear()
 
     def _copied(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
@@ -99,10 +107,12 @@ class SeparateDroppingStrategy(SeparateStrategy):
     """As above; a micro-batch whose gradient is not finite adds nothing."""
 
     def take(self) -> bool:
-        if is_finite([coalesced(parameter.grad) for parameter in self._parameters.unique() if parameter.grad is not None]):
+        filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
+        if is_finite([coalesced(parameter.grad) for parameter in filled if parameter.grad is not None]):
             return super().take()
         self._parameters.free_gradients()
         self.sentinels.reset()
+        self._rivals.took(filled)
         return False
 
 

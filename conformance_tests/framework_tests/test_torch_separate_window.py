@@ -224,3 +224,53 @@ def test_one_buffer_more() -> None:
     before_clear(model, opt, *PARTS[0])
     assert all(each.grad is None for each in model.parameters())
     assert len(opt.state_dict()["gradaccum"]["sums"]) == 4
+
+
+def two_over(model: nn.Module, **options: Any) -> tuple[AccumulatingOptimizer, AccumulatingOptimizer]:
+    """The second one has the last layer alone."""
+    shared = torch.optim.SGD(list(model.parameters())[2:], lr=0.1, momentum=0.9)
+    return wrapped(model, **options), gradaccum.wrap(shared, steps=4, separate_sums=True, **options)
+
+
+@pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
+def test_gradient_that_another_optimizer_took_is_missed_with_an_error(on_overflow: str) -> None:
+    """Bare optimizers would both see it. What each has summed stays."""
+    model = make_model()
+    first, second = two_over(model, on_overflow=on_overflow)
+    for x, y in PARTS:
+        mse(model, x, y).backward()
+        first.step()
+        with pytest.raises(UsageError, match=r"separate_sums: expected a backward pass since the step\(\) of another wrapped optimizer"):
+            second.step()
+    assert_same(model, large())
+    assert (first.result.optimizer_step, second.result.micro_step) == (1, 0)
+    mse(model, X, Y).backward()
+    second.step()
+    assert second.result.micro_step == 1
+
+
+def test_optimizers_of_one_parameter_may_take_turns() -> None:
+    model, other = make_model(), make_model()
+    first, second = two_over(model)
+    bare = torch.optim.SGD(list(other.parameters())[2:], lr=0.1, momentum=0.9)
+    for x, y in PARTS:  # The second one idles, though autograd delivers to its parameters.
+        mse(model, x, y).backward()
+        first.step()
+    for x, y in PARTS:
+        model.zero_grad()
+        mse(model, x, y).backward()
+        second.step()
+    other.load_state_dict(dict(zip(other.state_dict(), large(), strict=True)))
+    mse(other, X, Y).backward()
+    bare.step()
+    assert_same(model, list(other.parameters()))
+
+
+def test_discard_forgets_what_another_optimizer_took() -> None:
+    model = make_model()
+    first, second = two_over(model)
+    mse(model, *PARTS[0]).backward()
+    first.step()
+    second.discard()
+    second.step()  # A step without a gradient, as after zero_grad(): the user has said that nothing is missed.
+    assert second.result.micro_step == 1
