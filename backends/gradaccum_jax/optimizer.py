@@ -38,9 +38,9 @@ from gradaccum_jax.workers.kinds import (
     require_axes,
     require_own,
     require_own_loss,
-    require_same,
     require_same_params,
     require_shared,
+    same_extra,
     shared_window,
 )
 from gradaccum_jax.workers.replicated import replicated
@@ -145,7 +145,7 @@ class Accumulation:
             require_axes(self.axes)
             require_shared(held, self.axes)
             require_same_params(params, self.axes)
-            require_same("", extra, self.axes, "Reduce it first, as in jax.lax.pmean(value, axis_name).")
+            same_extra(extra, self.axes)
         if self.options.master_weights:
             require_params(params, held.masters)
 
@@ -199,7 +199,7 @@ class Accumulation:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
         held = replicated(whole(params), self.axes)
         part = gradients is not None and self.options.steps not in (1, None)
-        return Update(self.inner.update, dtypes, held, extra, self.control_flow, self.axes, self.shard_axes, part)
+        return Update(self.inner.update, dtypes, held, same_extra(extra, self.axes), self.control_flow, self.axes, self.shard_axes, part)
 
 
 def flush(

@@ -22,6 +22,7 @@ from gradaccum_jax.jitted import traced_once
 from gradaccum_jax.misplaced import part_of_window, require_same_structure, require_unread
 from gradaccum_jax.sums import divide, emptied
 from gradaccum_jax.types import Array, Axes, Extra, InnerState, Params, Tree, Updates
+from gradaccum_jax.workers.kinds import same
 from gradaccum_jax.workers.replicated import replicated
 
 Call = Callable[[Tree, InnerState], tuple[Any, Any]]
@@ -59,7 +60,7 @@ class Update(NamedTuple):
         return self._replace(extra={**self.extra, "value": loss})
 
     def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
-        """Trace the call; nothing of it enters the program.
+        """Trace the call; nothing of it enters the program. One that takes no ``value``, such as SAM, is called without.
 
         Args:
             accumulator: the tree of sums.
@@ -69,6 +70,15 @@ class Update(NamedTuple):
         Raises:
             UsageError: the optimizer reads an extra argument of one micro-batch out of several, or its state changes its structure.
         """
+        try:
+            return self._traced(accumulator, held, divisor)
+        except TypeError as error:
+            if "value" not in self.extra or "unexpected keyword argument 'value'" not in str(error):
+                raise
+        rest = {name: given for name, given in self.extra.items() if name != "value"}
+        return self._replace(extra=rest)._traced(accumulator, held, divisor)
+
+    def _traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
         rest, watched = part_of_window(self.extra) if self.part else (self.extra, {})
         call = traced_once(self._call, (accumulator, held))
 
@@ -121,7 +131,10 @@ class Update(NamedTuple):
         return self._updates_where(never, accumulator, updates), accumulator
 
     def _call(self, gradients: Tree, held: InnerState) -> tuple[Any, Any]:
-        return self.optimizer(gradients, held, self.params, **self.extra)
+        made = self.optimizer(gradients, held, self.params, **self.extra)
+        if not self.axes:
+            return made
+        return same("what the inner optimizer made", made, self.axes, "Let the optimizer close over nothing that is a device's own.")
 
     def _gradients(self, accumulator: Tree, divisor: Scalar) -> Tree:
         return replicated(divide(accumulator, divisor, self.dtypes.given), self.axes)
@@ -142,6 +155,8 @@ def _still(updates: Updates, accumulator: Tree) -> Updates:
     return jax.tree.map(lambda held, update: update if takes_part(held) else held, accumulator, updates)
 
 
-def _nothing(leaf: Array) -> float:
+def _nothing(leaf: Array) -> complex:
     """-0.0, the one zero that leaves every parameter bit for bit as it is: -0.0 + 0.0 is 0.0, but x + -0.0 is x."""
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return complex(-0.0, -0.0)
     return -0.0 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0

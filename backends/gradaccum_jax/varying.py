@@ -19,8 +19,10 @@ T = TypeVar("T")
 
 
 def axes_of(value: Array) -> Axes:
-    """The manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`."""
+    """The manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`, and of what is no array."""
     typeof: Any = jax.typeof
+    if not isinstance(value, (jax.Array, jax.core.AbstractValue)):
+        return frozenset()
     kind = value if isinstance(value, jax.core.AbstractValue) else typeof(value)
     if hasattr(kind, "vma"):
         return frozenset(kind.vma)

@@ -211,3 +211,62 @@ def test_noise_scale_can_be_switched_between_runs() -> None:
                 call()
     with refused(gradaccum.ArgumentTypeError, "state.loss", "check_state"):
         off.update(PARAMS, gradaccum_jax.AccumulationState(**old(loop(off, ROWS[:1])[-1])))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+def test_noise_of_one_call_is_in_items(reduction: Any) -> None:
+    """Whatever the loss adds up to: 4 micro-batches of 16, and as many streamed with their number of items."""
+    data, params = jnp.asarray(np.random.default_rng(0).normal(0.2, 1, size=(20, 64, 9)), jnp.float32), jnp.zeros(9)
+    loss_fn = (lambda p, x: (x @ p).mean()) if reduction == "mean" else (lambda p, x: (x @ p).sum())
+    called = gradaccum.wrap(optax.sgd(0.0), steps=None, reduction=reduction, noise_scale=True)
+    streamed = gradaccum.wrap(optax.sgd(0.0), steps=4, reduction=reduction, noise_scale=True)
+    call, update, gradient = jax.jit(gradaccum_jax.value_and_update(loss_fn, called, steps=4)), jax.jit(streamed.update), jax.grad(loss_fn)
+    state, other = called.init(params), streamed.init(params)
+    for batch in data:
+        state = call(params, state, batch)[2]
+        for part in jnp.split(batch, 4):
+            other = update(gradient(params, part), other, params, weight=16)[1]
+    noise = float(gradaccum_jax.result(state).noise_scale)
+    assert 0 < noise < float("inf")
+    np.testing.assert_allclose(noise, gradaccum_jax.result(other).noise_scale, rtol=1e-4)
+
+
+def strict(steps: Any) -> Any:
+    """An optimizer whose update takes ``scale`` and nothing else."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, scale: Any = 1.0) -> Any:
+        return jax.tree.map(lambda u: -scale * u, updates), state
+
+    return gradaccum.wrap(optax.GradientTransformationExtraArgs(optax.init_empty_state, update), steps=steps)
+
+
+@pytest.mark.parametrize("value", [None, 3.0], ids=["untold", "told"])
+@pytest.mark.parametrize("jit", [False, True], ids=["outside jit", "jit"])
+def test_optimizer_that_takes_no_value_is_called_without(value: Any, jit: bool) -> None:
+    def wrap(function: Any) -> Any:
+        return jax.jit(function) if jit else function
+
+    told, wanted = {} if value is None else {"value": value}, -2 * PARAMS["w"]
+    tx = strict(1)
+    updates, state = wrap(lambda s: tx.update(PARAMS, s, PARAMS, scale=2.0, **told))(tx.init(PARAMS))
+    np.testing.assert_array_equal(updates["w"], wanted)
+    np.testing.assert_equal(float(gradaccum_jax.result(state).loss), np.nan if value is None else value)
+    whole = strict(None)
+    _, state = wrap(lambda s: whole.update(PARAMS, s, PARAMS, **told))(whole.init(PARAMS))
+    updates, state = wrap(lambda s: gradaccum_jax.flush(whole, s, PARAMS, scale=2.0))(state)
+    np.testing.assert_array_equal(updates["w"], wanted)
+    np.testing.assert_equal(float(gradaccum_jax.result(state).loss), np.nan if value is None else value)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'hint'"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, hint=1.0)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_window_of_sam_is_flushed(opaque: bool) -> None:
+    def sam() -> Any:
+        return optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), opaque_mode=opaque)
+
+    extra: dict[str, Any] = {"grad_fn": lambda params, _: jax.tree.map(lambda p: p**3, params)} if opaque else {}
+    tx, bare = gradaccum.wrap(sam(), steps=None), sam()
+    wanted, _ = bare.update(PARAMS, bare.init(PARAMS), PARAMS, **extra)
+    updates, _ = gradaccum_jax.flush(tx, tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra)[1], PARAMS, **extra)
+    np.testing.assert_allclose(updates["w"], wanted["w"], rtol=1e-6)

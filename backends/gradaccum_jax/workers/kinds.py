@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 
 from gradaccum import UsageError
 from gradaccum.kit import Noise, Scalar, explain
 from gradaccum_jax.state import AccumulationState
-from gradaccum_jax.types import Array, Gradients, Params, Tree
+from gradaccum_jax.types import Array, Extra, Gradients, Params, Tree
 from gradaccum_jax.varying import axes_of, vary
 from gradaccum_jax.workers.checks import require_checked
 from gradaccum_jax.workers.replicated import replicated
 
+T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]
 OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
 """The fields of an `AccumulationState` that each device has for itself. Of `noise` it has the first micro-batch for itself."""
@@ -67,9 +68,26 @@ def require_same_params(params: Params, axes: tuple[str, ...]) -> None:
     Raises:
         UsageError: they may differ.
     """
-    if not _copied.get():
-        fix = "Pass the parameters as they came into jax.shard_map by in_specs=PartitionSpec(); let only what is differentiated vary."
-        require_same("params", params, axes, fix)
+    fix = "Pass the parameters as they came into jax.shard_map by in_specs=PartitionSpec(); let only what is differentiated vary."
+    same("params", params, axes, fix)
+
+
+def same_extra(extra: Extra, axes: tuple[str, ...]) -> Extra:
+    """The extra arguments of an inner optimizer, `same` on all devices."""
+    return same("", extra, axes, "Reduce it first, as in jax.lax.pmean(value, axis_name).")
+
+
+def same(name: str, tree: T, axes: tuple[str, ...], fix: str) -> T:
+    """`tree`, whose arrays are the same on all devices by their types, or, where these cannot tell, by what `origins` finds.
+
+    Raises:
+        UsageError: one of them may differ; names it. In `data_parallel` it does so when the step is traced to its end.
+    """
+    if _copied.get():
+        paths = jax.tree_util.tree_map_with_path
+        return cast(T, paths(lambda path, leaf: replicated(leaf, axes, asked=f"{name}{jax.tree_util.keystr(path)}"), tree))
+    require_same(name, tree, axes, fix)
+    return tree
 
 
 def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None:

@@ -31,7 +31,7 @@ def require_replicated(program: Any, made: Tree, axes: tuple[str, ...]) -> None:
         axes: the names of the axes.
 
     Raises:
-        UsageError: a result may differ; names it.
+        UsageError: a result may differ, or parameters that an optimizer was given; names it.
     """
     (lifted,) = (equation for equation in program.eqns if equation.primitive.name == "shard_map")
     over, params = frozenset(axes), lifted.params
@@ -67,6 +67,8 @@ def differing(jaxpr: Any, given: Flags, axes: Axes) -> Flags:
 def _made(equation: Any, given: Flags, axes: Axes) -> Flags:
     name, params, results = equation.primitive.name, equation.params, len(equation.outvars)
     if name == "replicated":
+        if any(given) and params["asked"]:
+            raise _own_error(params["asked"])
         return [any(given) and not params["known"]] * results
     if name == "scan":
         return _scanned(params, given, axes)
@@ -82,6 +84,13 @@ def _made(equation: Any, given: Flags, axes: Axes) -> Flags:
     # A value that differs and is made of none that may, and that is no copy, tells the device's place.
     placed = name not in COPIES and not any(axes_of(atom.aval) & axes for atom in equation.invars)
     return [any(given) or placed] * results
+
+
+def _own_error(name: str) -> UsageError:
+    """The error for something made of a device's own batch, where all devices need the same."""
+    found = "one that is made of a device's own batch"
+    fix = "Give tx the parameters that the step was given, and average all else over the devices: jax.lax.pmean(value, axis_name)."
+    return explain(UsageError, name, expected="a value that is the same on all devices", found=found, fix=fix)
 
 
 def _scanned(params: Any, given: Flags, axes: Axes) -> Flags:

@@ -23,23 +23,24 @@ T = TypeVar("T")
 _replicated: Any = core.Primitive("replicated")
 
 
-def replicated(tree: T, axes: tuple[str, ...], *, known: bool = True) -> T:
+def replicated(tree: T, axes: tuple[str, ...], *, known: bool = True, asked: str = "") -> T:
     """`tree`, none of its arrays varying along `axes` by its type: the caller knows that they are the same along these.
 
     Args:
         tree: of arrays. It has no derivative.
         axes: names of mesh axes; without any, `tree` is returned as it is.
         known: the caller knows; otherwise `origins.differing` finds it out.
+        asked: the name by which `origins.differing` refuses the arrays if they differ.
     """
 
     def cast_type(leaf: Array) -> Array:
         varying = tuple(sorted(axes_of(leaf) & frozenset(axes)))
-        return _replicated.bind(leaf, axes=varying, known=known) if varying else leaf
+        return _replicated.bind(leaf, axes=varying, known=known, asked=asked) if varying else leaf
 
     return cast(T, jax.tree.map(cast_type, tree)) if axes else tree
 
 
-def _type(operand: Any, *, axes: tuple[str, ...], known: bool) -> Any:
+def _type(operand: Any, *, axes: tuple[str, ...], **_: Any) -> Any:
     if hasattr(operand, "vma"):  # JAX 0.7; the type of JAX 0.10 knows more ways than one to differ
         return operand.update(vma=operand.vma - frozenset(axes))
     return operand.update(manual_axis_type=operand.mat.update(varying=operand.mat.varying - frozenset(axes)))

@@ -16,6 +16,7 @@ from conformance_tests.framework_tests.refusing import refused
 from gradaccum_jax.varying import vary
 
 TX = gradaccum.wrap(optax.sgd(1.0), steps=2, axis_name="data")
+WHOLE = gradaccum.wrap(optax.sgd(1.0), steps=None, axis_name="data")
 W, X = jnp.ones(3), jnp.arange(8.0)
 SPECS = (P(), P("data"))
 
@@ -152,6 +153,62 @@ def differing_parameters() -> None:
 
     with refused(gradaccum.UsageError, "['hint']: expected a value that is the same on all devices", "pmean"):
         over(with_value)(W, over(TX.init)(W), X)
+
+
+def parameters_of_each_device() -> None:
+    """In `data_parallel` types cannot tell: parameters, an extra argument or the inner optimizer made of a device's own batch."""
+    own, calm = lambda w, x: w + x.mean(), lambda w, x: 1.0 * w
+    hinted = optax.GradientTransformationExtraArgs(optax.init_empty_state, lambda u, s, p=None, *, hint=1.0, **_: (u * hint, s))
+
+    def updating(seen: Any, hint: Any = None, rate: Any = None) -> Any:
+        def step(w: Any, state: Any, x: Any) -> Any:
+            tx = gradaccum.wrap(optax.sgd(rate(w, x)) if rate else hinted, steps=1, axis_name="data")
+            extra = {"hint": hint(w, x)} if hint else {}
+            updates, state = tx.update(jax.grad(loss_fn)(w, x), state, seen(w, x), **extra)
+            return w + updates, state
+
+        return step
+
+    def flushing(seen: Any) -> Any:
+        return lambda w, state, x: (w + (made := gradaccum_jax.flush(WHOLE, state, seen(w, x)))[0], made[1])
+
+    def calling(seen: Any) -> Any:
+        def step(w: Any, state: Any, x: Any) -> Any:
+            _, updates, state = gradaccum_jax.value_and_update(loss_fn, WHOLE, steps=2)(seen(w, x), state, x)
+            return w + updates, state
+
+        return step
+
+    norm = lambda w, x: jnp.linalg.norm(w)  # noqa: E731
+    first = gradaccum.wrap(hinted, steps=1, axis_name="data")
+    for made, tx, name in (
+        (updating(own), first, "params: expected"),
+        (updating(calm, own), first, "['hint']: expected"),
+        (
+            updating(calm, rate=lambda w, x: x.mean()),
+            gradaccum.wrap(optax.sgd(1.0), steps=1, axis_name="data"),
+            "what the inner optimizer made",
+        ),
+        (flushing(own), WHOLE, "params: expected"),
+        (calling(own), WHOLE, "params: expected"),
+    ):
+        with refused(gradaccum.UsageError, name, "made of a device's own batch", "pmean"):
+            over(made)(W, over(tx.init)(W), X)
+    for made, tx in ((updating(calm, norm), first), (flushing(calm), WHOLE), (calling(calm), WHOLE)):
+        over(made)(W, over(tx.init)(W), X)
+    with refused(gradaccum.UsageError, "params: expected", "made of a device's own batch"):
+        over(lambda w: gradaccum.wrap(optax.adamw(1.0), steps=1, axis_name="data").init(w + jax.lax.axis_index("data")))(W)
+
+
+def optimizer_of_each_device() -> None:
+    """In a `jax.shard_map` of the user's own: an inner optimizer that closes over a device's own value."""
+
+    def step(w: Any, x: Any) -> Any:
+        tx = gradaccum.wrap(optax.sgd(x.mean()), steps=1, axis_name="data")
+        return tx.update(jax.grad(loss_fn)(vary(w, frozenset(["data"])), x), tx.init(w), w)[0]
+
+    with refused(gradaccum.UsageError, "what the inner optimizer made", "may differ along ['data']"):
+        inside(step)
 
 
 def losses() -> None:
