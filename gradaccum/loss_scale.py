@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from gradaccum._validation import require_int, require_number
@@ -124,7 +125,7 @@ def scale_rule(loss_scale: object, driver: ScalerDriver | None = None) -> tuple[
         return ScaleRule(), None
     if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
         return loss_scale.rule(), None
-    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
+    if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool):
         return ScaleRule(init_scale=require_number("loss_scale", loss_scale, above=0)), None
     rule = None if driver is None else driver.scaler_rule(loss_scale)
     if rule is None:

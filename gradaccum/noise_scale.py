@@ -143,8 +143,8 @@ def noise_scale(noise: NoiseFields, where: Where) -> Scalar:
     _, _, trace, square = noise
     one = 0 * trace + 1
     ratio = where(trace > 0, trace, 0 * one) / where(square > 0, square, one)
-    known = where(square > 0, ratio, float("inf") * one)
-    return where((trace == 0) & (square == 0), float("nan") * one, known)
+    known = where(square > 0, ratio, float("inf") + one)
+    return where((trace == 0) & (square == 0), float("nan") + one, known)
 
 
 def _in_range(square: Scalar) -> Scalar:

@@ -6,7 +6,6 @@ checked, and rebuilt, by path.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, cast
@@ -22,12 +21,13 @@ from gradaccum_jax.optimizer import require_accumulation
 from gradaccum_jax.state import AccumulationState, fields_of
 from gradaccum_jax.trees import plain, unique
 from gradaccum_jax.types import Array, Params, Tree
+from gradaccum_jax.untold import UNTOLD
 from gradaccum_jax.workers.layout import mapped
 
 _RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
 Later = Sequence[Mapping[str, float]]
 LATER: Later = (
-    {"loss": math.nan, "last_loss": math.nan},
+    {"loss": UNTOLD, "last_loss": UNTOLD},
     {f"noise.{name}": number for name, number in no_noise()._asdict().items()},
 )
 """What a window knows came later than its other fields. Without a loss from the start, that of the open window is not known."""
@@ -118,7 +118,12 @@ def rebuild(tree: Tree, like: Tree, later: Later = ()) -> Any:
         elif not group.keys() & expected.keys():
             found = {path: leaf for path, leaf in found.items() if path not in group}
     _check_leaves(found, expected)
-    return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(found[path]) for path in expected])
+    return jax.tree.unflatten(jax.tree.structure(like), [_copied(found[path]) for path in expected])
+
+
+def _copied(leaf: Array) -> Array:
+    """As a JAX array. One of NumPy is copied: JAX would take its memory, which may be the user's to write into."""
+    return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
 def _by_path(tree: Tree) -> dict[str, Array]:

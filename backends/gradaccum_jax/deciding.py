@@ -17,6 +17,7 @@ from gradaccum_jax.knowledge import Firsts
 from gradaccum_jax.norm import measure
 from gradaccum_jax.state import AccumulationState, fields_of
 from gradaccum_jax.types import Tree
+from gradaccum_jax.untold import meant
 from gradaccum_jax.update import Update
 from gradaccum_jax.workers.reduction import Window, all_reduce
 from gradaccum_jax.workers.shard_axes import everywhere
@@ -52,7 +53,7 @@ def decide_on(state: AccumulationState, update: Update, options: Options, at_end
     if update.axes:
         whole, norm, finite = _join(state, look if measuring else lambda *_: start, update, at_end)
     else:
-        whole = Whole(fields_of(state), state.accumulator, state.loss, knowledge.firsts_of(state))
+        whole = Whole(fields_of(state), state.accumulator, meant(state.loss), knowledge.firsts_of(state))
         norm, finite = once(at_end, lambda _: look(whole.fields, whole.total), start, update.control_flow) if measuring else start
     decision = Decision(*decide(whole.fields, norm, finite, options, jnp.where, float(jnp.finfo(dtype).max)))
     if measuring and options.on_overflow == "ignore":
@@ -67,7 +68,7 @@ def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) 
     Everything but the sum starts with numbers that are the same on all devices, so that its type says so at the end too.
     """
     fields, nothing = fields_of(state), jnp.zeros((), jnp.result_type(state.weight))
-    own = Window(state.accumulator, state.weight, state.overflow, state.loss, knowledge.addends(state))
+    own = Window(state.accumulator, state.weight, state.overflow, meant(state.loss), knowledge.addends(state))
 
     def add_up(held: Held) -> Held:
         whole = all_reduce(own._replace(accumulator=held[0].accumulator), update.axes)

@@ -1,8 +1,8 @@
 """What a window knows besides its gradient: the loss of its micro-batches, and the gradient noise.
 
-All of it is a few scalars of the state. A loss that nobody told is NaN, without a computation of its own. The noise scale needs one norm
-more per window, that of the sum after its first micro-batch: a conditional, which no other micro-batch enters. It is no part of any
-derivative.
+All of it is a few scalars of the state. Losses add up as `gradaccum.kit.add_loss` says, with the derivative that gradients have at weight 0
+too. A loss that nobody told is NaN, which the state keeps in its own way (see `untold`). The noise scale needs one norm more per window,
+that of the sum after its first micro-batch: a conditional, which no other micro-batch enters. It is no part of any derivative.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradaccum.kit import (
     Noise,
     Options,
     Scalar,
-    add_loss,
+    contribution,
     first_seen,
     forget_window,
     is_first,
@@ -27,7 +27,9 @@ from gradaccum.kit import (
 from gradaccum_jax.control_flow import ControlFlow, once
 from gradaccum_jax.norm import measure
 from gradaccum_jax.state import AccumulationState, fields_of, like
+from gradaccum_jax.sums import add_weighted
 from gradaccum_jax.types import DType, Tree
+from gradaccum_jax.untold import UNTOLD, kept, meant
 from gradaccum_jax.workers.shard_axes import ShardAxes
 
 Firsts = tuple[Scalar, ...]
@@ -43,7 +45,7 @@ def fresh(options: Options, dtype: DType) -> dict[str, Tree]:
         dtype: that of `AccumulationState.weight`.
     """
     noise = None if options.noise_decay is None else Noise(*(jnp.zeros((), dtype) for _ in Noise._fields))
-    return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), jnp.nan, dtype), "noise": noise}
+    return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), UNTOLD, dtype), "noise": noise}
 
 
 def add(
@@ -60,7 +62,11 @@ def add(
         shard_axes: the mesh axes along which parameters are sharded.
         control_flow: how the norm is left out where the micro-batch is not the first.
     """
-    total = jnp.where(adds, jnp.nan, state.loss) if loss is None else add_loss(state.loss, loss, weight, adds, options, jnp.where)
+    if loss is None:
+        total = jnp.where(adds, UNTOLD, state.loss)
+    else:
+        factor = jnp.asarray(contribution(weight, options), state.loss.dtype)
+        total = kept(add_weighted(meant(state.loss), loss, factor, adds, adds | (weight == 0)))
     state = state._replace(loss=like(total, state.loss))
     if state.noise is None:
         return state
@@ -107,7 +113,7 @@ def close(
         options: the optimizer's.
         at_end: bool scalar.
     """
-    last = like(jnp.where(at_end, loss, state.last_loss), state.last_loss)
+    last = like(jnp.where(at_end, kept(loss), state.last_loss), state.last_loss)
     ended = state._replace(loss=like(jnp.where(at_end, 0, state.loss), state.loss), last_loss=last)
     if state.noise is None:
         return ended

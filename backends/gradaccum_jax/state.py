@@ -31,6 +31,7 @@ from gradaccum.kit import (
     terms_of,
 )
 from gradaccum_jax.types import Array, DType, InnerState, Tree
+from gradaccum_jax.untold import meant
 from gradaccum_jax.varying import axes_of, vary
 
 STEPS = 3
@@ -66,15 +67,16 @@ class AccumulationState(NamedTuple):
     last_overflow: Scalar
     """bool: the last event closed a window that had overflowed, or dropped its micro-batch."""
     last_grad_norm: Scalar
-    """dtype of `weight`: global 2-norm of the last closed window's gradient before clipping; inf if it overflowed; 0 before any."""
+    """dtype of `weight`: global 2-norm of the last closed window's gradient before clipping; inf if it overflowed; 0 before any;
+    `untold.UNTOLD` if nothing asked for it."""
     masters: Tree = None
     """With ``master_weights=True`` the tree of the parameters: float32 masters of the float16 and bfloat16 ones, None for the others."""
     terms: Array = None
     """int32, shape (4,): reduction, on_overflow, kind of loss scale and steps of the open window: `gradaccum.kit.encode_terms`."""
     loss: Scalar = None
-    """dtype of `weight`: the open window's losses, added up as `gradaccum.kit.add_loss` does; NaN if one was not told."""
+    """dtype of `weight`: the open window's losses, added up as `gradaccum.kit.add_loss` does; `untold.UNTOLD` if one was not told."""
     last_loss: Scalar = None
-    """dtype of `weight`: the last closed window's loss, unscaled; NaN before any, and where it was not told."""
+    """dtype of `weight`: the last closed window's loss, unscaled; `untold.UNTOLD` before any, and where it was not told."""
     noise: Noise | None = None
     """With ``noise_scale=`` a `gradaccum.kit.Noise` of scalars of the dtype of `weight`; else None."""
 
@@ -172,12 +174,12 @@ def result(state: Tree) -> StepResult:
         applied=jnp.asarray(found.last_applied),
         skipped=jnp.asarray(found.last_skipped),
         overflow=_on_any_device(found),
-        grad_norm=jnp.asarray(found.last_grad_norm),
+        grad_norm=meant(found.last_grad_norm),
         loss_scale=jnp.asarray(found.loss_scale),
         micro_step=jnp.asarray(found.micro_step),
         optimizer_step=jnp.asarray(found.optimizer_step),
-        loss=jnp.asarray(found.last_loss),
-        noise_scale=jnp.full_like(found.last_loss, jnp.nan) if found.noise is None else noise_scale(found.noise, jnp.where),
+        loss=meant(found.last_loss),
+        noise_scale=_noise_scale(found),
     )
 
 
@@ -204,6 +206,11 @@ def describe(state: Tree) -> str:
     weight = float(found.weight) if code < 0 else 0.0
     fields = State(micro_step, optimizer_step, skipped, weight, False, float(found.loss_scale), 0)
     return status(fields, UntilWeight(-code) if code < 0 else code or None)
+
+
+def _noise_scale(state: AccumulationState) -> Array:
+    with jax.debug_nans(False):  # unknown is no accident
+        return jnp.full_like(state.last_loss, jnp.nan) if state.noise is None else noise_scale(state.noise, jnp.where)
 
 
 def _on_any_device(state: AccumulationState) -> Array:

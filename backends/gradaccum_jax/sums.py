@@ -102,9 +102,10 @@ def add_weighted(held: Array, gradient: Array, weight: Scalar, adds: Scalar, har
 def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     held, gradient, weight, adds, harmless = primals
     moved, turned, heavier, *_ = tangents
-    by_gradient = jnp.where(adds, weight * turned, 0)
-    by_weight = heavier * jnp.where(harmless, gradient, 0)
-    return add_weighted(*primals), (moved + by_gradient + by_weight).astype(held.dtype)
+    with jax.numpy_dtype_promotion("standard"):  # JAX differentiates after `call_jitted` has returned.
+        by_gradient = jnp.where(adds, weight * turned, 0)
+        by_weight = heavier * jnp.where(harmless, gradient, 0)
+        return add_weighted(*primals), (moved + by_gradient + by_weight).astype(held.dtype)
 
 
 def all_finite(gradients: Gradients) -> Scalar:

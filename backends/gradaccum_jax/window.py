@@ -30,6 +30,7 @@ from gradaccum_jax.deciding import decide_on
 from gradaccum_jax.sizes import number_of
 from gradaccum_jax.state import AccumulationState, current_terms, fields_of, with_event, with_fields
 from gradaccum_jax.types import Gradients, Updates
+from gradaccum_jax.untold import kept
 from gradaccum_jax.update import Traced, Update
 from gradaccum_jax.varying import axes_of, vary
 from gradaccum_jax.workers.shard_axes import ShardAxes, everywhere, require_told
@@ -123,7 +124,7 @@ def close(
     # On its way out of `data_parallel` a device's sum gets a leading axis, for which XLA would copy it; a select is written in place.
     total = sums.emptied(total, at_end) if update.axes else total
     total = unreduced.cleared(parts, total, at_end)
-    norm = jnp.asarray(jnp.where(at_end, decision.grad_norm, state.last_grad_norm), jnp.result_type(state.last_grad_norm))
+    norm = jnp.asarray(jnp.where(at_end, kept(decision.grad_norm), state.last_grad_norm), jnp.result_type(state.last_grad_norm))
     state = knowledge.close(state, loss, whole.firsts, decision.grad_norm, whole.fields, options, at_end)
     ended = with_fields(state, fields)._replace(accumulator=total, inner_state=held[0], masters=held[1], last_grad_norm=norm)
     return updates, with_event(ended, apply, at_end & ~apply, jnp.where(at_end, overflow, dropped))

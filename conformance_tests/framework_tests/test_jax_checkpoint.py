@@ -174,3 +174,12 @@ def test_callable_steps_gets_an_array() -> None:
     tx = make_tx(steps=lambda step: (2 + step).astype(jnp.int32))
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     assert_bitwise(gradaccum_jax.check_state(tx, state, PARAMS), state)
+
+
+def test_restored_state_has_memory_of_its_own() -> None:
+    saved = jax.tree.map(lambda leaf: np.full(np.shape(leaf), leaf), train(PARAMS, TX.init(PARAMS), range(5))[1])
+    aligned = jax.tree.map(lambda leaf: leaf.copy(), saved)
+    state = gradaccum_jax.check_state(TX, saved, PARAMS)
+    for leaf in jax.tree.leaves(saved):
+        leaf[...] = 0
+    assert_bitwise(state, aligned)

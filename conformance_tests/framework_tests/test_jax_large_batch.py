@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -242,3 +243,21 @@ def test_plain_values_are_given_whole(axes: Any) -> None:
     for power in (3, 4):
         found = step(jnp.ones(()), np.arange(5.0), {"scale": 0.5, "power": power, "mode": "twice", "mask": None})
         close(found, (np.float64(2.0 * power**2), np.float64(2.0 * power**2)))
+
+
+class Kind(enum.IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize("flag", [True, Kind.ONE], ids=["bool", "enum"])
+def test_equal_constants_of_two_types_are_told_apart(flag: Any) -> None:
+    """``1 == True``, and a loss may ask ``flag is True``."""
+
+    def loss(p: Any, x: Any, flag: Any) -> Any:
+        return jnp.mean(x * p) * (1.0 if type(flag) is int else 10.0)
+
+    p, x = jnp.float32(1.0), jnp.ones(4)
+    step = gradaccum_jax.value_and_grad(loss, steps=2, axes=(0, None))
+    assert [float(step(p, x, given)[0]) for given in (1, flag, 1)] == [1.0, 10.0, 1.0]
+    parts = gradaccum_jax.value_and_grad(loss, split=lambda x: [(x[:2], 1), (x[2:], flag)])
+    assert float(parts(p, x)[0]) == 5.5

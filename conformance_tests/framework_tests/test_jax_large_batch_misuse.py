@@ -184,3 +184,8 @@ def test_coupled_weights_that_nothing_asks_for() -> None:
     """They would be dropped silently: the loss is taken over all rows at once."""
     with pytest.raises(VALUE, match=r"weight: expected none, or micro_batch_weight.*inside of loss_fn"):
         gradaccum_jax.coupled_value_and_grad(lambda p, x: p * x, lambda p, o: o.sum(), steps=2, weight=np.ones(6))
+
+
+def test_integers_among_coupled_parameters() -> None:
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"argument 0\['n'\]: expected a float.*close over it"):
+        gradaccum_jax.coupled_value_and_grad(lambda p, x: p["w"] * x, lambda p, o: o.sum(), steps=2)({"w": jnp.ones(()), "n": 1}, X)

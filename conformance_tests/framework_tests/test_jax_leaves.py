@@ -133,3 +133,12 @@ def test_children_of_one_key_are_checked() -> None:
     _, state = tx.update(Pair(jnp.ones(1), jnp.full(1, 3.0)), tx.init(params), params)
     checked = gradaccum_jax.check_state(tx, state, params)
     assert [float(leaf[0]) for leaf in checked.accumulator.children] == [1, 3]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_zeros_of_complex_parameters_keep_their_signs(name: str) -> None:
+    tx, params = MAKERS[name](optax.sgd(0.5), 2), jnp.asarray([complex(-0.0, -0.0)])
+    updates, _ = tx.update(params, tx.init(params), params)
+    after = np.asarray(optax.apply_updates(params, updates))
+    assert np.signbit(after.real).all()
+    assert np.signbit(after.imag).all()

@@ -85,3 +85,43 @@ def test_reverse_mode_under_vmap(outer: str, phases: list[int]) -> None:
     by_conditional = found("cond")
     assert np.any(by_conditional != 0)
     np.testing.assert_allclose(found("while_loop"), by_conditional, rtol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["outside jit", "jit"])
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [(True, {}), (False, {}), (False, {"on_overflow": "ignore"}), (True, {"noise_scale": True, "clip_norm": 1.0})],
+    ids=str,
+)
+def test_debug_nans_stops_at_no_nan_of_the_window(told: bool, options: dict[str, Any], jit: bool) -> None:
+    """A loss that nobody told, and a norm that nobody measured, are NaN in the result alone."""
+    tx, value = gradaccum.wrap(optax.sgd(0.1), steps=2, **options), {"value": 1.5} if told else {}
+    with jax.debug_nans(True):
+        state = first = tx.init(PARAMS)
+        update = jax.jit(tx.update) if jit else tx.update
+        for _ in range(3):
+            _, state = update(PARAMS, state, PARAMS, **value)
+        result = gradaccum_jax.result(gradaccum_jax.discard(tx, state))
+        assert np.isnan(gradaccum_jax.result(first).loss)
+    np.testing.assert_equal(float(result.loss), 1.5 if told else np.nan)
+    assert np.isnan(result.grad_norm) == ("on_overflow" in options)
+
+
+def test_debug_nans_still_stops_at_a_nan_of_the_optimizer() -> None:
+    tx = gradaccum.wrap(optax.stateless(lambda updates, params: jax.tree.map(jnp.log, updates)), steps=1)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        tx.update(jax.tree.map(jnp.negative, PARAMS), tx.init(PARAMS), PARAMS)
+
+
+def test_derivative_under_strict_promotion() -> None:
+    """JAX differentiates a jitted window after the call, when the user's promotion is in force again."""
+    half, tx = jnp.ones(2, jnp.bfloat16), gradaccum.wrap(optax.sgd(1.0), steps=2)
+
+    def norm(weight: Any) -> Any:
+        state = tx.init(half)
+        for gradient, own in ((half, weight), (0 * half, 1.0)):
+            _, state = jax.jit(tx.update)(gradient, state, half, weight=own)
+        return gradaccum_jax.result(state).grad_norm
+
+    with jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_allclose(jax.grad(norm)(jnp.float32(2.0)), np.sqrt(2) / 9, rtol=1e-2)

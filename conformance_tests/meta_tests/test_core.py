@@ -6,6 +6,7 @@ import math
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +71,11 @@ def test_pairs_follow_the_optimizer_step() -> None:
 def test_bad_loss_scales_raise(arguments) -> None:
     with pytest.raises(gradaccum.GradAccumError, match="expected"):
         gradaccum.DynamicLossScale(**arguments)
+
+
+@pytest.mark.parametrize("scale", [8, 8.0, np.float32(8), np.float64(8), np.int32(8)], ids=lambda scale: type(scale).__name__)
+def test_constant_loss_scale_is_any_real_number(scale: Any) -> None:
+    assert make_options(4, loss_scale=scale).scale_rule.init_scale == 8.0
 
 
 @given(weight=st.sampled_from([-1.0, math.nan, math.inf, -math.inf]))

@@ -43,8 +43,9 @@ class Batch:
     """Real, shape (items,): each item's weight; or None."""
     axes: tuple[Axis, ...]
     """One for each of `leaves`."""
-    constants: tuple[tuple[int, Any], ...]
-    """Values that are no arrays, each with its place among all leaves: flags, texts, functions, Python ints."""
+    constants: tuple[tuple[int, type, Any], ...]
+    """Values that are no arrays, each with its place among all leaves: flags, texts, functions, Python ints. And with its type, since a
+    compiled program is found again by them, and 1 equals True."""
     structure: Any
     """The tree that arrays and constants are the leaves of."""
     cuts: tuple[Cut, ...] = ()
@@ -52,7 +53,7 @@ class Batch:
     def arguments(self, leaves: Sequence[Array]) -> tuple[Tree, ...]:
         """The arguments with `leaves` in place of the arrays."""
         held = list(leaves)
-        for place, value in self.constants:
+        for place, _, value in self.constants:
             held.insert(place, value)
         arguments: tuple[Tree, ...] = jax.tree.unflatten(self.structure, held)
         return arguments
@@ -77,7 +78,7 @@ class Batch:
 
     def _paths(self) -> list[str]:
         held = jax.tree_util.tree_flatten_with_path(self.arguments(self.leaves))[0]
-        constant = {place for place, _ in self.constants}
+        constant = {place for place, *_ in self.constants}
         return [f"batch{jax.tree_util.keystr(path)}" for place, (path, _) in enumerate(held) if place not in constant]
 
 
@@ -95,7 +96,7 @@ def make_batch(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
     held, structure = jax.tree_util.tree_flatten_with_path(arguments)
     spread = _whole_where_plain(arguments, spread_over(axes, arguments, "axes"))
     checked = [_axis_of(f"batch{jax.tree_util.keystr(path)}", leaf, axis) for (path, leaf), axis in zip(held, spread, strict=True)]
-    constants = tuple((place, leaf) for place, (_, leaf) in enumerate(held) if is_constant(leaf))
+    constants = tuple((place, type(leaf), leaf) for place, (_, leaf) in enumerate(held) if is_constant(leaf))
     arrays = [(leaf, axis) for (_, leaf), axis in zip(held, checked, strict=True) if not is_constant(leaf)]
     return Batch([leaf for leaf, _ in arrays], None, tuple(axis for _, axis in arrays), constants, structure)
 

@@ -81,7 +81,8 @@ def coupled_value_and_grad(
             leading axis, or `loss_fn` returns no scalar.
     """
     loss = Differentiation(loss_fn, (0, 1), has_aux, allow_int=True, single=False)
-    outputs = Differentiation(outputs_fn, (0,), has_aux=False, allow_int=False, single=True)
+    fix = "Let outputs_fn close over it, or hand it over with the batch, with axes=None."
+    outputs = Differentiation(outputs_fn, (0,), has_aux=False, allow_int=False, single=True, fix_for_int=fix)
     splitting = make_splitting(steps, micro_batch_size, micro_batch_weight, axes, weight, split)
     _require_use(weight, micro_batch_weight)
     return Coupled(outputs, loss, splitting, require_dtype(accumulate_dtype), require_names(axis_name))

@@ -35,6 +35,7 @@ class Differentiation:
     """Whether integers among them are let through; they have no gradient."""
     single: bool
     """Whether the user named one place, and no tuple of them."""
+    fix_for_int: str = "Write allow_int=True, and it has a float0 as its gradient; or hand it over with the batch, with axes=None."
 
     def parted(self, arguments: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], tuple[Tree, ...]]:
         """The arguments to differentiate by, and the batch: all others, in their order.
@@ -86,7 +87,7 @@ class Differentiation:
         for path, leaf in jax.tree_util.tree_flatten_with_path(by)[0]:
             if not self.allow_int and not takes_part(leaf):
                 where = f"argument {self.places[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
-                fix = "Write allow_int=True, and it has a float0 as its gradient; or hand it over with the batch, with axes=None."
+                fix = self.fix_for_int
                 raise explain(ArgumentTypeError, where, expected="a float to differentiate by", found=str(jnp.result_type(leaf)), fix=fix)
 
 

@@ -131,9 +131,10 @@ class _Counting(NamedTuple):
         """Loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
         items = known_items(micro_batch.items) if self.merging.counts_items else None
         merged, rows = self.merging.add(held.aux, aux, items, weight)
-        factor = contribution(weight, self.question.options)
-        share = jnp.where(weight == 0, 0, loss.astype(held.loss.dtype) * factor).astype(held.loss.dtype)
-        return Own((held.weight + weight).astype(self.dtype), held.loss + share, merged), rows
+        dtype = held.loss.dtype
+        factor = jnp.asarray(contribution(weight, self.question.options), dtype)
+        total = sums.add_weighted(held.loss, loss.astype(dtype), factor, jnp.asarray(weight != 0), jnp.asarray(True))
+        return Own((held.weight + weight).astype(self.dtype), total, merged), rows
 
 
 def weight_dtype(by: tuple[Tree, ...], loss: Array) -> DType:
@@ -154,7 +155,8 @@ def copies(tree: G, axes: Axes) -> G:
 
 
 def _unit(question: Question, merging: Merging, source: Source, *, relative: bool) -> int | None:
-    if question.options.reduction == "sum" and "weighted_mean" not in merging.kinds:
+    counts_items = "weighted_mean" in merging.kinds or question.options.noise_decay is not None
+    if question.options.reduction == "sum" and not counts_items:
         return None
     return known_items(largest_in(source)) if relative and question.weight is None and question.options.reduction == "mean" else 1
 

@@ -17,6 +17,7 @@ from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_jax.dtypes import is_key
 from gradaccum_jax.state import AccumulationState, fields_of, find_states
 from gradaccum_jax.types import Array, Tree
+from gradaccum_jax.untold import kept, meant
 from gradaccum_jax.workers.kinds import OWN, OnLeaf, by_kind
 
 
@@ -99,7 +100,7 @@ def _spread(state: AccumulationState, workers: int) -> AccumulationState:
         overflow=jnp.asarray([fields.overflow for fields in after]),
         last_overflow=jnp.broadcast_to(held.last_overflow.any(), (workers,)),
         accumulator=jax.tree.map(added, held.accumulator),
-        loss=added(held.loss),
+        loss=kept(added(meant(held.loss))),
         noise=held.noise if held.noise is None else _without_first(held.noise, workers),
     )
     return spread
