@@ -24,6 +24,11 @@ class MicroBatch(Program):
     def construct(self, *inputs: object) -> Tensor:
         return self.cell.added(*inputs)
 
+    def follow(self) -> None:
+        """Train or not as the cell does. `set_train` would say so to the cells below too, some of which the user may have frozen."""
+        self._phase = self.cell._phase
+        self.add_flags(training=self.cell.training)
+
 
 class HostTraining:
     """Calls the programs of one training cell.
@@ -49,7 +54,7 @@ class HostTraining:
         if ends:
             require_room(self.storage.pull(), self.steps)
         if self.micro_batch.training != self.cell.training:
-            self.micro_batch.set_train(self.cell.training)
+            self.micro_batch.follow()
         loss = self.micro_batch(*inputs)
         if ends:
             self.window.close(self.storage.pull(), self.update)

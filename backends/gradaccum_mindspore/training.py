@@ -78,7 +78,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         self.weight_of_micro_batch = weight
         self.backward = ms.value_and_grad(self.forward, None, self.weights, has_aux=True)
         steps, host = optimizer.options.steps, None
-        if isinstance(steps, int) and optimizer.compiled_window.workers is None:
+        own = type(self).construct is TrainOneStepCell.construct  # A subclass's construct is the user's, and runs as it stands.
+        if own and isinstance(steps, int) and optimizer.compiled_window.workers is None:
             host = HostTraining(self, steps)
         object.__setattr__(self, "host", host)
 

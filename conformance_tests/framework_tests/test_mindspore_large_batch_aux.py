@@ -8,11 +8,12 @@ os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor  # noqa: E402
+from mindspore import Parameter, Tensor, nn  # noqa: E402
 
+import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_large_batch import MODES, in_mode, tensors  # noqa: E402
-from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch import value_and_grad, value_and_update  # noqa: E402
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -48,3 +49,25 @@ def test_aux_keeps_nan():
     for x in ([np.nan, 1.0], [1.0, np.nan]):
         (_, *found), _ = value_and_grad(forward, None, weight, True, steps=2, aux=("max", "min"))(Tensor(x, ms.float32))
         assert np.isnan([each.asnumpy() for each in found]).all()
+
+
+@pytest.mark.parametrize("updates", [False, True], ids=["value_and_grad", "value_and_update"])
+@pytest.mark.parametrize("mode", MODES)
+def test_dict_of_many_micro_batches(mode, updates):
+    """Five: the compiled loop runs three times, and its dict is another one each time."""
+    weight = Parameter(Tensor([1.0]), name="w")
+
+    def forward(x):
+        rows = x * weight
+        return rows.mean(), {"total": rows.sum(), "rows": rows}
+
+    options = {"micro_batch_size": 2, "aux": {"total": "sum", "rows": "concatenate"}}
+    if updates:
+        made = value_and_update(forward, gradaccum.wrap(nn.SGD([weight], 0.0), steps=None), True, **options)
+    else:
+        made = value_and_grad(forward, None, [weight], True, **options)
+    x = np.arange(1.0, 10.0, dtype=np.float32).reshape(9, 1)
+    found = in_mode(mode, made)(Tensor(x))
+    loss, others = found if updates else found[0]
+    assert (loss.asnumpy(), others["total"].asnumpy()) == (5.0, 45.0)
+    np.testing.assert_array_equal(others["rows"].asnumpy(), x)

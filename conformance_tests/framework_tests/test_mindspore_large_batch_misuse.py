@@ -262,3 +262,14 @@ def test_masks_beside_other_outputs(seed):  # noqa: F811
     (_, total), gradient = call(rows)
     assert float(total.asnumpy()) == 4
     assert len({mask.tobytes() for mask in gradient.asnumpy()}) == 4
+
+
+@pytest.mark.parametrize("nest", [{"x": 0, "y": 1}, (0, 1), [0, 1]], ids=["dict", "tuple", "list"])
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_nest_to_differentiate_by(mode, nest):
+    """MindSpore gives no gradient of it in PyNative: those of the weights would be taken for it, and concatenated."""
+    weight, arrays = Parameter(Tensor([1.0, 2.0], ms.float64), name="w"), tensors(X, X)
+    batch = {key: arrays[place] for key, place in nest.items()} if isinstance(nest, dict) else type(nest)(arrays)
+    call = in_mode(mode, value_and_grad(lambda x, batch: (x * weight).mean(), (0, 1), [weight], steps=2))
+    with pytest.raises(ArgumentValueError, match="grad_position: expected an argument that is one Tensor.*argument 1, a"):
+        call(arrays[0], batch)

@@ -33,7 +33,7 @@ from gradaccum_mindspore.large_batch.compiled_outputs import (
     with_tail,
 )
 from gradaccum_mindspore.large_batch.merging import require_scalar
-from gradaccum_mindspore.large_batch.nests import filled, sizes_of, slices_of
+from gradaccum_mindspore.large_batch.nests import filled, leaves_in, sizes_of, slices_of
 from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.randomness import require_one_program
 from gradaccum_mindspore.large_batch.weights import as_array
@@ -69,6 +69,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.may_be_zero = options.weight is not None
         self.array = options.weight is not None and not self.calls_weight
         self.backward = backward
+        self.backward_of_leaves = ms.value_and_grad(with_leaves(fn), None, weights, True) if self.has_aux else backward
         self.checked_cuts, self.item_weights = cuts_of(fn, whole, options), weights_of(options)
 
     def run(self, batch: Any) -> Any:
@@ -87,22 +88,22 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return self.finished(loss / self.divides(weight, zero), sums, self.divides(weight, zero))
 
     def run_with_outputs(self, batch: Any) -> Any:
-        """The same with the merged outputs beside the loss. The first micro-batch stands before the loop: it tells their shapes."""
+        """The same with the merged outputs beside the loss. The first micro-batch stands before the loop: it tells their nest and shapes."""
         full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
         zero = self.zero * 1
         per_item, indices = self.weights_of_items(full * size + tail), ops.arange(size)
         start = self.start(zero)
-        loss, weight, sums, amount, value = self.taken(batch, indices, per_item, start, zero * 1, self.zeros(zero))
+        loss, weight, sums, amount, value = self.taken(batch, indices, per_item, start, zero * 1, self.zeros(zero), False)
         kinds, step = kinds_in(self.aux, others_of(value)), zero.astype(ms.int32) + 1
         merged = begun(kinds, shares_of(kinds, others_of(value), zero + size, amount), full)
         while step < full:
-            loss, weight, sums, amount, given = self.taken(batch, indices + step * size, per_item, loss, weight, sums)
-            merged = with_shares(kinds, merged, shares_of(kinds, others_of(given), zero + size, amount), step)
+            loss, weight, sums, amount, leaves = self.taken(batch, indices + step * size, per_item, loss, weight, sums, True)
+            merged = with_shares(kinds, merged, shares_of(kinds, leaves, zero + size, amount), step)
             step = step + 1
         merged = rows_joined(kinds, merged)
         if tail > 0:
-            loss, weight, sums, amount, given = self.taken(batch, ops.arange(tail) + full * size, per_item, loss, weight, sums)
-            merged = with_tail(kinds, merged, shares_of(kinds, others_of(given), zero + tail, amount))
+            loss, weight, sums, amount, leaves = self.taken(batch, ops.arange(tail) + full * size, per_item, loss, weight, sums, True)
+            merged = with_tail(kinds, merged, shares_of(kinds, leaves, zero + tail, amount))
         merged = filled(others_of(value), finished_outputs(kinds, merged, zero + (full * size + tail), weight))
         made = self.finished(loss / self.divides(weight, zero), sums, self.divides(weight, zero))
         return self.beside(made, (merged,) if len(value) == 1 else merged)
@@ -130,14 +131,14 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
     def add(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Tensor, Tensor, Any]:
         """One micro-batch: the sums of losses, weights and gradients with it."""
-        loss, weight, sums, _, _ = self.taken(batch, indices, per_item, loss, weight, sums)
+        loss, weight, sums, _, _ = self.taken(batch, indices, per_item, loss, weight, sums, False)
         return loss, weight, sums
 
-    def taken(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Any, ...]:
-        """The same three, then the weight of the micro-batch and what `fn` returned beside its loss."""
+    def taken(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any, flat: bool) -> tuple[Any, ...]:
+        """The same three, then the weight of the micro-batch and what `fn` returned beside its loss, or if `flat` the leaves of that."""
         arguments = slices_of(batch, self.axes, indices)
         amount = self.amount(arguments, indices, per_item)
-        value, gradients = self.differentiated(arguments)
+        value, gradients = self.differentiated(arguments, flat)
         given = self.loss_of(value)
         others: Any = value[1:] if self.has_aux else ()
         factor = contribution(amount, self.reduction)
@@ -156,9 +157,9 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         check_loss("Tensor", value.shape, value.dtype)
         return value
 
-    def differentiated(self, arguments: Any) -> tuple[Any, tuple[Tensor, ...]]:
-        """What `fn` returns for a micro-batch, and a tuple of gradients."""
-        value, gradients = self.backward(*arguments)
+    def differentiated(self, arguments: Any, flat: bool) -> tuple[Any, tuple[Tensor, ...]]:
+        """What `fn` returns for a micro-batch, or `with_leaves` of it, and a tuple of gradients."""
+        value, gradients = self.backward_of_leaves(*arguments) if flat else self.backward(*arguments)
         return value, (gradients,) if self.single else gradients
 
     def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
@@ -192,6 +193,16 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         for place in range(len(self.shapes)):
             sums = (*sums, ops.broadcast_to(zero.astype(self.sum_dtypes[place]), self.shapes[place]))
         return sums
+
+
+def with_leaves(fn: Any) -> Any:
+    """`fn` with the leaves of its other outputs behind its loss. In a loop, the compiler takes a dict from the first pass for a constant."""
+
+    def of_batch(*arguments: Any) -> tuple[Any, ...]:
+        value = fn(*arguments)
+        return (value[0], *leaves_in(value[1:]))
+
+    return of_batch
 
 
 def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:

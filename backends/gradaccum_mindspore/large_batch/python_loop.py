@@ -83,6 +83,11 @@ class PythonLoop:
         if self.options.split is not None:
             fix = "Leave split out, or differentiate by the weights alone."
             raise explain(ArgumentValueError, "grad_position", expected="None beside split", got=place, fix=fix)
+        if children_of(batch[place]):
+            expected = "an argument that is one Tensor, because MindSpore gives no gradient of a nest in PyNative"
+            fix = "Let fn take the Tensors to differentiate by as arguments of their own."
+            found = f"argument {place}, a {type(batch[place]).__name__}"
+            raise explain(ArgumentValueError, "grad_position", expected=expected, found=found, fix=fix)
         axes = iter(spread(self.options.axes, batch, "axes"))
         of_arguments = [[next(axes) for _ in leaves_of(argument)] for argument in batch]
         return of_arguments[place][0]

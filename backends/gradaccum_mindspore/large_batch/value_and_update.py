@@ -17,7 +17,7 @@ from gradaccum.kit import Division, Nest, aux_shape_error, explain
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.batch import Batch
-from gradaccum_mindspore.large_batch.compiled import CompiledLoop
+from gradaccum_mindspore.large_batch.compiled import CompiledLoop, with_leaves
 from gradaccum_mindspore.large_batch.merging import MergedOutputs, loss_kind
 from gradaccum_mindspore.large_batch.options import SplitOptions, require_function, split_options
 from gradaccum_mindspore.large_batch.python_loop import Function, differentiated, divisor_of, weighed
@@ -85,13 +85,17 @@ class CompiledUpdateLoop(CompiledLoop):
 
     def __init__(self, fn: Function, backward: Function, optimizer: AccumulatingOptimizer, options: SplitOptions) -> None:
         super().__init__(fn, backward, optimizer.parameters, False, options)
+        if self.has_aux:
+            self.backward_of_leaves = ms.value_and_grad(scaled(with_leaves(fn), optimizer, True), None, optimizer.parameters, True)
+        else:
+            self.backward_of_leaves = backward
         self.optimizer = optimizer
         sizes = [parameter.size for parameter in optimizer.parameters]
         self.smallest = sizes.index(min(sizes))
 
-    def differentiated(self, arguments: Any) -> tuple[Any, Any]:
-        """What `fn` returns, and the gradients with the loss, which the optimizer is told too."""
-        (_, value), gradients = self.backward(*arguments)
+    def differentiated(self, arguments: Any, flat: bool) -> tuple[Any, Any]:
+        """What `fn` returns, or `with_leaves` of it, and the gradients with the loss, which the optimizer is told too."""
+        (_, value), gradients = self.backward_of_leaves(*arguments) if flat else self.backward(*arguments)
         return value, (gradients, self.loss_of(value))
 
     def start(self, zero: Tensor) -> Tensor:
