@@ -271,5 +271,5 @@ def test_nest_to_differentiate_by(mode, nest):
     weight, arrays = Parameter(Tensor([1.0, 2.0], ms.float64), name="w"), tensors(X, X)
     batch = {key: arrays[place] for key, place in nest.items()} if isinstance(nest, dict) else type(nest)(arrays)
     call = in_mode(mode, value_and_grad(lambda x, batch: (x * weight).mean(), (0, 1), [weight], steps=2))
-    with pytest.raises(ArgumentValueError, match="grad_position: expected an argument that is one Tensor.*argument 1, a"):
+    with pytest.raises(ArgumentValueError, match=r"grad_position: expected an argument that is one Tensor.*argument 1, a"):
         call(arrays[0], batch)

@@ -11,7 +11,7 @@ import numpy as np  # noqa: E402
 from mindspore import Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import set_mode  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_common import set_mode  # noqa: E402
 from gradaccum_mindspore import TrainOneStepCell  # noqa: E402
 
 X = np.random.RandomState(0).randn(8, 3).astype(np.float32) + 5

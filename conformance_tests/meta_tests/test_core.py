@@ -102,6 +102,15 @@ def test_at_rest_rounds_to_float32() -> None:
     assert at_rest(state._replace(weight=0.1), float64_weight=True).weight == 0.1
 
 
+def test_total_beyond_float32_ends_with_its_window() -> None:
+    full = at_rest(initial_state()._replace(weight=6e38))
+    assert full.weight == math.inf
+    assert not Decision(*decide(full, 1.0, True, make_options(4), select)).apply
+    for ended in (discard(full), close(full, False, True, make_options(4), select)):
+        assert at_rest(ended).weight == 0
+        assert at_rest(ended, float64_weight=True).weight == 0
+
+
 def test_clipped_norm_is_the_limit() -> None:
     options = make_options(4, clip_norm=0.5)
     decision = Decision(*decide(State(2, 0, 0, 2.0, False, 8.0, 0), 64.0, True, options, select))

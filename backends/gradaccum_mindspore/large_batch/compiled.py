@@ -88,7 +88,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return self.finished(loss / self.divides(weight, zero), sums, self.divides(weight, zero))
 
     def run_with_outputs(self, batch: Any) -> Any:
-        """The same with the merged outputs beside the loss. The first micro-batch stands before the loop: it tells their nest and shapes."""
+        """The same with the merged outputs beside the loss. The first micro-batch is before the loop: it tells their nest and shapes."""
         full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
         zero = self.zero * 1
         per_item, indices = self.weights_of_items(full * size + tail), ops.arange(size)
@@ -196,7 +196,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
 
 def with_leaves(fn: Any) -> Any:
-    """`fn` with the leaves of its other outputs behind its loss. In a loop, the compiler takes a dict from the first pass for a constant."""
+    """`fn` with the leaves of its other outputs behind its loss. In a loop, the compiler takes the first pass's dict for a constant."""
 
     def of_batch(*arguments: Any) -> tuple[Any, ...]:
         value = fn(*arguments)

@@ -76,3 +76,20 @@ def test_state_holds_the_total_weight(backend: Harness) -> None:
     for weight in WEIGHTS:
         session.gradients(random_tree(LINEAR, 0), weight=weight)
     assert session.state().weight == sum(WEIGHTS)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "item_mean"])
+def test_total_beyond_float32_spoils_one_window(backend: Harness, mode: str, reduction: str) -> None:
+    """The next window starts clean, though 0 times infinity is NaN. A sum is divided by no weight."""
+    session = start(backend, steps=2, reduction=reduction, mode=mode)
+    before, small = session.parameters(), {name: 1e-3 * array for name, array in random_tree(LINEAR, 0).items()}
+    for _ in range(2):
+        session.gradients(small, weight=3e38)
+    result = session.result()
+    assert (result.skipped, result.overflow, result.applied) == (True, True, False)
+    assert session.state().weight == 0
+    assert same(session.parameters(), before)
+    for _ in range(2):
+        session.gradients(small, weight=1.0)
+    assert session.result().applied
+    assert not same(session.parameters(), before)
