@@ -43,7 +43,7 @@ from gradaccum.refusals import (
 )
 from gradaccum.registry import Backend, DeviceBackend, GatingBackend
 from gradaccum.resuming import Terms, code_of, decode_terms, encode_terms, redistributed, resumed, terms_of
-from gradaccum.schedule import Schedule, UntilWeight, is_known, require_steps
+from gradaccum.schedule import Schedule, UntilWeight, is_known, require_int32, require_steps
 from gradaccum.segments import segment_cuts
 from gradaccum.splitting import (
     Cut,
@@ -176,6 +176,7 @@ __all__ = [
     "relative_error",
     "require_bool",
     "require_classes",
+    "require_int32",
     "require_item_weights",
     "require_items",
     "require_kind",

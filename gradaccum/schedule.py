@@ -29,6 +29,9 @@ Schedule = Sizes | UntilWeight | None
 """`steps` as the options hold it."""
 
 
+_LARGEST = 2**31 - 1
+
+
 class _Argument(NamedTuple):
     """What an argument that holds sizes is called, and how it is written."""
 
@@ -107,6 +110,20 @@ def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int 
     if isinstance(size, UntilWeight):
         fix = "Return the weight alone, and write steps=until_weight(...) of the callable."
     return require_int(f"steps({optimizer_step})", size, at_least=1, fix=fix)
+
+
+def require_int32(schedule: Schedule) -> Schedule:
+    """`schedule` as it is, for a backend whose states and checkpoints hold a size as an int32.
+
+    Raises:
+        ArgumentValueError: a number in it is larger.
+    """
+    held = schedule.weight if isinstance(schedule, UntilWeight) else schedule
+    numbers = [count for _, count in held] if isinstance(held, tuple) else [held] if isinstance(held, int) else []
+    if any(number > _LARGEST for number in numbers):
+        fix = "Count in larger units: give each micro-batch's weight in thousands of tokens, for example."
+        raise explain(ArgumentValueError, "steps", expected=f"sizes of at most {_LARGEST}, as int32 holds them", got=schedule, fix=fix)
+    return schedule
 
 
 def _make_sizes(sizes: object, argument: _Argument) -> Sizes:

@@ -6,17 +6,14 @@ as not finite, so that no update is made and the result says so.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Scalar, Schedule, UntilWeight, explain, is_known, require_steps, steps_at
-
-LARGEST = 2**31 - 1
-"""Sizes are int32, as are the optimizer steps that a schedule asks for them."""
+from gradaccum import ArgumentTypeError
+from gradaccum.kit import Scalar, Schedule, UntilWeight, explain, is_known, require_int32, require_steps, steps_at
 
 
 def size_at(schedule: Schedule, optimizer_step: Scalar) -> Scalar:
@@ -30,7 +27,7 @@ def size_at(schedule: Schedule, optimizer_step: Scalar) -> Scalar:
         return size
     number = number_of(size) if isinstance(schedule, UntilWeight) else size
     if not isinstance(number, jax.core.Tracer):
-        return require_small(require_steps(size, _number(optimizer_step), schedule))
+        return require_int32(require_steps(size, _number(optimizer_step), schedule))
     if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
         found, fix = f"one of dtype {number.dtype} and shape {number.shape}", "Cast what it returns: .astype(jnp.int32)."
         raise explain(ArgumentTypeError, "steps(optimizer_step)", expected="an integer scalar", found=found, fix=fix)
@@ -42,27 +39,13 @@ def number_of(size: Scalar) -> Scalar:
     return size.weight if isinstance(size, UntilWeight) else size
 
 
-def require_small(size: Any) -> Any:
-    """`size` as it is: a number, pairs, or an `UntilWeight` of these.
-
-    Raises:
-        ArgumentValueError: a number in it is more than int32 can hold.
-    """
-    held = size.weight if isinstance(size, UntilWeight) else size
-    numbers = [count for _, count in held] if isinstance(held, tuple) else [held] if isinstance(held, int) else []
-    if any(number > LARGEST for number in numbers):
-        fix = "Count in larger units: give each micro-batch's weight in thousands of tokens, for example."
-        raise explain(ArgumentValueError, "steps", expected=f"sizes of at most {LARGEST}, as int32 holds them", got=size, fix=fix)
-    return size
-
-
 def probe(schedule: Schedule) -> None:
     """Check the first window's size, before anything is traced. It asks with NumPy's 0, because `wrap` alone starts no device.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: see `size_at` and `require_small`.
+        ArgumentTypeError, ArgumentValueError: see `size_at` and `gradaccum.kit.require_int32`.
     """
-    require_small(schedule)
+    require_int32(schedule)
     if not is_known(schedule):
         with jax.ensure_compile_time_eval():
             size_at(schedule, np.zeros((), np.int32))

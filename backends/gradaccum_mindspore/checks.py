@@ -165,8 +165,9 @@ def compiled_names_of(specs: Specs, now: Callable[[], tuple[str, ...]]) -> Calla
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_weight(weight: object) -> None:
-    """Check a weight that is a number, a constant of compiled code."""
-    require_weight(weight)
+    """Check a weight that is a number, a constant of compiled code. A length that only the running program knows comes as None."""
+    if weight is not None:
+        require_weight(weight)
 
 
 @constexpr  # type: ignore[untyped-decorator]

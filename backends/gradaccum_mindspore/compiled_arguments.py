@@ -81,7 +81,7 @@ class CompiledArguments(CompiledState):
 
     def amount(self, weight: Weight) -> Tensor | None:
         """A weight as a scalar of the dtype of `State.weight`; None stays None."""
-        return None if weight is None else self.one * number_of(weight)
+        return None if weight is None else (self.one * number_of(weight)).astype(self.float_dtype)
 
     def loss_number(self, loss: Number) -> Tensor:
         """A told loss as a scalar Tensor."""

@@ -47,9 +47,9 @@ def weigh(key: int) -> None:
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def is_certain(weight: float) -> bool:
-    """Whether a weight that is a constant of the program leaves nothing to be decided about its micro-batch."""
-    return bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
+def is_certain(weight: float | None) -> bool:
+    """Whether a weight is a constant of the program, else None, and leaves nothing to be decided about its micro-batch."""
+    return weight is not None and bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
 
 
 @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]

@@ -1,0 +1,64 @@
+"""Weights in compiled code: the length of a dynamic axis, and numbers of another dtype than the state's; sizes that no int32 holds."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("GLOG_v", "4")
+ms = pytest.importorskip("mindspore", reason="needs MindSpore")
+
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn  # noqa: E402
+
+import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
+
+
+@pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
+def test_length_of_a_dynamic_axis(on_overflow):
+    """It is no constant while MindSpore compiles: windows of 4 and 3 items, and of 2 and 5."""
+    net = nn.Dense(4, 2, weight_init="ones", has_bias=False)
+    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2, on_overflow=on_overflow)
+
+    def forward(x):
+        return net(x).mean()
+
+    value_and_grad = ms.value_and_grad(forward, None, optimizer.parameters)
+
+    @ms.jit(dynamic=1)
+    def step(x):
+        loss, gradients = value_and_grad(x)
+        optimizer(gradients, x.shape[0])
+        return loss
+
+    for value, items in enumerate((4, 3, 2, 5), 1):
+        step(Tensor(np.full((items, 4), value, np.float32)))
+    moved = 0.1 * 0.5 * ((4 * 1 + 3 * 2) / 7 + (2 * 3 + 5 * 4) / 7)
+    np.testing.assert_allclose(net.weight.asnumpy(), np.full((2, 4), 1 - moved), rtol=1e-6)
+    assert optimizer.result.optimizer_step == 2
+
+
+@pytest.mark.parametrize(("reduction", "moved", "loss"), [("mean", 1.0, 2.5), ("sum", 2.0, 4.0), ("item_mean", 0.5, 1.0)])
+def test_float64_weight_beside_a_told_loss(reduction, moved, loss):
+    parameter = Parameter(Tensor([1.0, 2.0], ms.float32), name="p")
+    optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=2, reduction=reduction)
+
+    @ms.jit
+    def step(gradient, weight, told):
+        optimizer((gradient,), weight, told)
+        return gradient
+
+    for number in (3.0, 1.0):
+        step(Tensor([1.0, 1.0], ms.float32), Tensor(number, ms.float64), Tensor(number, ms.float32))
+    np.testing.assert_allclose(parameter.asnumpy(), [1 - moved, 2 - moved], rtol=1e-6)
+    assert optimizer.result.loss == loss
+
+
+@pytest.mark.parametrize(
+    "sizes", [3_000_000_000, [(0, 8), (9, 3_000_000_000)], lambda update: 3_000_000_000], ids=["number", "pairs", "callable"]
+)
+def test_size_beyond_int32_is_refused(sizes):
+    """Compiled code would wrap it around, and a checkpoint could not hold it."""
+    parameter = Parameter(Tensor([1.0]), name="p")
+    with pytest.raises(gradaccum.ArgumentValueError, match="steps: expected sizes of at most 2147483647"):
+        gradaccum.wrap(nn.SGD([parameter], 1.0), steps=gradaccum.until_weight(sizes))((Tensor([1.0]),), 1.0)
