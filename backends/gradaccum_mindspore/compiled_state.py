@@ -71,7 +71,8 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
             if isinstance(given, Tensor):
                 check_size_dtype(given.dtype, self.by_weight)
                 return given.reshape(())
-            return 0 * optimizer_step + check_constant_size(given, self.by_weight)
+            check_constant_size(given, self.by_weight)
+            return 0 * optimizer_step + given
         return steps_at(self.sizes, optimizer_step, where)
 
     def is_full(self, state: Fields) -> Tensor:
