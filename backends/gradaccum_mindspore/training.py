@@ -13,7 +13,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError
+from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import explain
 from gradaccum_mindspore.host_training import HostTraining
 from gradaccum_mindspore.modes import decides_on_host
@@ -42,6 +42,17 @@ def refuse_input(found: str) -> None:
     )
 
 
+@constexpr  # type: ignore[untyped-decorator]
+def refuse_losses(shape: tuple[int, ...]) -> None:
+    """Raise `ArgumentValueError`: the network returns several losses, of which MindSpore differentiates the sum."""
+    expected, found = (
+        'one loss, because reduction="mean" takes a mean of each micro-batch',
+        f"losses of shape {shape}, whose sum is differentiated",
+    )
+    fix = 'Let the network return their mean, as nn.MSELoss() does; or wrap with reduction="sum" or "item_mean".'
+    raise explain(ArgumentValueError, "network", expected=expected, found=found, fix=fix)
+
+
 class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     """One micro-batch: the loss, its gradient and the wrapped optimizer's call. The last micro-batch of a window makes the update.
 
@@ -62,6 +73,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
     Raises:
         ArgumentTypeError: `optimizer` is not wrapped, `weight` is no function; on a call, the first input has no axis of items.
+        ArgumentValueError: on a call, the network returned several losses, and the optimizer's reduction is "mean".
     """
 
     def __init__(self, network: nn.Cell, optimizer: AccumulatingOptimizer, weight: WeightFunction | None = items) -> None:
@@ -76,6 +88,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
             self.grad_reducer = nn.Identity()
         # Not `weight`: a Cell that holds parameters in a tuple has an attribute of each one's name.
         self.weight_of_micro_batch = weight
+        self.takes_means = optimizer.options.reduction == "mean"
         self.backward = ms.value_and_grad(self.forward, None, self.weights, has_aux=True)
         steps, host = optimizer.options.steps, None
         own = type(self).construct is TrainOneStepCell.construct  # A subclass's construct is the user's, and runs as it stands.
@@ -111,4 +124,6 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         if self.weight_of_micro_batch is not None:
             weight = self.weight_of_micro_batch(*inputs)
         (_, loss), gradients = self.backward(*inputs)
+        if self.takes_means and loss.size != 1:
+            refuse_losses(loss.shape)
         return loss, self.grad_reducer(gradients), weight

@@ -1,4 +1,4 @@
-"""The training cell beside the user's own: a subclass with its own construct, and layers that are frozen by ``set_train(False)``."""
+"""The training cell beside the user's own: a subclass's construct, layers frozen by ``set_train(False)``, a network of several losses."""
 
 import os
 
@@ -69,3 +69,22 @@ def test_frozen_layer_stays_frozen(mode):
     assert not net.norm.moving_mean.asnumpy().any()
     wanted = [((X[i : i + 4].sum(1, keepdims=True) / np.sqrt(1 + 1e-5) - X[i : i + 4, :2]) ** 2).mean() for i in (0, 4)]
     np.testing.assert_allclose(losses, wanted * 2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_of_items_are_no_mean(mode):
+    """MindSpore differentiates their sum: a mean of sums would be a fraction of the large batch's."""
+    set_mode(mode)
+
+    def cell(reduction):
+        net = nn.Dense(3, 1, weight_init="ones", has_bias=False)
+        optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 1.0), steps=2, reduction=reduction)
+        return net, TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss(reduction="none")), optimizer)
+
+    _, means = cell("mean")
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"network: expected one loss.*losses of shape \(4, 1\)"):
+        means(ops.ones((4, 3)), ops.zeros((4, 1)))
+    net, items = cell("item_mean")
+    for _ in range(2):
+        items(ops.ones((4, 3)), ops.zeros((4, 1)))
+    np.testing.assert_allclose(net.weight.asnumpy(), np.full((1, 3), 1 - 2 * 3.0), rtol=1e-6)
