@@ -61,6 +61,7 @@ class Flush(nn.Cell):  # type: ignore[misc]
     def __call__(self) -> bool | Tensor:
         """Close the window from Python; returns whether there was one."""
         refuse_trace()
+        self.pynative_window.require_whole()
         compiled = is_graph_mode() and self.compiled_window.workers is None
         return super().__call__() if compiled else self.pynative_window.flush(self.update)
 
@@ -169,9 +170,11 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0, or `loss` no number.
             ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
-            UsageError: there is a loss scale that nobody has asked for yet; or ``jit(capture_mode="trace")`` is recording.
+            UsageError: there is a loss scale that nobody has asked for yet; ``jit(capture_mode="trace")`` is recording; or an update raised
+                when it was made by half.
         """
         refuse_trace()
+        self.pynative_window.require_whole()
         require_read(self.storage.scaled)
         ordered = gradients_by_position(gradients, self.storage.specs, self.storage.names)
         amount, told = weight_as_number(weight), None if loss is None else loss_as_number(loss)

@@ -6,6 +6,7 @@ There an operator costs more than reading a scalar, so a Python ``if`` leaves ou
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Tensor
@@ -38,7 +39,7 @@ from gradaccum_mindspore.sizes import window_size
 from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.sums import add_into, fits
 from gradaccum_mindspore.types import Gradients
-from gradaccum_mindspore.update import Update
+from gradaccum_mindspore.update import Update, half_made_error
 
 FLOAT16_MAX = 65504.0
 
@@ -49,6 +50,19 @@ class PyNativeWindow:
     def __init__(self, storage: Storage, options: Options) -> None:
         self.storage = storage
         self.options = options
+        self.half_made: Callable[[], bool] | None = None
+        """Whether everything is still as an update left it that raised when it was made by half."""
+
+    def require_whole(self) -> None:
+        """No update was made by half, or something was loaded since.
+
+        Raises:
+            UsageError: one was, and is there.
+        """
+        if self.half_made is not None:
+            if self.half_made():
+                raise half_made_error()
+            self.half_made = None
 
     def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
         """Take in one micro-batch of checked gradients, and its `loss` if that is told; returns the state after it, written.
@@ -114,7 +128,8 @@ class PyNativeWindow:
     def close(self, state: State, update: Update) -> None:
         """End the window: make the `update` with its gradients, or not at all.
 
-        If this raises, the window is either open as before, and ``flush`` makes its update, or closed, if the update was made.
+        If this raises, the window is either open as before, and ``flush`` makes its update, or closed, if the update was made. If it
+        was made by half, each further call raises until ``discard``, or until something is loaded.
 
         Raises:
             UsageError: the inner optimizer moves no parameter in PyNative on this device.
@@ -132,15 +147,25 @@ class PyNativeWindow:
         if decision.apply:
             update.require_in_place()
         before = update.witness.look() if decision.apply else None
+        made = False
         try:
             if decision.apply:
                 update(ms.mutable(self.gradients(decision.divisor)))
+            made = True
             self.finish(state, decision, known)
         except BaseException:
-            if before is None or update.witness.look() != before:
+            came = "whole" if made or before is None else update.witness.judge(before, self.storage.sums)
+            if came == "whole":
                 update.round()
                 self.finish(state, decision, known)
+            elif came == "half":
+                self.stop(update)
             raise
+
+    def stop(self, update: Update) -> None:
+        """Refuse what comes after an update that was made by half."""
+        state, left = self.storage.pull(), update.witness.look()
+        self.half_made = lambda: self.storage.pull() == state and update.witness.look() == left
 
     def measure(self, state: State) -> tuple[float, bool]:
         """The norm of the sums, and whether they are finite, also as the inner optimizer gets them."""
@@ -179,6 +204,7 @@ class PyNativeWindow:
         except BaseException:
             self.forget()
             raise
+        self.half_made = None
 
     def forget(self) -> None:
         """Clear the sums and the state of the open window."""

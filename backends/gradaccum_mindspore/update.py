@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any, Literal
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
@@ -12,7 +14,9 @@ from gradaccum.kit import explain
 from gradaccum_mindspore.masters import Masters
 from gradaccum_mindspore.types import Gradients, Optimizer
 
-WATCHED = 4
+Made = Literal["not", "half", "whole"]
+"""How far an update came."""
+WATCHED = 3
 """Parameters that a `Witness` compares."""
 ELEMENTS = 64
 """Elements of each."""
@@ -64,17 +68,55 @@ def adds_in_place(device: str) -> bool:
 
 
 class Witness:
-    """Looks at the smallest Parameters of an optimizer, before and after a call.
+    """Looks at some Parameters of an optimizer, before and after a call.
 
-    The call can raise before it changed anything, and after it changed everything: in a hook, or by Ctrl-C. MindSpore counts no versions of
-    a Parameter. Most of its optimizers move ``global_step`` as they begin to write; for the others some small Parameters are compared.
+    The call can raise before it changed anything, after it changed everything, and, in an optimizer that is a Python loop or takes steps of
+    its own, between. MindSpore counts no versions of a Parameter, so elements of a few are compared: of the first and the last one that
+    the optimizer works on, because a loop runs from one to the other, and of its own state, ``global_step`` first.
     """
 
     def __init__(self, inner: Optimizer) -> None:
-        seen = [parameter for parameter in inner.get_parameters() if parameter.dtype != ms.bfloat16]
-        self.watched = sorted(seen, key=lambda parameter: parameter.size)[:WATCHED]
-        """Never bfloat16, which NumPy does not have. ``global_step`` is among them: it has one element."""
+        own = [(place, parameter) for place, parameter in enumerate(inner.parameters) if parameter.dtype != ms.bfloat16]
+        if ms.get_context("device_target") != "CPU":
+            # There NumPy gets a copy of the whole Parameter.
+            own.sort(key=lambda each: each[1].size)
+            own = own[:2]
+        ends = own if len(own) < 2 else [own[0], own[-1]]
+        self.places = [place for place, _ in ends]
+        """The first and the last one's places among the parameters. Never bfloat16, which NumPy does not have."""
+        known = {id(parameter) for parameter in inner.parameters}
+        state = [parameter for parameter in inner.get_parameters() if id(parameter) not in known and parameter.dtype != ms.bfloat16]
+        state.sort(key=lambda parameter: ("step" not in parameter.name, parameter.size))
+        self.watched = [*(parameter for _, parameter in ends), *state][:WATCHED]
 
     def look(self) -> list[bytes]:
         """Some of their elements."""
-        return [parameter.asnumpy().reshape(-1)[:ELEMENTS].tobytes() for parameter in self.watched]
+        return [sample(parameter).tobytes() for parameter in self.watched]
+
+    def judge(self, before: list[bytes], sums: Sequence[Tensor]) -> Made:
+        """What became of an update by `sums` that raised; `before` it they looked so.
+
+        A parameter whose sum has zeros where it is looked at tells nothing.
+        """
+        moved = [now != then for now, then in zip(self.look(), before, strict=True)]
+        if not any(moved):
+            return "not"
+        told = [moved[index] for index, place in enumerate(self.places) if sample(sums[place].astype(ms.float32)).any()]
+        return "whole" if all(told) else "half"
+
+
+def sample(tensor: Tensor) -> Any:
+    """Elements from all over a Tensor, as an array."""
+    flat = tensor.asnumpy().reshape(-1)
+    return flat[:: max(1, flat.size // ELEMENTS)][:ELEMENTS]
+
+
+def half_made_error() -> UsageError:
+    """The error for going on after an inner optimizer that raised in the midst of its update."""
+    return explain(
+        UsageError,
+        "optimizer",
+        expected="an update that was made or was not",
+        found="an inner optimizer that raised when it had written a part of its parameters or of its state",
+        fix="Load the last checkpoint. To go on from what is there, which holds a part of the update, call optimizer.discard().",
+    )

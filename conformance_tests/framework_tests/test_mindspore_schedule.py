@@ -1,4 +1,4 @@
-"""A function given as ``steps``: its result is checked at the wrap, at each PyNative call, and at compilation."""
+"""A function given as ``steps``: its result is checked at the wrap, at each PyNative call, and at compilation. Schedulers beside it."""
 
 import os
 
@@ -9,6 +9,8 @@ ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
+from mindspore.experimental import optim  # noqa: E402
+from mindspore.experimental.optim import lr_scheduler  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
@@ -17,6 +19,12 @@ from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
 
 def of_tensors_alone(optimizer_step):
     return ops.where(optimizer_step < 1, ops.full_like(optimizer_step, 2), ops.full_like(optimizer_step, 3))
+
+
+def with_an_if(optimizer_step):
+    if optimizer_step < 1:
+        return 2
+    return 3
 
 
 def half_a_tensor(optimizer_step):
@@ -55,6 +63,14 @@ def driver(mode, steps, **options):
         return bool(jitted(gradient) if mode == "jit" else optimizer((gradient,)))
 
     return optimizer, call
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_schedule_with_an_if(mode):
+    """In compiled code it gives a number that is no constant."""
+    optimizer, call = driver(mode, with_an_if)
+    assert [call() for _ in range(5)] == [False, True, False, False, True]
+    assert optimizer.result.optimizer_step == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -123,3 +139,24 @@ def test_schedule_may_end_with_run():
     other, _ = driver("pynative", from_a_table)
     load_checkpoint_into(other, entries)
     assert other.result.optimizer_step == 2
+
+
+def test_experimental_scheduler_moves_where_applied():
+    """Two updates: StepLR(2, 0.5) halves the rate once."""
+    set_mode("pynative")
+    optimizer = gradaccum.wrap(optim.SGD([Parameter(Tensor([1.0], ms.float32), name="p")], 0.1), steps=4)
+    scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(8):
+        optimizer((Tensor([1.0], ms.float32),))
+        if optimizer.result.applied:
+            scheduler.step()
+    np.testing.assert_allclose(float(optimizer.param_groups[0]["lr"]), 0.05, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [lambda opt: lr_scheduler.StepLR(opt, 2), lr_scheduler.ReduceLROnPlateau])
+def test_experimental_scheduler_is_not_wrapped(kind):
+    scheduler = kind(optim.SGD([Parameter(Tensor([1.0], ms.float32), name="p")], 0.1))
+    with pytest.raises(gradaccum.ArgumentTypeError, match=rf"{type(scheduler).__name__}.*if optimizer.result.applied: scheduler.step()"):
+        gradaccum.wrap(scheduler)
+    with pytest.raises(gradaccum.ArgumentTypeError, match="scheduler"):
+        gradaccum.wrap(scheduler, steps=4)
