@@ -23,8 +23,8 @@ NAMES = {
         KINDS MergingOps concatenate_error finished kinds_of merged require_kind share
         Leaf Nest children_of is_column leaves_of mapped spread with_leaves
         Cut Division Reduction aux_shape_error cuts divided item_weights_error make_division packed require_item_weights require_items
-        require_int32 require_one_size require_reduction scalar_loss_error size_for require_micro_batch_size too_small_error unknown_limit_error
-        segment_cuts DeviceBackend
+        require_one_size require_reduction scalar_loss_error size_for require_micro_batch_size too_small_error unknown_limit_error
+        segment_cuts DeviceBackend require_int32
         ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine free_frames item_axis
         Handle Listener Listeners described status
         Noise NoiseFields UntilWeight add_loss code_of first_seen forget_window is_first is_known joined_noise measures no_noise noise_scale
