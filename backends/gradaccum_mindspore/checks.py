@@ -115,7 +115,9 @@ def loss_as_number(loss: object) -> float:
         return float(loss.astype(ms.float64).asnumpy().item())
     if isinstance(loss, (bool, str)) or not hasattr(loss, "__float__"):
         raise explain(ArgumentTypeError, "loss", expected="a number or a Tensor of one element", got=loss, fix=LOSS_FIX)
-    return float(loss)
+    shape = getattr(loss, "shape", ())
+    require_one_loss(prod(shape), shape)
+    return float(loss.item() if isinstance(loss, np.ndarray) else loss)
 
 
 def require_one_loss(size: int, shape: Shape) -> None:

@@ -5,7 +5,9 @@ Structure, shapes, dtypes and every Python number are constants of the program. 
 
 from __future__ import annotations
 
+import mindspore as ms
 from mindspore import Tensor
+from mindspore.ops import constexpr
 
 from gradaccum.kit import Options
 from gradaccum_mindspore.checks import (
@@ -41,6 +43,18 @@ def shape_of(gradient: Tensor | None) -> Shape:
 def dtype_of(gradient: Tensor | None) -> DType | None:
     """The gradient's dtype, a constant while compiling."""
     return None if gradient is None else gradient.dtype
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def is_constant(number: float | None) -> bool:
+    """Whether a number is a constant of the program; what only the running program knows comes as None."""
+    return number is not None
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def float64_of(number: float) -> Tensor:
+    """A constant as a Tensor, because MindSpore rounds a Python number to float32."""
+    return Tensor(number, ms.float64)
 
 
 class CompiledArguments(CompiledState):
@@ -81,7 +95,12 @@ class CompiledArguments(CompiledState):
 
     def amount(self, weight: Weight) -> Tensor | None:
         """A weight as a scalar of the dtype of `State.weight`; None stays None."""
-        return None if weight is None else (self.one * number_of(weight)).astype(self.float_dtype)
+        if weight is None:
+            return None
+        if self.float_dtype == ms.float64 and not isinstance(weight, Tensor) and is_constant(weight):
+            check_compiled_weight(weight)
+            return float64_of(weight)
+        return (self.one * number_of(weight)).astype(self.float_dtype)
 
     def loss_number(self, loss: Number) -> Tensor:
         """A told loss as a scalar Tensor."""
@@ -89,4 +108,6 @@ class CompiledArguments(CompiledState):
             check_compiled_loss_shape(loss.shape)
             return loss.reshape(()).astype(self.float_dtype)
         check_compiled_loss(loss)
+        if self.float_dtype == ms.float64 and is_constant(loss):
+            return float64_of(loss)
         return self.one * loss

@@ -17,7 +17,15 @@ from gradaccum_mindspore.plain_ends import LARGEST_SCALE, SMALLEST_SCALE
 from gradaccum_mindspore.sizes import check_constant_size, check_size_dtype, sizes_of
 from gradaccum_mindspore.state import GRAD_NORM, Storage
 from gradaccum_mindspore.sums import where
-from gradaccum_mindspore.types import Number
+from gradaccum_mindspore.types import DType, Number
+
+
+def exact_in(dtype: DType, options: Options) -> Options:
+    """`options` for a program that computes in `dtype`: in float64 as Tensors, because MindSpore rounds a Python number to float32."""
+    if dtype != ms.float64:
+        return options
+    limits = {name: getattr(options, name) for name in ("clip_norm", "skip_norm", "noise_decay")}
+    return options._replace(**{name: Tensor(limit, dtype) for name, limit in limits.items() if limit is not None})
 
 
 class CompiledState(nn.Cell):  # type: ignore[misc]
@@ -34,7 +42,7 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.may_be_plain = not self.measures and not self.calls_steps and SMALLEST_SCALE < scale < LARGEST_SCALE
         """Whether a window of good weights has nothing to be decided: it is applied, divided by its weight."""
         # The compiler cannot follow a function or an object inside a named tuple.
-        self.options = options._replace(steps=None, scaler=None)
+        self.options = exact_in(storage.float_dtype, options._replace(steps=None, scaler=None))
         self.float_dtype = storage.float_dtype
         self.scale_moves = options.scale_rule._replace(init_scale=1.0) != ScaleRule()
         self.true = Tensor(True)

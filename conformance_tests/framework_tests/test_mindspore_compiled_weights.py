@@ -8,7 +8,7 @@ os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn  # noqa: E402
+from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
@@ -62,3 +62,30 @@ def test_size_beyond_int32_is_refused(sizes):
     parameter = Parameter(Tensor([1.0]), name="p")
     with pytest.raises(gradaccum.ArgumentValueError, match="steps: expected sizes of at most 2147483647"):
         gradaccum.wrap(nn.SGD([parameter], 1.0), steps=gradaccum.until_weight(sizes))((Tensor([1.0]),), 1.0)
+
+
+class Descent(nn.Optimizer):
+    """Plain gradient descent in the gradient's own dtype."""
+
+    def construct(self, gradients):
+        return ops.assign_sub(self.parameters[0], gradients[0])
+
+
+@pytest.mark.parametrize(("limit", "weights"), [(0.1, (1, 1)), (None, (0.1, 0.3))], ids=["clip_norm", "weights"])
+def test_constants_beside_float64_sums_are_float64(limit, weights):
+    """MindSpore rounds a Python number to float32 in compiled code: an error of 1e-8."""
+    parameter = Parameter(Tensor([0.0, 0.0], ms.float64), name="p")
+    optimizer = gradaccum.wrap(Descent(1.0, [parameter]), steps=2, clip_norm=limit)
+
+    @ms.jit
+    def step(first, second):
+        optimizer((first,), weights[0], 0.1)
+        optimizer((second,), weights[1], 0.1)
+        return first
+
+    gradients = np.array([[3.0, 4.0], [1.0, 7.0]])
+    step(*(Tensor(gradient) for gradient in gradients))
+    mean = np.average(gradients, axis=0, weights=weights)
+    norm = np.linalg.norm(mean)
+    np.testing.assert_allclose(parameter.asnumpy(), -mean * (1 if limit is None else limit / norm), rtol=1e-14)
+    np.testing.assert_allclose([optimizer.result.grad_norm, optimizer.result.loss], [norm, 0.1], rtol=1e-14)

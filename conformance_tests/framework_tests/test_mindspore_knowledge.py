@@ -97,7 +97,13 @@ def test_large_batch_update_knows_its_loss(in_graph):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("loss", "error"), [(Tensor([1.0, 2.0]), gradaccum.ArgumentValueError), ("1", gradaccum.ArgumentTypeError)], ids=("vector", "text")
+    ("loss", "error"),
+    [
+        (Tensor([1.0, 2.0]), gradaccum.ArgumentValueError),
+        (np.ones(2), gradaccum.ArgumentValueError),
+        ("1", gradaccum.ArgumentTypeError),
+    ],
+    ids=("vector", "array", "text"),
 )
 def test_bad_loss_is_refused(mode, loss, error):
     optimizer, _ = driver(mode, steps=2)

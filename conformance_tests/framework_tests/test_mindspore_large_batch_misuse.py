@@ -273,3 +273,22 @@ def test_nest_to_differentiate_by(mode, nest):
     call = in_mode(mode, value_and_grad(lambda x, batch: (x * weight).mean(), (0, 1), [weight], steps=2))
     with pytest.raises(ArgumentValueError, match=r"grad_position: expected an argument that is one Tensor.*argument 1, a"):
         call(arrays[0], batch)
+
+
+def test_dynamic_number_of_items():
+    """A compiled loop over micro-batches knows how many there are."""
+    weight = Parameter(Tensor([1.0, 2.0]), name="w")
+
+    def forward(x):
+        return (x * weight).mean()
+
+    call = value_and_grad(forward, None, [weight], steps=2)
+
+    @ms.jit(dynamic=1)
+    def step(x):
+        return call(x)
+
+    for items in (4, 6):  # MindSpore compiles these two as they are.
+        step(Tensor(np.ones((items, 2)), ms.float32))
+    with pytest.raises(ArgumentValueError, match=r"batch\[0\]: expected a known number of items along axis 0"):
+        step(Tensor(np.ones((8, 2)), ms.float32))

@@ -76,6 +76,9 @@ def shape_along(shape: tuple[int, ...], axis: Any, path: str) -> int:
     if not -len(shape) <= axis < len(shape):
         fix = "Write axes=None for a leaf that every micro-batch is given whole, or the axis of its items."
         raise explain(ArgumentValueError, path, expected=f"an array with axis {axis}", found=f"shape {shape}", fix=fix)
+    if shape[axis] is None or shape[axis] < 0:
+        fix = "Leave dynamic shapes out of mindspore.jit, or call it from Python."
+        raise explain(ArgumentValueError, path, expected=f"a known number of items along axis {axis}", found=f"shape {shape}", fix=fix)
     return int(shape[axis])
 
 
