@@ -34,6 +34,7 @@ from gradaccum.noise_scale import (
 from gradaccum.options import Options, Reduction, make_options, require_reduction
 from gradaccum.refusals import (
     accumulate_dtype_error,
+    half_made_error,
     missing_worker_error,
     optimizer_error,
     shared_until_weight_error,
@@ -43,7 +44,7 @@ from gradaccum.refusals import (
 )
 from gradaccum.registry import Backend, DeviceBackend, GatingBackend
 from gradaccum.resuming import Terms, code_of, decode_terms, encode_terms, redistributed, resumed, terms_of
-from gradaccum.schedule import Schedule, UntilWeight, is_known, require_int32, require_steps
+from gradaccum.schedule import Schedule, UntilWeight, is_known, require_steps
 from gradaccum.segments import segment_cuts
 from gradaccum.splitting import (
     Cut,
@@ -148,6 +149,7 @@ __all__ = [
     "first_seen",
     "forget_window",
     "free_frames",
+    "half_made_error",
     "has_exact_inverse",
     "initial_state",
     "is_column",
@@ -176,7 +178,6 @@ __all__ = [
     "relative_error",
     "require_bool",
     "require_classes",
-    "require_int32",
     "require_item_weights",
     "require_items",
     "require_kind",

@@ -26,6 +26,17 @@ def accumulate_dtype_error(got: object) -> GradAccumError:
     return explain(kind, "accumulate_dtype", expected=expected, got=got, fix=fix)
 
 
+def half_made_error() -> UsageError:
+    """The error for going on after an inner optimizer that raised in the midst of its update."""
+    return explain(
+        UsageError,
+        "optimizer",
+        expected="an update that was made or was not",
+        found="an inner optimizer that raised when it had written a part of its parameters or of its state",
+        fix="Load the last checkpoint. To go on from what is there, which holds a part of the update, call discard().",
+    )
+
+
 def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageError:
     """The error for a window's end whose reduction over the workers failed: most often one of them did not come.
 

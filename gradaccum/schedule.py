@@ -27,9 +27,8 @@ class UntilWeight:
 
 Schedule = Sizes | UntilWeight | None
 """`steps` as the options hold it."""
-
-
 _LARGEST = 2**31 - 1
+"""Compiled states and checkpoints hold a size as an int32."""
 
 
 class _Argument(NamedTuple):
@@ -63,7 +62,7 @@ def until_weight(weight: object) -> UntilWeight:
     beside float64 sums): beyond 2^24 it counts in steps of 2, 4, ..., and loses a micro-batch that is lighter than half a step.
 
     Args:
-        weight: an int >= 1; or, as for ``steps``, pairs ``(first optimizer_step, weight)`` or a callable of the optimizer step.
+        weight: an int >= 1 and < 2^31; or, as for ``steps``, pairs ``(first optimizer_step, weight)`` or a callable of the optimizer step.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: it is none of these.
@@ -90,7 +89,7 @@ def make_schedule(steps: object) -> Schedule:
 
 
 def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int | UntilWeight:
-    """What a callable gave for `optimizer_step`, as an int >= 1, or an `UntilWeight` of one.
+    """What a callable gave for `optimizer_step`, as an int >= 1 and < 2^31, or an `UntilWeight` of one.
 
     Each backend asks this wherever the value is known: when it wraps, for step 0, and for each window outside compiled code. Compiled
     code cannot raise: there a size below 1 makes each micro-batch one that is not finite, so that no update is made and the result says so.
@@ -105,25 +104,11 @@ def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int 
     """
     if isinstance(schedule, UntilWeight):
         argument, fix = f"until_weight(...)({optimizer_step})", "Return the weight of that window, in whole items."
-        return UntilWeight(require_int(argument, cast(UntilWeight, size).weight, at_least=1, fix=fix))
+        return UntilWeight(_require_size(argument, cast(UntilWeight, size).weight, fix))
     fix = "Return the number of micro-batches of that window."
     if isinstance(size, UntilWeight):
         fix = "Return the weight alone, and write steps=until_weight(...) of the callable."
-    return require_int(f"steps({optimizer_step})", size, at_least=1, fix=fix)
-
-
-def require_int32(schedule: Schedule) -> Schedule:
-    """`schedule` as it is, for a backend whose states and checkpoints hold a size as an int32.
-
-    Raises:
-        ArgumentValueError: a number in it is larger.
-    """
-    held = schedule.weight if isinstance(schedule, UntilWeight) else schedule
-    numbers = [count for _, count in held] if isinstance(held, tuple) else [held] if isinstance(held, int) else []
-    if any(number > _LARGEST for number in numbers):
-        fix = "Count in larger units: give each micro-batch's weight in thousands of tokens, for example."
-        raise explain(ArgumentValueError, "steps", expected=f"sizes of at most {_LARGEST}, as int32 holds them", got=schedule, fix=fix)
-    return schedule
+    return _require_size(f"steps({optimizer_step})", size, fix)
 
 
 def _make_sizes(sizes: object, argument: _Argument) -> Sizes:
@@ -135,7 +120,15 @@ def _make_sizes(sizes: object, argument: _Argument) -> Sizes:
         return _make_pairs(sizes, argument)
     if isinstance(sizes, bool) or not hasattr(sizes, "__index__"):
         raise explain(ArgumentTypeError, argument.name, expected=argument.expected, got=sizes, fix=argument.fix)
-    return require_int(argument.name, sizes, at_least=1, fix=argument.fix)
+    return _require_size(argument.name, sizes, argument.fix)
+
+
+def _require_size(argument: str, size: object, fix: str) -> int:
+    number = require_int(argument, size, at_least=1, fix=fix)
+    if number > _LARGEST:
+        fix = "Count in larger units: give each micro-batch's weight in thousands of tokens, for example."
+        raise explain(ArgumentValueError, argument, expected=f"an int <= {_LARGEST}", got=size, fix=fix)
+    return number
 
 
 def _make_pairs(sizes: Iterable[object], argument: _Argument) -> tuple[tuple[int, int], ...]:
@@ -145,7 +138,7 @@ def _make_pairs(sizes: Iterable[object], argument: _Argument) -> tuple[tuple[int
             raise explain(ArgumentTypeError, name, expected=argument.expected, got=pair, fix=fix)
         first = require_int(f"{name} (first optimizer_step)", values[0], at_least=0, fix=fix)
         by_weight = isinstance(values[1], UntilWeight)
-        pairs.append((first, require_int(name, values[1], at_least=1, fix=_WEIGHT.fix_pairs if by_weight else fix)))
+        pairs.append((first, _require_size(name, values[1], _WEIGHT.fix_pairs if by_weight else fix)))
     starts = [first for first, _ in pairs]
     if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
         raise explain(ArgumentValueError, name, expected="pairs that begin at optimizer_step 0 and go up", got=pairs, fix=fix)

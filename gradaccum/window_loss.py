@@ -42,4 +42,4 @@ def window_loss(total: Scalar, state: Fields, options: Options, where: Where) ->
     weight = state[3]
     one = 0 * weight + 1
     loss = total if options.reduction == "sum" else total / where(weight > 0, weight, one)
-    return where(weight > 0, loss, float("nan") + one)
+    return where(weight > 0, loss, float("nan") + one)  # NaN times one would have the derivative NaN.

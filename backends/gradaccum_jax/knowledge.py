@@ -1,8 +1,8 @@
 """What a window knows besides its gradient: the loss of its micro-batches, and the gradient noise.
 
-All of it is a few scalars of the state. Losses add up as `gradaccum.kit.add_loss` says, with the derivative that gradients have at weight 0
-too. A loss that nobody told is NaN, which the state keeps in its own way (see `untold`). The noise scale needs one norm more per window,
-that of the sum after its first micro-batch: a conditional, which no other micro-batch enters. It is no part of any derivative.
+All of it is a few scalars of the state. Losses have the derivative that gradients have, at weight 0 too. A loss that nobody told is NaN,
+which the state keeps in its own way (see `untold`). The noise scale needs one norm more per window, that of the sum after its first
+micro-batch: a conditional, which no other micro-batch enters. It is no part of any derivative.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradaccum.kit import (
     Noise,
     Options,
     Scalar,
-    contribution,
+    add_loss,
     first_seen,
     forget_window,
     is_first,
@@ -27,7 +27,7 @@ from gradaccum.kit import (
 from gradaccum_jax.control_flow import ControlFlow, once
 from gradaccum_jax.norm import measure
 from gradaccum_jax.state import AccumulationState, fields_of, like
-from gradaccum_jax.sums import add_weighted
+from gradaccum_jax.sums import passing
 from gradaccum_jax.types import DType, Tree
 from gradaccum_jax.untold import UNTOLD, kept, meant
 from gradaccum_jax.workers.shard_axes import ShardAxes
@@ -65,8 +65,7 @@ def add(
     if loss is None:
         total = jnp.where(adds, UNTOLD, state.loss)
     else:
-        factor = jnp.asarray(contribution(weight, options), state.loss.dtype)
-        total = kept(add_weighted(meant(state.loss), loss, factor, adds, adds | (weight == 0)))
+        total = kept(add_loss(meant(state.loss), loss, weight, adds, options, passing(adds | (weight == 0))))
     state = state._replace(loss=like(total, state.loss))
     if state.noise is None:
         return state

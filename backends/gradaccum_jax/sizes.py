@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import Scalar, Schedule, UntilWeight, explain, is_known, require_int32, require_steps, steps_at
+from gradaccum.kit import Scalar, Schedule, UntilWeight, explain, is_known, require_steps, steps_at
 
 
 def size_at(schedule: Schedule, optimizer_step: Scalar) -> Scalar:
@@ -27,7 +27,7 @@ def size_at(schedule: Schedule, optimizer_step: Scalar) -> Scalar:
         return size
     number = number_of(size) if isinstance(schedule, UntilWeight) else size
     if not isinstance(number, jax.core.Tracer):
-        return require_int32(require_steps(size, _number(optimizer_step), schedule))
+        return require_steps(size, _number(optimizer_step), schedule)
     if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
         found, fix = f"one of dtype {number.dtype} and shape {number.shape}", "Cast what it returns: .astype(jnp.int32)."
         raise explain(ArgumentTypeError, "steps(optimizer_step)", expected="an integer scalar", found=found, fix=fix)
@@ -43,9 +43,8 @@ def probe(schedule: Schedule) -> None:
     """Check the first window's size, before anything is traced. It asks with NumPy's 0, because `wrap` alone starts no device.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: see `size_at` and `gradaccum.kit.require_int32`.
+        ArgumentTypeError, ArgumentValueError: see `size_at`.
     """
-    require_int32(schedule)
     if not is_known(schedule):
         with jax.ensure_compile_time_eval():
             size_at(schedule, np.zeros((), np.int32))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum import ArgumentValueError
-from gradaccum.kit import Scalar, explain
+from gradaccum.kit import Scalar, Where, explain
 from gradaccum_jax.dtypes import is_key, standard, takes_part, wider
 from gradaccum_jax.elementwise import fills, pick, plus, to
 from gradaccum_jax.folds import all_of
@@ -106,6 +106,21 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
         by_gradient = jnp.where(adds, weight * turned, 0)
         by_weight = heavier * jnp.where(harmless, gradient, 0)
         return add_weighted(*primals), (moved + by_gradient + by_weight).astype(held.dtype)
+
+
+def passing(harmless: Scalar) -> Where:
+    """`jax.numpy.where` with the derivative of `add_weighted`: that of the first choice where `harmless` holds, else that of the second."""
+    return lambda adds, a, b: _chosen(adds, a, b, harmless)
+
+
+@jax.custom_jvp
+def _chosen(adds: Scalar, a: Scalar, b: Scalar, harmless: Scalar) -> Scalar:
+    return jnp.where(adds, a, b)
+
+
+@_chosen.defjvp
+def _(primals: tuple[Scalar, ...], tangents: tuple[Scalar, ...]) -> tuple[Scalar, Scalar]:
+    return _chosen(*primals), jnp.where(primals[3], tangents[1], tangents[2])
 
 
 def all_finite(gradients: Gradients) -> Scalar:

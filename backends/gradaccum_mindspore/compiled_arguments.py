@@ -95,19 +95,20 @@ class CompiledArguments(CompiledState):
 
     def amount(self, weight: Weight) -> Tensor | None:
         """A weight as a scalar of the dtype of `State.weight`; None stays None."""
-        if weight is None:
-            return None
-        if self.float_dtype == ms.float64 and not isinstance(weight, Tensor) and is_constant(weight):
-            check_compiled_weight(weight)
-            return float64_of(weight)
-        return (self.one * number_of(weight)).astype(self.float_dtype)
+        return None if weight is None else self.scalar(number_of(weight))
 
     def loss_number(self, loss: Number) -> Tensor:
         """A told loss as a scalar Tensor."""
         if isinstance(loss, Tensor):
             check_compiled_loss_shape(loss.shape)
-            return loss.reshape(()).astype(self.float_dtype)
+            return self.scalar(loss.reshape(()))
         check_compiled_loss(loss)
-        if self.float_dtype == ms.float64 and is_constant(loss):
-            return float64_of(loss)
-        return self.one * loss
+        return self.scalar(loss)
+
+    def scalar(self, number: Number) -> Tensor:
+        """A number or a Tensor as one of the dtype of `State.weight`."""
+        if isinstance(number, Tensor):
+            return number.astype(self.float_dtype)
+        if self.float_dtype == ms.float64 and is_constant(number):
+            return float64_of(number)
+        return self.one * number

@@ -27,6 +27,7 @@ from gradaccum.kit import (
     divisor,
     ends,
     explain,
+    half_made_error,
     measures,
     select,
     usable,
@@ -39,7 +40,7 @@ from gradaccum_mindspore.sizes import window_size
 from gradaccum_mindspore.state import Storage
 from gradaccum_mindspore.sums import add_into, fits
 from gradaccum_mindspore.types import Gradients
-from gradaccum_mindspore.update import Update, half_made_error
+from gradaccum_mindspore.update import Update
 
 FLOAT16_MAX = 65504.0
 

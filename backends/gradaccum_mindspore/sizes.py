@@ -13,7 +13,7 @@ from mindspore import Tensor
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import Options, Schedule, UntilWeight, explain, is_known, require_int32, require_steps, select, steps_at
+from gradaccum.kit import Options, Schedule, UntilWeight, explain, is_known, require_steps, select, steps_at
 from gradaccum_mindspore.types import DType, Sizes
 
 INTEGERS = ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64")
@@ -34,7 +34,7 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     except Exception:  # It may consist of operators that take Tensors only, for compiled code.
         given = function(Tensor(optimizer_step, ms.int32))
     number = given.item() if isinstance(given, Tensor) else given
-    return require_int32(require_steps(UntilWeight(number) if isinstance(steps, UntilWeight) else number, optimizer_step, steps))
+    return require_steps(UntilWeight(number) if isinstance(steps, UntilWeight) else number, optimizer_step, steps)
 
 
 def sizes_of(steps: Schedule) -> Sizes | None:
@@ -57,7 +57,7 @@ def check_constant_size(size: int | None, until_weight: bool) -> None:
     """Check the constant that a function returned while MindSpore compiled it. A number that the running program computes comes as None."""
     if size is not None:
         asked, schedule = (UntilWeight(size), UntilWeight(1)) if until_weight else (size, 1)
-        require_int32(require_steps(asked, 0, schedule))
+        require_steps(asked, 0, schedule)
 
 
 @constexpr  # type: ignore[untyped-decorator]

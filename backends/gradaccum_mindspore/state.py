@@ -30,7 +30,6 @@ from gradaccum.kit import (
     explain,
     initial_state,
     largest_number,
-    require_int32,
     terms_of,
 )
 from gradaccum_mindspore.driven_scaler import drive
@@ -87,7 +86,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.narrowed = tuple(i for i, pair in enumerate(zip(dtypes, self.handed, strict=True)) if narrows(*pair))
         """Positions of the sums that can be finite while their gradient in the inner optimizer's dtype is not."""
         self.options = options
-        require_int32(options.steps)
         self.varies = not isinstance(sizes_of(options.steps), int | None)
         """Whether windows have different sizes."""
         self.inner_scale = inner_scale

@@ -109,14 +109,3 @@ def sample(tensor: Tensor) -> Any:
     """Elements from all over a Tensor, as an array."""
     flat = tensor.asnumpy().reshape(-1)
     return flat[:: max(1, flat.size // ELEMENTS)][:ELEMENTS]
-
-
-def half_made_error() -> UsageError:
-    """The error for going on after an inner optimizer that raised in the midst of its update."""
-    return explain(
-        UsageError,
-        "optimizer",
-        expected="an update that was made or was not",
-        found="an inner optimizer that raised when it had written a part of its parameters or of its state",
-        fix="Load the last checkpoint. To go on from what is there, which holds a part of the update, call optimizer.discard().",
-    )

@@ -54,6 +54,10 @@ class BufferStrategy(Strategy):
             if self._is_narrowed(parameter)
         )
 
+    def _filled(self) -> list[Tensor]:
+        """The parameters whose ``.grad`` holds something."""
+        return [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
+
     def hands_over_whole(self) -> bool:
         return not any(map(self._is_narrowed, self._held))
 
@@ -215,7 +219,7 @@ class DroppingStrategy(BufferStrategy):
     keeps_micro_batch_apart = True
 
     def take(self) -> bool:
-        filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
+        filled = self._filled()
         for parameter in filled:
             parameter.grad = None if parameter.grad is None else coalesced(parameter.grad)
         finite = is_finite([parameter.grad for parameter in filled if parameter.grad is not None])

@@ -47,17 +47,6 @@ def interrupted_error() -> UsageError:
     )
 
 
-def half_made_error() -> UsageError:
-    """The error for going on after an inner optimizer that raised in the midst of its update."""
-    return explain(
-        UsageError,
-        "optimizer",
-        expected="an update that was made or was not",
-        found="an inner optimizer whose step raised when it had written a part of its parameters or of its state",
-        fix="Load the last checkpoint. To go on from what is there, which holds a part of the update, call opt.discard().",
-    )
-
-
 def cast_in_window_error() -> UsageError:
     """The error for parameters whose dtype was changed in an open window."""
     return explain(

@@ -21,6 +21,7 @@ class Rivals:
 
     def __init__(self) -> None:
         self._own: set[int] = set()
+        self._sentinels: Sentinels
         self._others: WeakSet[Rivals] = WeakSet()
         self.lost: list[Tensor] = []
         """Its parameters whose gradients another one took last."""

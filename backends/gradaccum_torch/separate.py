@@ -53,7 +53,7 @@ class SeparateStrategy(BufferStrategy):
 
     def take(self) -> bool:
         self._rivals.require_not_taken()
-        filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
+        filled = self._filled()
         _require_no_graph(filled)
         if filled and not self._of_one:
             _require_no_noise(filled[0])
@@ -107,7 +107,7 @@ class SeparateDroppingStrategy(SeparateStrategy):
     """As above; a micro-batch whose gradient is not finite adds nothing."""
 
     def take(self) -> bool:
-        filled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
+        filled = self._filled()
         if is_finite([coalesced(parameter.grad) for parameter in filled if parameter.grad is not None]):
             return super().take()
         self._parameters.free_gradients()

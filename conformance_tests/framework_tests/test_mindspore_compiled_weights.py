@@ -1,4 +1,4 @@
-"""Weights in compiled code: the length of a dynamic axis, and numbers of another dtype than the state's; sizes that no int32 holds."""
+"""Weights in compiled code: the length of a dynamic axis, and numbers of another dtype than the state's."""
 
 import os
 
@@ -52,16 +52,6 @@ def test_float64_weight_beside_a_told_loss(reduction, moved, loss):
         step(Tensor([1.0, 1.0], ms.float32), Tensor(number, ms.float64), Tensor(number, ms.float32))
     np.testing.assert_allclose(parameter.asnumpy(), [1 - moved, 2 - moved], rtol=1e-6)
     assert optimizer.result.loss == loss
-
-
-@pytest.mark.parametrize(
-    "sizes", [3_000_000_000, [(0, 8), (9, 3_000_000_000)], lambda update: 3_000_000_000], ids=["number", "pairs", "callable"]
-)
-def test_size_beyond_int32_is_refused(sizes):
-    """Compiled code would wrap it around, and a checkpoint could not hold it."""
-    parameter = Parameter(Tensor([1.0]), name="p")
-    with pytest.raises(gradaccum.ArgumentValueError, match="steps: expected sizes of at most 2147483647"):
-        gradaccum.wrap(nn.SGD([parameter], 1.0), steps=gradaccum.until_weight(sizes))((Tensor([1.0]),), 1.0)
 
 
 class Descent(nn.Optimizer):

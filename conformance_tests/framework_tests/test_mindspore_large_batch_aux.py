@@ -71,3 +71,16 @@ def test_dict_of_many_micro_batches(mode, updates):
     loss, others = found if updates else found[0]
     assert (loss.asnumpy(), others["total"].asnumpy()) == (5.0, 45.0)
     np.testing.assert_array_equal(others["rows"].asnumpy(), x)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["argument", "argument and weights"])
+def test_outputs_beside_the_gradient_of_an_argument(weighted):
+    weight = Parameter(Tensor([1.0, 1.0, 1.0, 1.0]), name="w")
+
+    def forward(x):
+        return (x * x).mean(), x.max()
+
+    made = value_and_grad(forward, 0, [weight] if weighted else None, True, steps=2, aux="max")
+    (loss, largest), gradient = made(Tensor([1.0, 2.0, 3.0, 4.0]))
+    assert (loss.asnumpy(), largest.asnumpy()) == (7.5, 4.0)
+    np.testing.assert_array_equal((gradient[0] if weighted else gradient).asnumpy(), [0.5, 1.0, 1.5, 2.0])

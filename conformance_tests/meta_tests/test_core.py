@@ -26,6 +26,7 @@ from gradaccum.kit import (
     initial_state,
     make_options,
     redistributed,
+    require_steps,
     resumed,
     select,
     steps_at,
@@ -41,6 +42,22 @@ def test_explain_names_everything() -> None:
 @pytest.mark.parametrize("steps", [1, 4, [(0, 2), (5, 3)], lambda step: step + 1, None, gradaccum.until_weight(9)])
 def test_good_steps_pass(steps) -> None:
     assert make_options(steps).reduction == "mean"
+
+
+@pytest.mark.parametrize("make", [make_options, gradaccum.until_weight, lambda size: require_steps(size, 0, lambda step: size)])
+def test_sizes_fit_into_int32(make: Any) -> None:
+    """Compiled code would wrap them around, and a checkpoint could not hold them."""
+    make(2**31 - 1)
+    with pytest.raises(gradaccum.ArgumentValueError, match="expected an int <= 2147483647; got 2147483648"):
+        make(2**31)
+
+
+def test_weights_of_pairs_and_callables_fit_into_int32() -> None:
+    with pytest.raises(gradaccum.ArgumentValueError, match="expected an int <= 2147483647"):
+        gradaccum.until_weight([(0, 8), (9, 2**31)])
+    schedule = gradaccum.until_weight(lambda step: 2**31)
+    with pytest.raises(gradaccum.ArgumentValueError, match="expected an int <= 2147483647"):
+        require_steps(steps_at(schedule, 0, select), 0, schedule)
 
 
 def test_numpy_integer_is_an_int() -> None:

@@ -17,14 +17,14 @@ NAMES = {
         Backend Decision FIELD_DTYPES Fields GatingBackend Options ROUNDINGS SCALES Scalar ScaleRule ScalerDriver Schedule State Terms Where
         accumulate accumulate_dtype_error at_rest close comparable contribution decide decode_terms discard divisor encode_terms ends
         explain has_exact_inverse initial_state joined largest_number linearity_report make_options missing_worker_error
-        optimizer_error relative_error require_bool require_classes
+        half_made_error optimizer_error relative_error require_bool require_classes
         require_loss_options require_shard_sizes require_steps require_weight
         redistributed resumed select steps_at terms_of torn_window_error update_due_error usable wrapped_twice_error
         KINDS MergingOps concatenate_error finished kinds_of merged require_kind share
         Leaf Nest children_of is_column leaves_of mapped spread with_leaves
         Cut Division Reduction aux_shape_error cuts divided item_weights_error make_division packed require_item_weights require_items
         require_one_size require_reduction scalar_loss_error size_for require_micro_batch_size too_small_error unknown_limit_error
-        segment_cuts DeviceBackend require_int32
+        segment_cuts DeviceBackend
         ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine free_frames item_axis
         Handle Listener Listeners described status
         Noise NoiseFields UntilWeight add_loss code_of first_seen forget_window is_first is_known joined_noise measures no_noise noise_scale

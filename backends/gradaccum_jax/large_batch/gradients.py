@@ -36,6 +36,7 @@ class Differentiation:
     single: bool
     """Whether the user named one place, and no tuple of them."""
     fix_for_int: str = "Write allow_int=True, and it has a float0 as its gradient; or hand it over with the batch, with axes=None."
+    """What the error for an integer advises."""
 
     def parted(self, arguments: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], tuple[Tree, ...]]:
         """The arguments to differentiate by, and the batch: all others, in their order.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradaccum.kit import Options, Scalar, contribution
+from gradaccum.kit import Options, Scalar, add_loss
 from gradaccum_jax import sums
 from gradaccum_jax.large_batch.gradients import Differentiation, denominator
 from gradaccum_jax.large_batch.groups import Group, MicroBatch, in_order, over
@@ -132,8 +132,8 @@ class _Counting(NamedTuple):
         items = known_items(micro_batch.items) if self.merging.counts_items else None
         merged, rows = self.merging.add(held.aux, aux, items, weight)
         dtype = held.loss.dtype
-        factor = jnp.asarray(contribution(weight, self.question.options), dtype)
-        total = sums.add_weighted(held.loss, loss.astype(dtype), factor, jnp.asarray(weight != 0), jnp.asarray(True))
+        own, always = jnp.asarray(weight, dtype), jnp.asarray(True)
+        total = add_loss(held.loss, loss.astype(dtype), own, own != 0, self.question.options, sums.passing(always))
         return Own((held.weight + weight).astype(self.dtype), total, merged), rows
 
 

@@ -57,7 +57,7 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
     Raises:
         ArgumentTypeError, ArgumentValueError: `step` is no function, `mesh` no mesh or without the axis, or the batch cannot be split.
         UsageError: the state is not shared by these devices; or parameters or state come out made of a device's own batch, such as running
-            averages that the step has not reduced.
+            averages that the step has not reduced; or the optimizer is given, or closes over, something that is made of it.
     """
     axes = require_names(axis_name)
     if not callable(step):

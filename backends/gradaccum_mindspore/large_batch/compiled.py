@@ -69,7 +69,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.may_be_zero = options.weight is not None
         self.array = options.weight is not None and not self.calls_weight
         self.backward = backward
-        self.backward_of_leaves = ms.value_and_grad(with_leaves(fn), None, weights, True) if self.has_aux else backward
+        self.backward_of_leaves = backward
+        """Of `with_leaves` of it, where it has other outputs."""
         self.checked_cuts, self.item_weights = cuts_of(fn, whole, options), weights_of(options)
 
     def run(self, batch: Any) -> Any:

@@ -16,7 +16,7 @@ from gradaccum import AutoMicroBatchSize
 from gradaccum.kit import Nest
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.large_batch.auto import fitted
-from gradaccum_mindspore.large_batch.compiled import CompiledLoop
+from gradaccum_mindspore.large_batch.compiled import CompiledLoop, with_leaves
 from gradaccum_mindspore.large_batch.options import SplitOptions, plain_reduction, require_function, split_options
 from gradaccum_mindspore.large_batch.python_loop import Function, PythonLoop
 
@@ -30,6 +30,8 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         backward, positions = ms.value_and_grad(fn, grad_position, weights, has_aux), positions_of(grad_position)
         self.python_loop = PythonLoop(fn, backward, positions, options)
         self.loop = CompiledLoop(fn, backward, weights, bool(positions), options)
+        if has_aux:
+            self.loop.backward_of_leaves = ms.value_and_grad(with_leaves(fn), grad_position, weights, True)
 
     def __call__(self, *batch: Nest) -> tuple[Any, Any]:
         """The large batch's value and gradients, from Python."""

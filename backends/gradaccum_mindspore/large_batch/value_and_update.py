@@ -87,8 +87,6 @@ class CompiledUpdateLoop(CompiledLoop):
         super().__init__(fn, backward, optimizer.parameters, False, options)
         if self.has_aux:
             self.backward_of_leaves = ms.value_and_grad(scaled(with_leaves(fn), optimizer, True), None, optimizer.parameters, True)
-        else:
-            self.backward_of_leaves = backward
         self.optimizer = optimizer
         sizes = [parameter.size for parameter in optimizer.parameters]
         self.smallest = sizes.index(min(sizes))

@@ -11,7 +11,7 @@ from gradaccum_conformance.scenarios import random_tree, same, start
 from gradaccum_conformance.specs import LINEAR, Arrays
 
 BAD_OPTIONS: dict[str, list[Option]] = {
-    "steps": [0, -1, True, 2.5, "4", [], [(1, 2)], [(0, 2), (0, 3)], [(0, 0)]],
+    "steps": [0, -1, True, 2.5, "4", [], [(1, 2)], [(0, 2), (0, 3)], [(0, 0)], 2**31, [(0, 2**31)]],
     "reduction": ["average", None, 1],
     "clip_norm": [0, -1.0, math.nan, math.inf, "1", True],
     "skip_norm": [0, -1.0, math.nan, "1"],
