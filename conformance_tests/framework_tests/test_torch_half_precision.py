@@ -1,4 +1,4 @@
-"""Half precision in torch: memory at the peak, waits for the device, and infs and NaNs out of float16 autograd."""
+"""Half precision in torch: memory at the peak, and infs and NaNs out of float16 autograd."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradaccum
-from gradaccum_torch import buffers, window
-from gradaccum_torch import sums as accumulator
+from gradaccum_torch import buffers
 
 LAYERS, SIZE = 6, 32
 HALF = [torch.float16, torch.bfloat16]
@@ -129,84 +127,12 @@ def test_other_dtypes_skip_the_range_check(options: dict, monkeypatch: pytest.Mo
         assert opt.result.applied
 
 
-STRATEGIES: dict[str, tuple[torch.dtype, dict]] = {
-    "in .grad": (torch.float32, {}),
-    "in buffers": (torch.bfloat16, {}),
-    "in float64": (torch.float32, {"accumulate_dtype": "float64"}),
-    "masters": (torch.float16, {"master_weights": True}),
-    "masters, half sums": (torch.bfloat16, {"master_weights": True, "accumulate_dtype": "bfloat16"}),
-    "clipped": (torch.float32, {"clip_norm": 1e-3, "skip_norm": 1e6}),
-}
 SCALES: dict[str, Callable[[], Any]] = {
     "no scale": lambda: None,
     "a number": lambda: 8.0,
     "dynamic": lambda: gradaccum.DynamicLossScale(init_scale=8.0),
     "a GradScaler": lambda: torch.amp.GradScaler("cpu", init_scale=8.0),
 }
-
-
-class Sizes(TorchDispatchMode):
-    """Records how many elements each addition inside the ``with`` block has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.added: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add_.Tensor:
-            self.added.append(args[0].numel())
-        return func(*args, **(kwargs or {}))
-
-
-def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often the host reads a tensor: by ``item``, called directly or not, and by ``tolist``, which the profiler does not show."""
-    lists = 0
-    tolist = Tensor.tolist
-
-    def counted(tensor: Tensor) -> Any:
-        nonlocal lists
-        lists += 1
-        return tolist(tensor)
-
-    with monkeypatch.context() as patched, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        patched.setattr(Tensor, "tolist", counted)
-        action()
-    return lists + sum(event.count for event in profiler.key_averages() if event.key == "aten::_local_scalar_dense")
-
-
-@pytest.mark.parametrize("place", STRATEGIES)
-@pytest.mark.parametrize(("scale", "through_scaler"), [*((scale, False) for scale in SCALES), ("a GradScaler", True)])
-def test_only_window_ends_wait(place: str, scale: str, through_scaler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host waits for the device once at the end of a window and never inside it."""
-    monkeypatch.setattr(window, "as_told", lambda loss: loss.detach().clone())  # As a loss on an accelerator is kept.
-    dtype, options = STRATEGIES[place]
-    scaling: Any = SCALES[scale]()
-    model, opt = make(dtype, steps=3, loss_scale=scaling, **options)
-
-    def micro_batch() -> None:
-        if through_scaler:
-            scaling.scale(loss_of(model)).backward()
-            scaling.step(opt)
-            scaling.update()
-        else:
-            opt.scale(loss_of(model)).backward()
-            opt.step()
-        opt.zero_grad()
-
-    measured = [waits(micro_batch, monkeypatch) for _ in range(9)]
-    assert measured[3:] == [0, 0, 1, 0, 0, 1]
-    assert measured[:3] in ([2, 2, 3], [0, 0, 1]), "the first window compares values, the windows after it do not"
-    assert opt.result.optimizer_step == 3
-
-
-def test_dropping_waits_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, opt = make(steps=2, on_overflow="drop_micro_batch")
-
-    def micro_batch() -> None:
-        loss_of(model).backward()
-        opt.step()
-
-    assert [waits(micro_batch, monkeypatch) for _ in range(6)][2:] == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("master_weights", [False, True])
@@ -262,32 +188,6 @@ def test_resumed_window_has_the_same_norm() -> None:
     for each in (opt, resumed):
         each.flush()
     assert opt.result.grad_norm == resumed.result.grad_norm
-
-
-@by_dtype
-@pytest.mark.parametrize("layout", ["whole", "last block short", "transposed"])
-def test_large_gradient_is_added_in_blocks(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the same last bit. A CPU first copies the gradient into the sum's dtype, and the copy of a block stays in the cache."""
-    monkeypatch.setattr(accumulator, "BLOCK", 64)
-    block = 64 * torch.get_num_threads()
-    held, gradient = torch.randn(4 * block, 2), torch.randn(4 * block, 2).to(dtype)
-    if layout == "last block short":
-        held, gradient = held[:-3], gradient[:-3]
-    elif layout == "transposed":
-        gradient = torch.randn(2, 4 * block).to(dtype).t()
-    expected = held + gradient
-    with Sizes() as sizes:
-        total = accumulator.add(held, gradient)
-    assert total is held
-    assert torch.equal(held, expected)
-    assert max(sizes.added) == (8 * block if layout == "transposed" else block)
-
-
-def test_gradient_of_sum_dtype_is_added_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulator, "BLOCK", 1)
-    with Sizes() as sizes:
-        accumulator.add(torch.zeros(1000), torch.ones(1000))
-    assert sizes.added == [1000]
 
 
 @pytest.mark.parametrize(("before", "then"), [(1, 4), (4, 1)])

@@ -17,7 +17,7 @@ ROOMS = {
     "norm": ("the global norm of a window", ALL),
     "optimizer": ("the wrapped optimizer", ALL),
     "sizes": ("what a callable steps may give in compiled code", {JAX, MINDSPORE}),
-    "state": ("where the seven fields live", {JAX, MINDSPORE}),
+    "state": ("where the seven fields live", ALL),
     "sums": ("the sum of a window and its arithmetic", ALL),
     "types": ("names for the arguments of functions", {JAX, MINDSPORE}),
     "update": ("the inner optimizer's call", ALL),
