@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from collections.abc import Sequence
+
 from gradaccum.errors import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError, explain
 from gradaccum.state import State
 
@@ -78,3 +82,27 @@ def shared_until_weight_error(steps: object) -> UsageError:
         got=steps,
         fix="Write steps=None, take windows from gradaccum.windows(loader, until_weight(...), reduce=...), and call flush() after each.",
     )
+
+
+def rate_bits(rates: Sequence[float]) -> list[int]:
+    """Fingerprint an optimizer's learning rates: 32 numbers, each 0 or 1, that workers add up beside a window's numbers, exactly."""
+    mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *rates))
+    return [mark >> bit & 1 for bit in range(32)]
+
+
+def require_same_rates(rates: Sequence[float], added: Sequence[float], workers: int, rank: int) -> None:
+    """Raise unless all workers have the same learning rates, so that one window's update is the same on each.
+
+    Args:
+        rates: the learning rate of each group on this worker.
+        added: the sum over the workers of the `rate_bits` of each.
+        workers: their number.
+        rank: the place of this worker among them.
+
+    Raises:
+        UsageError: two workers have different rates; every worker of the window raises it.
+    """
+    if any(count not in (0, workers) for count in added):
+        fix = "Let a listener move the schedule: one flush() may close several windows, and a listener hears of each as it closes."
+        found = f"{list(rates)} here and other ones on another worker"
+        raise explain(UsageError, f"learning rates on rank {rank}", expected="the same on every worker", found=found, fix=fix)

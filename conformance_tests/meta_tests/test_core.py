@@ -25,7 +25,9 @@ from gradaccum.kit import (
     encode_terms,
     initial_state,
     make_options,
+    rate_bits,
     redistributed,
+    require_same_rates,
     require_steps,
     resumed,
     select,
@@ -192,3 +194,14 @@ def test_states_of_two_moments_are_no_window() -> None:
     for states, workers in (([], 1), ([one], 0)):
         with pytest.raises(gradaccum.ArgumentValueError, match="at least one"):
             redistributed(states, workers)
+
+
+def test_other_learning_rates_on_one_worker_are_named() -> None:
+    """Whatever the number of workers, and where one alone differs: by a little, in one group, or in the groups' order."""
+    for workers in (1, 2, 5000):
+        bits = rate_bits([0.1, 1e-9])
+        require_same_rates([0.1, 1e-9], [workers * bit for bit in bits], workers, 0)
+    for other in ([0.1, 1e-9 + 1e-24], [1e-9, 0.1], [0.1], [0.1, math.nan]):
+        added = np.sum([rate_bits(rates) for rates in [[0.1, 1e-9]] * 4999 + [other]], axis=0, dtype=np.float32)
+        with pytest.raises(gradaccum.UsageError, match=r"learning rates on rank 3: expected the same .*; got \[0.1, 1e-09\] here"):
+            require_same_rates([0.1, 1e-9], added.tolist(), 5000, 3)

@@ -139,6 +139,28 @@ def test_every_listener_hears_though_one_raises() -> None:
     assert "the update, if one was due, is made" in raised.value.__notes__[0]
 
 
+def test_windows_of_one_call_are_told_between() -> None:
+    """What a listener raises waits for the end of the call: the call may have another worker's windows to close."""
+    listeners, heard = Listeners(), []
+
+    def close() -> None:
+        with listeners.settled():
+            for number in (1, 2):
+                listeners.note(end(number))
+                listeners.tell()
+                assert [window.optimizer_step for window in heard] == [*range(1, number + 1)]
+
+    def fail(window: ClosedWindow) -> None:
+        raise ValueError(f"full disk {window.optimizer_step}")
+
+    listeners.add(heard.append)
+    listeners.add(fail)
+    with pytest.raises(ValueError, match=r"full disk 1") as raised:
+        close()
+    assert "full disk 2" in raised.value.__notes__[1]
+    assert not listeners._failures
+
+
 def test_the_own_error_goes_first() -> None:
     listeners = Listeners()
 

@@ -1,7 +1,8 @@
 """The listeners of one optimizer: they hear of a window after everything about it is settled, and none can undo it.
 
-A window that closes is only noted (`note`). The call that closed it tells the listeners as its last act (`settled`). So a listener that
-raises cannot lose an update, the scale's move or another worker's part in a collective; its error still reaches the caller.
+A window that closes is only noted (`note`). The listeners are told when all about it is settled (`tell`), at the latest as the last act of
+the call that closed it (`settled`), which raises what they raised. So a listener that raises cannot lose an update, the scale's move or
+another worker's part in a collective; its error still reaches the caller.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Listeners:
         self._listeners: dict[int, Listener] = {}
         self._keys = itertools.count()
         self._untold: list[ClosedWindow] = []
+        self._failures: list[Exception] = []
         self._last_end = 0.0
 
     def __bool__(self) -> bool:
@@ -78,16 +80,24 @@ class Listeners:
         try:
             yield
         except BaseException as error:
-            for failure in self._tell():
+            for failure in self._told():
                 error.add_note(f"gradaccum: a listener raised as well: {failure!r}")
             raise
-        _raise(self._tell())
+        _raise(self._told())
 
-    def _tell(self) -> list[Exception]:
-        """Call every listener with every window; what they raised."""
+    def tell(self) -> None:
+        """Call every listener with every window that it has not heard of; `settled` raises what they raise.
+
+        A call that closes several windows tells of each before the next one, as a listener may move a schedule.
+        """
         untold, self._untold = self._untold, []
         calls = [(listener, window) for window in untold for listener in self._listeners.values()]
-        return [failure for listener, window in calls if (failure := _failure(listener, window)) is not None]
+        self._failures += [failure for listener, window in calls if (failure := _failure(listener, window)) is not None]
+
+    def _told(self) -> list[Exception]:
+        self.tell()
+        failures, self._failures = self._failures, []
+        return failures
 
 
 def _failure(listener: Listener, window: ClosedWindow) -> Exception | None:
