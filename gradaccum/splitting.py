@@ -77,15 +77,12 @@ def size_for(items: int, steps: int) -> int:
     """The smallest size of which at most `steps` micro-batches hold `items`: ceil(items / steps).
 
     It is also the largest size that `steps` equal parts would have, so memory is that of `steps` micro-batches and never more of them
-    run: nine items in four steps are three micro-batches of three.
+    run: nine items in four steps are three micro-batches of three, and a last batch of three items is three of one.
 
     Raises:
-        ArgumentValueError: there are fewer items than steps, or none.
+        ArgumentValueError: there is no item.
     """
     require_items(items)
-    if steps > items:
-        fix = f"Write steps={items} or less, or bring a larger batch."
-        raise explain(ArgumentValueError, "steps", expected=f"at most the {items} items of the batch", got=steps, fix=fix)
     return math.ceil(items / steps)
 
 
@@ -124,7 +121,7 @@ def divided(division: Division, items: int, weights: Sequence[float] | None) -> 
         weights: each item's, where they are known.
 
     Raises:
-        ArgumentValueError: the batch is empty, has fewer items than steps, or is to be packed without weights.
+        ArgumentValueError: the batch is empty, or is to be packed without weights.
     """
     require_items(items)
     if division.micro_batch_weight is not None:

@@ -54,7 +54,6 @@ def test_options_that_make_no_sense(options: Any, error: Any, message: str) -> N
     [
         ((X, {"y": X[:5]}), {}, VALUE, r"batch\[1\]\['y'\]: expected 6 items, as batch\[0\] has; got 5"),
         ((X[:0],), {}, VALUE, "batch: expected at least one item"),
-        ((X[:1],), {}, VALUE, "steps: expected at most the 1 items"),
         ((X, np.float32(0.5)), {}, VALUE, r"batch\[1\]: expected an array with an axis 0.*axes=None"),
         ((X, [True] * 6), {}, VALUE, r"batch\[1\]\[0\]: expected an array with an axis 0.*a bool.*a list"),
         ((X, {"y": (0.5, 0.5)}), {}, VALUE, r"batch\[1\]\['y'\]\[0\]: expected an array with an axis 0"),

@@ -60,7 +60,6 @@ def test_function():
     ("options", "batch", "words"),
     [
         ({}, (X, X[:3]), r"batch\[1\]: expected 5 items, as batch\[0\] has; got 3"),
-        ({"steps": 6}, (X,), "steps: expected at most the 5 items"),
         ({"micro_batch_size": 3, "steps": None}, (X[:0],), "batch: expected at least one item"),
         ({"axes": 2}, (X,), r"batch\[0\]: expected an array with axis 2; got shape \(5, 2\)"),
         ({"axes": None}, (X,), "batch: expected an array to split"),

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 
 from gradaccum._validation import require_int
+from gradaccum.errors import ArgumentValueError, explain
 from gradaccum.options import require_reduction
-from gradaccum.splitting import require_items, size_for
+from gradaccum.splitting import require_items
 from gradaccum.verification import causes
 from gradaccum.verification.experiments import (
     TRAINING,
@@ -44,7 +45,9 @@ def examine(subject: Subject, steps: object, reduction: object = "mean") -> Veri
     """
     number = require_int("steps", steps, at_least=2, fix="Write steps=2 or more: one micro-batch is the large batch.")
     require_items(subject.items)
-    size_for(subject.items, number)
+    if number > subject.items:
+        fix = f"Write steps={subject.items} or less, or bring a larger batch."
+        raise explain(ArgumentValueError, "steps", expected=f"at most the {subject.items} items of the batch", got=number, fix=fix)
     bench = Bench(subject, number, Way(require_reduction(reduction)))
     return _Examination(bench).report()
 

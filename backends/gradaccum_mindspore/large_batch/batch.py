@@ -34,7 +34,7 @@ def micro_batches(batch: Batch, options: SplitOptions, division: Division) -> It
     """The micro-batches in order, each made when it is asked for, after the whole batch was checked.
 
     Raises:
-        ArgumentValueError: the batch holds no item, leaves of unequal size, or fewer items than steps.
+        ArgumentValueError: the batch holds no item, or leaves of unequal size.
         ArgumentTypeError: an axis is no int, or the user's split gives no micro-batches.
     """
     if options.split is not None:

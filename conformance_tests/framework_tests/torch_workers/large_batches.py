@@ -31,9 +31,10 @@ def large_batch_of_all_workers(rank: int) -> None:
     opt, inner = gradaccum.wrap(sgd(model), steps=None, module=parallel), sgd(reference)
     whole = [torch.cat(parts) for parts in zip(*map(batch_of, range(WORLD)), strict=True)]
     calls = []
-    for _ in range(3):
+    ways = ({"micro_batch_size": 2}, {"micro_batch_size": 2}, {"steps": 6})  # More steps than the items of one worker.
+    for way in ways:
         with counted() as called:
-            backward(lambda x, y: loss_of(parallel, x, y), *batch_of(rank), micro_batch_size=2, optimizer=opt)
+            backward(lambda x, y: loss_of(parallel, x, y), *batch_of(rank), **way, optimizer=opt)
         calls.append(len(called))
         inner.zero_grad()
         loss_of(reference, whole[0], whole[1]).backward()

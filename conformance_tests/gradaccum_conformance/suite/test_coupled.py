@@ -18,6 +18,7 @@ from gradaccum_conformance.specs import MLP, Arrays, make_weights
 FLOAT64 = 1e-13
 FLOAT32 = 1e-4
 """Of losses whose terms cancel; the float64 of the same test is the proof."""
+WAYS = {"one": {"steps": 1}, "even": {"steps": 4}, "ragged": {"micro_batch_size": 5}, "more steps than items": {"steps": 99}}
 by_coupling = pytest.mark.parametrize("coupling", get_args(Coupling))
 
 
@@ -49,7 +50,7 @@ def distance(gradient: Arrays, truth: Arrays) -> float:
 
 
 @by_coupling
-@pytest.mark.parametrize("options", [{"steps": 1}, {"steps": 4}, {"micro_batch_size": 5}], ids=["one", "even", "ragged"])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_gradient_of_the_large_batch(backend: LargeBatchHarness, errors: Errors, coupling: Coupling, options: dict[str, int]) -> None:
     check(errors, run(backend, coupling, options), coupling, FLOAT64)
 

@@ -22,6 +22,7 @@ WAYS: dict[str, tuple[dict[str, int], int]] = {
     "ragged size": ({"micro_batch_size": 5}, 3),
     "single items": ({"micro_batch_size": 1}, 12),
     "larger than the batch": ({"micro_batch_size": 99}, 1),
+    "more steps than items": ({"steps": 99}, 12),
 }
 """Ways to split the twelve items of the standard batch, each with the number of micro-batches that it makes."""
 TOKENS = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7])
@@ -74,6 +75,13 @@ def test_every_mode(backend: LargeBatchHarness, large_batch_mode: str, errors: E
     loss, truth = oracle.loss_and_gradient(MLP, make_weights(MLP), standard_batch(MLP), loss=large_loss(reduction))
     got = split(backend, {"micro_batch_size": 5, "reduction": reduction}, mode=large_batch_mode)
     check(errors, got, loss, truth, MLP, 3, "float32")
+
+
+def test_last_batch_of_fewer_items_than_steps(backend: LargeBatchHarness, large_batch_mode: str, errors: Errors) -> None:
+    """Each item is a micro-batch: `steps` are at most so many."""
+    batch = standard_batch(MLP).rows(0, 3)
+    got = backend.value_and_grad(LargeBatchCall(MLP, make_weights(MLP), "float64", large_batch_mode, options={"steps": 4}), batch)
+    check(errors, got, *oracle.loss_and_gradient(MLP, make_weights(MLP), batch), MLP, 3, "float64")
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

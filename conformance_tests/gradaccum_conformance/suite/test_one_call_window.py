@@ -58,6 +58,17 @@ def test_every_mode(backend: LargeBatchHarness, large_batch_mode: str, reduction
     assert worst(whole.parameters(), one_by_one.parameters()) < 1e-6
 
 
+def test_last_batch_of_fewer_items_than_steps(backend: LargeBatchHarness, large_batch_mode: str) -> None:
+    """The window closes with the micro-batches that there are."""
+    batch = standard_batch(LINEAR).rows(0, 3)
+    one_by_one, whole = pair(backend, mode=large_batch_mode)
+    feed(one_by_one, cut(batch, (1, 1, 1)))
+    one_by_one.flush()
+    backend.update(whole, batch, options={"steps": 4})
+    assert (whole.state(), whole.result().applied) == (one_by_one.state(), True)
+    assert worst(whole.parameters(), one_by_one.parameters()) < 1e-6
+
+
 def test_half_precision_is_summed_in_float32(backend: LargeBatchHarness) -> None:
     """Micro-batches of one item: in half precision the later ones would be rounded away."""
     batch = standard_batch(LINEAR)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from gradaccum import ArgumentValueError
+
 from .planting import SELECTED, Module, mutant
 
 Plant = Callable[[Module], None]
@@ -49,6 +51,16 @@ def drop_the_short_last_micro_batch(m: Module) -> None:
 def begin_each_micro_batch_an_item_early(m: Module) -> None:
     def divided(*arguments: Any) -> Any:
         return [cut._replace(start=max(cut.start - 1, 0)) for cut in original(*arguments)]
+
+    original, m.divided = m.divided, divided
+
+
+@caught_by("test_last_batch_of_fewer_items_than_steps")
+def refuse_more_steps_than_items(m: Module) -> None:
+    def divided(division: Any, items: int, weights: Any) -> Any:
+        if (division.steps or 0) > items:
+            raise ArgumentValueError("more steps than items")
+        return original(division, items, weights)
 
     original, m.divided = m.divided, divided
 
