@@ -35,7 +35,8 @@ def replicated(tree: T, axes: tuple[str, ...], *, known: bool = True, asked: str
 
     def cast_type(leaf: Array) -> Array:
         varying = tuple(sorted(axes_of(leaf) & frozenset(axes)))
-        return _replicated.bind(leaf, axes=varying, known=known, asked=asked) if varying else leaf
+        asks = asked and isinstance(leaf, jax.Array)  # of a type that does not vary, too: it may have come from a branch
+        return _replicated.bind(leaf, axes=varying, known=known, asked=asked) if varying or asks else leaf
 
     return cast(T, jax.tree.map(cast_type, tree)) if axes else tree
 

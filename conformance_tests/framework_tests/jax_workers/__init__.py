@@ -18,7 +18,7 @@ NAMES = {
     "refusals": """
         reduced_gradients unchecked_replication outside bad_names bad_arguments bad_batches other_results window_of_one_device
         differing_parameters parameters_of_each_device optimizer_of_each_device losses windows_by_weight noise_of_each_device
-        parameters_by_hand differing_state reducing_optimizer
+        parameters_by_hand beside_the_state differing_state reducing_optimizer
     """,
 }
 """The checks, by file."""

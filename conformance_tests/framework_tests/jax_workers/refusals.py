@@ -184,6 +184,7 @@ def parameters_of_each_device() -> None:
     for made, tx, name in (
         (updating(own), first, "params: expected"),
         (updating(calm, own), first, "['hint']: expected"),
+        (updating(calm, lambda w, x: jax.lax.cond(x[0] > 2.5, lambda: 1.0, lambda: 2.0)), first, "['hint']: expected"),
         (
             updating(calm, rate=lambda w, x: x.mean()),
             gradaccum.wrap(optax.sgd(1.0), steps=1, axis_name="data"),
@@ -275,6 +276,60 @@ def parameters_by_hand() -> None:
     assert right(after, state, X)[0]["mean"] == 0.9 * 3.5 + 3.5
     within = over(jax.jit(jax.checkpoint(step(lambda tree, grads, x: jax.lax.cond(tree["mean"] > 9, with_mean, with_mean, tree, 1.0)))))
     assert within(tree, over(TX.init)(tree), X)[0]["mean"] == 1
+
+
+def beside_the_state() -> None:
+    """A number kept beside the state, such as PPO's KL coefficient: JAX types it as the same on all devices, whatever chose or made it."""
+    lax, own = jax.lax, jax.ShapeDtypeStruct((), X.dtype)
+    first = lambda x: np.asarray(x)[0]  # noqa: E731
+
+    def in_a_ref(beta: Any, x: Any) -> Any:
+        library: Any = jax
+        ref = library.new_ref(0 * x[0])
+        ref[...] = x.sum()
+        return ref[...]
+
+    wrong = {
+        "cond": lambda beta, x: lax.cond(x[0] > 2.5, lambda b: 2 * b, lambda b: b / 2, beta),
+        "switch": lambda beta, x: lax.switch(lax.axis_index("data"), [lambda b: b, lambda b: b + 1], beta),
+        "while": lambda beta, x: lax.while_loop(lambda b: b < x.sum(), lambda b: b + 1, beta),
+        "in a scan": lambda beta, x: lax.scan(lambda b, row: (lax.cond(row > 2, lambda b: 2 * b, lambda b: b, b), None), beta, x)[0],
+        "pure_callback": lambda beta, x: jax.pure_callback(first, own, x),
+        "io_callback": lambda beta, x: jax.experimental.io_callback(first, own, x),
+        "ppermute": lambda beta, x: lax.ppermute(beta, "data", [(0, 1)]),
+        "all_to_all": lambda beta, x: lax.all_to_all(jnp.arange(4.0), "data", 0, 0)[0],
+        "psum_scatter": lambda beta, x: lax.psum_scatter(jnp.arange(4.0), "data"),
+    }
+    wrong |= {"ref": in_a_ref} if hasattr(jax, "new_ref") else {}
+    right = {
+        "psum": lambda beta, x: lax.cond(lax.psum(x[0], "data") > 9, lambda b: 2 * b, lambda b: b / 2, beta),
+        "pmax": lambda beta, x: lax.fori_loop(0, 2, lambda _, b: b + lax.pmax(x[1], "data"), beta),
+        "all_gather": lambda beta, x: lax.all_gather(x, "data").mean(),
+        "scan": lambda beta, x: lax.scan(lambda b, row: (b * 2, b + row), beta, x)[0],
+        "reduced in a scan": lambda beta, x: lax.scan(lambda b, _: (vary(lax.pmin(b, "data"), frozenset(["data"])), None), x[1], None, 2)[0],
+    }
+
+    def step(change: Any) -> Any:
+        def run(w: Any, state: Any, x: Any) -> Any:
+            updates, tx_state = TX.update(jax.grad(loss_fn)(w, x), state[0], w)
+            return w + updates, (tx_state, change(state[1], x))
+
+        return run
+
+    state = (over(TX.init)(W), jnp.ones(()))
+    for change in wrong.values():
+        with refused(gradaccum.UsageError, "what step returned, [1][1]: expected", "made of a device's own batch", "pmean"):
+            over(step(change))(W, state, X)
+    for (name, change), expected in zip(right.items(), (2.0, 15.0, 3.5, 4.0, 1.0), strict=True):
+        beta = over(step(change))(W, state, X)[1][1]
+        assert {float(np.asarray(shard.data)) for shard in beta.addressable_shards} == {expected}, name
+
+    def waiting(beta: Any, x: Any) -> Any:
+        copy = lambda b: vary(b, frozenset(["data"]))  # noqa: E731
+        return lax.pmean(lax.cond(x[0] > 2.5, lambda b: copy(lax.pmean(b, "data")), lambda b: b, copy(beta)), "data")
+
+    with refused(gradaccum.UsageError, "what step does: expected the same collectives", "over ['data']", "pmax"):
+        over(step(waiting))(W, state, X)
 
 
 def differing_state() -> None:
