@@ -1,8 +1,8 @@
 """The results of a step that differ from device to device, where JAX's types cannot tell.
 
-Parameters enter a step as copies, which are the same on all devices but of a type that may differ. The other way round, JAX types a value as
-the same on all devices that a device's own predicate chose, or that a callback returned. So the step's program is read from its arguments to
-its results, and types are not believed: what is made of a device's own batch, sums or place differs until a collective makes it the same.
+Parameters enter a step as copies, which are the same on all devices but of a type that may differ. The other way round, JAX types as the same
+on all devices what a device's own predicate chose, and what a callback returned. So the step's program is read from its arguments to its
+results, and types are not believed: what is made of a device's own batch, sums or place differs until a collective makes it the same.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _chosen(predicate: Axes, programs: Any, made: Origins, axes: Axes) -> Origin
     """
     waits = predicate & {getattr(effect, "name", "") for program in programs for effect in program.effects}
     if waits:
-        fix = "Take the collective out of the branch or loop; or let all devices decide alike, by jax.lax.pmean or pmax of what they decide by."
+        fix = "Take the collective out of the branch or loop, or decide by jax.lax.pmean or pmax, so that all devices decide alike."
         expected = "the same collectives on all devices"
         found = f"one over {sorted(waits)} in a branch or loop that each device decides on by itself"
         raise explain(UsageError, "what step does", expected=expected, found=found, fix=fix)

@@ -280,7 +280,7 @@ def parameters_by_hand() -> None:
 
 def beside_the_state() -> None:
     """A number kept beside the state, such as PPO's KL coefficient: JAX types it as the same on all devices, whatever chose or made it."""
-    lax, own = jax.lax, jax.ShapeDtypeStruct((), X.dtype)
+    lax, own, data = jax.lax, jax.ShapeDtypeStruct((), X.dtype), frozenset(["data"])
     first = lambda x: np.asarray(x)[0]  # noqa: E731
 
     def in_a_ref(beta: Any, x: Any) -> Any:
@@ -306,7 +306,7 @@ def beside_the_state() -> None:
         "pmax": lambda beta, x: lax.fori_loop(0, 2, lambda _, b: b + lax.pmax(x[1], "data"), beta),
         "all_gather": lambda beta, x: lax.all_gather(x, "data").mean(),
         "scan": lambda beta, x: lax.scan(lambda b, row: (b * 2, b + row), beta, x)[0],
-        "reduced in a scan": lambda beta, x: lax.scan(lambda b, _: (vary(lax.pmin(b, "data"), frozenset(["data"])), None), x[1], None, 2)[0],
+        "reduced in a scan": lambda beta, x: lax.scan(lambda b, _: (vary(lax.pmin(b, "data"), data), None), x[1], None, 2)[0],
     }
 
     def step(change: Any) -> Any:
@@ -325,7 +325,7 @@ def beside_the_state() -> None:
         assert {float(np.asarray(shard.data)) for shard in beta.addressable_shards} == {expected}, name
 
     def waiting(beta: Any, x: Any) -> Any:
-        copy = lambda b: vary(b, frozenset(["data"]))  # noqa: E731
+        copy = lambda b: vary(b, data)  # noqa: E731
         return lax.pmean(lax.cond(x[0] > 2.5, lambda b: copy(lax.pmean(b, "data")), lambda b: b, copy(beta)), "data")
 
     with refused(gradaccum.UsageError, "what step does: expected the same collectives", "over ['data']", "pmax"):
