@@ -1,8 +1,8 @@
 """The results of a step that differ from device to device, where JAX's types cannot tell.
 
-Parameters enter a step as copies, which are the same on all devices but of a type that may differ. The other way round, JAX types as the same
-on all devices what a device's own predicate chose, and what a callback returned. So the step's program is read from its arguments to its
-results, and types are not believed: what is made of a device's own batch, sums or place differs until a collective makes it the same.
+Parameters enter a step as copies, which are the same on all devices but of a type that may differ. The other way round, JAX types as the
+same on all devices what a device's own predicate chose, and what a callback returned. So the step's program is read from its arguments to
+its results, and types are not believed: what is made of a device's own batch, sums or place differs until a collective makes it the same.
 """
 
 from __future__ import annotations
