@@ -1,4 +1,4 @@
-"""The outcome of the last event, in scalars."""
+"""The outcome of the last event, in scalars. The flush of an empty window is no event: the one before it stays."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class StepResult(NamedTuple):
 
     @property
     def closed(self) -> Scalar:
-        """bool: it closed a window. False for a micro-batch in mid-window and for the flush of an empty window."""
+        """bool: it closed a window. False for a micro-batch in mid-window."""
         return self.applied | self.skipped

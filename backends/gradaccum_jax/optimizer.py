@@ -27,7 +27,7 @@ from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.masters import in_place_of
 from gradaccum_jax.misplaced import require_placeable
 from gradaccum_jax.sizes import check_known, size_at
-from gradaccum_jax.state import AccumulationState, fields_of, first_terms, fresh
+from gradaccum_jax.state import AccumulationState, event_of, fields_of, first_terms, fresh, with_event
 from gradaccum_jax.trees import plain
 from gradaccum_jax.types import Extra, Gradients, InnerState, Params, Tree, Updates
 from gradaccum_jax.unreduced import as_given, require_whole, whole
@@ -190,10 +190,10 @@ class Accumulation:
         return as_given(updates, params), state
 
     def _flush(self, state: AccumulationState, params: Params, extra: Extra) -> tuple[Updates, AccumulationState]:
-        update = self._inner_update(state, params, extra)
-        tells = extra.get("value") is None
-        updates, state = window.close(state, update, self.options, at_end=jnp.asarray(state.micro_step) > 0, tells=tells)
-        return as_given(updates, params), state
+        update, before, is_open = self._inner_update(state, params, extra), event_of(state), jnp.asarray(state.micro_step) > 0
+        updates, state = window.close(state, update, self.options, at_end=is_open, tells=extra.get("value") is None)
+        event = (jnp.where(is_open, new, old) for new, old in zip(event_of(state), before, strict=True))
+        return as_given(updates, params), with_event(state, *event)
 
     def _inner_update(self, state: AccumulationState, params: Params, extra: Extra, gradients: Gradients | None = None) -> Update:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
@@ -207,7 +207,7 @@ def flush(
 ) -> tuple[Updates, AccumulationState]:
     """Close the open window: make the update of the micro-batches that it holds.
 
-    An empty window changes nothing; its `result` has ``applied`` and ``skipped`` False. If `tx` stands inside an `optax.chain`, wrap the
+    An empty window changes nothing, its `result` neither. If `tx` stands inside an `optax.chain`, wrap the
     whole chain instead, which flushes as one; or else flush its own part and pass the updates through the rest of the chain:
 
         updates, states[i] = gradaccum_jax.flush(tx, states[i], params)

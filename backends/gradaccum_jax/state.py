@@ -109,10 +109,14 @@ def current_terms(options: Options, steps: Scalar) -> Array:
     return known if steps is None else jnp.where(np.arange(len(codes)) == STEPS, jnp.asarray(code_of(steps), jnp.int32), known)
 
 
+def event_of(state: AccumulationState) -> tuple[Scalar, Scalar, Scalar]:
+    """What `with_event` wrote."""
+    return state.last_applied, state.last_skipped, state.last_overflow
+
+
 def with_event(state: AccumulationState, applied: Scalar, skipped: Scalar, overflow: Scalar) -> AccumulationState:
     """`state` with the last call's result, three bool scalars."""
-    held = (state.last_applied, state.last_skipped, state.last_overflow)
-    flags = [like(new, old) for new, old in zip((applied, skipped, overflow), held, strict=True)]
+    flags = [like(new, old) for new, old in zip((applied, skipped, overflow), event_of(state), strict=True)]
     return state._replace(last_applied=flags[0], last_skipped=flags[1], last_overflow=flags[2])
 
 

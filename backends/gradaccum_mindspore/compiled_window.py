@@ -223,11 +223,9 @@ class CompiledWindow(CompiledArguments):
     def flush(self, update: Update) -> Tensor:
         """Close the open window; returns whether there was one, a bool Tensor of shape ()."""
         micro_step, _, _, _, _, _, _ = self.read()
-        is_open, never = micro_step > 0, micro_step < 0
+        is_open = micro_step > 0
         if is_open:
             self.close(update, False)
-        else:
-            self.write_event(self.event(never, never, never, self.grad_norm()))
         return is_open
 
     def discard(self) -> bool:

@@ -94,7 +94,7 @@ class Window(WindowState):
         if not self._plan.holds_dtypes():
             raise cast_in_window_error()
         if self._workers.several:
-            self._set(self._closing.join(self._workers, self._fields, self.strategy, self._plan.zeros))
+            self._set(self._closing.join(self._workers, self._fields, self.strategy, self._plan.zeros), self._event)
             if not self._workers.joined:
                 return
         self._fields, decision, *_ = verdict = self._closing.verdict(self._fields, self.strategy, self._plan)
@@ -128,7 +128,6 @@ class Window(WindowState):
         self._require_whole()
         if self._micro_batch.noted or (self._fields.micro_step and self.strategy.begun):
             raise unfinished_error("flush()")
-        self._event = NOTHING_CLOSED
         if self._fields.micro_step and not self.strategy.sentinels.intact():
             self._closing.require_true_gradient(self._fields, self._size, self.strategy, flushing=True)
         self._workers.flush(self.close, is_open=self._fields.micro_step > 0)

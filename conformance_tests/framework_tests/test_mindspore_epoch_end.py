@@ -59,6 +59,24 @@ def test_checkpoint_holds_the_tail(mode, sink, tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("items", [16, 14])
+def test_callback_behind_sees_every_update(mode, items):
+    """Eight micro-batches are two full windows: the epoch's end finds an empty one. Of seven the flush closes the second window."""
+    model, _, optimizer = make(mode)
+    seen = []
+
+    class Seeing(Callback):
+        def on_train_step_end(self, run_context):
+            seen.append(optimizer.result.applied)
+
+    epoch = NumpySlicesDataset((X[:items], Y[:items]), ["x", "y"], shuffle=False).batch(2)
+    model.train(3, epoch, callbacks=[FlushAtEpochEnd(optimizer), Seeing()], dataset_sink_mode=False)
+    steps = items // 2
+    assert seen == ([False] * 3 + [True] + [False] * (steps - 5) + [True]) * 3
+    assert optimizer.result.optimizer_step == 6
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_fit_validates_the_flushed_model(mode):
     model, net, optimizer = make(mode)
     seen = []

@@ -60,6 +60,14 @@ def test_flush_counts_no_micro_batch() -> None:
     assert (window.micro_batches, window.weight, window.loss) == (2, 2, 3)
 
 
+def test_flush_of_an_empty_window_is_heard_once() -> None:
+    """The window's result is there still. A micro-batch that is told makes another window, be its result the same."""
+    skipped = end(1, applied=False)._replace(grad_norm=math.nan)
+    told = {"loss": 3.0}
+    heard = watched((mid(1), told), (end(), told), (end(), {}), (end(), {}), (skipped, told), (skipped, {}), (skipped, told), (mid(1), {}))
+    assert [(w.applied, w.micro_batches) for w in heard] == [(True, 2), (False, 1), (False, 1)]
+
+
 def test_discard_forgets() -> None:
     told = {"loss": 3.0}
     (window,) = watched((mid(1), {"loss": 99.0}), (mid(0), {}), (mid(1), told), (end(), told))

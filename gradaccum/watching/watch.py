@@ -40,6 +40,8 @@ class Watch:
     def __init__(self, *listeners: Listener, reduction: str = "mean") -> None:
         self._options = make_options(None, reduction=reduction)
         self._told, self._weight, self._loss = 0, 0.0, 0.0
+        self._told_last: str | None = None
+        """The last window's result, if nothing has come since: the flush of an empty window leaves it."""
         self._complete = False
         """All micro-batches of the open window were told. Before the first result is seen, it may be open already."""
         self._listeners = Listeners()
@@ -54,8 +56,9 @@ class Watch:
         A `StepResult` does not say how many micro-batches a window held, nor what they weighed. So give `loss` or `weight` with each
         micro-batch, and neither with a flush or discard; the window then has its count, weight and loss. Else these are NaN, never a
         guess: if some micro-batch was not told, and in the first window if it closes with the first result, as it may have been resumed.
-        After an overflow the weight is NaN, as the result does not say which micro-batches were dropped. A loss that the optimizer was told
-        itself is in the result, and need not be given here.
+        With neither, a result that equals the last window's is the flush of an empty window, which closes none. After an overflow the
+        weight is NaN, as the result does not say which micro-batches were dropped. A loss that the optimizer was told itself is in the
+        result, and need not be given here.
 
         Args:
             result: of the event, in Python numbers or scalars of the framework.
@@ -75,7 +78,8 @@ class Watch:
         if loss is not None or weight is not None:
             self._take(value, 1.0 if counted is None else counted)
         with self._listeners.settled():
-            if known.closed:
+            if known.closed and (self._told or repr(known) != self._told_last):
+                self._told_last = repr(known)  # as NaN differs from NaN
                 return self._end(known)
         self._go_on(known)
         return None
@@ -87,6 +91,7 @@ class Watch:
 
     def _go_on(self, result: StepResult) -> None:
         """No window has closed. What was told must be all that the open one holds; an empty one begins anew."""
+        self._told_last = self._told_last if result.closed else None
         if not result.micro_step:
             self._begin()
         elif self._told != result.micro_step:

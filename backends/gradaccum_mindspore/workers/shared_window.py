@@ -55,11 +55,9 @@ class SharedWindow(PyNativeWindow):
     def end(self, state: State, update: Update) -> Joined:
         """End the window of all workers, in this one's part; returns what came together."""
         joined = self.workers.join(state, self.flushing)
-        if not joined.is_open:
-            self.storage.push_event(False, False, False)
-        elif joined.in_compiled_code:
+        if joined.is_open and joined.in_compiled_code:
             self.compiled(update)()
-        else:
+        elif joined.is_open:
             super().close(joined.state, update)
         return joined
 

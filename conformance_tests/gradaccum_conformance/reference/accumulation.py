@@ -70,7 +70,6 @@ class ReferenceAccumulation:
         windows = [self.window] if self.workers is None else self.workers.gather(self.window)
         self.window = [micro_batch for window in windows for micro_batch in window]
         if not self.window:
-            self._note()
             return
         divisor = self._rounded(self.loss_scale * self._denominator())
         normal = self._limits().tiny <= divisor <= self._limits().max

@@ -1,11 +1,16 @@
 """A window ends after `steps` micro-batches or by `flush`, and `discard` forgets it. Nothing moves in between."""
 
+import math
+
 import pytest
 
+from gradaccum import DynamicLossScale
 from gradaccum_conformance.harness import Harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import check_gradient, cut, feed, random_tree, same, standard_batch, start
 from gradaccum_conformance.specs import LINEAR, MLP, Optimizer
+
+DYNAMIC = DynamicLossScale(init_scale=4.0)
 
 
 def test_nothing_moves_between_window_ends(backend: Harness, mode: str) -> None:
@@ -59,16 +64,26 @@ def test_flush_in_every_mode(backend: Harness, mode: str, errors: Errors) -> Non
     check_gradient(errors, backend, session, MLP, batch, micro_batches=2)
 
 
-def test_flush_of_empty_window_does_nothing(backend: Harness, mode: str) -> None:
-    session = start(backend, steps=2, mode=mode)
-    for step in range(2):
-        session.gradients(random_tree(LINEAR, step))
+@pytest.mark.parametrize("event", ["applied", "skipped", "overflow", "discard"])
+def test_flush_of_empty_window_leaves_the_last_event_alone(backend: Harness, mode: str, event: str) -> None:
+    """A callback that runs after the flush still sees what the last window did."""
+    session = start(backend, steps=2, mode=mode, loss_scale=DYNAMIC, skip_norm=1e6)
+    flags = {"applied": (True, False, False), "skipped": (False, True, False), "overflow": (False, True, True)}
+    last = {"applied": 1.0, "skipped": 1e9, "overflow": math.inf}
+    session.gradients(random_tree(LINEAR, 0))
+    if event == "discard":
+        session.discard()
+    else:
+        session.gradients({name: array * last[event] for name, array in random_tree(LINEAR, 1).items()})
     before = session.parameters(), session.optimizer_state(), session.state()
-    session.flush()
-    assert same(session.parameters(), before[0])
-    assert same(session.optimizer_state(), before[1])
-    assert session.state() == before[2]
-    assert not session.result().closed
+    result = repr(session.result())
+    for _ in range(2):
+        session.flush()
+        assert same(session.parameters(), before[0])
+        assert same(session.optimizer_state(), before[1])
+        assert session.state() == before[2]
+        assert repr(session.result()) == result
+        assert (session.result().applied, session.result().skipped, session.result().overflow) == flags.get(event, (False,) * 3)
 
 
 def test_discard_forgets_the_window(backend: Harness, mode: str, errors: Errors) -> None:

@@ -40,9 +40,10 @@ def test_worker_without_micro_batches(crews: Crews, errors: Errors) -> None:
     feed(crew, shares)
     crew.flush()
     check_update(errors, crew, shares, calls=2)
-    before, parameters = crew.states(), crew.parameters()
+    before, parameters, event = crew.states(), crew.parameters(), repr(require_equal(crew))
     crew.flush()
-    assert not require_equal(crew).closed
+    assert repr(require_equal(crew)) == event
+    assert require_equal(crew).applied
     assert crew.states() == before
     assert all(same(*pair) for pair in zip(crew.parameters(), parameters, strict=True))
 

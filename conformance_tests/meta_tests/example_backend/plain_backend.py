@@ -72,7 +72,7 @@ class Accumulation:
     def flush(self):
         firsts = self._join() if self.workers else 1
         if self.machine.micro_step == 0:
-            return self._note()
+            return None
         norm, finite = measure(self.sums) if measures(self.options) else (math.nan, True)
         largest = largest_number(float64_weight=self._double())
         decision = Decision(*decide(self.machine, norm, finite, self.options, select, largest))

@@ -60,6 +60,19 @@ def count_an_empty_flush(m: Module) -> None:
 
 
 @mutant
+def forget_the_event_at_an_empty_flush(m: Module) -> None:
+    original = m.Accumulation.flush
+
+    def flush(self: Any) -> None:
+        was_empty = self.machine.micro_step == 0
+        original(self)
+        if was_empty and self.machine.micro_step == 0:
+            self._note()
+
+    m.Accumulation.flush = flush
+
+
+@mutant
 def schedule_by_closed_windows(m: Module) -> None:
     original = m.ends
     m.ends = lambda state, steps, where: original(state._replace(optimizer_step=state.optimizer_step + 1), steps, where)
