@@ -44,6 +44,7 @@ class TorchBackend:
         separate_sums: bool = False,
         module: object = None,
         gradient_sync: object = "micro_batch",
+        process_group: object = None,
     ) -> AccumulatingOptimizer:
         """Wrap a `torch.optim.Optimizer`.
 
@@ -60,11 +61,14 @@ class TorchBackend:
                 each worker keeps a sum of the whole model, as after ``set_requires_gradient_sync(False)``. ``"all_reduce_per_window"``:
                 on a mesh of two dimensions, reduce-scatter in each micro-batch and all-reduce once per window, as after
                 ``set_requires_all_reduce(False)``.
+            process_group: the `torch.distributed.ProcessGroup` of workers that train copies of one model without a parallel module, which
+                were equal before. The window's sum is reduced as with ``module=``. An optimizer that averages gradients in its own
+                ``step``, such as a distributed Muon, then averages equal ones, which changes nothing.
 
         Raises:
             ArgumentTypeError: `optimizer` is none, is wrapped already, or updates within the backward pass; `module` is no such module.
             ArgumentValueError: `module` has other parameters, or not all; other workers gave other options; FSDP2 cannot wait with these.
-            UsageError: `module` has a communication hook.
+            UsageError: `module` has a communication hook; or `optimizer` reduces over workers by itself, and nothing names these.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
@@ -75,7 +79,7 @@ class TorchBackend:
         checked = options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype), separate_sums=separate)
         require_layouts(optimizer)
         require_update_in_step(optimizer)
-        return AccumulatingOptimizer(optimizer, checked, workers_of(optimizer, module, checked, gradient_sync))
+        return AccumulatingOptimizer(optimizer, checked, workers_of(optimizer, module, checked, gradient_sync, process_group))
 
     def is_scheduler(self, candidate: object) -> bool:
         """Whether `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""

@@ -1,4 +1,4 @@
-"""The listeners of a wrapped optimizer hear of a window when the call that closed it is through."""
+"""The listeners of a wrapped optimizer hear of a window when the call that closed it is through, or closes another one."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class Listening:
         """`window` has closed, and the call that closed it may go on; `before`: its state before, with the weight of all workers."""
         if self._listeners:
             self._listeners.note(window.result, weight=before.weight, micro_batches=before.micro_step)
+
+    def tell(self) -> None:
+        """Tell of the windows that have closed; `after` raises what a listener raises."""
+        self._listeners.tell()
 
     def after(self, call: Callable[[], T]) -> T:
         """Make a `call` that may close windows, and tell of them when it is through."""

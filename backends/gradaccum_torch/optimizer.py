@@ -192,7 +192,15 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         self._window.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, also in mid-window; see `torch.optim.Optimizer.add_param_group`."""
+        """Add a group, also in mid-window; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ArgumentValueError: workers share the window, and a parameter is none that they train together.
+        """
+        given = param_group["params"]
+        if self._workers.several and not isinstance(given, set):
+            given = param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
+            self._workers.require_parameters([each[1] if isinstance(each, tuple) else each for each in given])
         self._inner.add_param_group(param_group)
         self._window.groups_changed()
 

@@ -1,12 +1,14 @@
 """Gates a learning-rate scheduler, so that ``scheduler.step()`` after every micro-batch moves it once per update.
 
 The gate only decides whether ``step`` reaches the scheduler; everything else is the scheduler's own, so that any of torch's and
-any user's kind works, whatever its ``step`` takes. A scheduler of timm takes the number of updates: the gate gives its ``step_update`` the
+any user's kind works, whatever its ``step`` takes. Where one ``flush()`` closes several windows of several workers, the gate moves it
+between these. A scheduler of timm takes the number of updates: the gate gives its ``step_update`` the
 true number, and leaves its ``step``, which takes an epoch, alone.
 """
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ Argument = Any
 """What a scheduler's method takes, or the value of one of its attributes: handed through, whatever it is."""
 
 _OWN = frozenset({"_scheduler", "_stepped_at", "_loads", "_was_loaded"})
+_ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _STEPPED_AT = "gradaccum_optimizer_step"
 
 
@@ -62,6 +65,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
             )
         self._scheduler = scheduler
         self._stepped_at, (self._loads, _), self._was_loaded = self._updates(), scheduler.optimizer._loads.pair, False
+        scheduler.optimizer._window.schedulers.add(self)
 
     def step(self, *args: Argument, **kwargs: Argument) -> None:
         """``scheduler.step(...)`` if an update was applied since the last one, else nothing; the arguments are the scheduler's."""
@@ -72,6 +76,13 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         if updates > self._stepped_at:
             self._move(*args, **kwargs)
         self._stepped_at = updates
+
+    def follow(self) -> None:
+        """Move the scheduler as `step` does, unless its ``step`` needs an argument, such as a loss, which the caller alone has."""
+        if hasattr(self._scheduler, "step_update"):
+            self._step_update()
+        elif all(each.default is not each.empty or each.kind in _ANY for each in signature(self._scheduler.step).parameters.values()):
+            self.step()
 
     def _step_update(self, num_updates: int | None = None, *args: Argument, **kwargs: Argument) -> Any:
         """The scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted; before the first, nothing."""

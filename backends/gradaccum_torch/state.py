@@ -7,7 +7,8 @@ to a window is in `window`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -28,6 +29,13 @@ from gradaccum_torch.workers import Workers
 NOTHING_CLOSED = (False, False, False)
 
 
+class Follower(Protocol):
+    """A scheduler that moves once per update."""
+
+    def follow(self) -> None:
+        """Move if an update was applied since the last move."""
+
+
 class WindowState:
     """Everything that there is between two updates.
 
@@ -43,6 +51,8 @@ class WindowState:
         self._parameters, self._options, self._update = parameters, options, update
         self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
         self._micro_batch, self._grad_norm, self.listening = NOTHING_SAID, 0.0, NOBODY
+        self.schedulers: WeakSet[Follower] = WeakSet()
+        """Those that follow the updates."""
         self._knowledge = Knowledge(options)
         self._closing = Closing(parameters, options, scaler, self._knowledge)
         self._plan = Plan(parameters, options, workers.deferred)

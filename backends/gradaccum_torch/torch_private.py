@@ -285,10 +285,32 @@ def function_name(node: Node) -> str:
     return str(type(node)._forward_cls.__name__)
 
 
-def leave_reduction_out(module: DistributedDataParallel) -> None:
-    """Let `module` never reduce gradients. Without the private flag, ``static_graph=True`` reduces in its first backward pass."""
-    module.require_backward_grad_sync = False
+def leave_reduction_out(module: DistributedDataParallel, hook_error: Callable[[], Exception]) -> None:
+    """Let `module` never reduce gradients, also where the user's loop sets ``require_backward_grad_sync`` for a last micro-batch.
+
+    A communication hook would never be called, so `hook_error` is raised where one is registered. Without the private flag,
+    ``static_graph=True`` reduces in its first backward pass.
+    """
+
+    def refuse(*_: object, **__: object) -> None:
+        raise hook_error()
+
+    _wait(module)
+    module.register_forward_pre_hook(_wait)
     module._static_graph_delay_allreduce_enqueued = True
+    vars(module)["register_comm_hook"] = refuse
+
+
+def _wait(module: torch.nn.Module, *_: object) -> None:
+    module.require_backward_grad_sync = False  # type: ignore[assignment]
+
+
+def was_sharded(parameter: Tensor) -> bool:
+    """True if ``_pre_dp_module_transform`` made it of a `DTensor`, for `DistributedDataParallel`.
+
+    Without the attribute the norm of such a model is silently that of a worker's own part.
+    """
+    return hasattr(parameter, "_st_info")
 
 
 def registered_comm_hooks(module: DistributedDataParallel) -> Collection[object]:

@@ -130,7 +130,7 @@ class Window(WindowState):
             raise unfinished_error("flush()")
         if self._fields.micro_step and not self.strategy.sentinels.intact():
             self._closing.require_true_gradient(self._fields, self._size, self.strategy, flushing=True)
-        self._workers.flush(self.close, is_open=self._fields.micro_step > 0)
+        self._workers.flush(self.close, self._between_windows, is_open=self._fields.micro_step > 0)
 
     def discard(self) -> None:
         """Forget it, and the micro-batch under way."""
@@ -139,6 +139,12 @@ class Window(WindowState):
         self._workers.window_ended()
         self._set(discard(self._fields))
         self._knowledge.discard()
+
+    def _between_windows(self) -> None:
+        """The call closes another window. What the user's loop does after each window on the other workers is done here."""
+        self.listening.tell()
+        for scheduler in self.schedulers:
+            scheduler.follow()
 
     def _evaluated(self, evaluations: Evaluations) -> Loss:
         """What the closure returns; the first evaluation decides on the window."""

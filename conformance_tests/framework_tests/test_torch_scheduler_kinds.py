@@ -83,6 +83,20 @@ def test_timm_scheduler_gets_applied_updates() -> None:
     assert not hasattr(gradaccum.wrap(Halving(opt)), "step_update")
 
 
+def test_scheduler_follows_without_its_loop() -> None:
+    """As between two windows that one flush closes; what needs an argument of the loop is left to the loop."""
+    opt = make()
+    kinds: list[Any] = [Halving(opt), Positioned(opt), lr_scheduler.ReduceLROnPlateau(opt)]
+    gates = [gradaccum.wrap(kind) for kind in kinds]
+    micro_batch(opt)
+    micro_batch(opt)
+    for gate in gates * 2:
+        gate.follow()
+        gates[0].step()
+    assert opt.param_groups[0]["lr"] == 0.5
+    assert gates[1].told == [("update", 1, None)] * 2
+
+
 def test_own_scheduler_needs_wrapped_optimizer() -> None:
     bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     with pytest.raises(gradaccum.ArgumentTypeError, match="Wrap the optimizer first"):

@@ -42,12 +42,12 @@ def test_numbers_are_exact_in_float32() -> None:
     """Also where a bucket of float32 brings float64 weights of many workers, added up in any order."""
     weights = [0.1, 1e17, 3.0, 1e-300, 2.0**53 - 1, math.pi]
     states = [initial_state(1.0)._replace(weight=weight, overflow=rank == 2, micro_step=rank) for rank, weight in enumerate(weights)]
-    sent = [encode(state, rank > 3, [False, rank == 1], rank, len(weights)) for rank, state in enumerate(states)]
+    sent = [encode(state, rank > 3, [False, rank == 1], rank, len(weights), (), (1, rank)) for rank, state in enumerate(states)]
     for order in (sent, sent[::-1]):
         total = torch.zeros(len(sent[0]))
         for numbers in order:
             total += torch.tensor(numbers)
-        assert decode(total.tolist(), len(weights)) == (math.fsum(weights), True, 15, 2, [False, True], [])
+        assert decode(total.tolist(), len(weights), 0, 2) == (math.fsum(weights), True, 15, 2, [False, True], [], [6, 15])
 
 
 @pytest.mark.parametrize("losses", [(0.1, 1e-300, -3.0), (math.inf, 1.0, 2.0), (math.inf, -math.inf, 1.0), (math.nan, 1.0, 2.0)])

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a call that several workers make together.
+"""Checks of what several workers give: parameters, process groups, and the arguments of a call that they make together.
 
 A check of one worker's own arguments raises on that worker; the others wait for it until the engine's timeout. Labels may differ between
 workers, so the check of labels is part of the communication and raises on all of them.
@@ -6,6 +6,7 @@ workers, so the check of labels is part of the communication and raises on all o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from torch import Tensor
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
+from gradaccum_torch.fsdp_private import units_holding
+from gradaccum_torch.torch_private import mesh_of
 
+FIX = "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model)), or module=fully_shard(model)."
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -51,7 +55,38 @@ def _require_shapes(logits_shard: Tensor, labels: Tensor) -> None:
         raise explain(ArgumentValueError, "labels", expected=f"the device {logits_shard.device}", found=f"{labels.device}", fix=fix)
 
 
-def require_group(group: Any) -> tuple[int, int]:
+def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Each of an optimizer's `parameters` is one of `module`, which are its `own`.
+
+    Raises:
+        ArgumentValueError: one is not.
+    """
+    known = set(map(id, own))
+    strangers = sum(id(parameter) not in known for parameter in parameters)
+    if strangers:
+        expected, found = "the module whose parameters the optimizer has", f"a {type(module).__name__} without {strangers} of them"
+        raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=FIX)
+
+
+def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:
+    """Each of `sharded` is split over the workers of `group`, all of them and no others: each has seen the items of all.
+
+    Raises:
+        ArgumentValueError: one is not.
+    """
+    if units_holding(sharded):
+        fix = "Give the parameters of fully_shard an optimizer of their own, or put all under fully_shard."
+        found = "parameters of fully_shard, which averages their gradients by itself"
+        raise explain(ArgumentValueError, "module", expected="sharded parameters with their whole gradients", found=found, fix=fix)
+    workers = sorted(dist.get_process_group_ranks(group))
+    for parameter in sharded:
+        ranks = sorted(mesh_of(parameter).mesh.flatten().tolist())
+        if ranks != workers:
+            expected, found = f"sharded parameters over the ranks {workers} of the module", f"one over the ranks {ranks}"
+            raise explain(ArgumentValueError, "module", expected=expected, found=found, fix="Give it an optimizer of its own.")
+
+
+def require_group(group: Any, argument: str = "group") -> tuple[int, int]:
     """The rank of this process in `group`, and the number of processes in it.
 
     Raises:
@@ -59,14 +94,14 @@ def require_group(group: Any) -> tuple[int, int]:
         UsageError: `torch.distributed` is not initialised, or this process is not in the group.
     """
     if not dist.is_available() or not dist.is_initialized():
-        fix = "Call torch.distributed.init_process_group() first; one process alone has torch.nn.functional.cross_entropy."
-        raise explain(UsageError, "group", expected="an initialised torch.distributed", found="none in this process", fix=fix)
+        fix = "Call torch.distributed.init_process_group() first; leave the call or the argument out where there is one process."
+        raise explain(UsageError, argument, expected="an initialised torch.distributed", found="none in this process", fix=fix)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         fix = "Call it only on the processes that hold classes."
-        raise explain(UsageError, "group", expected="a group that this process is in", found="a group of other processes", fix=fix)
+        raise explain(UsageError, argument, expected="a group that this process is in", found="a group of other processes", fix=fix)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         fix = "Pass what torch.distributed.new_group or mesh.get_group() returned."
-        raise explain(ArgumentTypeError, "group", expected="a torch.distributed.ProcessGroup or None", got=group, fix=fix)
+        raise explain(ArgumentTypeError, argument, expected="a torch.distributed.ProcessGroup or None", got=group, fix=fix)
     return dist.get_rank(group), dist.get_world_size(group)
 
 

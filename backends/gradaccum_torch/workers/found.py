@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import unwrap
 from typing import cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, UntilWeight, explain, shared_until_weight_error
 from gradaccum_torch.fsdp_private import units_holding, units_of
 from gradaccum_torch.torch_private import is_sharded, mesh_of
+from gradaccum_torch.workers.checks import require_parameters
 from gradaccum_torch.workers.deferred import Deferred, GradientSync
 from gradaccum_torch.workers.deferred_checks import require_deferrable
-from gradaccum_torch.workers.module import group_of, require_parameters, require_same_options
+from gradaccum_torch.workers.module import group_alone, group_of, require_same_options
 from gradaccum_torch.workers.sharded import ShardGroup
 from gradaccum_torch.workers.shards import Shards
 from gradaccum_torch.workers.workers import Alone, Workers
 
 _SYNCS = get_args(GradientSync)
+_REDUCTIONS = frozenset({"all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor"})
 
 
-def workers_of(optimizer: torch.optim.Optimizer, module: object, options: Options, gradient_sync: object = "micro_batch") -> Workers:
+def workers_of(
+    optimizer: torch.optim.Optimizer,
+    module: object,
+    options: Options,
+    gradient_sync: object = "micro_batch",
+    process_group: object = None,
+) -> Workers:
     """The workers that a window of `optimizer` is added up over.
 
     Args:
@@ -32,12 +42,35 @@ def workers_of(optimizer: torch.optim.Optimizer, module: object, options: Option
         module: the ``module=`` of `gradaccum.wrap`, or None.
         options: the checked options.
         gradient_sync: the ``gradient_sync=`` of `gradaccum.wrap`.
+        process_group: the ``process_group=`` of `gradaccum.wrap`, or None.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError, UsageError: as `group_of`, `Shards` and `require_deferrable`; or `options` need one worker.
+        ArgumentTypeError, ArgumentValueError, UsageError: as `group_of`, `group_alone`, `Shards` and `require_deferrable`; or `options`
+            need one worker, or `optimizer` reduces gradients itself.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return _require_allowed(_found(optimizer, parameters, module, options, gradient_sync), parameters, options)
+    if process_group is None:
+        workers = _found(optimizer, parameters, module, options, gradient_sync)
+    elif module is None and gradient_sync == "micro_batch" and not units_holding(parameters):
+        workers = group_alone(process_group, optimizer, options)
+    else:
+        fix = "Leave it out: module= has a process group, and FSDP2 reduces gradients by itself."
+        raise explain(ArgumentValueError, "process_group", expected="no module= and no fully_shard beside it", found="one", fix=fix)
+    if not workers.several and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _require_no_reduction(optimizer)
+    return _require_allowed(workers, parameters, options)
+
+
+def _require_no_reduction(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UsageError` if a method of `optimizer` reduces over workers, which have divided their sums by weights of their own by then."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+    methods = [unwrap(getattr(each, "__func__", each)) for kind in kinds for each in vars(kind).values() if callable(each)]
+    called = {name for each in methods for name in getattr(getattr(each, "__code__", None), "co_names", ())}
+    if not called.isdisjoint(_REDUCTIONS):
+        fix = "Write gradaccum.wrap(optimizer, ..., process_group=torch.distributed.group.WORLD), or module= where DistributedDataParallel "
+        fix += "reduces the gradients."
+        found = f"a {type(optimizer).__name__}, which reduces over workers in step(), and nothing that says which workers share the window"
+        raise explain(UsageError, "process_group", expected="the workers that an optimizer reduces over", found=found, fix=fix)
 
 
 def _require_allowed(workers: Workers, parameters: Sequence[Tensor], options: Options) -> Workers:

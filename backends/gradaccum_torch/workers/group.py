@@ -27,11 +27,21 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError
-from gradaccum.kit import State, explain, joined, missing_worker_error, torn_window_error, update_due_error
+from gradaccum.kit import (
+    State,
+    explain,
+    joined,
+    missing_worker_error,
+    rate_bits,
+    require_same_rates,
+    torn_window_error,
+    update_due_error,
+)
 from gradaccum_torch.torch_private import is_sharded
+from gradaccum_torch.workers.checks import require_parameters, require_same_workers
 from gradaccum_torch.workers.numbers import Numbers, decode, encode
 from gradaccum_torch.workers.reduction import FirstBucket, all_reduce, riders
-from gradaccum_torch.workers.workers import Joined, Sums, Workers
+from gradaccum_torch.workers.workers import Joined, Sums, Workers, learning_rates
 
 
 @final
@@ -40,14 +50,15 @@ class WorkerGroup(Workers):
 
     Args:
         group: the group that reduces.
-        module: the module whose buffers the first worker sends to all after an update.
+        optimizer: the optimizer that is wrapped.
+        module: the module whose buffers the first worker sends to all after an update; None: the workers have no common module.
     """
 
-    def __init__(self, group: dist.ProcessGroup, module: DistributedDataParallel) -> None:
+    def __init__(self, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, module: DistributedDataParallel | None = None) -> None:
         self.group: dist.ProcessGroup = group
-        self._module = module
+        self._optimizer, self._module = optimizer, module
         self._flushing = self._all_flush = False
-        self.several, self._device = True, next(module.parameters()).device
+        self.several, self._device = True, next(each.device for group in optimizer.param_groups for each in group["params"])
         self.place = self._rank, self._workers = dist.get_rank(group), dist.get_world_size(group)
         self._riders: list[int] = []
         """The positions of the sums that rode with the numbers in the last window: the same on all workers, as each end is collective."""
@@ -56,25 +67,28 @@ class WorkerGroup(Workers):
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         if self.joined:
             return Joined(fields, sums, numbers)
-        _require_dense(sums)
-        if any(each.grad is not None and each.grad.requires_grad for each in self._module.parameters()):
+        if any(each.grad is not None and each.grad.requires_grad for group in self._optimizer.param_groups for each in group["params"]):
             self.require_no_graph()
         try:
             added, whole = self._added_up(fields, sums, zeros, numbers)
+        except UsageError:  # Raised on every worker, before any sum has changed.
+            raise
         except RuntimeError as error:
             self._hold("torn")
             raise missing_worker_error(fields, self._rank) from error
         self._all_flush = added.flushes == self._workers
         self._hold("of all" if added.micro_batches else "own")
         # The next forward pass sends the buffers, as after a reduction of the module's own.
-        self._module.require_forward_param_sync = True
+        if self._module is not None:
+            self._module.require_forward_param_sync = True
         return Joined(joined(fields, added.weight, added.overflow), whole, added.others)
 
-    def flush(self, close: Callable[[], None], is_open: bool) -> None:
+    def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
         self._flushing = True
         try:
             close()
             while not self._all_flush:
+                between()
                 close()
         finally:
             self._flushing = False
@@ -88,15 +102,21 @@ class WorkerGroup(Workers):
         if self.not_own:
             raise torn_window_error(call)
 
+    def require_parameters(self, parameters: Sequence[Tensor]) -> None:
+        whole, sharded = ([each for each in parameters if is_sharded(each) is split] for split in (False, True))
+        if self._module is not None:
+            require_parameters(self._module, list(self._module.parameters()), whole)
+        require_same_workers(self.group, sharded)
+
     def require_no_closure(self) -> None:
         # The inner optimizer reads the gradient of a closure at once, before any worker could add its own.
         fix = "Leave module= out and let the module reduce in every backward pass, which is right with steps=1."
-        raise explain(UsageError, "closure", expected="no closure beside module=", found="one", fix=fix)
+        raise explain(UsageError, "closure", expected="no closure beside module= or process_group=", found="one", fix=fix)
 
     def require_no_copy(self) -> None:
-        expected = "an optimizer without module=, as a copy has no part in the process group"
+        expected = "an optimizer without module= and process_group=, as a copy has no part in the process group"
         fix = "Save opt.state_dict(), and wrap anew where it is loaded."
-        raise explain(UsageError, "copy, pickle", expected=expected, found="one with module=", fix=fix)
+        raise explain(UsageError, "copy, pickle", expected=expected, found="one with several workers", fix=fix)
 
     def _hold(self, held: Literal["own", "of all", "torn"]) -> None:
         """The open window's sum is this worker's; or that of all workers, until their update is made; or neither: the reduction failed."""
@@ -104,12 +124,21 @@ class WorkerGroup(Workers):
 
     @torch.no_grad()
     def _added_up(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float]) -> tuple[Numbers, Sums]:
-        own = encode(fields, self._flushing, [total is not None for total in sums], self._rank, self._workers, others)
+        rates = learning_rates(self._optimizer)
+        sparse = [index for index, total in enumerate(sums) if total is not None and total.is_sparse]
+        sums = [None if index in sparse else total for index, total in enumerate(sums)]
+        counts = len(sparse), *rate_bits(rates)
+        present = [total is not None for total in sums]
+        own = encode(fields, self._flushing, present, self._rank, self._workers, others, counts)
         whole, guess = sums, [index for index in self._riders if index < len(sums)]
         while True:
             whole = _filled(whole, guess, zeros)
             bucket = FirstBucket(own, [total for index in guess if (total := whole[index]) is not None], self._device, self.group)
-            numbers = decode(bucket.numbers(), self._workers, len(others))
+            numbers = decode(bucket.numbers(), self._workers, len(others), len(counts))
+            if numbers.counts[0]:
+                raise _sparse_error()
+            if numbers.micro_batches:
+                require_same_rates(rates, numbers.counts[1:], self._workers, self._rank)
             whole = _filled(whole, [index for index, there in enumerate(numbers.present) if there], zeros, others=False)
             self._riders = riders(whole, self._device)
             if self._riders == guess:
@@ -130,12 +159,8 @@ def _filled(sums: Sums, positions: Sequence[int], zeros: Callable[[int], Tensor]
     return filled
 
 
-def _require_dense(sums: Sums) -> None:
-    """No sum is sparse: workers hold different rows, which a reduction of dense memory cannot add up.
-
-    Raises:
-        UsageError: one is.
-    """
-    if any(total is not None and total.is_sparse for total in sums):
-        fix = "Build the layer with dense gradients: torch.nn.Embedding(..., sparse=False)."
-        raise explain(UsageError, ".grad", expected="dense gradients beside module=", found="a sparse one", fix=fix)
+def _sparse_error() -> UsageError:
+    """The error for sparse sums: workers hold different rows, which a reduction of dense memory cannot add up."""
+    fix = "Build the layer with dense gradients: torch.nn.Embedding(..., sparse=False)."
+    found = "a sparse one on some worker"
+    return explain(UsageError, ".grad", expected="dense gradients beside module= and process_group=", found=found, fix=fix)

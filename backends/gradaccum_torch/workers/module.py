@@ -7,7 +7,6 @@ reduced instead, so it waits for good. It still sends the model when it is built
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, is_known
-from gradaccum_torch.fsdp_private import units_holding
-from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, mesh_of, registered_comm_hooks
+from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, registered_comm_hooks, was_sharded
+from gradaccum_torch.workers.checks import FIX, require_group
 from gradaccum_torch.workers.group import WorkerGroup
-
-_FIX = "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model)), or module=fully_shard(model)."
 
 
 def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
@@ -34,56 +31,51 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options)
     """
     parallel = _require_parallel(module)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    require_parameters(parallel, list(parallel.parameters()), [each for each in parameters if not is_sharded(each)])
-    _require_same_workers(parallel.process_group, [each for each in parameters if is_sharded(each)])
+    workers = WorkerGroup(parallel.process_group, optimizer, parallel)
+    workers.require_parameters(parameters)
     if registered_comm_hooks(parallel):
-        fix = "Leave register_comm_hook out: the window's sum is reduced by all_reduce."
-        found = "a registered hook, which would never be called"
-        raise explain(UsageError, "module", expected="a module without a communication hook", found=found, fix=fix)
+        raise comm_hook_error()
     require_same_options(options, parallel.process_group)
-    leave_reduction_out(parallel)
-    return WorkerGroup(parallel.process_group, parallel)
+    leave_reduction_out(parallel, comm_hook_error)
+    return workers
+
+
+def group_alone(group: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
+    """The workers of a process group whose copies of a model no module keeps alike. Collective, as `group_of`.
+
+    Raises:
+        ArgumentTypeError: `group` is no process group.
+        ArgumentValueError: as `group_of`; or other workers have other parameters.
+        UsageError: `torch.distributed` is not initialised, or this process is not in the group.
+    """
+    require_group(group, "process_group")
+    assert isinstance(group, dist.ProcessGroup)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    workers = WorkerGroup(group, optimizer)
+    workers.require_parameters(parameters)
+    require_same_options(options, group, parameters=f"{len(parameters)} of {sum(map(Tensor.numel, parameters))} elements")
+    return workers
+
+
+def comm_hook_error() -> UsageError:
+    """The error for a communication hook, registered before `gradaccum.wrap` or after it."""
+    fix = "Leave register_comm_hook out: the window's sum is reduced by all_reduce."
+    found = "a registered hook, which would never be called"
+    return explain(UsageError, "module", expected="a module without a communication hook", found=found, fix=fix)
 
 
 def _require_parallel(module: object) -> DistributedDataParallel:
     if not isinstance(module, DistributedDataParallel):
         found = f"an object of type {type(module).__name__}"
-        raise explain(ArgumentTypeError, "module", expected="a DistributedDataParallel or fully_shard module", found=found, fix=_FIX)
+        raise explain(ArgumentTypeError, "module", expected="a DistributedDataParallel or fully_shard module", found=found, fix=FIX)
     if any(map(is_sharded, module.parameters())):
         fix = "Leave module= out: their gradients are reduced in each backward pass."
         raise explain(ArgumentTypeError, "module", expected="a module whose parameters are whole", found="sharded parameters", fix=fix)
+    if any(map(was_sharded, module.parameters())):
+        found = "parts of tensor-parallel parameters, of which norm and overflow would be this part's own"
+        fix = "Give the model fully_shard on a mesh of two dimensions in the place of DistributedDataParallel."
+        raise explain(ArgumentValueError, "module", expected="a module whose parameters are whole", found=found, fix=fix)
     return module
-
-
-def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    """Each of an optimizer's `parameters` is one of `module`, which are its `own`.
-
-    Raises:
-        ArgumentValueError: one is not.
-    """
-    known = set(map(id, own))
-    strangers = sum(id(parameter) not in known for parameter in parameters)
-    if strangers:
-        expected, found = "the module whose parameters the optimizer has", f"a {type(module).__name__} without {strangers} of them"
-        raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=_FIX)
-
-
-def _require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:
-    """Each of `sharded` is split over the workers of `group`, all of them and no others: each has seen the items of all.
-
-    Raises:
-        ArgumentValueError: one is not.
-    """
-    if units_holding(sharded):
-        fix = "Give the parameters of fully_shard an optimizer of their own, or put all under fully_shard."
-        found = "parameters of fully_shard, which averages their gradients by itself"
-        raise explain(ArgumentValueError, "module", expected="sharded parameters with their whole gradients", found=found, fix=fix)
-    workers = sorted(dist.get_process_group_ranks(group))
-    for parameter in sharded:
-        ranks = sorted(mesh_of(parameter).mesh.flatten().tolist())
-        if ranks != workers:
-            expected, found = f"sharded parameters over the ranks {workers} of the module", f"one over the ranks {ranks}"
-            raise explain(ArgumentValueError, "module", expected=expected, found=found, fix="Give it an optimizer of its own.")
 
 
 def require_same_options(options: Options, *groups: dist.ProcessGroup, **others: str) -> None:

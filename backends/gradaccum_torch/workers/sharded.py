@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradaccum import UsageError
-from gradaccum.kit import State, explain, joined, missing_worker_error
+from gradaccum.kit import State, explain, joined, missing_worker_error, rate_bits, require_same_rates
 from gradaccum_torch.sums import multiply
 from gradaccum_torch.workers.deferred import Deferred
 from gradaccum_torch.workers.shards import Shards
-from gradaccum_torch.workers.workers import Joined, OwnSum, Shares, Sums
+from gradaccum_torch.workers.workers import Joined, OwnSum, Shares, Sums, learning_rates
 
 
 @final
@@ -74,6 +74,9 @@ class ShardGroup(OwnSum):
         self._shards.note()
         self.not_own = False
 
+    def require_parameters(self, parameters: Sequence[Tensor]) -> None:
+        self._shards.add(parameters, waiting=self.deferred is not None)
+
     def require_own_sum(self, call: str) -> None:
         if self.not_own:
             fix = "Call opt.flush() on every worker to make the update that is due, or opt.discard() on every worker."
@@ -93,17 +96,20 @@ class ShardGroup(OwnSum):
 
     def _added_up(self, fields: State, others: Sequence[float]) -> tuple[float, bool, list[float]]:
         """The average weight, whether any worker has an overflow, and the averages of `others`."""
-        own = [fields.weight, fields.overflow, fields.micro_step, fields.micro_step**2, *others]
+        rates, rank, size = learning_rates(self._shards.optimizer), dist.get_rank(), self._mesh.size()
+        own = [fields.weight, fields.overflow, fields.micro_step, fields.micro_step**2, *rate_bits(rates), *others]
         numbers = torch.tensor(own, dtype=torch.float64, device=self._mesh.device_type)
         try:
             for dimension in range(self._mesh.ndim):
                 dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
-            weight, overflows, micro_batches, squares, *sums = numbers.tolist()
+            weight, overflows, micro_batches, squares, *rest = numbers.tolist()
         except RuntimeError as error:
-            raise missing_worker_error(fields, dist.get_rank()) from error
-        if self._mesh.size() * squares != micro_batches**2:
-            raise _unequal_error(fields, dist.get_rank())
-        return weight / self._mesh.size(), overflows > 0, [total / self._mesh.size() for total in sums]
+            raise missing_worker_error(fields, rank) from error
+        if size * squares != micro_batches**2:
+            raise _unequal_error(fields, rank)
+        bits = len(rest) - len(others)
+        require_same_rates(rates, rest[:bits], size, rank)
+        return weight / size, overflows > 0, [total / size for total in rest[bits:]]
 
 
 def _index(mesh: DeviceMesh) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.fsdp_private import Unit
+from gradaccum_torch.fsdp_private import Unit, units_holding
 
 
 class Shards:
@@ -24,10 +24,26 @@ class Shards:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
-        self._optimizer, self._units = optimizer, units
+        self.optimizer, self._units = optimizer, units
         self.workers = max((unit.shards * unit.copies for unit in units), default=1)
         """The workers that have different items."""
-        self._require_all()
+        self._require_all(self._positions(), units)
+        self.note()
+
+    def add(self, parameters: Sequence[Tensor], waiting: bool) -> None:
+        """Take the units of new `parameters` on; `waiting`: FSDP2 was told to wait, but the new units were not.
+
+        Raises:
+            ArgumentValueError: FSDP2 does not have them all, or a new unit does not wait.
+        """
+        own = [*self._positions(), *parameters]
+        units = units_holding(own)
+        self._require_all(own, units)
+        if waiting and len(units) > len(self._units):
+            fix = "Give the optimizer all parameters before gradaccum.wrap, frozen ones too."
+            found = "parameters of a part of the model that reduces each micro-batch"
+            raise explain(ArgumentValueError, "param_group", expected="parameters that gradient_sync= waits for", found=found, fix=fix)
+        self._units = units
         self.note()
 
     def note(self) -> None:
@@ -63,13 +79,13 @@ class Shards:
             unit.drop()
 
     def _positions(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _require_all(self) -> None:
+    def _require_all(self, parameters: Sequence[Tensor], units: Sequence[Unit]) -> None:
         if self.workers == 1:
             return
-        own = {id(parameter) for unit in self._units for parameter in unit.parameters}
-        others = sum(parameter.requires_grad and id(parameter) not in own for parameter in self._positions())
+        own = {id(parameter) for unit in units for parameter in unit.parameters}
+        others = sum(parameter.requires_grad and id(parameter) not in own for parameter in parameters)
         if others:
             found = f"{others} trainable parameters beside it, whose gradients nobody reduces"
             fix = "Call fully_shard(model) on the whole model too, or freeze them, or give them an optimizer of their own."

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,6 +26,11 @@ class Joined(NamedTuple):
     sums: Sums
     numbers: Sequence[float]
     """Of all; this worker's own where they were added up before."""
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the learning rate of each group; waits for the device where one is there."""
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 
 STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -96,8 +102,14 @@ class Workers(ABC):
         """
 
     @abstractmethod
-    def flush(self, close: Callable[[], None], is_open: bool) -> None:
-        """Close the open window by `close`, and with others as many more as they have; `is_open`: this worker has one."""
+    def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
+        """Close the open window by `close`, and with others as many more as they have.
+
+        Args:
+            close: closes one window.
+            between: called after each window that another one follows.
+            is_open: this worker has a window.
+        """
 
     @abstractmethod
     def window_ended(self) -> None:
@@ -110,6 +122,9 @@ class Workers(ABC):
         Raises:
             UsageError: it is that of all workers, because the update raised; or the reduction failed.
         """
+
+    def require_parameters(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
+        """Raise `ArgumentValueError` unless each of `parameters`, new ones of the optimizer, is one that the workers share."""
 
     @abstractmethod
     def require_no_closure(self) -> None:
@@ -151,7 +166,7 @@ class OwnSum(Workers):
 
     not_own, joined = False, True
 
-    def flush(self, close: Callable[[], None], is_open: bool) -> None:
+    def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
         if is_open:
             close()
 

@@ -170,3 +170,40 @@ def changed_gradients(rank: int) -> None:
             opt.discard()
             train(model, opt, rank, 3)
             require_equal(model, alone(windows_of((3,)))[0])
+
+
+@check
+def other_learning_rates_on_one_worker(rank: int) -> None:
+    for way in WAYS[:2]:
+        model = sharded(way)
+        opt = wrap(model, way, steps=None)
+        for batch in batches(rank, 3):
+            learn(model, opt, batch)
+        opt.param_groups[0]["lr"] *= 1 + rank
+        with refused(gradaccum.UsageError, f"learning rates on rank {rank}", "the same on every worker"):
+            opt.flush()
+        opt.param_groups[0]["lr"] /= 1 + rank
+        opt.flush()
+        require_equal(model, alone(windows_of((3,)))[0])
+
+
+@check
+def parameters_of_another_unit(rank: int) -> None:
+    """They are divided as the others are; where FSDP2 waits, it was not told to wait for them."""
+    for way in WAYS[:2]:
+        model = sharded(way)
+        inner = torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        opt = gradaccum.wrap(inner, steps=None, module=model, gradient_sync=way.sync)
+        with refused(gradaccum.ArgumentValueError, "fully_shard"):
+            opt.add_param_group({"params": nn.Linear(2, 2).parameters()})
+        rest = [each for name, each in model.named_parameters() if not name.startswith("first")]
+        if way.sync == "window":
+            with refused(gradaccum.ArgumentValueError, "param_group", "gradient_sync="):
+                opt.add_param_group({"params": rest})
+            assert len(opt.param_groups) == 1
+            continue
+        opt.add_param_group({"params": rest})
+        for batch in batches(rank, 3):
+            learn(model, opt, batch)
+        opt.flush()
+        require_equal(model, alone(windows_of((3,)))[0])

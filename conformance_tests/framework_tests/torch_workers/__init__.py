@@ -6,8 +6,10 @@ from conformance_tests.framework_tests.torch_workers import (
     engines,
     exact,
     large_batches,
+    process_groups,
     reductions,
     refusals,
+    schedules,
     taken_windows,
 )
 from conformance_tests.framework_tests.torch_workers.checks import CHECKS
@@ -21,7 +23,9 @@ __all__ = [
     "engines",
     "exact",
     "large_batches",
+    "process_groups",
     "reductions",
     "refusals",
+    "schedules",
     "taken_windows",
 ]

@@ -99,3 +99,18 @@ def buffers_follow_the_first_worker(rank: int) -> None:
     model[0].register_forward_pre_hook(lambda *_: seen.append(model[1].running_mean.tolist()))
     parallel(micro_batches(rank, torch.float32)[2][0])
     require_same_everywhere(seen)
+
+
+@check
+def last_micro_batch_of_a_loop_is_no_other(rank: int) -> None:
+    """The line of nanoGPT that has DDP reduce in the last backward pass may stay, also where the other worker flushes meanwhile."""
+    for compiled in (False, True):
+        model = build()
+        parallel = DistributedDataParallel(model, find_unused_parameters=True)
+        opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+        called = torch.compile(parallel, backend="eager") if compiled else parallel
+        for index, batch in enumerate(micro_batches(rank)):
+            parallel.require_backward_grad_sync = index % 4 == 3 or index == 5
+            learn(called, opt, batch)
+        opt.flush()
+        require_equal(model, alone(all_windows())[0])

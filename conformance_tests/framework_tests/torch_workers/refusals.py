@@ -15,9 +15,13 @@ import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.checks import check
 from conformance_tests.framework_tests.torch_workers.common import (
+    WORLD,
+    all_windows,
+    alone,
     build,
     learn,
     micro_batches,
+    require_equal,
     sgd,
 )
 
@@ -45,6 +49,54 @@ def wrong_modules_are_refused(rank: int) -> None:
     parallel.register_comm_hook(None, lambda state, bucket: None)
     with refused(gradaccum.UsageError, "hook"):
         gradaccum.wrap(sgd(model), steps=4, module=parallel)
+
+
+@check
+def tensor_parallel_model_under_ddp_is_refused(rank: int) -> None:
+    """Each worker's norm, and its overflow, would be those of its own shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 8)), mesh["tensor"], {"0": ColwiseParallel()})
+    _pre_dp_module_transform(model)  # type: ignore[no-untyped-call]
+    parallel = DistributedDataParallel(model, process_group=mesh.get_group("data"))
+    with refused(gradaccum.ArgumentValueError, "module", "tensor-parallel"):
+        gradaccum.wrap(sgd(model), steps=4, module=parallel)
+
+
+@check
+def comm_hook_after_wrap_is_refused(rank: int) -> None:
+    """At its registration, which leaves the open window as it is."""
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+    for index, batch in enumerate(micro_batches(rank)):
+        learn(parallel, opt, batch)
+        if index == 0:
+            with refused(gradaccum.UsageError, "hook"):
+                parallel.register_comm_hook(state=None, hook=lambda state, bucket: None)
+    opt.flush()
+    require_equal(model, alone(all_windows())[0])
+
+
+@check
+def foreign_parameters_are_not_added(rank: int) -> None:
+    """They would be added up over workers that may not have the same ones; those of the module may come later, under any name."""
+    model, foreign = build(), nn.Linear(2, 2).double()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9), steps=4, module=parallel)
+    for given in (foreign.weight, iter(foreign.parameters()), list(foreign.named_parameters())):
+        with refused(gradaccum.ArgumentValueError, "module", "of them"):
+            opt.add_param_group({"params": given})
+    assert len(opt.param_groups) == 1
+    opt.add_param_group({"params": (each for each in model.usual.parameters())})
+    opt.add_param_group({"params": list(model.rare.parameters())})
+    for batch in micro_batches(rank):
+        learn(parallel, opt, batch)
+    opt.flush()
+    require_equal(model, alone(all_windows())[0])
 
 
 @check
@@ -76,11 +128,15 @@ def second_derivatives_are_refused(rank: int) -> None:
 
 @check
 def sparse_gradients_are_refused(rank: int) -> None:
-    model = nn.Embedding(4, 2, sparse=True)
+    """On the worker that has none too, which would wait; the dense sums stay whole."""
+    model = nn.ModuleDict({"sparse": nn.Embedding(4, 2, sparse=True), "dense": nn.Linear(2, 2)})
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, module=DistributedDataParallel(model))
-    opt.backward(model(torch.tensor([rank])).sum())
+    x = model["sparse"](torch.tensor([rank])) if rank else torch.ones(1, 2)
+    opt.backward(model["dense"](x).sum())
+    before = model["dense"].bias.grad.tolist()
     with refused(gradaccum.UsageError, "dense"):
         opt.step()
+    assert model["dense"].bias.grad.tolist() == before
 
 
 @check

@@ -1,0 +1,109 @@
+"""Copies of a model without a parallel module, and an optimizer that averages gradients in its own ``step``, as nanochat's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradaccum
+from conformance_tests.framework_tests.refusing import refused
+from conformance_tests.framework_tests.torch_workers.checks import check
+from conformance_tests.framework_tests.torch_workers.common import (
+    WORLD,
+    all_windows,
+    learn,
+    micro_batches,
+    numbers,
+    require_equal,
+    require_same_everywhere,
+)
+
+
+class Averaging(torch.optim.SGD):
+    """Averages gradients over workers before its update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= WORLD
+        return super().step(closure)
+
+
+class Rotating(nn.Module):
+    """A layer with a buffer, as of rotary embeddings, and a branch that few micro-batches take."""
+
+    inverse: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.rare = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
+        self.register_buffer("inverse", torch.arange(1.0, 5.0, dtype=torch.float64).reciprocal(), persistent=False)
+
+    def forward(self, x: Tensor, rare: bool = False) -> Tensor:
+        return (self.rare if rare else self.usual)(x * self.inverse)
+
+
+def built() -> nn.Module:
+    torch.manual_seed(0)
+    return Rotating()
+
+
+def shared(kind: type[torch.optim.Optimizer] = Averaging, **options: Any) -> tuple[nn.Module, Any]:
+    model = built()
+    return model, gradaccum.wrap(kind(model.parameters(), lr=0.1), steps=4, process_group=dist.group.WORLD, **options)  # type: ignore[call-arg]
+
+
+@check
+def reducing_optimizer_has_the_window_of_all(rank: int) -> None:
+    """Numbers of items, micro-batches and branches differ; the norm that clips is that of all."""
+    for kind in (Averaging, torch.optim.SGD):
+        for options in ({}, {"clip_norm": 0.05}, {"reduction": "sum"}, {"accumulate_dtype": "float32"}):
+            model, opt = shared(kind, **options)
+            reference = built()
+            other = gradaccum.wrap(torch.optim.SGD(reference.parameters(), lr=0.1), steps=None, **options)
+            for batch in micro_batches(rank):
+                learn(model, opt, batch)
+            opt.flush()
+            for window in all_windows():
+                for batch in window:
+                    learn(reference, other, batch)
+                other.flush()
+            require_equal(model, reference, off=1e-5 if "accumulate_dtype" in options else 1e-13)
+            assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-5 if "accumulate_dtype" in options else 1e-12)
+            require_same_everywhere((numbers(model), opt.result))
+
+
+@check
+def overflow_on_one_rank_leaves_no_other_waiting(rank: int) -> None:
+    model, opt = shared(loss_scale=gradaccum.DynamicLossScale(64.0))
+    before = numbers(model)
+    for index, (x, y, rare) in enumerate(micro_batches(rank)[:4]):
+        learn(model, opt, (x * (math.inf if rank == 1 and index == 0 else 1), y, rare))
+    opt.flush()
+    assert opt.result.loss_scale == 32.0
+    assert numbers(model) == before
+    require_same_everywhere(opt.result)
+
+
+@check
+def reducing_optimizer_without_its_workers_is_refused(rank: int) -> None:
+    model = built()
+    with refused(gradaccum.UsageError, "process_group", "Averaging", "module="):
+        gradaccum.wrap(Averaging(model.parameters(), lr=0.1), steps=4)
+    gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+    for wrong, error in (("WORLD", gradaccum.ArgumentTypeError), (dist.GroupMember.NON_GROUP_MEMBER, gradaccum.UsageError)):
+        with refused(error, "process_group"):
+            gradaccum.wrap(Averaging(model.parameters(), lr=0.1), steps=4, process_group=wrong)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    with refused(gradaccum.ArgumentValueError, "process_group", "module="):
+        gradaccum.wrap(Averaging(model.parameters(), lr=0.1), steps=4, module=parallel, process_group=dist.group.WORLD)
+    other = nn.Linear(4, 2 + rank)
+    with refused(gradaccum.ArgumentValueError, "options", "on rank 1", "elements"):
+        gradaccum.wrap(Averaging(other.parameters(), lr=0.1), steps=4, process_group=dist.group.WORLD)
