@@ -83,14 +83,14 @@ def require_params(params: Params, masters: Tree) -> None:
 
     Raises:
         ArgumentTypeError: there are no parameters.
-        ArgumentValueError: their float16 and bfloat16 leaves have other paths or shapes.
+        ArgumentValueError: their half-precision leaves have other paths or shapes.
     """
     fix = "Pass the parameters that tx.init was given: tx.update(grads, state, params)."
     if params is None:
         raise explain(ArgumentTypeError, "params", expected="the parameters, as master_weights=True", found="nothing at all", fix=fix)
     wanted, given = _shapes(masters), _shapes(params, is_half)
     if wanted != given:
-        expected = f"float16 or bfloat16 parameters of these shapes: {wanted}"
+        expected = f"half-precision parameters of these shapes: {wanted}"
         raise explain(ArgumentValueError, "params", expected=expected, found=f"these: {given}", fix=fix)
 
 

@@ -1,8 +1,8 @@
 """float32 masters of half-precision parameters (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1).
 
 The inner optimizer never sees a half-precision parameter: it is initialised on the masters and updates them. The update of such a
-parameter is the float32 distance from the model's value to the rounded master, so that `optax.apply_updates` puts the model there. A
-parameter of another dtype is its own master and has none here.
+parameter is the float32 distance from the model's value to the rounded master, so that `optax.apply_updates` puts the model there. JAX adds
+no float32 update to a float8 parameter: `apply_updates` here copies its master. A parameter of another dtype has none.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ FLOAT16_SUBNORMALS = 2.0**24
 
 
 def is_half(leaf: Array) -> bool:
-    """Whether `leaf` is float16 or bfloat16."""
-    return jnp.result_type(leaf) in (jnp.float16, jnp.bfloat16)
+    """True if `leaf` is real and narrower than float32: float16, bfloat16, every float8 and below."""
+    dtype = jnp.result_type(leaf)
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 
 def masters_of(params: Params) -> Tree:
@@ -88,11 +89,11 @@ def distance(p: Array, master: Array) -> Array:
     is taken from the model's value. The sign of a zero is kept where some u gives it. `gradaccum_jax.apply_updates` has no such limits.
 
     Args:
-        p: float16 or bfloat16, any shape.
+        p: float16 or bfloat16, any shape; of float8 and below, the distance is to the master itself.
         master: float32, the same shape.
     """
     held = jnp.asarray(p).astype(jnp.float32)
-    target = rounded(master, jnp.result_type(p))
+    target = rounded(master, jnp.result_type(p)) if jnp.result_type(p).itemsize == 2 else master
     u = jnp.where(target == 0, master, target) - held  # a tiny master rounds to a zero of its own sign
     return jnp.where(u == 0, 0 * target, u)  # -0.0 - -0.0 is 0.0, and -0.0 + 0.0 too
 
@@ -113,7 +114,7 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     """`optax.apply_updates`, but half-precision parameters become their rounded masters, whatever their values were.
 
     The two differ only where `optax.apply_updates` cannot do it: for a parameter that shrinks by more than three orders of magnitude in one
-    update, or one that is inf or NaN.
+    update, for one that is inf or NaN, and for float8 and below, to which JAX adds no float32 update.
 
     Args:
         params: the parameters, also in flax nnx's variables.
@@ -126,9 +127,15 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     Raises:
         ArgumentTypeError: `state` holds no such state, or several.
     """
-    moved = optax.apply_updates(plain(params), updates)
-    held = in_place_of(moved, plain(the_state(state).masters))
-    return jax.tree.map(lambda p, master: jnp.asarray(master).astype(jnp.result_type(p)), moved, held)
+    masters = jax.tree.leaves(plain(the_state(state).masters))
+    held = iter(masters)
+
+    def moved(p: Array, update: Array) -> Array:
+        if p is not None and masters and is_half(p):
+            return jnp.asarray(next(held)).astype(jnp.result_type(p))
+        return optax.apply_updates(p, update)
+
+    return jax.tree.map(moved, plain(params), updates, is_leaf=is_none)
 
 
 def _like(masters: Tree, leaves: Leaves) -> Tree:

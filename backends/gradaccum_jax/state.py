@@ -70,7 +70,7 @@ class AccumulationState(NamedTuple):
     """dtype of `weight`: global 2-norm of the last closed window's gradient before clipping; inf if it overflowed; 0 before any;
     `untold.UNTOLD` if nothing asked for it."""
     masters: Tree = None
-    """With ``master_weights=True`` the tree of the parameters: float32 masters of the float16 and bfloat16 ones, None for the others."""
+    """With ``master_weights=True`` the tree of the parameters: float32 masters of the half-precision ones, None for the others."""
     terms: Array = None
     """int32, shape (4,): reduction, on_overflow, kind of loss scale and steps of the open window: `gradaccum.kit.encode_terms`."""
     loss: Scalar = None
