@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradaccum import AutoMicroBatchSize, UsageError
-from gradaccum.kit import Division, free_frames, unknown_limit_error
+from gradaccum.kit import Division, free_frames, too_small_error, unknown_limit_error
 from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.large_batch.memory_limit import within
 from gradaccum_torch.large_batch.vote import ElsewhereShortError, Vote, workers_of_call
@@ -28,6 +28,8 @@ Attempt = Callable[[int, Callable[[], None]], T]
 """``attempt(size, agreed)`` runs the window in micro-batches of `size` items. It calls ``agreed()`` when its last backward pass has ended,
 before it delivers anything. If anything raises, it puts back all that it has moved, and raises that."""
 
+_ANY_SIZE = 2**31 - 1
+"""What a worker without items can do with in a vote for the smallest size."""
 _TEXTS = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 """Memory that runs out elsewhere than in a device's caching allocator is told by the text alone."""
 
@@ -64,6 +66,31 @@ def run_divided(
     tensors = large.tensors()
     existing = [*tensors, *(each for module in modules for each in (*module.parameters(recurse=False), *module.buffers(recurse=False)))]
     return with_largest_size(attempt, sizes, key_of(function, tensors), large.items, existing, workers_of_call(optimizer))
+
+
+def has_nothing_to_share(large: LargeBatch, optimizer: AccumulatingOptimizer | None) -> bool:
+    """True if `large` is empty and other workers share the window, who would wait for this one."""
+    return large.items == 0 and optimizer is not None and optimizer.whole_window().process_group is not None
+
+
+def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tensor:
+    """Take part in the other workers' call without an item, in their votes too; returns the loss, 0.
+
+    Raises:
+        UsageError: not even one item fits on another worker; or another worker raised; or this worker's window is open.
+    """
+    sizes, agreed, vote = division.micro_batch_size, False, Vote(workers_of_call(optimizer))
+    with optimizer.whole_window():
+        while isinstance(sizes, AutoMicroBatchSize) and not agreed:
+            vote.begin(_ANY_SIZE)
+            try:
+                vote.fits()
+                agreed = True
+            except ElsewhereShortError as error:
+                if not error.size:
+                    raise too_small_error(sizes.memory_limit) from error
+    optimizer.flush()
+    return torch.zeros(())
 
 
 def with_largest_size(

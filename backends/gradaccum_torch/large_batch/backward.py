@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradaccum import AutoMicroBatchSize
 from gradaccum.kit import Division, Nest, make_division, make_options
-from gradaccum_torch.large_batch.auto import run_divided
+from gradaccum_torch.large_batch.auto import has_nothing_to_share, run_divided, share_nothing
 from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split
 from gradaccum_torch.large_batch.checks import require_alone, require_function, require_optimizer
 from gradaccum_torch.large_batch.collecting import Collector, LossesInGrad, LossesInWindow
@@ -74,7 +74,8 @@ def backward(
             see ``optimizer.result``. If the update itself raises, the window stays full, as after ``flush()``.
 
     Returns:
-        The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or ``(loss, aux)``. With several workers it is this worker's.
+        The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or ``(loss, aux)``. With several workers it is this worker's; a
+        worker whose batch is empty takes part in the window of the others, and returns the loss 0 and the aux None.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be divided so, or `loss_fn` returns something else.
@@ -91,6 +92,9 @@ def backward(
     """
     division = make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
     call = _Call(loss_fn, LargeBatch(batch, axes, weight, split), reduction, aux, optimizer)
+    if optimizer is not None and has_nothing_to_share(call.large, optimizer):
+        nothing = share_nothing(division, optimizer)
+        return nothing if aux is None else (nothing, None)
     return run_divided(call.run, division, loss_fn, call.large, call.reached.modules, optimizer)
 
 

@@ -22,7 +22,6 @@ from gradaccum.kit import (
     explain,
     is_column,
     leaves_of,
-    require_items,
     require_one_size,
     spread,
     with_leaves,
@@ -55,8 +54,8 @@ class LargeBatch:
         split: the user's own division, or None.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: `axes` does not fit `batch`, a leaf cannot be split, leaves have several lengths, or the
-            batch holds no item.
+        ArgumentTypeError, ArgumentValueError: `axes` does not fit `batch`, a leaf cannot be split, or leaves have several
+            lengths.
     """
 
     def __init__(self, batch: tuple[Any, ...], axes: Nest, weight: Weight, split: Split | None) -> None:
@@ -100,9 +99,7 @@ class LargeBatch:
 
     def _count(self) -> int:
         placed = zip(self._leaves, self._places, strict=True)
-        items = require_one_size((leaf.path, _length(leaf.value, axis)) for leaf, axis in placed if axis is not None)
-        require_items(items)
-        return items
+        return require_one_size((leaf.path, _length(leaf.value, axis)) for leaf, axis in placed if axis is not None)
 
     def _cut(self, cuts: Sequence[Cut]) -> list[tuple[Any, ...]]:
         """The arguments of each micro-batch."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradaccum import ArgumentTypeError, AutoMicroBatchSize
 from gradaccum.kit import Division, Nest, explain, make_division
-from gradaccum_torch.large_batch.auto import run_divided
+from gradaccum_torch.large_batch.auto import has_nothing_to_share, run_divided, share_nothing
 from gradaccum_torch.large_batch.backward import parameters_of
 from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split
 from gradaccum_torch.large_batch.checks import require_alone, require_coupled_optimizer, require_function
@@ -83,6 +83,8 @@ def coupled_backward(
         raise explain(ArgumentTypeError, "weight", expected="one number per item, to pack by", found=found, fix=fix)
     large = LargeBatch(batch, axes, _one if weight is None else weight, split)
     call = _CoupledCall(outputs_fn, loss_fn, large, optimizer)
+    if optimizer is not None and has_nothing_to_share(large, optimizer):
+        return share_nothing(division, optimizer)
     return run_divided(call.run, division, outputs_fn, large, call.reached.modules, optimizer)
 
 

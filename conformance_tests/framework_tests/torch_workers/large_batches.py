@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -60,3 +62,31 @@ def coupled_loss_on_each_worker(rank: int) -> None:
         inner.step()
     assert calls[-1] == 1, calls
     require_equal(model, reference)
+
+
+@check
+def empty_batch_leaves_no_other_waiting(rank: int) -> None:
+    """It adds nothing to the window of the others; in the third call nobody has an item."""
+    limited = gradaccum.AutoMicroBatchSize(memory_limit=200)
+    for size in (2, limited):
+        model, reference = build(), build()
+        parallel = DistributedDataParallel(model, find_unused_parameters=True)
+        opt, inner = gradaccum.wrap(sgd(model), steps=None, module=parallel), sgd(reference)
+        for holders in ((0,), (1,), ()):
+            x, y = batch_of(rank)
+            if rank not in holders:
+                x, y = x[:0], y[:0]
+            loss = backward(partial(loss_of, parallel), x, y, micro_batch_size=size, optimizer=opt)
+            coupled = coupled_backward(parallel, Tensor.std, x, micro_batch_size=size, optimizer=opt)
+            assert rank in holders or (loss, coupled) == (0, 0)
+            for each in holders:
+                x, y = batch_of(each)
+                inner.zero_grad()
+                loss_of(reference, x, y).backward()
+                inner.step()
+                inner.zero_grad()
+                reference(x).std().backward()
+                inner.step()
+        assert opt.result.optimizer_step == 4
+        require_equal(model, reference)
+    assert 0 < limited.size < 4, limited
