@@ -159,11 +159,12 @@ class AccumulatingOptimizer(DelegatingOptimizer):
     def flush(self) -> None:
         """Close the open window now, dividing by what it holds; an empty one stays as it is.
 
-        With ``module=`` this is collective, as each window's end is: this worker takes part in the windows of the others until they flush.
+        With ``module=`` or ``process_group=`` this is collective, as each window's end is: this worker takes part in the windows of the
+        others until they flush.
 
         Raises:
-            UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``; or, with ``module=``,
-                another worker did not come before the process group's timeout.
+            UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``; or another worker did
+                not come before the process group's timeout.
         """
         self._window.listening.after(self._window.flush)
 

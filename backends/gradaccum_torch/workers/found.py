@@ -25,7 +25,8 @@ from gradaccum_torch.workers.shards import Shards
 from gradaccum_torch.workers.workers import Alone, Workers
 
 _SYNCS = get_args(GradientSync)
-_REDUCTIONS = frozenset({"all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor"})
+_AVERAGES = "AVG"
+"""Of `torch.distributed.ReduceOp`."""
 
 
 def workers_of(
@@ -62,14 +63,17 @@ def workers_of(
 
 
 def _require_no_reduction(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UsageError` if a method of `optimizer` reduces over workers, which have divided their sums by weights of their own by then."""
+    """Raise `UsageError` if a method of `optimizer` averages over workers, which have divided their sums by weights of their own by then.
+
+    One that reduces by ``ReduceOp.SUM`` is not told from those that add up updates or, as Prodigy, numbers of shards.
+    """
     kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
     methods = [unwrap(getattr(each, "__func__", each)) for kind in kinds for each in vars(kind).values() if callable(each)]
     called = {name for each in methods for name in getattr(getattr(each, "__code__", None), "co_names", ())}
-    if not called.isdisjoint(_REDUCTIONS):
+    if _AVERAGES in called:
         fix = "Write gradaccum.wrap(optimizer, ..., process_group=torch.distributed.group.WORLD), or module= where DistributedDataParallel "
         fix += "reduces the gradients."
-        found = f"a {type(optimizer).__name__}, which reduces over workers in step(), and nothing that says which workers share the window"
+        found = f"a {type(optimizer).__name__}, which averages over workers by itself, and nothing that says which workers share the window"
         raise explain(UsageError, "process_group", expected="the workers that an optimizer reduces over", found=found, fix=fix)
 
 

@@ -28,11 +28,12 @@ class Averaging(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        averages = dist.get_backend() == "nccl"
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= WORLD
+                    dist.all_reduce(parameter.grad, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+                    parameter.grad /= 1 if averages else WORLD
         return super().step(closure)
 
 
