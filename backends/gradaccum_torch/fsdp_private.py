@@ -92,7 +92,7 @@ class Unit:
 
     def held(self) -> list[Tensor]:
         """The gradients that are not reduced: one for each parameter that has one, or one of all."""
-        found = [gradient for each in self.group.fsdp_params for gradient in _unreduced(each)]
+        found = [gradient for each in self.group.fsdp_params for gradient in unreduced(each)]
         partial = self.group._partial_reduce_output
         return found if partial is None else [*found, partial]
 
@@ -100,9 +100,7 @@ class Unit:
         """Forget the gradients that are not reduced."""
         self.group._partial_reduce_output = None
         for each in self.group.fsdp_params:
-            each.unsharded_accumulated_grad = None
-            if hasattr(each, "_unsharded_param"):
-                each._unsharded_param.grad = None
+            drop(each)
 
     def fill(self, parameter: Private) -> None:
         """Zeros for a gradient of one of its parameters, because another worker has one."""
@@ -154,12 +152,18 @@ def _reduce_under(root: Private) -> None:
         context.is_last_backward = found
 
 
-def _unreduced(parameter: Private) -> Iterator[Tensor]:
+def unreduced(parameter: Private) -> list[Tensor]:
+    """What FSDP2 holds of the gradient of one of its parameters."""
     whole = getattr(parameter, "_unsharded_param", None)
-    if whole is not None and whole.grad is not None:
-        yield whole.grad
-    if parameter.unsharded_accumulated_grad is not None:
-        yield parameter.unsharded_accumulated_grad
+    both = None if whole is None else whole.grad, parameter.unsharded_accumulated_grad
+    return [gradient for gradient in both if gradient is not None]
+
+
+def drop(parameter: Private) -> None:
+    """Forget it."""
+    parameter.unsharded_accumulated_grad = None
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
 
 
 def _units(states: Iterable[Private]) -> list[Unit]:

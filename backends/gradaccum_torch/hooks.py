@@ -6,9 +6,11 @@ torch keeps a hook on its parameter, and the hook keeps what it refers to. So th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -46,6 +48,16 @@ class Hooks:
         """Take the hooks off all but these, by id."""
         for number in self._handles.keys() - parameters.keys():
             self._handles.pop(number).remove()
+
+
+@contextmanager
+def delivering_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, whatever a backward pass brings to `leaves` arrives as zeros, NaN too."""
+    handles = {id(leaf): leaf.register_hook(torch.zeros_like) for leaf in leaves if can_be_hooked(leaf)}  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        _remove_all(handles)
 
 
 def _remove_all(handles: dict[int, RemovableHandle]) -> None:

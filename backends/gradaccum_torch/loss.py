@@ -21,6 +21,19 @@ def require_loss(loss: object) -> Tensor:
     return loss
 
 
+def require_graph(loss: Tensor) -> Tensor:
+    """`loss` of weight 0 if it can be differentiated.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not loss.requires_grad:
+        fix = "Run the model on any batch on this worker too, and give its loss with weight=0."
+        expected, found = "one of the model, because every backward pass is that of all workers", "one without a graph"
+        raise explain(UsageError, "loss", expected=expected, found=found, fix=fix)
+    return loss
+
+
 def factor(weight: float, fields: State, options: Options) -> float:
     """The factor of a loss of that weight: contribution times loss scale."""
     product: float = contribution(weight, options) * fields.loss_scale

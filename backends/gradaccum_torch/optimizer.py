@@ -101,14 +101,14 @@ class AccumulatingOptimizer(DelegatingOptimizer):
 
         Args:
             loss: scalar tensor, shape ``()``. It is not changed.
-            weight: the micro-batch's number of items, >= 0; 1 if not given. With 0 there is no backward pass at all: the micro-batch
-                is counted and contributes nothing, even if its gradient would be NaN.
+            weight: the micro-batch's number of items, >= 0; 1 if not given. With 0 the micro-batch is counted and contributes nothing,
+                even if its gradient would be NaN: there is no backward pass, or one of zeros where other workers wait for it.
             kwargs: those of `torch.Tensor.backward`.
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `loss` is no tensor, `weight` no such number.
             UsageError: another loss of the same micro-batch had another weight; or several workers share the window, and ``create_graph``
-                is asked for.
+                is asked for; or other workers wait for a backward pass, and a `loss` of weight 0 has no graph.
         """
         if kwargs.get("create_graph"):
             self._workers.require_no_graph()

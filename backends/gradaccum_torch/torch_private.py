@@ -7,6 +7,7 @@ stay where they are: ``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._utils import _flatten_dense_tensors
@@ -311,6 +313,41 @@ def was_sharded(parameter: Tensor) -> bool:
     Without the attribute the norm of such a model is silently that of a worker's own part.
     """
     return hasattr(parameter, "_st_info")
+
+
+def send_buffers(module: DistributedDataParallel) -> None:
+    """Send the first worker's buffers to all, as a forward pass of `module` would, and let none do it; collective.
+
+    A forward pass is no meeting of all workers: another one may be at the end of its window. Without the private method the buffers of
+    workers drift apart.
+    """
+    module.require_forward_param_sync = True
+    if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        module._sync_buffers()  # type: ignore[no-untyped-call]
+    module.require_forward_param_sync = False
+
+
+is_in_join: Callable[[DistributedDataParallel], bool] = attrgetter("_join_config.enable")
+"""Whether a loop runs under ``module.join()``. Without it such a loop hangs where workers have unequally many micro-batches."""
+
+
+def reduced_by(module: DistributedDataParallel) -> list[Tensor]:
+    """The parameters that `module` has not been told to ignore. Without the set of names, ignored ones are averaged over the workers."""
+    return [parameter for name, parameter in module.module.named_parameters() if name not in module.parameters_to_ignore]
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether `parameter` is torch's FSDP1's. Without the attribute its norm would be that of each worker's part."""
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
+def module_averaging(parameters: Iterable[Tensor]) -> DistributedDataParallel | None:
+    """The module that averages gradients of any of `parameters` in each backward pass: torch keeps no list of them, but Python does."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    own = set(map(id, parameters))
+    modules: list[DistributedDataParallel] = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return next((module for module in modules if not own.isdisjoint(map(id, reduced_by(module)))), None)
 
 
 def registered_comm_hooks(module: DistributedDataParallel) -> Collection[object]:

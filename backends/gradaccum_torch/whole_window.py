@@ -72,10 +72,9 @@ class WholeWindow:
             return set()
         return {id(whole) for unit in units_holding(self._parameters.unique()) for _, whole in unit.whole_parameters()}
 
-    def begin_weightless(self, any_tensor: Tensor) -> None:
+    def begin_weightless(self) -> None:
         """A backward pass is about to deliver a part of what the window has counted already: it adds no weight and has the scale."""
-        self._window.backward(any_tensor, 0.0, {})
-        self._window.note_scaled()
+        self._window.begin_weightless()
 
     @property
     def arrived(self) -> bool:

@@ -12,7 +12,7 @@ from gradaccum.kit import Decision, State, accumulate, at_rest, discard, ends, s
 from gradaccum_torch.attempt import StepReturn
 from gradaccum_torch.closure import Evaluations, Loss, Skipped, evaluated_once, require_plain
 from gradaccum_torch.knowledge import as_told
-from gradaccum_torch.loss import factor, scaled
+from gradaccum_torch.loss import factor, require_graph, scaled
 from gradaccum_torch.micro_batch import NOTHING_SAID, MicroBatch
 from gradaccum_torch.misuse import cast_in_window_error, unfinished_error
 from gradaccum_torch.state import NOTHING_CLOSED, WindowState
@@ -27,17 +27,23 @@ class Window(WindowState):
     """Everything that happens between two updates."""
 
     def backward(self, loss: Tensor, weight: float, arguments: Mapping[str, Any]) -> None:
-        """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only note it."""
+        """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only note it, unless other workers wait for it."""
         micro_batch = self._micro_batch
         micro_batch.require_same(weight)
         losses = micro_batch.losses
         if weight:
-            self._require_whole()
-            factored = scaled(loss, weight, self._fields, self._options, self._scaler)
-            self.strategy.backward(factored, arguments, first=self._fields.micro_step == 0, multiplied=factored is not loss)
+            self._differentiate(loss, weight, arguments)
             gradient = arguments.get("gradient")
             losses = *losses, as_told(loss if gradient is None else loss.detach() * gradient)
+        elif (taking_part := self._workers.taking_part()) is not None:
+            with taking_part:
+                self._differentiate(require_graph(loss), weight, arguments)
         self._micro_batch = MicroBatch(weight, True, micro_batch.scaled_by_user, losses)
+
+    def begin_weightless(self) -> None:
+        """The user is about to differentiate a loss, scaled already, that adds no weight."""
+        self._micro_batch.require_same(0.0)
+        self._micro_batch = MicroBatch(0.0, True, True, self._micro_batch.losses)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss`, of any shape, times the loss scale, for the user to differentiate."""
@@ -145,6 +151,11 @@ class Window(WindowState):
         self.listening.tell()
         for scheduler in self.schedulers:
             scheduler.follow()
+
+    def _differentiate(self, loss: Tensor, weight: float, arguments: Mapping[str, Any]) -> None:
+        self._require_whole()
+        factored = scaled(loss, weight, self._fields, self._options, self._scaler)
+        self.strategy.backward(factored, arguments, first=self._fields.micro_step == 0, multiplied=factored is not loss)
 
     def _evaluated(self, evaluations: Evaluations) -> Loss:
         """What the closure returns; the first evaluation decides on the window."""

@@ -30,6 +30,7 @@ class TorchWorkers(TorchHarness, WorkersHarness):
 
     def start_shared(self, setup: Setup) -> Session:
         module = SpecModel(setup.model, setup.weights, setup.dtype)
+        module.register_buffer("sent", torch.zeros(1), persistent=False)  # A forward pass that sends it must not meet another's flush.
         parallel = DistributedDataParallel(module, find_unused_parameters=True)
         inner = make_optimizer(module, setup.optimizer)
         return TorchSession(module, inner, gradaccum.wrap(inner, **(setup.options or {}), module=parallel), forward=parallel)

@@ -51,7 +51,7 @@ class CoupledInWindow(InWindow):
 
     def add(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         if outputs:
-            self._window.begin_weightless(outputs[0])
+            self._window.begin_weightless()
             self._collect(outputs, gradients)
 
     def close(self) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.fsdp_private import units_holding
-from gradaccum_torch.torch_private import mesh_of
+from gradaccum_torch.torch_private import mesh_of, reduced_by
 
 FIX = "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model)), or module=fully_shard(model)."
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -66,6 +67,20 @@ def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameter
     if strangers:
         expected, found = "the module whose parameters the optimizer has", f"a {type(module).__name__} without {strangers} of them"
         raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=FIX)
+
+
+def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+    """`module` was not told to ignore any of `parameters`, whose sums are then each worker's own, and so is their norm.
+
+    Raises:
+        ArgumentValueError: it was.
+    """
+    reduced = set(map(id, reduced_by(module)))
+    ignored = sum(id(parameter) not in reduced for parameter in parameters)
+    if ignored:
+        expected, found = "a module that reduces the optimizer's parameters", f"one that was told to ignore {ignored} of them"
+        fix = "Give them an optimizer of their own, or make each a part of a DTensor: DTensor.from_local(expert, mesh, [Shard(0)])."
+        raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=fix)
 
 
 def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:

@@ -9,7 +9,8 @@ A parameter may have a gradient on some workers only. So the workers first tell 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal, cast
 from weakref import WeakKeyDictionary
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradaccum import UsageError
 from gradaccum.kit import explain, torn_window_error
-from gradaccum_torch.fsdp_private import Private, Sync, Unit, reduce
+from gradaccum_torch.fsdp_private import Private, Sync, Unit, drop, reduce, unreduced
 from gradaccum_torch.misuse import changed_gradients_error
 from gradaccum_torch.torch_private import local, untraced, version
 from gradaccum_torch.watched import Arrivals
@@ -39,10 +40,15 @@ class _Notes:
 
     def __init__(self) -> None:
         self.arrivals = Arrivals()
+        self.reached: set[int] = set()
         self.arrived: set[int] = set()
+        """Those of `reached` that have a gradient, and not the zeros of a weight of 0."""
+        self.weightless = False
 
     def note(self, number: int, _: Tensor) -> None:
-        self.arrived.add(number)
+        self.reached.add(number)
+        if not self.weightless:
+            self.arrived.add(number)
         if not self.arrivals.under_way:
             self.arrivals.begin()
 
@@ -84,6 +90,18 @@ class Deferred:
     def note(self) -> None:
         """Take the sum as it is now for what autograd and FSDP2 left there."""
         self._kept = [(unit, unit.held(), _versions(unit)) for unit in self._units]
+
+    @contextmanager
+    def weightless(self) -> Iterator[None]:
+        """Inside, a backward pass delivers zeros, which give no parameter a gradient that has none."""
+        without = [each for unit in self._units for each in unit.trainable() if not unreduced(each)]
+        self._notes.weightless = True
+        try:
+            yield
+        finally:
+            self._notes.weightless = False
+            for each in without:
+                drop(each)
 
     def reduce(self) -> None:
         """Add what FSDP2 keeps to ``.grad``, reduced; collective.
@@ -134,6 +152,7 @@ class Deferred:
 
     def _forget(self) -> None:
         self._notes.arrived.clear()
+        self._notes.reached.clear()
         self.note()
 
     def _require_kept(self) -> None:
@@ -163,9 +182,10 @@ class Deferred:
 
     def _here(self, unit: Unit) -> list[bool]:
         """Whether this worker has a gradient, for each trainable parameter of a unit."""
-        arrived = [id(each) in self._notes.arrived for each in unit.trainable()]
+        trainable = list(unit.trainable())
         # A backward pass that went around the hooks: rather zeros for a gradient than a gradient lost.
-        return arrived if any(arrived) or not unit.held() else [True] * len(arrived)
+        around = unit.held() and self._notes.reached.isdisjoint(map(id, trainable))
+        return [around or id(each) in self._notes.arrived for each in trainable]
 
     def _anywhere(self, here: Sequence[bool]) -> list[bool]:
         """Whether any worker has a gradient, by parameter."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, UntilWeight, explain, shared_until_weight_error
 from gradaccum_torch.fsdp_private import units_holding, units_of
-from gradaccum_torch.torch_private import is_sharded, mesh_of
+from gradaccum_torch.torch_private import is_flattened, is_sharded, mesh_of
 from gradaccum_torch.workers.checks import require_parameters
 from gradaccum_torch.workers.deferred import Deferred, GradientSync
 from gradaccum_torch.workers.deferred_checks import require_deferrable
@@ -50,6 +50,9 @@ def workers_of(
             need one worker, or `optimizer` reduces gradients itself.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(map(is_flattened, parameters)):
+        found, fix = "those of FullyShardedDataParallel (FSDP1)", "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2)."
+        raise explain(ArgumentValueError, "optimizer", expected="parameters that FSDP1 has not flattened", found=found, fix=fix)
     if process_group is None:
         workers = _found(optimizer, parameters, module, options, gradient_sync)
     elif module is None and gradient_sync == "micro_batch" and not units_holding(parameters):
@@ -57,7 +60,7 @@ def workers_of(
     else:
         fix = "Leave it out: module= has a process group, and FSDP2 reduces gradients by itself."
         raise explain(ArgumentValueError, "process_group", expected="no module= and no fully_shard beside it", found="one", fix=fix)
-    if not workers.several and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if isinstance(workers, Alone) and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _require_no_reduction(optimizer)
     return _require_allowed(workers, parameters, options)
 
@@ -105,7 +108,7 @@ def _found(
     if sync != "micro_batch":
         fix = "Leave it out: with a DistributedDataParallel module gradients are reduced once per window."
         raise explain(ArgumentValueError, "gradient_sync", expected="to stand beside a module= of fully_shard", got=sync, fix=fix)
-    return Alone() if module is None else group_of(module, optimizer, options)
+    return Alone(parameters, options.separate_sums) if module is None else group_of(module, optimizer, options)
 
 
 def _shares_parameters(module: object, parameters: Sequence[Tensor]) -> bool:

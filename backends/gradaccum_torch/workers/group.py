@@ -19,6 +19,7 @@ make the same updates, however many micro-batches each has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, final
 
 import torch
@@ -37,11 +38,12 @@ from gradaccum.kit import (
     torn_window_error,
     update_due_error,
 )
-from gradaccum_torch.torch_private import is_sharded
-from gradaccum_torch.workers.checks import require_parameters, require_same_workers
+from gradaccum_torch.hooks import delivering_zeros
+from gradaccum_torch.torch_private import is_sharded, module_averaging, send_buffers
+from gradaccum_torch.workers.checks import require_none_ignored, require_parameters, require_same_workers
 from gradaccum_torch.workers.numbers import Numbers, decode, encode
 from gradaccum_torch.workers.reduction import FirstBucket, all_reduce, riders
-from gradaccum_torch.workers.workers import Joined, Sums, Workers, learning_rates
+from gradaccum_torch.workers.workers import Joined, Sums, Workers, learning_rates, require_no_join
 
 
 @final
@@ -51,7 +53,7 @@ class WorkerGroup(Workers):
     Args:
         group: the group that reduces.
         optimizer: the optimizer that is wrapped.
-        module: the module whose buffers the first worker sends to all after an update; None: the workers have no common module.
+        module: the module whose buffers the first worker sends to all at a window's end; None: the workers have no common module.
     """
 
     def __init__(self, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, module: DistributedDataParallel | None = None) -> None:
@@ -67,10 +69,14 @@ class WorkerGroup(Workers):
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         if self.joined:
             return Joined(fields, sums, numbers)
+        if self._module is not None:
+            require_no_join(self._module)
         if any(each.grad is not None and each.grad.requires_grad for group in self._optimizer.param_groups for each in group["params"]):
             self.require_no_graph()
         try:
             added, whole = self._added_up(fields, sums, zeros, numbers)
+            if added.micro_batches and self._module is not None:
+                send_buffers(self._module)
         except UsageError:  # Raised on every worker, before any sum has changed.
             raise
         except RuntimeError as error:
@@ -78,9 +84,6 @@ class WorkerGroup(Workers):
             raise missing_worker_error(fields, self._rank) from error
         self._all_flush = added.flushes == self._workers
         self._hold("of all" if added.micro_batches else "own")
-        # The next forward pass sends the buffers, as after a reduction of the module's own.
-        if self._module is not None:
-            self._module.require_forward_param_sync = True
         return Joined(joined(fields, added.weight, added.overflow), whole, added.others)
 
     def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
@@ -106,7 +109,12 @@ class WorkerGroup(Workers):
         whole, sharded = ([each for each in parameters if is_sharded(each) is split] for split in (False, True))
         if self._module is not None:
             require_parameters(self._module, list(self._module.parameters()), whole)
+            require_none_ignored(self._module, whole)
         require_same_workers(self.group, sharded)
+
+    def taking_part(self) -> AbstractContextManager[None] | None:
+        own = [each for group in self._optimizer.param_groups for each in group["params"]]
+        return None if self._module is not None or module_averaging(own) is None else delivering_zeros(own)
 
     def require_no_closure(self) -> None:
         # The inner optimizer reads the gradient of a closure at once, before any worker could add its own.

@@ -1,7 +1,8 @@
 """The module that several workers train together: checked, and its own reduction left out.
 
 `torch.nn.parallel.DistributedDataParallel` averages gradients in every backward pass unless it is told to wait. Here the window's sum is
-reduced instead, so it waits for good. It still sends the model when it is built, and buffers with the first forward pass after an update.
+reduced instead, so it waits for good. It still sends the model when it is built. Its buffers are sent at the end of a window, where all
+workers meet.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, is_known
-from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, registered_comm_hooks, was_sharded
+from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, reduced_by, registered_comm_hooks, send_buffers, was_sharded
 from gradaccum_torch.workers.checks import FIX, require_group
 from gradaccum_torch.workers.group import WorkerGroup
 
@@ -25,8 +26,8 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options)
 
     Raises:
         ArgumentTypeError: `module` is no `torch.nn.parallel.DistributedDataParallel`, or its parameters are sharded.
-        ArgumentValueError: `optimizer` has other whole parameters, or parameters that are sharded over other workers; or other workers have
-            other options.
+        ArgumentValueError: `optimizer` has other whole parameters, or ones that `module` ignores, or parameters that are sharded over other
+            workers; or other workers have other options.
         UsageError: it has a communication hook, which would never be called.
     """
     parallel = _require_parallel(module)
@@ -37,6 +38,7 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options)
         raise comm_hook_error()
     require_same_options(options, parallel.process_group)
     leave_reduction_out(parallel, comm_hook_error)
+    send_buffers(parallel)
     return workers
 
 
@@ -68,7 +70,7 @@ def _require_parallel(module: object) -> DistributedDataParallel:
     if not isinstance(module, DistributedDataParallel):
         found = f"an object of type {type(module).__name__}"
         raise explain(ArgumentTypeError, "module", expected="a DistributedDataParallel or fully_shard module", found=found, fix=FIX)
-    if any(map(is_sharded, module.parameters())):
+    if any(map(is_sharded, reduced_by(module))):
         fix = "Leave module= out: their gradients are reduced in each backward pass."
         raise explain(ArgumentTypeError, "module", expected="a module whose parameters are whole", found="sharded parameters", fix=fix)
     if any(map(was_sharded, module.parameters())):

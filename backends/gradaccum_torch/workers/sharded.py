@@ -7,7 +7,8 @@ by something else, or where the sum itself is wanted, the sum is multiplied once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -53,6 +54,14 @@ class ShardGroup(OwnSum):
         # After an update that raised, this may come again. The average of averages changes nothing.
         whole = [average * (self._shards.workers if self._undivided else 1) for average in averages]
         return Joined(joined(fields, weight, overflow), list(sums), whole)
+
+    def taking_part(self) -> AbstractContextManager[None] | None:
+        return self._delivering_zeros() if self._shards.workers > 1 else None
+
+    @contextmanager
+    def _delivering_zeros(self) -> Iterator[None]:
+        with self._shards.delivering_zeros(), nullcontext() if self.deferred is None else self.deferred.weightless():
+            yield
 
     def shares(self, fields: State, loss: float) -> Shares:
         size = self._mesh.size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.fsdp_private import Unit, units_holding
+from gradaccum_torch.hooks import delivering_zeros
 
 
 class Shards:
@@ -72,6 +74,10 @@ class Shards:
             fix += "per window. The window cannot be closed: call opt.discard() on every worker."
             expected, found = "gradients that are reduced when the window ends", "gradients that FSDP2 was told not to reduce"
             raise explain(UsageError, "set_requires_gradient_sync, set_requires_all_reduce", expected=expected, found=found, fix=fix)
+
+    def delivering_zeros(self) -> AbstractContextManager[None]:
+        """Inside, a backward pass gathers and reduces as on the other workers, and adds nothing."""
+        return delivering_zeros(whole for unit in self._units for _, whole in unit.whole_parameters())
 
     def drop(self) -> None:
         """Forget what FSDP2 has not reduced."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError
 from gradaccum.kit import Fields, State, explain
+from gradaccum_torch.hooks import delivering_zeros
+from gradaccum_torch.torch_private import is_in_join, module_averaging
 from gradaccum_torch.workers.deferred import Deferred
 
 Sums = Sequence[Tensor | None]
@@ -130,6 +134,10 @@ class Workers(ABC):
     def require_no_closure(self) -> None:
         """Raise `UsageError` where a step with a closure cannot be that of all workers."""
 
+    def taking_part(self) -> AbstractContextManager[None] | None:
+        """Where other workers wait in their backward pass for that of a micro-batch of weight 0: inside, it delivers zeros, and no NaN."""
+        return None
+
     def require_no_graph(self) -> None:
         """Raise `UsageError` where gradients that are to be differentiated again would lose their graph."""
         fix = "Leave create_graph= out; second derivatives over several workers are not supported."
@@ -181,13 +189,37 @@ class OwnSum(Workers):
 
 @final
 class Alone(OwnSum):
-    """No other worker."""
+    """No other worker that is known of. A `DistributedDataParallel` may still average each micro-batch's gradients.
 
-    several = False
+    Then each worker has the average of w_i g_i, and divides it by a weight of its own. So these must be equal.
+
+    Args:
+        parameters: those of the optimizer.
+        separate: ``separate_sums=True``; without it what such a module averages is refused by the watch over ``.grad``.
+    """
+
     place = 0, 1
 
+    def __init__(self, parameters: Sequence[Tensor], separate: bool) -> None:
+        self._parameters, self.several = parameters, separate
+        self._module: DistributedDataParallel | None = None
+        self._looked = self._compared = False
+
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
+        module = self._averaging()
+        if module is not None and not self._compared:
+            require_no_join(module)
+            weights = torch.tensor([fields.weight, -fields.weight], dtype=torch.float64, device=self._parameters[0].device)
+            dist.all_reduce(weights, dist.ReduceOp.MAX, group=module.process_group)
+            _require_one_weight(fields.weight, *weights.tolist())
+            self._compared = True
         return Joined(fields, sums, numbers)
+
+    def window_ended(self) -> None:
+        self._compared = False
+
+    def taking_part(self) -> AbstractContextManager[None] | None:
+        return None if self._averaging() is None else delivering_zeros(self._parameters)
 
     def shares(self, fields: State, loss: float) -> Shares:
         return Shares([fields.weight], 1, [], fields.overflow, [loss])
@@ -196,3 +228,32 @@ class Alone(OwnSum):
         return shares.weight_of(0, 1, 1), shares.loss_of(0, 1, 1), shares.divisors
 
     def require_no_graph(self) -> None: ...
+
+    def _averaging(self) -> DistributedDataParallel | None:
+        """The module that averages; it may be built after the optimizer was wrapped, and is looked for once."""
+        if not self._looked and dist.is_available() and dist.is_initialized():
+            self._looked, self._module = True, module_averaging(self._parameters)
+        return self._module
+
+
+def require_no_join(module: DistributedDataParallel) -> None:
+    """The loop does not run under ``module.join()``, which answers collectives of the module alone.
+
+    Raises:
+        UsageError: it does.
+    """
+    if is_in_join(module):
+        fix = "Leave join() out, and write gradaccum.wrap(optimizer, ..., module=parallel): opt.flush() takes part in the others' windows."
+        raise explain(UsageError, "join", expected="a loop without DistributedDataParallel.join()", found="one under it", fix=fix)
+
+
+def _require_one_weight(own: float, most: float, minus_least: float) -> None:
+    if most != -minus_least:
+        raise explain(
+            UsageError,
+            "weight",
+            expected="windows of one weight on every worker, where DistributedDataParallel averages each micro-batch's gradients",
+            found=f"{own:g} here, and from {-minus_least:g} to {most:g} on the workers",
+            fix="Write gradaccum.wrap(optimizer, ..., module=parallel), or give every worker the same weight. The window cannot be closed: "
+            "call opt.discard() on every worker.",
+        )

@@ -48,11 +48,15 @@ WAYS = [
 class Branches(nn.Module):
     """A model with a branch that few micro-batches take; the last layer has five rows, which workers share unevenly."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
         self.first, self.usual, self.rare, self.never = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(6, 5)
 
     def forward(self, x: Tensor, rare: bool = False) -> Tensor:
+        self.calls += 1
         return (self.rare if rare else self.usual)(torch.tanh(self.first(x)))
 
 

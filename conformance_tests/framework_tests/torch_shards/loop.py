@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,10 +69,43 @@ def weight_of_zero_ends_a_window(rank: int) -> None:
     """The last micro-batch has no backward pass, in which FSDP2 could reduce."""
     for _, model, opt in each_way():
         train(model, opt, rank, 2)
-        opt.backward(torch.zeros(()), weight=0)
+        opt.backward(model(batches(rank)[0][0]).sum() * math.nan, weight=0)
         opt.step()
         assert opt.result.applied
         require_equal(model, alone(windows_of((2,)))[0])
+        with refused(gradaccum.UsageError, "loss", "without a graph", "weight=0"):
+            opt.backward(torch.zeros(()), weight=0)
+
+
+@check
+def weight_of_zero_on_one_worker(rank: int) -> None:
+    """Its backward pass is that of all workers, and adds nothing, not even NaN: in the window's first and in its last micro-batch."""
+    everyone = [batches(worker, 2) for worker in range(2)]
+    for empty in range(2):
+        reference, _ = alone([[batch for index, batch in enumerate(everyone[0] + everyone[1]) if index != 2 + empty]])
+        for _, model, opt in each_way(steps=2):
+            for index, (x, rare) in enumerate(everyone[rank]):
+                out = model(x, rare)
+                off = rank == 1 and index == empty
+                opt.backward(out.sum() * math.nan if off else out.square().mean(1).mean(), weight=0 if off else len(x))
+                opt.step()
+                opt.zero_grad()
+            assert opt.result.applied
+            require_equal(model, reference)
+
+
+@check
+def weight_of_zero_takes_a_branch(rank: int) -> None:
+    """A branch that only a micro-batch of weight 0 took has no gradient where FSDP2 waits, whoever else is in the window."""
+    for everywhere, first in itertools.product((False, True), (False, True)):
+        for _, model, opt in ((way, *each) for way, *each in each_way(steps=3) if way.sync != "micro_batch"):
+            for index, (x, _) in enumerate(batches(rank, 3)):
+                off = index == (0 if first else 2) and (everywhere or rank == 1)
+                opt.backward(model(x, off).square().mean(1).mean(), weight=0 if off else len(x))
+                opt.step()
+            own = [(batches(worker, 3), everywhere or worker == 1) for worker in range(2)]
+            left = [(x, False) for each, off in own for index, (x, _) in enumerate(each) if not off or index != (0 if first else 2)]
+            require_equal(model, alone([left])[0])
 
 
 @check

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
@@ -95,6 +95,16 @@ def parameters_that_nobody_reduces(rank: int) -> None:
     part = torch.optim.SGD(shared.usual.parameters(), lr=0.1)
     with refused(gradaccum.ArgumentValueError, "another optimizer"):
         gradaccum.wrap(part, steps=2, module=shared, gradient_sync="window")
+
+
+@check
+def parameters_that_fsdp1_has_flattened(rank: int) -> None:
+    """Each worker would take the norm of its own part."""
+    for original in (False, True):
+        model = FullyShardedDataParallel(build(), use_orig_params=original, device_id=torch.device("cpu"))
+        for options in ({}, {"separate_sums": True}):
+            with refused(gradaccum.ArgumentValueError, "optimizer", "FSDP1", "fully_shard"):
+                gradaccum.wrap(sgd(model), steps=2, **options)
 
 
 @check

@@ -25,7 +25,7 @@ CLASSES, SIZE, ITEMS, STEPS = 7, 8, 6, 3
 
 def parts() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    backbone = nn.Sequential(nn.Linear(4, SIZE), nn.Tanh()).double()
+    backbone = nn.Sequential(nn.Linear(4, SIZE), nn.BatchNorm1d(SIZE).eval(), nn.Tanh()).double()
     return backbone, torch.randn(CLASSES, SIZE, dtype=torch.float64)
 
 

@@ -18,14 +18,18 @@ COUNTS = (6, 3)
 
 
 class Branches(nn.Module):
-    """A model with a branch that few micro-batches take."""
+    """A model with a branch that few micro-batches take, and a buffer, which `DistributedDataParallel` sends."""
+
+    calls: Tensor
 
     def __init__(self, recomputed: bool = False) -> None:
         super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
         self.first, self.usual, self.rare = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)
         self.recomputed = recomputed
 
     def forward(self, x: Tensor, rare: bool = False) -> Tensor:
+        self.calls += 1
         head = self.rare if rare else self.usual
         return checkpoint(self.both, x, head, use_reentrant=False) if self.recomputed else self.both(x, head)
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
@@ -87,18 +91,109 @@ def pipeline_schedule_must_not_scale_gradients(rank: int) -> None:
 
 
 @check
-def buffers_follow_the_first_worker(rank: int) -> None:
-    """DistributedDataParallel sends them with the first forward pass after an update."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    parallel = DistributedDataParallel(model)
-    opt = gradaccum.wrap(sgd(model), steps=2, module=parallel)
-    for x, _, _ in micro_batches(rank, torch.float32)[:2]:
-        parallel(x).square().mean().backward()
+def buffers_are_sent_at_a_window_s_end(rank: int) -> None:
+    """The first worker's, in the step that ends it: a forward pass that waited for the others would wait for ever if these flush."""
+    for option, shared in (({}, True), ({"broadcast_buffers": False}, False)):
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+        parallel = DistributedDataParallel(model, **option)
+        model[1].running_mean.fill_(rank)  # As a checkpoint that one worker alone has loaded.
+        opt = gradaccum.wrap(sgd(model), steps=2, module=parallel)
+        starts, ends = [model[1].running_mean.tolist()], []
+        for index, (x, _, _) in enumerate([*micro_batches(0), *micro_batches(1)][: 2 + 4 * rank]):
+            opt.backward(parallel(x + rank).square().mean(), len(x))
+            opt.step()
+            if index == 1:
+                ends.append(model[1].running_mean.tolist())
+        opt.flush()
+        ends.append(model[1].running_mean.tolist())
+        assert opt.result.optimizer_step == 3
+        require_same_everywhere(numbers(model))
+        for values in (starts, ends):
+            everyone: list[list[list[float]]] = [[]] * WORLD
+            dist.all_gather_object(everyone, values)
+            assert (everyone[0] == everyone[1]) is shared, everyone
+        with torch.no_grad():  # One worker alone evaluates.
+            if rank == 0:
+                parallel(micro_batches(0)[0][0])
+
+
+@check
+def averages_of_each_micro_batch_need_one_weight(rank: int) -> None:
+    """Beside ``separate_sums`` the module reduces by itself; it may be built after the optimizer was wrapped."""
+    batches = micro_batches(0)[:2], [(x[:3], y[:3], rare) for x, y, rare in micro_batches(1)[:2]]
+    model = build()
+    opt = gradaccum.wrap(sgd(model), steps=2, separate_sums=True)
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    for x, y, _ in batches[0] if rank == 0 else micro_batches(0)[:2]:
+        learn(parallel, opt, (x + rank, y, False))
+    large = [(x + each, y, False) for each in range(WORLD) for x, y, _ in micro_batches(0)[:2]]
+    require_equal(model, alone([large])[0])
+    before = numbers(model)
+    for call in ("other weights", "weight 0"):
+        with refused(gradaccum.UsageError, "weight", "module=parallel", "opt.discard()"):
+            for x, y, _ in micro_batches(0)[:2]:
+                weight = (len(x) + rank) if call == "other weights" else len(x) * (1 - rank)
+                loss = (parallel(x) - y).square().mean()
+                opt.backward(loss * math.nan if weight == 0 else loss, weight)
+                opt.step()
+        opt.discard()
+    for x, y, _ in micro_batches(0)[:2]:
+        opt.backward((parallel(x) - y).square().mean() * math.nan, 0)
         opt.step()
-    seen: list[list[float]] = []
-    model[0].register_forward_pre_hook(lambda *_: seen.append(model[1].running_mean.tolist()))
-    parallel(micro_batches(rank, torch.float32)[2][0])
-    require_same_everywhere(seen)
+    assert numbers(model) == before
+    with refused(gradaccum.UsageError, "loss", "without a graph"):
+        opt.backward(torch.zeros(()), 0)
+
+
+@check
+def parameters_of_one_worker_are_parts_of_a_sharded_one(rank: int) -> None:
+    """Experts, which the module was told to ignore: their sums stay on their worker, and the norm counts them all."""
+    torch.manual_seed(0)
+    shared, experts = nn.Linear(4, 3).double(), torch.randn(WORLD, 3).double()
+
+    class Local(nn.Module):
+        def __init__(self, expert: Any) -> None:
+            super().__init__()
+            self.shared, self.expert = copy.deepcopy(shared), nn.Parameter(expert)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shared(x) @ (self.expert.to_local()[0] if isinstance(self.expert, DTensor) else self.expert)
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for sharded in (False, True):
+        model = Local(DTensor.from_local(experts[rank : rank + 1].clone(), mesh, [Shard(0)]) if sharded else experts[rank].clone())
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["expert"])
+        parallel = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD([{"params": [each]} for each in model.parameters()], lr=0.1)
+        if not sharded:
+            with refused(gradaccum.ArgumentValueError, "module", "ignore 1 of them", "DTensor"):
+                gradaccum.wrap(optimizer, steps=2, module=parallel)
+            continue
+        opt = gradaccum.wrap(optimizer, steps=2, module=parallel, clip_norm=0.05)
+        for x, _, _ in micro_batches(rank)[:2]:
+            opt.backward(parallel(x).square().mean(), len(x))
+            opt.step()
+        whole, parts = copy.deepcopy(shared), nn.Parameter(experts.clone())
+        losses = [(whole(x) @ parts[each]).square() for each in range(WORLD) for x, _, _ in micro_batches(each)[:2]]
+        torch.cat(losses).mean().backward()
+        norm = nn.utils.clip_grad_norm_([*whole.parameters(), parts], 0.05)
+        torch.optim.SGD([*whole.parameters(), parts], lr=0.1).step()
+        assert math.isclose(opt.result.grad_norm, norm.item(), rel_tol=1e-12)
+        for p, q in zip(model.shared.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)  # torch clips to 1 / (norm + 1e-6).
+        torch.testing.assert_close(model.expert.full_tensor(), parts, rtol=1e-6, atol=1e-6)
+
+
+@check
+def loop_under_join_is_refused(rank: int) -> None:
+    """It answers the collectives of the module alone; ``flush`` is for workers that run out of data."""
+    for options in ("module", "separate_sums"):
+        model = build()
+        parallel = DistributedDataParallel(model, find_unused_parameters=True)
+        opt = gradaccum.wrap(sgd(model), steps=1, **({"module": parallel} if options == "module" else {"separate_sums": True}))
+        with parallel.join(), refused(gradaccum.UsageError, "join()", "flush()"):
+            learn(parallel, opt, micro_batches(rank)[0])
+        opt.discard()
 
 
 @check
