@@ -120,11 +120,10 @@ def buffers_are_sent_at_a_window_s_end(rank: int) -> None:
 @check
 def averages_of_each_micro_batch_need_one_weight(rank: int) -> None:
     """Beside ``separate_sums`` the module reduces by itself; it may be built after the optimizer was wrapped."""
-    batches = micro_batches(0)[:2], [(x[:3], y[:3], rare) for x, y, rare in micro_batches(1)[:2]]
     model = build()
     opt = gradaccum.wrap(sgd(model), steps=2, separate_sums=True)
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    for x, y, _ in batches[0] if rank == 0 else micro_batches(0)[:2]:
+    for x, y, _ in micro_batches(0)[:2]:
         learn(parallel, opt, (x + rank, y, False))
     large = [(x + each, y, False) for each in range(WORLD) for x, y, _ in micro_batches(0)[:2]]
     require_equal(model, alone([large])[0])
@@ -143,6 +142,16 @@ def averages_of_each_micro_batch_need_one_weight(rank: int) -> None:
     assert numbers(model) == before
     with refused(gradaccum.UsageError, "loss", "without a graph"):
         opt.backward(torch.zeros(()), 0)
+    for empty in (False, True):  # With the group the weights are added up, and may differ.
+        model = build()
+        opt = gradaccum.wrap(sgd(model), steps=2, separate_sums=True, clip_norm=0.05, process_group=dist.group.WORLD)
+        parallel = DistributedDataParallel(model, find_unused_parameters=True)
+        for index, (x, y, _) in enumerate(micro_batches(rank)[:2]):
+            off = empty and rank == index == 1
+            opt.backward((parallel(x) - y).square().mean() * (math.nan if off else 1), 0 if off else len(x))
+            opt.step()
+        large = [(x, y, False) for each in range(WORLD) for x, y, _ in micro_batches(each)[: 1 if empty and each else 2]]
+        require_equal(model, alone([large], clip_norm=0.05)[0])
 
 
 @check
