@@ -78,8 +78,8 @@ class AccumulatingOptimizer(DelegatingOptimizer):
     def add_listener(self, listener: Listener) -> Handle:
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
 
-        It is called when the ``step`` or ``flush`` that closed the window is through, and never in mid-window or for ``discard``. What it
-        raises is raised by that call; the window has ended by then, and the update is made. The window's loss is that of `result`.
+        It is called when the ``step`` or ``flush`` that closed the window is through, or closes another one, and never in mid-window or for
+        ``discard``. What it raises is raised by that call at its end; the windows have ended by then, and their updates are made.
         Listeners belong to this object: no state, pickle or copy has them.
 
         Args:
