@@ -254,6 +254,6 @@ def _require_one_weight(own: float, most: float, minus_least: float) -> None:
             "weight",
             expected="windows of one weight on every worker, where DistributedDataParallel averages each micro-batch's gradients",
             found=f"{own:g} here, and from {-minus_least:g} to {most:g} on the workers",
-            fix="Write gradaccum.wrap(optimizer, ..., module=parallel), or process_group= beside separate_sums=True, or give every worker the "
-            "same weight. The window cannot be closed: call opt.discard() on every worker.",
+            fix="Write gradaccum.wrap(optimizer, ..., module=parallel), or process_group= beside separate_sums=True, or give every worker "
+            "the same weight. The window cannot be closed: call opt.discard() on every worker.",
         )
