@@ -18,7 +18,7 @@ from gradaccum.errors import explain
 from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report, relative_error
 from gradaccum.loss_scale import ScalerDriver, ScaleRule
 from gradaccum.merging import KINDS, MergingOps, concatenate_error, finished, kinds_of, merged, require_kind, share
-from gradaccum.nests import Leaf, Nest, children_of, is_column, leaves_of, mapped, spread, with_leaves
+from gradaccum.nests import ITEMS, Leaf, Nest, children_of, is_column, leaves_of, mapped, mark_lists, spread, with_leaves
 from gradaccum.noise_scale import (
     Noise,
     NoiseFields,
@@ -61,7 +61,6 @@ from gradaccum.splitting import (
     require_items,
     require_one_size,
     scalar_loss_error,
-    size_for,
 )
 from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, has_exact_inverse, initial_state, largest_number
 from gradaccum.status import described, status
@@ -89,6 +88,7 @@ from gradaccum.window_loss import add_loss, window_loss
 
 __all__ = [
     "FIELD_DTYPES",
+    "ITEMS",
     "KINDS",
     "ROUNDINGS",
     "ROUNDING_LIMIT",
@@ -168,6 +168,7 @@ __all__ = [
     "make_division",
     "make_options",
     "mapped",
+    "mark_lists",
     "measures",
     "merged",
     "missing_worker_error",
@@ -198,7 +199,6 @@ __all__ = [
     "select",
     "share",
     "shared_until_weight_error",
-    "size_for",
     "spread",
     "status",
     "steps_at",

@@ -3,6 +3,10 @@
 A nest is a tuple, a list, a dict or another mapping, a dataclass, any of these in each other, or a leaf: whatever else stands there. A list
 or tuple of plain values (texts, numbers) is one leaf with one value per item, since nobody splits a text. JAX has trees of its own, to
 which users add classes; the other adapters walk nests by this module, and every adapter spells a path as `paths` does.
+
+Any other list or tuple is a container: each of its elements holds a part of all items, as the two views of a batch do. A list of items, one
+dict per image, looks the same. So `require_one_size` refuses a list of elements of one kind that may be as long as the batch, until the
+user's ``axes`` say what it is: "items", an axis for each element, or None. Shapes tell nothing: two images may have two boxes each.
 """
 
 from __future__ import annotations
@@ -10,15 +14,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from gradaccum.errors import ArgumentValueError, GradAccumError, explain
 
 Nest: TypeAlias = object
 """Containers around leaves of any kind."""
+N = TypeVar("N")
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """The types of values that hold no array."""
+
+
+ITEMS = "items"
+"""In place of an axis: the elements of this list or tuple are the items."""
+
+
+class Items(list[object]):
+    """A list whose elements are the items: one leaf. A slice of it is a plain list."""
 
 
 class Leaf(NamedTuple):
@@ -47,13 +60,13 @@ def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return [(f".{name}", value) for name, value in zip(nest._fields, nest, strict=True)]
     if isinstance(nest, list | tuple) and not is_column(nest):
-        return [(f"[{place}]", value) for place, value in enumerate(nest)]
+        return _elements(nest)
     return None
 
 
 def is_column(nest: Nest) -> bool:
-    """Whether `nest` is a list or tuple of plain values: one per item."""
-    return isinstance(nest, list | tuple) and not hasattr(nest, "_fields") and bool(nest) and all(isinstance(v, PLAIN) for v in nest)
+    """True if `nest` is one leaf with an element for each item: `Items`, or a list or tuple of plain values."""
+    return isinstance(nest, Items) or (_is_list(nest) and bool(nest) and all(isinstance(v, PLAIN) for v in nest))  # type: ignore[attr-defined]
 
 
 def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
@@ -80,15 +93,66 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     Raises:
         ArgumentValueError: `prefix` has containers that `nest` has not.
     """
-    given = children_of(prefix)
-    if isinstance(prefix, list | tuple) and not hasattr(prefix, "_fields"):
-        given = [(f"[{place}]", value) for place, value in enumerate(prefix)]
+    given = _inside(prefix)
     if given is None:
         return [prefix for _ in leaves_of(nest)]
     below = children_of(nest)
     if below is None or [step for step, _ in given] != [step for step, _ in below]:
         raise _prefix_error(argument, prefix, nest)
     return [v for (step, part), (_, child) in zip(given, below, strict=True) for v in spread(part, child, argument + step)]
+
+
+def mark_lists(batch: N, axes: Nest) -> tuple[N, list[tuple[str, int, str]]]:
+    """Mark the lists that hold items, and find those that may.
+
+    Args:
+        batch: a tuple of arguments.
+        axes: a prefix of it that `spread` accepts.
+
+    Returns:
+        `batch` with `Items` for each list that `axes` call `ITEMS`; and path, length and brackets of each list of one kind of element that
+        `axes` do not reach into, for `require_one_size`.
+    """
+    given, inside, found = dict(_inside(axes) or ()), children_of(batch) or [], list[tuple[str, int, str]]()
+    parts = [_marked(child, given.get(step, axes), f"batch{step}", found) for step, child in inside]
+    return _unless_same(batch, inside, parts), found
+
+
+def _marked(nest: Nest, axes: Nest, path: str, found: list[tuple[str, int, str]]) -> Nest:
+    inside = children_of(nest)
+    if inside is None or axes is None:
+        return nest
+    if _is_list(nest) and isinstance(axes, str) and axes == ITEMS:
+        return Items(child for _, child in inside)
+    within = _inside(axes)
+    one_kind = len({_kind(child) for _, child in inside if child is not None}) == 1
+    if within is None and one_kind and _is_list(nest) and not isinstance(axes, str):
+        found.append((path, len(inside), "()" if isinstance(nest, tuple) else "[]"))
+    given = dict(within or ())
+    return _unless_same(nest, inside, [_marked(child, given.get(step, axes), path + step, found) for step, child in inside])
+
+
+def _unless_same(nest: N, inside: list[tuple[str, Nest]], parts: list[Nest]) -> N:
+    same = all(part is child for part, (_, child) in zip(parts, inside, strict=True))
+    return nest if same else _rebuilt(nest, parts)  # type: ignore[return-value]
+
+
+def _kind(value: object) -> object:
+    """What elements of one kind share: arrays of another dtype or rank are other columns."""
+    return type(value), str(getattr(value, "dtype", None)), getattr(value, "ndim", None)
+
+
+def _is_list(nest: Nest) -> bool:
+    return isinstance(nest, list | tuple) and not hasattr(nest, "_fields")
+
+
+def _elements(nest: list[Nest] | tuple[Nest, ...]) -> list[tuple[str, Nest]]:
+    return [(f"[{place}]", value) for place, value in enumerate(nest)]
+
+
+def _inside(prefix: Nest) -> list[tuple[str, Nest]] | None:
+    """What a prefix holds: its lists of plain values are containers, too."""
+    return _elements(prefix) if _is_list(prefix) else children_of(prefix)  # type: ignore[arg-type]
 
 
 def _prefix_error(argument: str, prefix: Nest, nest: Nest) -> GradAccumError:

@@ -13,6 +13,8 @@ from gradaccum._validation import require_int, require_number
 from gradaccum.auto_size import AutoMicroBatchSize, require_micro_batch_size
 from gradaccum.errors import ArgumentValueError, GradAccumError, explain
 
+BY_ITEM = "write 'items', or split= a function"
+
 
 class Cut(NamedTuple):
     """The items of one micro-batch: from `start` up to, not including, `stop`."""
@@ -132,16 +134,22 @@ def divided(division: Division, items: int, weights: Sequence[float] | None) -> 
     return cuts(items, division.micro_batch_size)
 
 
-def require_one_size(sizes: Iterable[tuple[str, int]]) -> int:
+def require_one_size(sizes: Iterable[tuple[str, int]], lists: Sequence[tuple[str, int, str]] = (), by_item: str = BY_ITEM) -> int:
     """The number of items that all leaves share.
 
     Args:
         sizes: for each leaf that is split its path and its length along the batch axis.
+        lists: path, length and brackets of each list that may be one of items, from `mark_lists`.
+        by_item: what the user writes where the elements of a list are the items.
 
     Raises:
-        ArgumentValueError: no leaf is split, or a leaf has another length than the first; it is named.
+        ArgumentValueError: no leaf is split, a leaf has another length than the first, or a list may be as long as the batch; it is named.
     """
     known = list(sizes)
+    elsewhere = {size for path, size in known if not any(path.startswith(f"{place}[") for place, *_ in lists)}
+    for path, length, brackets in lists:
+        if not elsewhere or length in elsewhere:
+            raise _doubtful_list_error(path, length, brackets, by_item)
     if not known:
         fix = "Give at least one array with a batch axis, or split= a function of your own."
         raise explain(ArgumentValueError, "batch", expected="an array to split", found="none: every leaf is given whole", fix=fix)
@@ -149,6 +157,8 @@ def require_one_size(sizes: Iterable[tuple[str, int]]) -> int:
     for path, size in others:
         if size != items:
             fix = "Write axes=None for a leaf that every micro-batch is given whole, its axis for another one, or split= a function."
+            if any(path.startswith(f"{place}[") for place, *_ in lists):
+                fix = f"If the elements of the list around it are the items, {by_item}. {fix}"
             raise explain(ArgumentValueError, path, expected=f"{items} items, as {first} has", found=f"{size}", fix=fix)
     return items
 
@@ -210,6 +220,14 @@ def _require_known(weights: Sequence[float] | None) -> Sequence[float]:
         fix = "Write weight= an array with one number per item, as weight=lengths."
         raise explain(ArgumentValueError, "weight", expected="per-item weights beside micro_batch_weight", found="none", fix=fix)
     return weights
+
+
+def _doubtful_list_error(path: str, length: int, brackets: str, by_item: str) -> GradAccumError:
+    each = brackets[0] + ", ".join(["0"] * min(length, 2) + ["..."] * (length > 2)) + brackets[1]
+    whole = f"if each element holds all items write {each} for it in axes=, or None if it is given whole"
+    found = f"{length} elements of one kind, which may be the items"
+    fix = f"Tell what they are: {whole}; if its elements are the items, {by_item}."
+    return explain(ArgumentValueError, path, expected="a list that axes= speak of", found=found, fix=fix)
 
 
 def _choice_error(names: Sequence[str], own_split: bool) -> GradAccumError:

@@ -11,6 +11,7 @@ pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental import sparse
 
 import gradaccum
 import gradaccum_jax
@@ -57,6 +58,9 @@ def test_options_that_make_no_sense(options: Any, error: Any, message: str) -> N
         ((X, np.float32(0.5)), {}, VALUE, r"batch\[1\]: expected an array with an axis 0.*axes=None"),
         ((X, [True] * 6), {}, VALUE, r"batch\[1\]\[0\]: expected an array with an axis 0.*a bool.*a list"),
         ((X, {"y": (0.5, 0.5)}), {}, VALUE, r"batch\[1\]\['y'\]\[0\]: expected an array with an axis 0"),
+        ((X, [{"w": X}] * 6), {}, VALUE, r"batch\[1\]: expected a list that axes= speak of; got 6 elements.*stack them into arrays"),
+        ((X, {"meta": [{"w": 0.5}] * 6}), {}, VALUE, r"batch\[1\]\['meta'\]: expected a list that axes= speak of"),
+        ((X, sparse.BCOO.fromdense(X)), {}, VALUE, r"batch\[1\]: expected a dense array to split; got a BCOO"),
         ((3, 0.5), {}, VALUE, "batch: expected an array to split"),
         ((X,), {"axes": 2}, VALUE, r"batch\[0\]: expected an array with an axis 2 of items; got one of shape \(6, 2\)"),
         ((X,), {"axes": None}, VALUE, "batch: expected an array to split"),

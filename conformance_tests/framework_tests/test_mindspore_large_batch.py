@@ -26,6 +26,7 @@ from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E
     tensors,
     trained,
 )
+from gradaccum import ArgumentValueError  # noqa: E402
 from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
 
 TOLERANCE = 1e-13
@@ -187,6 +188,23 @@ def test_texts_are_split():
 
     value_and_grad(forward, None, trained(net), micro_batch_size=2)(*tensors(X[:3]), ["a", "b", "c"])
     assert seen == [["a", "b"], ["c"]]
+
+
+def test_list_of_items_is_split():
+    """One dict per item, in Python; compiled code has no lists to cut."""
+    net, seen = Net(), []
+
+    def forward(x, targets):
+        seen.append([float(target["boxes"][0]) for target in targets])
+        return net(x).mean()
+
+    targets = tuple({"boxes": Tensor([float(place)] * 3)} for place in range(3))
+    made = value_and_grad(forward, None, trained(net), micro_batch_size=2, axes=(0, "items"))
+    made(*tensors(X[:3]), targets)
+    assert seen == [[0.0, 1.0], [2.0]]
+    for batch in ((*tensors(X[:3]), targets), (*tensors(X[:3]), [0.5, 0.5, 0.5])):
+        with pytest.raises(ArgumentValueError, match=r"batch\[1\]: expected Tensors to split in compiled code; got a list of items"):
+            in_mode("jit", value_and_grad(forward, None, trained(net), steps=2, axes=(0, "items")))(*batch)
 
 
 def test_own_split():

@@ -8,7 +8,7 @@ os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
+from mindspore import COOTensor, Parameter, Tensor, nn, ops  # noqa: E402
 
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode, seed, tensors  # noqa: E402, F401
@@ -61,6 +61,8 @@ def test_function():
     [
         ({}, (X, X[:3]), r"batch\[1\]: expected 5 items, as batch\[0\] has; got 3"),
         ({"micro_batch_size": 3, "steps": None}, (X[:0],), "batch: expected at least one item"),
+        ({}, (X, COOTensor(Tensor([[0, 1]]), Tensor([1.0]), (5, 2))), r"batch\[1\]: expected a Tensor or array to split; got a"),
+        ({}, (X, [{"w": 0.5}] * 5), r"batch\[1\]: expected a list that axes= speak of; got 5 elements"),
         ({"axes": 2}, (X,), r"batch\[0\]: expected an array with axis 2; got shape \(5, 2\)"),
         ({"axes": None}, (X,), "batch: expected an array to split"),
         ({"axes": (0, 0)}, (X,), "axes: expected a prefix of a nest"),
@@ -73,7 +75,7 @@ def test_batches(mode, options, batch, words):
     if batch[0].size == 0 and mode == "jit":
         batch = (X[:0],)
     with pytest.raises(ArgumentValueError, match=words):
-        in_mode(mode, made(**options))(*tensors(*batch))
+        in_mode(mode, made(**options))(*(tensors(each)[0] if isinstance(each, np.ndarray) else each for each in batch))
 
 
 @pytest.mark.parametrize(

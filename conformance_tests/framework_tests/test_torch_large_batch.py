@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance_tests.framework_tests.torch_large_batch import ITEMS, X, Y, assert_close, cross_entropy, make_model, truth
-from gradaccum_torch.large_batch import backward
+from gradaccum_torch.large_batch import backward, coupled_backward
 
 TOKENS = torch.tensor([3, 1, 0, 2, 5, 1, 4, 1, 2, 6])
 
@@ -151,6 +151,42 @@ def test_nests_and_axes() -> None:
     axes = (Sample(1, -1), 0, None, 0, 0)
     backward(loss_fn, *batch, True, None, steps=4, axes=axes)
     assert seen == names
+    assert_close(model, expected)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_list_of_items(kind: type, coupled: bool) -> None:
+    """Images of several sizes, one dict per image, and as many boxes in each image as there are images."""
+    model, seen = make_model(), list[int]()
+    images = kind(x[: 3 + place % 2] for place, x in enumerate(X))
+    targets = kind({"boxes": torch.full((ITEMS, 4), place), "label": Y[place]} for place in range(ITEMS))
+
+    def outputs_of(images: Any, targets: Any) -> Tensor:
+        assert len(images) == len(targets) <= 4
+        assert all(target["boxes"].shape == (ITEMS, 4) for target in targets)
+        seen.extend(int(target["boxes"][0, 0]) for target in targets)
+        padded = torch.stack([nn.functional.pad(image, (0, X.shape[1] - len(image))) for image in images])
+        return cross_entropy(model(padded), torch.stack([target["label"] for target in targets]), reduction="none")
+
+    whole = torch.stack([nn.functional.pad(image, (0, X.shape[1] - len(image))) for image in images])
+    _, expected = truth(model, lambda: cross_entropy(model(whole), Y))
+    if coupled:
+        coupled_backward(outputs_of, torch.mean, images, targets, steps=3, axes="items")
+    else:
+        backward(lambda *batch: outputs_of(*batch).mean(), images, targets, steps=3, axes=("items", "items"))
+    assert seen == [*range(ITEMS)] * (2 if coupled else 1)
+    assert_close(model, expected)
+
+
+def test_own_split_of_nested_tensors() -> None:
+    model = make_model()
+    _, expected = truth(model, lambda: cross_entropy(model(X), Y))
+
+    def split(x: Tensor, y: Tensor) -> Any:
+        return [(torch.nested.as_nested_tensor(list(x[part]), layout=torch.jagged), y[part]) for part in (slice(5), slice(5, None))]
+
+    backward(lambda x, y: cross_entropy(model(torch.stack(x.unbind())), y), X, Y, split=split)
     assert_close(model, expected)
 
 

@@ -35,8 +35,23 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "unequal": (r"batch\[1\]\['y'\]: expected 8 items, as batch\[0\] has; got 7", lambda: backward(loss_fn, X, {"y": Y[:7]}, steps=2)),
     "no_axis": (r"batch\[2\]: expected an array with an axis 0", lambda: backward(loss_fn, X, Y, torch.tensor(1.0), steps=2)),
     "object": (r"batch\[2\]: expected an array with an axis 0", lambda: backward(loss_fn, X, Y, object(), steps=2)),
+    "jagged": (
+        r"batch\[0\]: expected a dense tensor to split; got a nested one of layout torch.jagged",
+        lambda: backward(loss_fn, torch.nested.nested_tensor([X[:2], X[:3]], layout=torch.jagged), steps=2),
+    ),
+    "sparse": (r"batch\[0\]: .*got a sparse one of layout torch.sparse_coo", lambda: backward(loss_fn, X.to_sparse(), Y, steps=2)),
+    "dict_per_item": (r"batch\[2\]: expected a list that axes= speak of", lambda: backward(loss_fn, X, Y, [{"w": 1.0}] * 8, steps=2)),
+    "items_of_array": (r"batch\[1\]: expected a list of items", lambda: backward(loss_fn, X, Y, steps=2, axes=(0, "items"))),
+    "items_short": (
+        r"batch\[2\]: expected 8 items, as batch\[0\] has; got 7",
+        lambda: backward(loss_fn, X, Y, [{"w": 1.0}] * 7, steps=2, axes=(0, 0, "items")),
+    ),
+    "coupled_dict_per_item": (
+        r"batch\[1\]: expected a list that axes= speak of",
+        lambda: coupled_backward(lambda x, _: MODEL(x), torch.mean, X, [{"w": 1.0}] * 8, steps=2),
+    ),
     "axis_beyond": (r"batch\[1\]: expected an array with an axis 1", lambda: backward(loss_fn, X, Y, steps=2, axes=1)),
-    "axis_text": ("axes: expected an int or None", lambda: backward(loss_fn, X, Y, steps=2, axes="batch")),
+    "axis_text": ("axes: expected an int, 'items' or None", lambda: backward(loss_fn, X, Y, steps=2, axes="batch")),
     "axes_structure": ("axes: expected a prefix", lambda: backward(loss_fn, X, Y, steps=2, axes=(0, 0, 0))),
     "graph": (r"batch\[0\]: expected a tensor without a graph", lambda: backward(loss_fn, MODEL[0](X), Y, steps=2)),
     "vector_loss": ("a scalar loss; got a tensor of shape", lambda: backward(lambda x, y: MODEL(x), X, Y, steps=2)),
@@ -80,6 +95,12 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: coupled_backward(lambda x: {str(len(x)): MODEL(x)}, torch.mean, X, micro_batch_size=3),
     ),
 }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensor_of_the_old_layout() -> None:
+    with pytest.raises(ERROR, match=r"batch\[0\]: expected a dense tensor to split; got a nested one of layout torch.strided"):
+        backward(loss_fn, torch.nested.nested_tensor([X[:2], X[:3]]), steps=2)
 
 
 @pytest.mark.parametrize(("words", "call"), BAD.values(), ids=BAD)

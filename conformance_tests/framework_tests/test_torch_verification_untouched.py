@@ -103,6 +103,18 @@ def test_tensor_that_is_given_whole_is_a_copy() -> None:
     assert not table.any()
 
 
+def test_list_of_items() -> None:
+    """One dict per item, as in training."""
+    meta = [{"w": torch.ones(1), "sizes": [2, 3]} for _ in range(8)]
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, meta: list[dict[str, Tensor]]) -> Tensor:
+        return torch.cat([each["w"] for each in meta]).sum() * cross_entropy(model, x, y) / len(y)
+
+    assert gradaccum.verify(net(), loss, (inputs(5), classes(), meta), axes=(0, 0, "items")).equivalent
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"batch\[2\]: expected a list that axes= speak of"):
+        gradaccum.verify(net(), loss, (inputs(5), classes(), meta))
+
+
 @pytest.mark.parametrize("retain", [True, False])
 @pytest.mark.parametrize("detach", [True, False])
 def test_loss_that_calls_backward_is_refused(retain: bool, detach: bool) -> None:

@@ -172,12 +172,14 @@ class LargeBatchCall(NamedTuple):
     loss: Loss = "mean"
     """What the loss function returns of a micro-batch."""
     options: Mapping[str, Option] = MappingProxyType({})
-    """The call's own: ``steps``, ``micro_batch_size``, ``micro_batch_weight``, ``reduction``, ``weight`` (a NumPy array, one per item)
-    and ``aux``, a kind of merging by the name of an output.
+    """The call's own: ``steps``, ``micro_batch_size``, ``micro_batch_weight``, ``reduction``, ``weight`` (a NumPy array, one per item),
+    ``axes`` and ``aux``, a kind of merging by the name of an output.
 
     With ``aux`` the loss function returns those of these outputs that are named, all of the logits (items, classes) of its micro-batch:
     ``sum``, ``mean``, ``max`` and ``min`` over the items, ``weighted_mean``, the same as ``mean``, and ``concatenate``, the logits.
     """
+    extra: Any = None
+    """If given, a nest of NumPy arrays and plain values, the batch's third argument. The loss function takes it and does not read it."""
 
 
 def outputs_of(logits: Any, declared: Mapping[str, str] | None) -> dict[str, Any]:

@@ -21,9 +21,9 @@ NAMES = {
         require_loss_options require_shard_sizes require_steps require_weight
         redistributed resumed select steps_at terms_of torn_window_error update_due_error usable wrapped_twice_error
         KINDS MergingOps concatenate_error finished kinds_of merged require_kind share
-        Leaf Nest children_of is_column leaves_of mapped spread with_leaves
+        ITEMS Leaf Nest children_of is_column leaves_of mapped mark_lists spread with_leaves
         Cut Division Reduction aux_shape_error cuts divided item_weights_error make_division packed require_item_weights require_items
-        require_one_size require_reduction scalar_loss_error size_for require_micro_batch_size too_small_error unknown_limit_error
+        require_one_size require_reduction scalar_loss_error require_micro_batch_size too_small_error unknown_limit_error
         segment_cuts DeviceBackend
         ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine free_frames item_axis
         Handle Listener Listeners described status

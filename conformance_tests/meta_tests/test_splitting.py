@@ -147,6 +147,52 @@ def test_prefix_reaches_every_leaf_below() -> None:
         kit.spread((1, {"ids": 0}), nest, "axes")
 
 
+ROWS = np.ones((2, 4))
+LISTS: dict[str, tuple[Any, Any, list[tuple[str, int, str]]]] = {
+    "one kind": ([{"w": 0.5}, {"w": 1.0}], 0, [("batch[1]", 2, "[]")]),
+    "sizes": (((3, 5), (7, 2)), 0, [("batch[1]", 2, "()")]),
+    "some are None": ([ROWS, None, ROWS], 0, [("batch[1]", 3, "[]")]),
+    "below a dict": ({"meta": [{"w": 0.5}]}, 0, [("batch[1]['meta']", 1, "[]")]),
+    "lists in a list": ([[ROWS, ROWS, ROWS], [ROWS, ROWS, ROWS]], (0, [0, 0]), [("batch[1][0]", 3, "[]"), ("batch[1][1]", 3, "[]")]),
+    "whole": ([{"w": 0.5}, {"w": 1.0}], (0, None), []),
+    "an axis for each": ([ROWS, ROWS], (0, [0, 1]), []),
+    "other dtypes": ([ROWS, ROWS.astype(int)], 0, []),
+    "other ranks": ([ROWS, ROWS[0]], 0, []),
+    "other types": ([ROWS, {"w": 0.5}], 0, []),
+    "plain values": ([3, None, "x"], 0, []),
+    "named": (Pair(ROWS, ROWS), 0, []),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_list_that_may_be_one_of_items(name: str) -> None:
+    nest, axes, expected = LISTS[name]
+    marked, found = kit.mark_lists((ROWS, nest), axes)
+    assert found == expected
+    assert marked[1] is nest
+
+
+def test_list_of_items_is_one_leaf() -> None:
+    batch = (ROWS, {"meta": ({"w": 0.5}, {"w": 1.0}), "other": [ROWS]})
+    (x, marked), found = kit.mark_lists(batch, (0, {"meta": kit.ITEMS, "other": [0]}))
+    assert found == []
+    assert [leaf.path for leaf in kit.leaves_of(marked)] == ["['meta']", "['other'][0]"]
+    assert (x is ROWS, kit.is_column(marked["meta"]), type(marked["meta"][:1])) == (True, True, list)  # type: ignore[index]
+    assert kit.spread((0, {"meta": kit.ITEMS, "other": [0]}), (x, marked), "axes") == [0, kit.ITEMS, 0]
+    assert type(batch[1]["meta"]) is tuple, "the user's own nest has changed"  # type: ignore[index]
+
+
+def test_list_as_long_as_the_batch_is_refused() -> None:
+    sizes = [("batch[0]", 8), ("batch[1][0]", 8), ("batch[1][1]", 8)]
+    assert kit.require_one_size(sizes, [("batch[1]", 2, "[]")]) == 8
+    with pytest.raises(ArgumentValueError, match=r"batch\[1\]: expected a list that axes= .* got 8 .* write \[0, 0, ...\] .*'items'"):
+        kit.require_one_size(sizes, [("batch[1]", 8, "[]")])
+    with pytest.raises(ArgumentValueError, match=r"batch\[1\]\[0\]: expected 8 items.* got 3. If the elements of the list around it"):
+        kit.require_one_size([*sizes[:1], ("batch[1][0]", 3)], [("batch[1]", 2, "[]")])
+    with pytest.raises(ArgumentValueError, match=r"write \(0, 0\) .* split= a function"):
+        kit.require_one_size(sizes[1:], [("batch[1]", 2, "()")])  # Nothing else says how long the batch is.
+
+
 class NumpyOps:
     maximum = staticmethod(np.maximum)
     minimum = staticmethod(np.minimum)

@@ -39,13 +39,13 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         declared = call.options.get("aux")
 
-        def loss_fn(params: Any, x: Any, y: Any) -> Any:
+        def loss_fn(params: Any, x: Any, y: Any, *_: Any) -> Any:
             loss = total_loss(call.model, params, x, y, call.loss)
             return (loss, outputs_of(forward(call.model, params, x), declared)) if declared else loss
 
         with x64(call.dtype == "float64"):
             take = _in_mode(value_and_grad(loss_fn, has_aux=bool(declared), **call.options), call.mode)
-            value, gradient = take(_params(call), *_arrays(batch, call.dtype))
+            value, gradient = take(_params(call), *_arrays(batch, call.dtype), *_extra(call))
             loss, aux = value if declared else (value, {})
             return Outcome(float(loss), to_numpy(gradient), to_numpy(aux))
 
@@ -58,7 +58,7 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
             return float(value)
 
     def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
-        def outputs_fn(params: Any, left: Any, right: Any) -> Any:
+        def outputs_fn(params: Any, left: Any, right: Any, *_: Any) -> Any:
             return {"left": forward(call.model, params, left), "right": forward(call.model, params, right)}
 
         def loss_fn(params: Any, outputs: Any) -> Any:
@@ -68,7 +68,7 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
             dtype = getattr(jnp, call.dtype)
             params = {**_params(call), "temperature": jnp.asarray(TEMPERATURE, dtype)}
             take = _in_mode(coupled_value_and_grad(outputs_fn, loss_fn, **call.options), call.mode)
-            loss, gradient = take(params, *(jnp.asarray(x, dtype) for x in (batch.x, mirrored(batch.x))))
+            loss, gradient = take(params, *(jnp.asarray(x, dtype) for x in (batch.x, mirrored(batch.x))), *_extra(call))
             return Outcome(float(loss), to_numpy(gradient), {})
 
 
@@ -88,6 +88,10 @@ def _in_mode(function: Callable[..., Any], mode: str | None) -> Callable[..., An
 
 def _params(call: LargeBatchCall) -> dict[str, Any]:
     return {name: jnp.asarray(call.weights[name], getattr(jnp, call.dtype)) for name in call.model.parameter_shapes()}
+
+
+def _extra(call: LargeBatchCall) -> list[Any]:
+    return [] if call.extra is None else [call.extra]
 
 
 def _arrays(batch: Batch, dtype: str) -> tuple[Any, Any]:

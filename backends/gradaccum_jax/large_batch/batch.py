@@ -7,6 +7,7 @@ by `jax.tree`, and paths are spelled as `jax.tree_util.keystr` does, which agree
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Cut, Scalar, explain, is_column, require_one_size
+from gradaccum.kit import Cut, Scalar, explain, is_column, mark_lists, require_one_size
 from gradaccum_jax.dtypes import is_key
 from gradaccum_jax.trees import is_none
 from gradaccum_jax.types import Array, Tree
@@ -29,10 +30,16 @@ Axis = int | str | None
 """A batch axis >= 0, None for what every micro-batch is given whole, or `KEY`."""
 PLAIN = (str, bytes, bool, int, float, complex)
 """A leaf that is one plain value of Python has no items, and is given whole to each micro-batch."""
+BY_ITEM = "stack them into arrays, or write split= a function"
+"""What to do where the elements of a list are the items: XLA cuts arrays alone."""
 _FIX = "Write an axis for arrays with items, None for what every micro-batch is given whole, or 'key' for a random key."
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["leaves", "item_weights"], meta_fields=["axes", "constants", "structure", "cuts"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["leaves", "item_weights"],
+    meta_fields=["axes", "constants", "structure", "cuts", "lists"],
+)
 @dataclass(frozen=True)
 class Batch:
     """The batch's arguments, and where they are cut."""
@@ -49,6 +56,8 @@ class Batch:
     structure: Any
     """The tree that arrays and constants are the leaves of."""
     cuts: tuple[Cut, ...] = ()
+    lists: tuple[tuple[str, int, str], ...] = ()
+    """Path, length and brackets of each list that may be one of items; see `gradaccum.kit.mark_lists`."""
 
     def arguments(self, leaves: Sequence[Array]) -> tuple[Tree, ...]:
         """The arguments with `leaves` in place of the arrays."""
@@ -72,9 +81,9 @@ class Batch:
         """The number of items.
 
         Raises:
-            ArgumentValueError: two arrays have different numbers of them, or none has any.
+            ArgumentValueError: two arrays have different numbers of them, none has any, or a list may be one of items.
         """
-        return require_one_size(self.sizes())
+        return require_one_size(self.sizes(), self.lists, BY_ITEM)
 
     def _paths(self) -> list[str]:
         held = jax.tree_util.tree_flatten_with_path(self.arguments(self.leaves))[0]
@@ -94,11 +103,13 @@ def make_batch(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
         ArgumentValueError, ArgumentTypeError: `axes` is no such prefix, or a leaf has no such axis; names the leaf.
     """
     held, structure = jax.tree_util.tree_flatten_with_path(arguments)
+    _require_dense(arguments, spread_over(axes, arguments, "axes"))
     spread = _whole_where_plain(arguments, spread_over(axes, arguments, "axes"))
     checked = [_axis_of(f"batch{jax.tree_util.keystr(path)}", leaf, axis) for (path, leaf), axis in zip(held, spread, strict=True)]
     constants = tuple((place, type(leaf), leaf) for place, (_, leaf) in enumerate(held) if is_constant(leaf))
     arrays = [(leaf, axis) for (_, leaf), axis in zip(held, checked, strict=True) if not is_constant(leaf)]
-    return Batch([leaf for leaf, _ in arrays], None, tuple(axis for _, axis in arrays), constants, structure)
+    lists = tuple(mark_lists(arguments, axes)[1])
+    return Batch([leaf for leaf, _ in arrays], None, tuple(axis for _, axis in arrays), constants, structure, lists=lists)
 
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
@@ -141,6 +152,20 @@ def _whole_where_plain(arguments: tuple[Tree, ...], axes: list[Any]) -> list[Any
     alone = [not is_column(node) for node in nodes for _ in jax.tree.leaves(node)]
     held = zip(jax.tree.leaves(arguments), axes, alone, strict=True)
     return [None if by_itself and _is_plain(leaf) and axis != KEY else axis for leaf, axis, by_itself in held]
+
+
+def _require_dense(arguments: tuple[Tree, ...], axes: list[Any]) -> None:
+    """Refuse a sparse array: JAX would cut the list of its entries."""
+    module = sys.modules.get("jax.experimental.sparse")
+    if module is None:
+        return
+    given = iter(axes)
+    for path, node in jax.tree_util.tree_flatten_with_path(arguments, is_leaf=lambda node: isinstance(node, module.JAXSparse))[0]:
+        split = [isinstance(next(given), int) for _ in jax.tree.leaves(node)]
+        if any(split) and isinstance(node, module.JAXSparse):
+            fix = "Write split= a function that cuts it, or .todense(); axes=None where every micro-batch is given it whole."
+            found = f"a {type(node).__name__}"
+            raise explain(ArgumentValueError, f"batch{jax.tree_util.keystr(path)}", expected="a dense array to split", found=found, fix=fix)
 
 
 def _is_plain(leaf: object) -> bool:

@@ -69,7 +69,8 @@ def value_and_grad(
         axes: a prefix of the tuple of the batch's arguments: an axis of items for all leaves below, None for what every micro-batch is
             given whole, or "key" for a random key, of which micro-batch number i gets ``jax.random.fold_in(key, i)``. A scalar typed key is
             "key" unless it is None. Plain Python values are given whole whatever their axis; under a `jax.jit` of your own they are arrays,
-            and need the None.
+            and need the None. A list of arrays of one kind that may be as long as the batch needs ``[0, 0]``, an axis for each element; a
+            list of single items is stacked into arrays, or cut by `split`.
         split: the user's own function in place of axes and cuts: ``split(*batch)`` returns the micro-batches, each a tuple of arguments or
             the only one; ``split(*batch, steps=steps)`` where `steps` is given. `axes` then tells where their items and keys are.
         aux: a prefix of the aux, how each leaf merges: "sum", "mean", "weighted_mean", "max", "min" or "concatenate" (in the order of the

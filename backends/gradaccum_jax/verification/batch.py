@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import explain, require_one_size
+from gradaccum.kit import explain, mark_lists, require_one_size
+from gradaccum_jax.large_batch.batch import BY_ITEM
 from gradaccum_jax.types import Array, Tree
 
 KEY = "key"
@@ -79,7 +80,7 @@ def make_batch(batch: Tree, axes: Tree) -> Batch:
     leaves = tuple(leaf if is_key(leaf) else np.asarray(jnp.asarray(leaf)) for _, leaf in flat)
     found = tuple(_axis(*each) for each in zip(leaves, _spread(axes, batch, structure), paths, strict=True))
     sizes = [(path, leaf.shape[axis]) for leaf, axis, path in zip(leaves, found, paths, strict=True) if isinstance(axis, int)]
-    return Batch(leaves, found, paths, structure, require_one_size(sizes))
+    return Batch(leaves, found, paths, structure, require_one_size(sizes, mark_lists(batch, axes)[1], BY_ITEM))
 
 
 def _spread(axes: Tree, batch: Tree, structure: jax.tree_util.PyTreeDef) -> list[Tree]:

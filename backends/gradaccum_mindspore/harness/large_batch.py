@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from gradaccum.kit import mapped
 from gradaccum_conformance import (
     TEMPERATURE,
     Array,
@@ -42,7 +43,7 @@ class Network(nn.Cell):  # type: ignore[misc]
         self.network = build_network(call.model, self.named, self.dtype)
         self.mean, self.declared = call.loss == "mean", tuple(call.options.get("aux") or ())
 
-    def loss(self, x: Any, labels: Any) -> Any:
+    def loss(self, x: Any, labels: Any, extra: Any = None) -> Any:
         """The loss, and after it what is declared of the logits, in that order."""
         loss = self.network.loss(x, labels)
         if self.mean:
@@ -67,7 +68,7 @@ class Network(nn.Cell):  # type: ignore[misc]
                 found.append(ops.ReduceMean()(logits, 0))
         return tuple(found)
 
-    def outputs(self, left: Any, right: Any) -> Any:
+    def outputs(self, left: Any, right: Any, extra: Any = None) -> Any:
         """Those of the two views."""
         return self.network(left), self.network(right)
 
@@ -92,7 +93,7 @@ class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
             take = value_and_grad(network.loss, None, network.weights, bool(declared), **options)
             # In graph mode from Python: its compiler fails on some programs that concatenate outputs beside a loss inside a Cell.
             called = take if call.mode == "graph" and declared else _in_mode(take, call.mode)
-            value, gradients = called(*_tensors(call, batch))
+            value, gradients = called(*_tensors(call, batch), *_extra(call))
             loss, *aux = value if declared else (value,)
             merged = {name: plain(each) for name, each in zip(declared or {}, _flat(aux), strict=True)}
             return Outcome(float(loss.asnumpy()), _by_name(network.weights, gradients), merged)
@@ -120,7 +121,7 @@ class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
 
         with context_mode(call.mode or self.modes[0]):
             take = _in_mode(coupled_value_and_grad(network.outputs, loss_fn, weights, **_options(call.options)), call.mode)
-            loss, gradients = take(*(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))))
+            loss, gradients = take(*(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))), *_extra(call))
             return Outcome(float(loss.asnumpy()), _by_name(weights, gradients), {})
 
 
@@ -145,6 +146,11 @@ def _tensors(call: LargeBatchCall, batch: Batch) -> tuple[Tensor, Tensor]:
     classes = list(call.weights.values())[-1].shape[0]
     dtype = ms_dtype(call.dtype)
     return Tensor(batch.x, dtype), Tensor(np.eye(classes)[batch.y], dtype)
+
+
+def _extra(call: LargeBatchCall) -> list[Any]:
+    tensors = mapped(lambda leaf: Tensor(leaf) if hasattr(leaf, "dtype") else leaf, call.extra)
+    return [] if call.extra is None else [tensors]
 
 
 def _options(options: Mapping[str, Option]) -> dict[str, Option]:

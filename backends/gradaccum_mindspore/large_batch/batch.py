@@ -12,10 +12,12 @@ import numpy as np
 from mindspore import Tensor
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Cut, Division, Nest, divided, explain, is_column, leaves_of, require_one_size, spread, with_leaves
+from gradaccum.kit import Cut, Division, Nest, divided, explain, is_column, leaves_of, mark_lists, require_one_size, spread, with_leaves
 from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.weights import item_weights
 
+PLAIN = (str, bytes, bool, int, float, complex, type(None))
+"""A leaf that is one plain value has no items, and is given whole to each micro-batch."""
 Batch = tuple[Nest, ...]
 """The arguments of the function that is differentiated."""
 
@@ -40,31 +42,47 @@ def micro_batches(batch: Batch, options: SplitOptions, division: Division) -> It
     if options.split is not None:
         return _own_micro_batches(batch, options)
     items = items_of(batch, options.axes)
+    batch, _ = mark_lists(batch, options.axes)
     made = divided(division, items, _packing_weights(batch, options, division, items))
     return (MicroBatch(part(batch, options.axes, cut), cut.items, cut) for cut in made)
 
 
-def items_of(batch: Nest, axes: Nest, path: str = "batch") -> int:
+def items_of(batch: Nest, axes: Nest, *, own_split: bool = False) -> int:
     """How many items all leaves with an axis of items share.
 
+    Args:
+        batch: a tuple of arguments.
+        axes: a prefix nest of it.
+        own_split: whether it is a micro-batch of the user's own split, where lists need no axes, and other objects no None.
+
     Raises:
-        ArgumentValueError: no leaf has items, or one has another number than the first, or an axis that a leaf lacks.
+        ArgumentValueError: no leaf has items, one has another number than the first, or an axis that a leaf lacks; or a list may be one
+            of items.
     """
-    placed = zip(leaves_of(batch, path), spread(axes, batch, "axes"), strict=True)
-    sizes = [(leaf.path, size_along(leaf.value, axis, leaf.path)) for leaf, axis in placed]
-    return require_one_size((path, size) for path, size in sizes if size is not None)
+    marked, lists = mark_lists(batch, axes)
+    placed = zip(leaves_of(marked, "batch"), spread(axes, marked, "axes"), strict=True)
+    sizes = [(leaf.path, size_along(leaf.value, axis, leaf.path, own_split)) for leaf, axis in placed]
+    return require_one_size(((path, size) for path, size in sizes if size is not None), () if own_split else lists)
 
 
-def size_along(value: object, axis: object, path: str) -> int | None:
+def size_along(value: object, axis: object, path: str, own_split: bool) -> int | None:
     """The length of a leaf along its axis; None of a leaf that every micro-batch is given whole."""
-    require_axis(axis)
-    if axis is None:
+    if axis is None or isinstance(value, (*PLAIN, np.generic)):
         return None
     if is_column(value):
         return len(value)  # type: ignore[arg-type]
-    if not isinstance(value, Tensor | np.ndarray):
+    if isinstance(value, Tensor | np.ndarray):
+        require_axis(axis)
+        return shape_along(tuple(value.shape), axis, path)
+    if own_split:
         return None
-    return shape_along(tuple(value.shape), axis, path)
+    raise no_items_error(path, f"a {type(value).__name__}")
+
+
+def no_items_error(path: str, found: str) -> ArgumentValueError:
+    """The error for a leaf that cannot be cut; `found` says what it is, in words."""
+    fix = "Write axes=None for what every micro-batch is given whole, or split= a function."
+    return explain(ArgumentValueError, path, expected="a Tensor or array to split", found=found, fix=fix)
 
 
 def shape_along(shape: tuple[int, ...], axis: Any, path: str) -> int:
@@ -89,7 +107,7 @@ def require_axis(axis: object) -> None:
         ArgumentTypeError: `axis` is neither an int nor None.
     """
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
-        raise explain(ArgumentTypeError, "axes", expected="an int or None for each leaf", got=axis, fix="Write axes=(0, None), say.")
+        raise explain(ArgumentTypeError, "axes", expected="an int or None for each array", got=axis, fix="Write axes=(0, None), say.")
 
 
 def part(batch: Batch, axes: Nest, cut: Cut) -> Batch:

@@ -210,9 +210,11 @@ def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
     """A function of the leaves' sizes that returns how many micro-batches of what size there are, and the items of the last one."""
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
-    def checked_cuts(sizes: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
+    def checked_cuts(sizes: tuple[tuple[Any, ...], ...]) -> tuple[int, int, int]:
         require_compilable(whole, options)
-        cuts = divided(options.division, require_one_size(sizes), None)
+        lists = [each for each in sizes if len(each) == 3]
+        items = require_one_size([each for each in sizes if len(each) == 2], lists)
+        cuts = divided(options.division, items, None)
         size, tail = cuts[0].items, cuts[-1].items
         if options.aux is not None and len(cuts) > 1:
             require_one_program(fn, "has_aux in compiled code, where the first micro-batch stands before the loop")

@@ -8,30 +8,58 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore import Tensor, ops
+from mindspore import COOTensor, CSRTensor, Tensor, ops
 from mindspore.ops import constexpr
 
-from gradaccum.kit import spread
-from gradaccum_mindspore.large_batch.batch import require_axis, shape_along
+from gradaccum import ArgumentValueError
+from gradaccum.kit import ITEMS, explain, spread
+from gradaccum_mindspore.large_batch.batch import no_items_error, require_axis, shape_along
 
 EMPTY = object()
 """Stands for what a nest holds, where only its outline is asked for."""
 
 
-def sizes_of(nest: Any, axes: Any, path: str) -> tuple[tuple[str, int], ...]:
-    """(path, length along its axis) of each leaf that is divided."""
-    found: tuple[tuple[str, int], ...] = ()
+def sizes_of(nest: Any, axes: Any, path: str) -> tuple[tuple[Any, ...], ...]:
+    """(path, length along its axis) of each leaf that is divided, and (path, length, "[]") of each list that may be one of items."""
+    found: tuple[tuple[Any, ...], ...] = ()
     if isinstance(nest, (tuple, list)):
         check_prefix(axes, len(nest), "axes")
+        kinds: tuple[Any, ...] = ()
+        for place in range(len(nest)):
+            kinds = (*kinds, kind_of(nest[place]))
+        found = doubtful_list(kinds, axes, path)
         for place in range(len(nest)):
             found = found + sizes_of(nest[place], axis_at(axes, place), path + "[" + str(place) + "]")
     elif isinstance(nest, dict):
         check_keys(axes, tuple(nest.keys()), "axes")
         for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
             found = found + sizes_of(nest[key], axis_of(axes, key), path + "['" + key + "']")
+    elif isinstance(nest, (COOTensor, CSRTensor)):
+        check_dense(axes, path)
     elif isinstance(nest, Tensor):
         found = size_of(nest.shape, axes, path)
     return found
+
+
+def kind_of(nest: Any) -> Any:
+    """What elements of one kind share, as `gradaccum.kit.mark_lists` has it."""
+    if isinstance(nest, Tensor):
+        return "Tensor", nest.dtype, len(nest.shape)
+    if isinstance(nest, (tuple, list, dict)):
+        return "tuple" if isinstance(nest, tuple) else "list" if isinstance(nest, list) else "dict"
+    return "None" if nest is None else "plain"
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def doubtful_list(kinds: tuple[Any, ...], axes: Any, path: str) -> tuple[tuple[str, int, str], ...]:
+    """(path, length, "[]") of a list that may be one of items, while compiling; nothing of another one."""
+    found = {kind for kind in kinds if kind != "None"}
+    if axes is None or isinstance(axes, tuple | list) or path == "batch" or not kinds:
+        return ()
+    if axes == ITEMS or found <= {"plain"}:
+        fix = "Call it from Python, or make a Tensor of it; write axes=None if every micro-batch is given it whole."
+        raise explain(ArgumentValueError, path, expected="Tensors to split in compiled code", found="a list of items", fix=fix)
+    return ((path, len(kinds), "[]"),) if len(found) == 1 else ()
 
 
 def slices_of(nest: Any, axes: Any, indices: Tensor) -> Any:
@@ -73,6 +101,13 @@ def check_keys(prefix: Any, keys: tuple[str, ...], argument: str) -> None:
     """Refuse a `prefix` that is none of a dict of these keys, while compiling."""
     if isinstance(prefix, tuple | list | dict) and (not isinstance(prefix, dict) or tuple(prefix) != keys):
         spread(prefix, dict.fromkeys(keys, (EMPTY,)), argument)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_dense(axis: Any, path: str) -> None:
+    """Refuse to divide a sparse tensor, while compiling."""
+    if axis is not None:
+        raise no_items_error(path, "a sparse tensor")
 
 
 @constexpr  # type: ignore[untyped-decorator]

@@ -155,7 +155,7 @@ def _copied(leaf: object) -> object:
 def _counted(arguments: Batch, axes: Nest) -> int | None:
     """The items of a micro-batch of the user's own split; None if its leaves disagree."""
     try:
-        return items_of(arguments, axes)
+        return items_of(arguments, axes, own_split=True)
     except ArgumentValueError:
         return None
 

@@ -80,7 +80,8 @@ def value_and_grad(
         weight: a callable of the micro-batch's arguments that returns its weight, such as its tokens; or one number per item; the number
             of items unless given. A micro-batch of weight 0 adds nothing, whatever its loss is. If all weigh 0, loss and gradients are 0.
         axes: the axis of the items, an int, for each leaf of the batch (a prefix nest of the tuple of arguments); None: given whole to
-            each micro-batch, as are numbers, texts and None.
+            each micro-batch, as are numbers, texts and None; "items": a list or tuple of items, as ``(0, "items")`` for images and one
+            dict per image, from Python only. A list that may be as long as the batch needs it, or ``[0, 0]``, an axis per element.
         split: a function of the batch that yields micro-batches, each a tuple of arguments, in place of cutting; with `steps` it gets
             ``steps=`` too.
         aux: how the other outputs merge, a prefix nest of the second output, or of the tuple of several: "sum", "mean" (over items),

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Column, Nest, explain, is_column, leaves_of, require_one_size, spread, with_leaves
+from gradaccum.kit import ITEMS, Column, Nest, explain, is_column, leaves_of, mark_lists, require_one_size, spread, with_leaves
 from gradaccum_mindspore.verification.rows import rows, wide
 
 READABLE = 200_000
@@ -31,11 +31,11 @@ class Batch:
     """
 
     def __init__(self, batch: Nest, axes: Nest) -> None:
-        self.nest = batch if isinstance(batch, tuple) else (batch,)
+        self.nest, lists = mark_lists(batch if isinstance(batch, tuple) else (batch,), axes)
         self.leaves = leaves_of(self.nest, "batch")
         pairs = zip(self.leaves, spread(axes, self.nest, "axes"), strict=True)
         self.axes = [_axis(leaf.value, axis, leaf.path) for leaf, axis in pairs]
-        self.items = require_one_size((leaf.path, _size(leaf.value, axis)) for leaf, axis in self.split)
+        self.items = require_one_size(((leaf.path, _size(leaf.value, axis)) for leaf, axis in self.split), lists)
 
     @property
     def split(self) -> list[tuple[Any, int]]:
@@ -101,6 +101,8 @@ def perturbed(value: Any, roundoff: float, rng: np.random.Generator, *, integers
 def _axis(value: object, axis: Any, path: str) -> int | None:
     if axis is None:
         return None
+    if axis == ITEMS and is_column(value):
+        return 0
     if isinstance(axis, bool) or not isinstance(axis, int):
         fix = "Write axes=0, an axis per argument, or None for what is given whole."
         raise explain(ArgumentTypeError, "axes", expected="an int or None", got=axis, fix=fix)

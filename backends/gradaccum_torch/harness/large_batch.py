@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradaccum.kit import mapped
 from gradaccum_conformance import (
     TEMPERATURE,
     Arrays,
@@ -36,12 +37,12 @@ class TorchLargeBatch(TorchWorkers, LargeBatchHarness):
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         module, declared = SpecModel(call.model, call.weights, call.dtype), call.options.get("aux")
 
-        def loss_fn(x: Tensor, y: Tensor) -> Any:
+        def loss_fn(x: Tensor, y: Tensor, *_: Any) -> Any:
             logits = module(x)
             loss = functional.cross_entropy(logits, y, reduction=call.loss)
             return (loss, _aux(logits, declared)) if declared else loss
 
-        done = backward(loss_fn, *_tensors(batch, module), **_options(call.options))
+        done = backward(loss_fn, *_tensors(batch, module), *_extra(call), **_options(call.options))
         loss, aux = done if declared else (done, {})
         return Outcome(float(loss), _gradients(module), {name: to_numpy(value) for name, value in aux.items()})
 
@@ -59,19 +60,24 @@ class TorchLargeBatch(TorchWorkers, LargeBatchHarness):
         temperature = torch.tensor(TEMPERATURE, dtype=module.dtype, requires_grad=True)
         views = [torch.tensor(x, dtype=module.dtype) for x in (batch.x, mirrored(batch.x))]
 
-        def outputs_fn(left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        def outputs_fn(left: Tensor, right: Tensor, *_: Any) -> dict[str, Tensor]:
             return {"left": module(left), "right": module(right)}
 
         def loss_fn(outputs: dict[str, Tensor]) -> Tensor:
             return COUPLINGS[coupling](outputs["left"], outputs["right"], temperature)
 
-        loss = coupled_backward(outputs_fn, loss_fn, *views, **_options(call.options))
+        loss = coupled_backward(outputs_fn, loss_fn, *views, *_extra(call), **_options(call.options))
         assert temperature.grad is not None
         return Outcome(float(loss), {**_gradients(module), "temperature": to_numpy(temperature.grad)}, {})
 
 
 def _tensors(batch: Batch, module: SpecModel) -> tuple[Tensor, Tensor]:
     return torch.tensor(batch.x, dtype=module.dtype), torch.tensor(batch.y)
+
+
+def _extra(call: LargeBatchCall) -> list[Any]:
+    tensors = mapped(lambda leaf: torch.tensor(leaf) if hasattr(leaf, "dtype") else leaf, call.extra)
+    return [] if call.extra is None else [tensors]
 
 
 def _options(options: Mapping[str, Option]) -> dict[str, Option]:

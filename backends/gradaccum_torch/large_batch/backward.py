@@ -65,7 +65,8 @@ def backward(
         weight: the weight of a micro-batch: a callable, ``weight(*micro_batch)``, called for all of them before the first one runs; or one
             number per item, shape ``(items,)``, which are summed. Its number of items if not given. A micro-batch of weight 0 is run, and
             adds nothing; where all have weight 0, ``.grad`` stays as it is and the loss is 0.
-        axes: a prefix nest of `batch`: the batch axis of each leaf, or None for a leaf that every micro-batch is given whole.
+        axes: a prefix nest of `batch`: the batch axis of each leaf; None for what every micro-batch is given whole; "items" for a list or
+            tuple of items, as ``axes=(0, "items")`` for images and one dict per image. A list that may be as long as the batch needs it.
         split: your own division: ``split(*batch)``, or ``split(*batch, steps=steps)``, returns the micro-batches, each a tuple of
             arguments; anything else than a tuple is its only argument.
         aux: a prefix nest of kinds, by which the aux merges per leaf: ``"sum"``, ``"mean"`` (over items), ``"weighted_mean"``, ``"max"``,

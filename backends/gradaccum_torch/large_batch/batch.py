@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError
 from gradaccum.kit import (
+    ITEMS,
     Cut,
     Division,
     Leaf,
@@ -22,6 +23,7 @@ from gradaccum.kit import (
     explain,
     is_column,
     leaves_of,
+    mark_lists,
     require_one_size,
     spread,
     with_leaves,
@@ -49,7 +51,7 @@ class LargeBatch:
 
     Args:
         batch: the arguments of the loss function.
-        axes: a prefix nest of `batch`: the batch axis of each leaf, None for a leaf that is given whole.
+        axes: a prefix nest of `batch`: the batch axis of each leaf, `ITEMS` for a list of items, None for a leaf that is given whole.
         weight: a callable of the micro-batch, a number for each item, or None: its number of items.
         split: the user's own division, or None.
 
@@ -64,6 +66,10 @@ class LargeBatch:
         for leaf in self._leaves:
             _require_own_graph(leaf)
         self._is_flat = [id(leaf.value) for leaf in self._leaves] == list(map(id, batch))
+        self._lists: list[tuple[str, int, str]] = []
+        if not (split or self._is_flat):
+            self._batch, self._lists = mark_lists(batch, axes)
+            self._leaves = leaves_of(self._batch, "batch")
         self._places = [] if split else [_axis_of(*pair) for pair in zip(self._leaves, self._wanted(), strict=True)]
         self.items = None if split else self._count()
         """The number of items; None beside the user's own split."""
@@ -99,7 +105,7 @@ class LargeBatch:
 
     def _count(self) -> int:
         placed = zip(self._leaves, self._places, strict=True)
-        return require_one_size((leaf.path, _length(leaf.value, axis)) for leaf, axis in placed if axis is not None)
+        return require_one_size(((leaf.path, _length(leaf.value, axis)) for leaf, axis in placed if axis is not None), self._lists)
 
     def _cut(self, cuts: Sequence[Cut]) -> list[tuple[Any, ...]]:
         """The arguments of each micro-batch."""
@@ -112,7 +118,8 @@ class LargeBatch:
 
     def _items_of(self, arguments: tuple[Any, ...]) -> int | None:
         """The length that all leaves share along their batch axes; None where they share none."""
-        pairs = zip(leaves_of(arguments, "batch"), spread(self._axes, arguments, "axes"), strict=True)
+        marked, _ = mark_lists(arguments, self._axes)
+        pairs = zip(leaves_of(marked, "batch"), spread(self._axes, marked, "axes"), strict=True)
         lengths = {_length(leaf.value, axis) for leaf, wanted in pairs if (axis := _axis_or_none(leaf.value, wanted)) is not None}
         return lengths.pop() if len(lengths) == 1 else None
 
@@ -135,24 +142,30 @@ def _axis_of(leaf: Leaf, axis: object) -> int | None:
     """The batch axis of `leaf`, counted from the front; None where it is given whole."""
     if axis is None or isinstance(leaf.value, PLAIN):
         return None
-    if not isinstance(axis, int) or isinstance(axis, bool):
-        raise explain(ArgumentTypeError, "axes", expected="an int or None for each leaf", got=axis, fix="Write axes=0, or axes=(0, None).")
-    found = _axis_or_none(leaf.value, axis)
-    if found is None:
+    if axis != ITEMS and (not isinstance(axis, int) or isinstance(axis, bool)):
+        expected, fix = "an int, 'items' or None for each leaf", "Write axes=0, or axes=(0, None)."
+        raise explain(ArgumentTypeError, "axes", expected=expected, got=axis, fix=fix)
+    if isinstance(leaf.value, Tensor) and (leaf.value.is_nested or leaf.value.layout is not torch.strided):
+        found = f"a {'nested' if leaf.value.is_nested else 'sparse'} one of layout {leaf.value.layout}"
+        fix = "Write split= a function that cuts it, or pad it; axes=None where every micro-batch is given it whole."
+        raise explain(ArgumentValueError, leaf.path, expected="a dense tensor to split", found=found, fix=fix)
+    place = _axis_or_none(leaf.value, axis)
+    if place is None:
         raise _no_axis_error(leaf, axis)
-    return found
+    return place
 
 
 def _axis_or_none(value: Any, axis: Any) -> int | None:
     """`axis` counted from the front if `value` has it."""
-    if axis is None:
-        return None
-    dimensions = 1 if is_column(value) else len(shape) if isinstance(shape := getattr(value, "shape", None), tuple) else 0
+    if axis is None or axis == ITEMS:
+        return None if axis is None or not is_column(value) else 0
+    shape = range(value.dim()) if isinstance(value, Tensor) else getattr(value, "shape", None)  # An old nested tensor has no shape.
+    dimensions = 1 if is_column(value) else len(shape) if isinstance(shape, tuple | range) else 0
     return axis % dimensions if -dimensions <= axis < dimensions else None
 
 
 def _length(value: Any, axis: int) -> int:
-    return len(value) if is_column(value) else int(value.shape[axis])
+    return len(value) if is_column(value) else int(value.size(axis) if isinstance(value, Tensor) else value.shape[axis])
 
 
 def _pieces(value: Any, axis: int | None, cuts: Sequence[Cut]) -> Sequence[Any]:
@@ -168,11 +181,12 @@ def _pieces(value: Any, axis: int | None, cuts: Sequence[Cut]) -> Sequence[Any]:
     return [value[(*before, slice(*cut)) if axis else slice(*cut)] for cut in cuts]
 
 
-def _no_axis_error(leaf: Leaf, axis: int) -> GradAccumError:
+def _no_axis_error(leaf: Leaf, axis: object) -> GradAccumError:
     shape = getattr(leaf.value, "shape", None)
     found = f"a {type(leaf.value).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
-    fix = "Write axes=None for a leaf that every micro-batch is given whole, its axis for another one, or split= a function."
-    return explain(ArgumentValueError, leaf.path, expected=f"an array with an axis {axis} to split", found=found, fix=fix)
+    fix = "Write axes=None for a leaf that every micro-batch is given whole, its axis for another one, 'items' for a list of items."
+    expected = "a list of items, as axes= say" if axis == ITEMS else f"an array with an axis {axis} to split"
+    return explain(ArgumentValueError, leaf.path, expected=expected, found=found, fix=fix)
 
 
 def _require_own_graph(leaf: Leaf) -> None:

@@ -154,7 +154,7 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         weights = {name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()}
         loss_fn = partial(loss_gradient_aux, call.model, weights, call.loss, call.options.get("aux"))
-        return Outcome(*self.large_batch.value_and_grad(loss_fn, batch, **call.options))
+        return Outcome(*self.large_batch.value_and_grad(_of_two(loss_fn), _arguments(call, batch), **call.options))
 
     def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
         assert isinstance(session, NumpySession)
@@ -184,7 +184,7 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
             coupled = COUPLINGS[coupling](outputs["left"], outputs["right"], TEMPERATURE)
             return coupled.loss, {"left": coupled.left, "right": coupled.right}, {"temperature": np.asarray(coupled.temperature)}
 
-        loss, gradient = self.large_batch.coupled_value_and_grad(outputs_fn, loss_fn, batch, **call.options)
+        loss, gradient = self.large_batch.coupled_value_and_grad(_of_two(outputs_fn), loss_fn, _arguments(call, batch), **call.options)
         return Outcome(loss, gradient, {})
 
     def not_an_optimizer(self) -> object:
@@ -202,6 +202,15 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
 
 
 _DTYPES: dict[Dtype, Any] = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def _arguments(call: LargeBatchCall, batch: Batch) -> tuple[Any, ...]:
+    return batch if call.extra is None else (*batch, call.extra)
+
+
+def _of_two(function: Callable[[Batch], Any]) -> Callable[[Any], Any]:
+    """`function` of the first two arguments of a micro-batch."""
+    return lambda piece: function(Batch(*piece[:2]))
 
 
 def loss_gradient_aux(

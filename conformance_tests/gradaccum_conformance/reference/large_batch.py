@@ -5,12 +5,22 @@ It keeps every micro-batch's part and adds up at the end by the formulas of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradaccum.kit import divided, make_division, require_item_weights, require_kind, require_one_size, require_reduction
+from gradaccum.kit import (
+    divided,
+    leaves_of,
+    make_division,
+    mark_lists,
+    require_item_weights,
+    require_kind,
+    require_one_size,
+    require_reduction,
+    spread,
+)
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.specs import Array, Arrays, Batch
 
@@ -30,9 +40,12 @@ LossFn = Callable[[Batch], tuple[float, Arrays, Arrays]]
 
 
 def pieces(batch: Batch, weight: Array | None, arguments: Mapping[str, Any]) -> list[tuple[Batch, float]]:
-    """The micro-batches, each with its weight: the sum of its items', or their number."""
+    """The micro-batches, each with its weight: the sum of its items', or their number; only the first two arguments are cut."""
     division = make_division(*(arguments.get(name) for name in ("steps", "micro_batch_size", "micro_batch_weight")))
-    items = require_one_size([("x", len(batch.x)), ("y", len(batch.y))])
+    nest, lists = mark_lists(tuple(batch), arguments.get("axes", 0))
+    placed = zip(leaves_of(nest, "batch"), spread(arguments.get("axes", 0), nest, "axes"), strict=True)
+    sizes = [(leaf.path, len(leaf.value)) for leaf, axis in placed if axis is not None and isinstance(leaf.value, Sized)]
+    items, batch = require_one_size(sizes, lists), Batch(*batch[:2])
     each = np.ones(items) if weight is None else np.array(require_item_weights(weight, items))
     cuts = divided(division, items, None if weight is None else list(each))
     return [(batch.rows(start, stop), float(each[start:stop].sum())) for start, stop in cuts]

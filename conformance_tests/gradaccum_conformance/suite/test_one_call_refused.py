@@ -1,5 +1,7 @@
 """Bad input to a call that splits: a clear error that names what is wrong, before anything is computed."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,14 @@ BAD: dict[str, tuple[dict[str, Option], str]] = {
     "unknown reduction": ({"steps": 2, "reduction": "average"}, "reduction: expected one of"),
     "unknown kind of output": ({"steps": 2, "aux": {"mean": "average"}}, "aux.*expected one of sum, mean"),
 }
+ROWS = np.ones((2, 4), np.float32)
+PER_ITEM: dict[str, Any] = {
+    "plain values": [{"angle": 0.5}, {"angle": 0.25}],
+    "sizes": [(3, 5), (7, 2)],
+    "boxes": [{"boxes": ROWS, "labels": ROWS[:, 0]}, {"boxes": ROWS, "labels": ROWS[:, 0]}],
+    "a tuple of arrays": (ROWS, ROWS),
+}
+"""Lists that may have an element for each item of a batch of two: so nobody knows whether to cut the list or what it holds."""
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -51,3 +61,25 @@ def test_refused_window_leaves_the_optimizer_as_it_was(backend: LargeBatchHarnes
         backend.update(session, standard_batch(LINEAR), options={"micro_batch_weight": 8})
     assert session.state() == state
     assert same(session.parameters(), before)
+
+
+@pytest.mark.parametrize("name", PER_ITEM)
+def test_list_as_long_as_the_batch(backend: LargeBatchHarness, large_batch_mode: str, name: str) -> None:
+    """Until `axes` tell what it is: else it would be given whole, or what it holds would be cut."""
+    batch = standard_batch(LINEAR).rows(0, 2)
+    call = LargeBatchCall(LINEAR, make_weights(LINEAR), mode=large_batch_mode, options={"steps": 2}, extra=PER_ITEM[name])
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"batch\[2\].*axes="):
+        backend.value_and_grad(call, batch)
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"batch\[2\].*axes="):
+        backend.coupled(call, "contrast", batch)
+    backend.value_and_grad(call._replace(options={"steps": 2, "axes": (0, 0, None)}), batch)
+    if name == "a tuple of arrays":
+        backend.value_and_grad(call._replace(options={"steps": 2, "axes": (0, 0, (0, 0))}), batch)
+
+
+def test_list_of_another_length(backend: LargeBatchHarness, large_batch_mode: str) -> None:
+    """Each of its elements holds all items."""
+    batch = standard_batch(LINEAR).rows(0, 2)
+    call = LargeBatchCall(LINEAR, make_weights(LINEAR), mode=large_batch_mode, options={"steps": 2})
+    bare, beside = (backend.value_and_grad(each, batch) for each in (call, call._replace(extra=[ROWS, ROWS, ROWS])))
+    assert same(beside.gradient, bare.gradient)

@@ -13,11 +13,13 @@ from gradaccum.kit import (
     leaves_of,
     make_division,
     make_options,
+    mark_lists,
     merged,
     require_item_weights,
     require_one_size,
     select,
     share,
+    spread,
     with_leaves,
 )
 
@@ -46,13 +48,16 @@ class Total:
         return self.loss / by, {name: total / total.dtype.type(by) for name, total in self.sums.items()}
 
 
-def micro_batches(batch, weight, **how):
+def micro_batches(batch, weight, axes=0, **how):
     """Each micro-batch with its number of items and its weight."""
-    division, leaves = make_division(**how), leaves_of(batch, "batch")
-    items = require_one_size([(leaf.path, len(leaf.value)) for leaf in leaves])
+    division, (batch, lists) = make_division(**how), mark_lists(batch, axes)
+    leaves = leaves_of(batch, "batch")
+    cut_up = [axis is not None and hasattr(leaf.value, "__len__") for leaf, axis in zip(leaves, spread(axes, batch, "axes"), strict=True)]
+    items = require_one_size([(leaf.path, len(leaf.value)) for leaf, is_cut in zip(leaves, cut_up, strict=True) if is_cut], lists)
     each = None if weight is None else require_item_weights(weight, items)
     for cut in divided(division, items, each):
-        part = with_leaves(batch, iter([leaf.value[cut.start : cut.stop] for leaf in leaves]))
+        values = [leaf.value[cut.start : cut.stop] if is_cut else leaf.value for leaf, is_cut in zip(leaves, cut_up, strict=True)]
+        part = with_leaves(batch, iter(values))
         yield part, cut.items, cut.items if each is None else sum(each[cut.start : cut.stop])
 
 

@@ -65,6 +65,11 @@ def refuse_more_steps_than_items(m: Module) -> None:
     original, m.divided = m.divided, divided
 
 
+@caught_by("test_list_as_long_as_the_batch")
+def believe_a_list_to_hold_all_items(m: Module) -> None:
+    m.mark_lists = lambda batch, axes: (batch, [])
+
+
 @caught_by("test_weights_of_items")
 def count_items_in_place_of_weights(m: Module) -> None:
     change_parts(m, lambda parts: [(part, items, float(items)) for part, items, _ in parts])
