@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from conformance_tests.framework_tests.torch_large_batch import ITEMS, X, Y, assert_close, cross_entropy, make_model, truth
 from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum_torch.large_batch.batch import LargeBatch
 
 TOKENS = torch.tensor([3, 1, 0, 2, 5, 1, 4, 1, 2, 6])
 
@@ -177,6 +178,14 @@ def test_list_of_items(kind: type, coupled: bool) -> None:
         backward(lambda *batch: outputs_of(*batch).mean(), images, targets, steps=3, axes=("items", "items"))
     assert seen == [*range(ITEMS)] * (2 if coupled else 1)
     assert_close(model, expected)
+
+
+def test_tensors_in_lists_of_items_are_known() -> None:
+    """Their devices draw random numbers, and their memory is there."""
+    large = LargeBatch((list(X), X), ("items", 0), None, None)
+    assert len(large.tensors()) == ITEMS + 1
+    assert large.items == ITEMS
+    assert large.devices() == {torch.device("cpu")}
 
 
 def test_own_split_of_nested_tensors() -> None:

@@ -63,6 +63,7 @@ class LargeBatch:
     def __init__(self, batch: tuple[Any, ...], axes: Nest, weight: Weight, split: Split | None) -> None:
         self._batch, self._axes, self._split = batch, axes, split
         self._leaves = leaves_of(batch, "batch")
+        self._tensors = [leaf.value for leaf in self._leaves if isinstance(leaf.value, Tensor)]
         for leaf in self._leaves:
             _require_own_graph(leaf)
         self._is_flat = [id(leaf.value) for leaf in self._leaves] == list(map(id, batch))
@@ -89,8 +90,8 @@ class LargeBatch:
         return self._weighed(self._cut(cuts), [cut.items for cut in cuts], cuts)
 
     def tensors(self) -> list[Tensor]:
-        """The leaves that are tensors."""
-        return [leaf.value for leaf in self._leaves if isinstance(leaf.value, Tensor)]
+        """The leaves that are tensors, those in lists of items included."""
+        return self._tensors
 
     def devices(self) -> set[torch.device]:
         """Where its tensors are."""
