@@ -125,8 +125,7 @@ def _marked(nest: Nest, axes: Nest, path: str, found: list[tuple[str, int, str]]
     if _is_list(nest) and isinstance(axes, str) and axes == ITEMS:
         return Items(child for _, child in inside)
     within = _inside(axes)
-    one_kind = len({_kind(child) for _, child in inside if child is not None}) == 1
-    if within is None and one_kind and _is_list(nest) and not isinstance(axes, str):
+    if within is None and _is_list(nest) and not isinstance(axes, str) and _are_of_one_kind(inside):
         found.append((path, len(inside), "()" if isinstance(nest, tuple) else "[]"))
     given = dict(within or ())
     return _unless_same(nest, inside, [_marked(child, given.get(step, axes), path + step, found) for step, child in inside])
@@ -137,9 +136,10 @@ def _unless_same(nest: N, inside: list[tuple[str, Nest]], parts: list[Nest]) -> 
     return nest if same else _rebuilt(nest, parts)  # type: ignore[return-value]
 
 
-def _kind(value: object) -> object:
-    """What elements of one kind share: arrays of another dtype or rank are other columns."""
-    return type(value), str(getattr(value, "dtype", None)), getattr(value, "ndim", None)
+def _are_of_one_kind(elements: list[tuple[str, Nest]]) -> bool:
+    """True if all but None have one type, dtype and rank: arrays of another dtype or rank are other columns."""
+    values = [value for _, value in elements if value is not None]
+    return len({(type(value), str(getattr(value, "dtype", None)), getattr(value, "ndim", None)) for value in values}) == 1
 
 
 def _is_list(nest: Nest) -> bool:

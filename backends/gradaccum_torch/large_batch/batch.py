@@ -70,7 +70,7 @@ class LargeBatch:
         self._lists: list[tuple[str, int, str]] = []
         if not (split or self._is_flat):
             self._batch, self._lists = mark_lists(batch, axes)
-            self._leaves = leaves_of(self._batch, "batch")
+            self._leaves = self._leaves if self._batch is batch else leaves_of(self._batch, "batch")
         self._places = [] if split else [_axis_of(*pair) for pair in zip(self._leaves, self._wanted(), strict=True)]
         self.items = None if split else self._count()
         """The number of items; None beside the user's own split."""
