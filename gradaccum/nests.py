@@ -6,7 +6,8 @@ which users add classes; the other adapters walk nests by this module, and every
 
 Any other list or tuple is a container: each of its elements holds a part of all items, as the two views of a batch do. A list of items, one
 dict per image, looks the same. So `require_one_size` refuses a list of elements of one kind that may be as long as the batch, until the
-user's ``axes`` say what it is: "items", an axis for each element, or None. Shapes tell nothing: two images may have two boxes each.
+user's ``axes`` say what it is: "items", an axis for each element, or None. Shapes tell nothing: two images may have two boxes each. Only a
+tuple of arrays of one length, which is not the tuple's own, is a container without a question: ``(x, y)`` is how a batch is written.
 """
 
 from __future__ import annotations

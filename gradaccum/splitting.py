@@ -146,6 +146,7 @@ def require_one_size(sizes: Iterable[tuple[str, int]], lists: Sequence[tuple[str
         ArgumentValueError: no leaf is split, a leaf has another length than the first, or a list may be as long as the batch; it is named.
     """
     known = list(sizes)
+    lists = [each for each in lists if not _is_record(*each, known)]
     elsewhere = {size for path, size in known if not any(path.startswith(f"{place}[") for place, *_ in lists)}
     for path, length, brackets in lists:
         if not elsewhere or length in elsewhere:
@@ -161,6 +162,13 @@ def require_one_size(sizes: Iterable[tuple[str, int]], lists: Sequence[tuple[str
                 fix = f"If the elements of the list around it are the items, {by_item}. {fix}"
             raise explain(ArgumentValueError, path, expected=f"{items} items, as {first} has", found=f"{size}", fix=fix)
     return items
+
+
+def _is_record(place: str, length: int, brackets: str, known: Sequence[tuple[str, int]]) -> bool:
+    """True for a tuple of arrays of one length that is not the tuple's own, as ``(x, y)`` is: arrays of other sizes would be items."""
+    own = {f"{place}[{index}]" for index in range(length)}
+    sizes = [size for path, size in known if path in own]
+    return brackets == "()" and len(sizes) == length and len({*sizes, length}) == 2
 
 
 def require_items(items: int) -> None:

@@ -189,8 +189,15 @@ def test_list_as_long_as_the_batch_is_refused() -> None:
         kit.require_one_size(sizes, [("batch[1]", 8, "[]")])
     with pytest.raises(ArgumentValueError, match=r"batch\[1\]\[0\]: expected 8 items.* got 3. If the elements of the list around it"):
         kit.require_one_size([*sizes[:1], ("batch[1][0]", 3)], [("batch[1]", 2, "[]")])
-    with pytest.raises(ArgumentValueError, match=r"write \(0, 0\) .* split= a function"):
-        kit.require_one_size(sizes[1:], [("batch[1]", 2, "()")])  # Nothing else says how long the batch is.
+    with pytest.raises(ArgumentValueError, match=r"write \[0, 0\] .* split= a function"):
+        kit.require_one_size(sizes[1:], [("batch[1]", 2, "[]")])  # Nothing else says how long the batch is.
+
+
+def test_tuple_of_arrays_of_one_length_is_a_batch() -> None:
+    assert kit.require_one_size([("batch[0]", 8), ("batch[1]", 8)], [("batch", 2, "()")]) == 8
+    for sizes in ([("batch[0]", 2), ("batch[1]", 2)], [("batch[0]", 8), ("batch[1]", 7)], [("batch[0]['a']", 8), ("batch[1]['a']", 8)]):
+        with pytest.raises(ArgumentValueError, match=r"write \(0, 0\) .* split= a function"):
+            kit.require_one_size(sizes, [("batch", 2, "()")])
 
 
 class NumpyOps:

@@ -20,14 +20,14 @@ EMPTY = object()
 
 
 def sizes_of(nest: Any, axes: Any, path: str) -> tuple[tuple[Any, ...], ...]:
-    """(path, length along its axis) of each leaf that is divided, and (path, length, "[]") of each list that may be one of items."""
+    """(path, length along its axis) of each leaf that is divided, and (path, length, brackets) of each list that may be one of items."""
     found: tuple[tuple[Any, ...], ...] = ()
     if isinstance(nest, (tuple, list)):
         check_prefix(axes, len(nest), "axes")
         kinds: tuple[Any, ...] = ()
         for place in range(len(nest)):
             kinds = (*kinds, kind_of(nest[place]))
-        found = doubtful_list(kinds, axes, path)
+        found = doubtful_list(kinds, axes, path, "()" if isinstance(nest, tuple) else "[]")
         for place in range(len(nest)):
             found = found + sizes_of(nest[place], axis_at(axes, place), path + "[" + str(place) + "]")
     elif isinstance(nest, dict):
@@ -51,15 +51,15 @@ def kind_of(nest: Any) -> Any:
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def doubtful_list(kinds: tuple[Any, ...], axes: Any, path: str) -> tuple[tuple[str, int, str], ...]:
-    """(path, length, "[]") of a list that may be one of items, while compiling; nothing of another one."""
+def doubtful_list(kinds: tuple[Any, ...], axes: Any, path: str, brackets: str) -> tuple[tuple[str, int, str], ...]:
+    """Path, length and brackets of a list that may be one of items, while compiling; nothing of another one."""
     found = {kind for kind in kinds if kind != "None"}
     if axes is None or isinstance(axes, tuple | list) or path == "batch" or not kinds:
         return ()
     if axes == ITEMS or found <= {"plain"}:
         fix = "Call it from Python, or make a Tensor of it; write axes=None if every micro-batch is given it whole."
         raise explain(ArgumentValueError, path, expected="Tensors to split in compiled code", found="a list of items", fix=fix)
-    return ((path, len(kinds), "[]"),) if len(found) == 1 else ()
+    return ((path, len(kinds), brackets),) if len(found) == 1 else ()
 
 
 def slices_of(nest: Any, axes: Any, indices: Tensor) -> Any:
