@@ -88,6 +88,62 @@ def explicit_mesh() -> None:
         close(made, jax.value_and_grad(mean_loss)(model(), x, y))
 
 
+def arrays_from_anywhere() -> None:
+    """On a mesh whose types say how arrays are shared, JAX's default from 0.9 on: arrays that say nothing."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
+    x, y = data(ITEMS)
+    call = gradaccum_jax.value_and_grad(mean_loss, steps=3, mesh=mesh, axis_name="data", weight=np.ones(ITEMS))
+    wanted = jax.value_and_grad(mean_loss)(model(), x, y)
+    for params in (model(), jax.tree.map(np.asarray, model()), jax.device_put(model(), NamedSharding(mesh, WHOLE))):
+        for batch in ((x, y), (jnp.asarray(x), jnp.asarray(y))):
+            close(call(params, *batch), wanted)
+            close(jax.jit(call)(params, *batch), wanted)
+    two = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    close(gradaccum_jax.value_and_grad(mean_loss, steps=3, mesh=two, axis_name="data")(model(), x, y), wanted)
+
+
+def derivative_of_the_loss() -> None:
+    """The loss has a derivative, and the aux too, beside a weight that has none."""
+    x, y = data(ITEMS)
+    tokens = np.arange(ITEMS) + 1.0
+
+    def loss(params: Any, x: Any, y: Any, tokens: Any) -> Any:
+        return jnp.sum(errors(params, x, y) * tokens) / jnp.sum(tokens), jnp.sum(errors(params, x, y))
+
+    call = gradaccum_jax.value_and_grad(loss, steps=3, has_aux=True, aux="sum", weight=lambda x, y, tokens: tokens.sum(), axes=0, **OVER)
+    for wrapped in (lambda f: f, jax.jit):
+        for part in (0, 1):
+            made = jax.grad(wrapped(lambda params, part=part: call(params, x, y, tokens)[0][part]))(model())
+            close(made, jax.grad(lambda params, part=part: loss(params, x, y, tokens)[part])(model()))
+
+
+def sharded_parameters() -> None:
+    """Parameters that are sharded as the batch is would be gathered: refused where JAX tells, and named what shards the gradients too."""
+    x, y = data(ITEMS)
+    x = np.tile(x, (1, DEVICES))[:, :DEVICES]
+    loss = lambda w, x, y: jnp.mean((jnp.tanh(x @ w).sum(1) - y) ** 2)  # noqa: E731
+    w = jnp.asarray(numbers(DEVICES, 3))
+    wanted = jax.value_and_grad(loss)(w, x, y)
+    explicit = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
+    for mesh, wrapped in ((MESH, lambda f: f), (explicit, lambda f: f), (explicit, jax.jit)):
+        call = gradaccum_jax.value_and_grad(loss, steps=3, mesh=mesh, axis_name="data")
+        with refused(gradaccum.UsageError, "argument 0: expected parameters that are replicated along ('data',)", "all_gather", "jax.jit"):
+            wrapped(call)(jax.device_put(w, NamedSharding(mesh, SPREAD)), x, y)
+        close(wrapped(call)(w, jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "data"))), y), wanted)
+    (sharded,) = spread(w)
+    alone = jax.jit(gradaccum_jax.value_and_grad(loss, steps=3))(sharded, *spread(x, y))
+    close(alone, wanted)
+    assert not alone[1].sharding.is_fully_replicated
+
+    def gathering(w: Any, x: Any, y: Any) -> Any:
+        whole = lambda w, x, y: loss(jax.lax.all_gather(w, "data", tiled=True), x, y)  # noqa: E731
+        value, gradient = gradaccum_jax.value_and_grad(whole, steps=3)(w, x, y)
+        return jax.lax.pmean(value, "data"), gradient / DEVICES
+
+    lift: Any = jax.shard_map
+    close(jax.jit(lift(gathering, mesh=MESH, in_specs=SPREAD, out_specs=(WHOLE, SPREAD)))(sharded, *spread(x, y)), wanted)
+
+
 def weights_and_aux() -> None:
     """Tokens differ between devices; extremes, sums and rows are those of all items, along another axis too."""
     x, y = data(ITEMS)
@@ -169,6 +225,6 @@ def refusals() -> None:
 
 if __name__ == "__main__":
     checks = (one_reduction_per_call, in_parts_of_a_program, explicit_mesh, weights_and_aux, keys_differ_between_devices, shared_window)
-    for check in (*checks, coupled, refusals):
+    for check in (*checks, arrays_from_anywhere, derivative_of_the_loss, sharded_parameters, coupled, refusals):
         check()
         print(check.__name__, "holds")

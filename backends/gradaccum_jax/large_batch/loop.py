@@ -177,7 +177,8 @@ def _over_devices(own: Own, merging: Merging, axis_names: tuple[str, ...]) -> Ow
         return own
     summed = [leaf for leaf, is_sum in zip(own.aux, merging.is_sum(), strict=True) if is_sum]
     library: Any = lax
-    weight, loss, made = library.psum((own.weight, own.loss, summed), axis_names)
+    # One by one: JAX 0.7 does not transpose a psum of several arrays where only some have a derivative.
+    weight, loss, *made = (library.psum(leaf, axis_names) for leaf in (own.weight, own.loss, *summed))
     given = iter(made)
     extremes = merging.over_devices(own.aux, axis_names)
     aux = [next(given) if is_sum else leaf for leaf, is_sum in zip(extremes, merging.is_sum(), strict=True)]

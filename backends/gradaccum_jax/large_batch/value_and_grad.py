@@ -22,6 +22,7 @@ from gradaccum_jax.large_batch.splitting import Source, Splitting, make_splittin
 from gradaccum_jax.large_batch.weights import Weight
 from gradaccum_jax.types import DType, Tree
 from gradaccum_jax.workers.checks import require_names
+from gradaccum_jax.workers.crossing import require_unsharded
 from gradaccum_jax.workers.kinds import require_axes, require_same_params
 
 
@@ -82,8 +83,10 @@ def value_and_grad(
             those of all devices' items, reduced once; concatenated rows are the device's own.
         mesh: with `axis_name`, outside of `jax.shard_map`: the call runs each device's part there, and reduces once. `steps` and
             `micro_batch_size` are those of one device's part: micro-batch number i holds the i-th items of every device. Concatenated rows
-            come back in the order of the items all the same. Parameters are replicated along `axis_name`. Without a mesh a batch that is
-            sharded gives the same numbers, but XLA gathers it, or reduces in every micro-batch.
+            come back in the order of the items all the same. Parameters are replicated along `axis_name`. Sharded ones are refused where
+            JAX tells: under a `jax.jit` of your own with an ``Auto`` mesh it does not, and XLA gathers them. Without a mesh sharded
+            parameters have sharded gradients, and a batch that is sharded gives the same numbers, but XLA gathers it, or reduces in every
+            micro-batch.
 
     Returns:
         A function of the same arguments that returns ``(loss, gradients)``, or ``((loss, aux), gradients)``. The loss is that of the large
@@ -92,6 +95,7 @@ def value_and_grad(
     Raises:
         ArgumentTypeError, ArgumentValueError: an option makes no sense; or, at a call, the batch cannot be divided so, or `loss_fn` returns
             something else than was declared. The batch and the parameters are never changed.
+        UsageError: with a mesh, parameters are sharded along `axis_name`.
     """
     differentiation = Differentiation(loss_fn, as_places(argnums), has_aux, allow_int, isinstance(argnums, int))
     splitting = make_splitting(steps, micro_batch_size, micro_batch_weight, axes, weight, split)
@@ -117,6 +121,8 @@ class ValueAndGrad(Call):
         if self.mesh is None:
             require_axes(self.question.axis_names)
             require_same_params(by, self.question.axis_names)
+        for place, tree in zip(self.question.differentiation.places, by, strict=True) if self.mesh is not None else ():
+            require_unsharded(tree, f"argument {place}", self.question.axis_names)
         return self._of_batch(by, batch)
 
     def _run(self, by: tuple[Tree, ...], source: Source) -> Any:

@@ -18,6 +18,8 @@ from gradaccum_jax.workers.replicated import replicated
 
 Spec = Any
 """A `jax.sharding.PartitionSpec`."""
+_LIBRARY: Any = jax
+"""JAX, where its stubs lack a name."""
 
 
 class Made(NamedTuple):
@@ -37,13 +39,52 @@ def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
     return jax.tree.leaves(tree)
 
 
-def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: tuple[Spec, ...]) -> list[Array]:
-    """The arguments' leaves with types that say how they are shared, where the types of the whole mesh do (``AxisType.Explicit``)."""
-    kinds: Any = mesh
-    if any(kind != jax.sharding.AxisType.Explicit for kind in kinds.axis_types):
+def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: list[Spec], axes: tuple[str, ...]) -> list[Array]:
+    """Return the leaves typed by `specs` on a mesh whose types tell how arrays are shared (``AxisType.Explicit``, the default from 0.9 on).
+
+    Args:
+        leaves: the arguments' leaves.
+        mesh: their mesh.
+        specs: one for each leaf; with the axes of the batch.
+        axes: along other axes a leaf stays sharded as it is.
+    """
+    spread = {name for spec in specs for entry in spec for name in _named(entry, axes)}
+    if any(kind != jax.sharding.AxisType.Explicit for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in spread):
         return leaves
-    reshard: Any = jax.sharding.reshard
-    return [reshard(leaf, jax.sharding.NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)]
+
+    def place(leaf: Array, spec: Spec) -> Array:
+        wanted, own = ([_named(entry, axes) for entry in entries] for entries in (spec, _LIBRARY.typeof(leaf).sharding.spec))
+        wanted += [()] * (len(own) - len(wanted))
+        return leaf if own == wanted else _LIBRARY.sharding.reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+    return [place(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+
+
+def require_unsharded(params: Tree, name: str, axes: tuple[str, ...]) -> None:
+    """Raise if parameters are sharded along the axes of the batch: `jax.shard_map` would gather them, and return replicated gradients.
+
+    An array knows how it is sharded, a tracer does so on an explicit mesh only.
+
+    Raises:
+        UsageError: one is sharded so; names it.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not isinstance(leaf, jax.Array):
+            continue
+        sharding: Any = (_LIBRARY.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf).sharding
+        found = {axis for entry in getattr(sharding, "spec", ()) for axis in _named(entry, axes) if sharding.mesh.shape[axis] > 1}
+        if found:
+            fix = (
+                "Leave mesh and axis_name out: XLA partitions the call under jax.jit. Or do so in a jax.shard_map of your own, "
+                "and gather each parameter in the loss function (FSDP): jax.lax.all_gather(p, axis_name, tiled=True)."
+            )
+            where, expected = f"{name}{jax.tree_util.keystr(path)}", f"parameters that are replicated along {axes}"
+            raise explain(UsageError, where, expected=expected, found=f"one that is sharded along {sorted(found)}", fix=fix)
+
+
+def _named(entry: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return which of `axes` an entry of a PartitionSpec names."""
+    return tuple(axis for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis in axes)
 
 
 def entered(args: tuple[Tree, ...], axes: tuple[str, ...]) -> list[Tree]:

@@ -68,8 +68,8 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
     def run(*args: Tree) -> Any:
         _require_arguments(args, devices)
         leaves, structure = jax.tree.flatten(args)
-        specs = tuple(spec for index, arg in enumerate(args) for spec in spec_of(index, arg, axes))
-        leaves = placed(leaves, mesh, specs)
+        specs = [spec for index, arg in enumerate(args) for spec in spec_of(index, arg, axes)]
+        leaves = placed(leaves, mesh, specs, mesh.axis_names)
         made: list[Made] = []
 
         def body(*local: Array) -> list[Array]:
@@ -80,7 +80,7 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
 
         def lifted(function: Step, out_specs: list[Spec]) -> Step:
             lift: Any = jax.shard_map
-            function = lift(function, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=set(axes))
+            function = lift(function, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(axes))
             return function
 
         # First for the types of what comes out alone, as jax.shard_map wants to be told them.

@@ -68,7 +68,9 @@ def axis_for_the_compiler() -> None:
 
 
 def explicit_axes() -> None:
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    kinds = jax.sharding.AxisType
+    require_large_batch(train(jax.make_mesh((4, 1), ("data", "model"), axis_types=(kinds.Explicit, kinds.Auto)), "data", START)[0])
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kinds.Explicit,))
     require_large_batch(train(mesh, "data", START)[0])
     with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
         require_large_batch(train(mesh, "data", jax.device_put(START, jax.sharding.NamedSharding(mesh, P())))[0])
