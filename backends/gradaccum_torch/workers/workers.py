@@ -195,7 +195,7 @@ class Alone(OwnSum):
 
     Args:
         parameters: those of the optimizer.
-        separate: ``separate_sums=True``; without it what such a module averages is refused by the watch over ``.grad``.
+        separate: ``separate_sums=True``; without it what such a module averages is refused by the watch over ``.grad``, and weight 0 here.
     """
 
     place = 0, 1
@@ -219,7 +219,13 @@ class Alone(OwnSum):
         self._compared = False
 
     def taking_part(self) -> AbstractContextManager[None] | None:
-        return None if self._averaging() is None else delivering_zeros(self._parameters)
+        if self._averaging() is None:
+            return None
+        if not self.several:
+            fix = "Write gradaccum.wrap(optimizer, ..., module=parallel)."
+            expected = "items on every worker, where DistributedDataParallel averages each micro-batch's gradients"
+            raise explain(UsageError, "weight", expected=expected, got=0, fix=fix)
+        return delivering_zeros(self._parameters)
 
     def shares(self, fields: State, loss: float) -> Shares:
         return Shares([fields.weight], 1, [], fields.overflow, [loss])

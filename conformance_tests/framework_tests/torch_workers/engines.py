@@ -142,6 +142,9 @@ def averages_of_each_micro_batch_need_one_weight(rank: int) -> None:
     assert numbers(model) == before
     with refused(gradaccum.UsageError, "loss", "without a graph"):
         opt.backward(torch.zeros(()), 0)
+    bare = gradaccum.wrap(sgd(model), steps=1)
+    with refused(gradaccum.UsageError, "weight", "got 0", "module=parallel"):
+        bare.backward(parallel(micro_batches(0)[0][0]).sum(), 0)
     for empty in (False, True):  # With the group the weights are added up, and may differ.
         model = build()
         opt = gradaccum.wrap(sgd(model), steps=2, separate_sums=True, clip_norm=0.05, process_group=dist.group.WORLD)
