@@ -79,11 +79,11 @@ def weight_of_zero_ends_a_window(rank: int) -> None:
 
 @check
 def weight_of_zero_on_one_worker(rank: int) -> None:
-    """Its backward pass is that of all workers, and adds nothing, not even NaN: in the window's first and in its last micro-batch."""
-    everyone = [batches(worker, 2) for worker in range(2)]
-    for empty in range(2):
-        reference, _ = alone([[batch for index, batch in enumerate(everyone[0] + everyone[1]) if index != 2 + empty]])
-        for _, model, opt in each_way(steps=2):
+    """Its backward pass is that of all workers, and adds nothing, not even NaN: in a window's first micro-batch, its last and its only one."""
+    for steps, empty in ((2, 0), (2, 1), (1, 0)):
+        everyone = [batches(worker, steps) for worker in range(2)]
+        reference, _ = alone([[batch for index, batch in enumerate(everyone[0] + everyone[1]) if index != steps + empty]])
+        for _, model, opt in each_way(steps=steps):
             for index, (x, rare) in enumerate(everyone[rank]):
                 out = model(x, rare)
                 off = rank == 1 and index == empty
