@@ -79,7 +79,7 @@ def weight_of_zero_ends_a_window(rank: int) -> None:
 
 @check
 def weight_of_zero_on_one_worker(rank: int) -> None:
-    """Its backward pass is that of all workers, and adds nothing, not even NaN: in a window's first micro-batch, its last and its only one."""
+    """Its backward pass is that of all workers, and adds nothing, no NaN either: in a window's first, last and only micro-batch."""
     for steps, empty in ((2, 0), (2, 1), (1, 0)):
         everyone = [batches(worker, steps) for worker in range(2)]
         reference, _ = alone([[batch for index, batch in enumerate(everyone[0] + everyone[1]) if index != steps + empty]])
