@@ -103,6 +103,8 @@ class Window(WindowState):
             self._set(self._closing.join(self._workers, self._fields, self.strategy, self._plan.zeros), self._event)
             if not self._workers.joined:
                 return
+        else:
+            self._workers.require_one_weight(self._fields)
         self._fields, decision, *_ = verdict = self._closing.verdict(self._fields, self.strategy, self._plan)
         try:
             if decision.apply:

@@ -60,7 +60,7 @@ def workers_of(
     else:
         fix = "Leave it out: module= has a process group, and FSDP2 reduces gradients by itself."
         raise explain(ArgumentValueError, "process_group", expected="no module= and no fully_shard beside it", found="one", fix=fix)
-    if isinstance(workers, Alone) and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if not workers.several and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _require_no_reduction(optimizer)
     return _require_allowed(workers, parameters, options)
 

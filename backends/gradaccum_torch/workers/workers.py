@@ -105,6 +105,9 @@ class Workers(ABC):
             UsageError: a worker did not come before the process group's timeout.
         """
 
+    def require_one_weight(self, fields: State) -> None:  # noqa: B027
+        """Raise `UsageError` where other workers, which nothing joins, need the weight of this one's window; collective there."""
+
     @abstractmethod
     def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
         """Close the open window by `close`, and with others as many more as they have.
@@ -198,22 +201,26 @@ class Alone(OwnSum):
         separate: ``separate_sums=True``; without it what such a module averages is refused by the watch over ``.grad``, and weight 0 here.
     """
 
-    place = 0, 1
+    several, place = False, (0, 1)
 
     def __init__(self, parameters: Sequence[Tensor], separate: bool) -> None:
-        self._parameters, self.several = parameters, separate
+        self._parameters, self._separate = parameters, separate
         self._module: DistributedDataParallel | None = None
         self._looked = self._compared = False
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
-        module = self._averaging()
-        if module is not None and not self._compared:
+        return Joined(fields, sums, numbers)
+
+    def require_one_weight(self, fields: State) -> None:
+        module = self._averaging() if self._separate and not self._compared else None
+        if module is not None:
             require_no_join(module)
             weights = torch.tensor([fields.weight, -fields.weight], dtype=torch.float64, device=self._parameters[0].device)
             dist.all_reduce(weights, dist.ReduceOp.MAX, group=module.process_group)
-            _require_one_weight(fields.weight, *weights.tolist())
+            most, minus_least = weights.tolist()
+            if most != -minus_least:
+                raise _weights_error(fields.weight, most, -minus_least)
             self._compared = True
-        return Joined(fields, sums, numbers)
 
     def window_ended(self) -> None:
         self._compared = False
@@ -221,7 +228,7 @@ class Alone(OwnSum):
     def taking_part(self) -> AbstractContextManager[None] | None:
         if self._averaging() is None:
             return None
-        if not self.several:
+        if not self._separate:
             fix = "Write gradaccum.wrap(optimizer, ..., module=parallel)."
             expected = "items on every worker, where DistributedDataParallel averages each micro-batch's gradients"
             raise explain(UsageError, "weight", expected=expected, got=0, fix=fix)
@@ -253,13 +260,12 @@ def require_no_join(module: DistributedDataParallel) -> None:
         raise explain(UsageError, "join", expected="a loop without DistributedDataParallel.join()", found="one under it", fix=fix)
 
 
-def _require_one_weight(own: float, most: float, minus_least: float) -> None:
-    if most != -minus_least:
-        raise explain(
-            UsageError,
-            "weight",
-            expected="windows of one weight on every worker, where DistributedDataParallel averages each micro-batch's gradients",
-            found=f"{own:g} here, and from {-minus_least:g} to {most:g} on the workers",
-            fix="Write gradaccum.wrap(optimizer, ..., module=parallel), or process_group= beside separate_sums=True, or give every worker "
-            "the same weight. The window cannot be closed: call opt.discard() on every worker.",
-        )
+def _weights_error(own: float, most: float, least: float) -> UsageError:
+    return explain(
+        UsageError,
+        "weight",
+        expected="windows of one weight on every worker, where DistributedDataParallel averages each micro-batch's gradients",
+        found=f"{own:g} here, and from {least:g} to {most:g} on the workers",
+        fix="Write gradaccum.wrap(optimizer, ..., module=parallel), or process_group= beside separate_sums=True, or give every worker "
+        "the same weight. The window cannot be closed: call opt.discard() on every worker.",
+    )
