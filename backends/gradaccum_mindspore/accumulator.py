@@ -74,7 +74,8 @@ class Accumulator(StateReader, OwnPhase):
         state, event, told = self.window.add(self.window.ordered(gradients), weight, loss)
         full, needed = self.window.is_full(state), self.window.needs_first(state)
         self.window.write_added(state, event, told, weight)
-        self.window.see_first(needed)
+        if self.window.measures_noise:
+            self.window.see_first(needed)
         return full
 
     def applicable(self) -> Tensor:

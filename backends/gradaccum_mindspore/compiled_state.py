@@ -19,6 +19,9 @@ from gradaccum_mindspore.state import GRAD_NORM, Storage
 from gradaccum_mindspore.sums import where
 from gradaccum_mindspore.types import DType, Number
 
+MICRO_STEP, OPTIMIZER_STEP, SKIPPED_WINDOWS, WEIGHT, OVERFLOW, LOSS_SCALE, GROWTH_TRACKER = range(7)
+"""The places of the state's fields. If code that writes unpacks a state, MindSpore warns of each field that the code does not use."""
+
 
 def exact_in(dtype: DType, options: Options) -> Options:
     """`options` for a program that computes in `dtype`: in float64 as Tensors, because MindSpore rounds a Python number to float32."""
@@ -37,7 +40,7 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.steps: Any = options.steps
         self.sizes: Any = sizes_of(options.steps)
         self.calls_steps, self.by_weight = callable(self.sizes), isinstance(options.steps, UntilWeight)
-        self.measures = measures(options)
+        self.measures, self.measures_noise = measures(options), options.noise_decay is not None
         scale = options.scale_rule.init_scale
         self.may_be_plain = not self.measures and not self.calls_steps and SMALLEST_SCALE < scale < LARGEST_SCALE
         """Whether a window of good weights has nothing to be decided: it is applied, divided by its weight."""
@@ -106,11 +109,10 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
 
     def write_open(self, state: Fields, event: Tensor | None) -> bool:
         """Assign what a micro-batch changes; without an `event` it changes neither that nor the overflow flag."""
-        micro_step, _, _, weight, overflow, _, _ = state
-        ops.assign(self.storage.micro_step, micro_step.astype(ms.int32))
-        ops.assign(self.storage.weight, weight.astype(self.float_dtype))
+        ops.assign(self.storage.micro_step, state[MICRO_STEP].astype(ms.int32))
+        ops.assign(self.storage.weight, state[WEIGHT].astype(self.float_dtype))
         if event is not None:
-            ops.assign(self.storage.overflow, overflow)
+            ops.assign(self.storage.overflow, state[OVERFLOW])
             self.write_event(event)
         return True
 
@@ -125,16 +127,14 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
     def write_size(self, state: Fields) -> bool:
         """Assign the size of the open window, if windows have different sizes."""
         if self.varies:
-            _, optimizer_step, _, _, _, _, _ = state
-            ops.assign(self.storage.terms, self.other_codes + self.size_code * self.size(optimizer_step).astype(ms.int32))
+            ops.assign(self.storage.terms, self.other_codes + self.size_code * self.size(state[OPTIMIZER_STEP]).astype(ms.int32))
         return True
 
     def write_counters(self, state: Fields) -> bool:
         """Assign what only the end of a window changes."""
-        _, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = state
-        ops.assign(self.storage.optimizer_step, optimizer_step.astype(ms.int32))
-        ops.assign(self.storage.skipped_windows, skipped_windows.astype(ms.int32))
+        ops.assign(self.storage.optimizer_step, state[OPTIMIZER_STEP].astype(ms.int32))
+        ops.assign(self.storage.skipped_windows, state[SKIPPED_WINDOWS].astype(ms.int32))
         if self.scale_moves:
-            ops.assign(self.storage.loss_scale, loss_scale.astype(ms.float32))
-            ops.assign(self.storage.growth_tracker, growth_tracker.astype(ms.int32))
+            ops.assign(self.storage.loss_scale, state[LOSS_SCALE].astype(ms.float32))
+            ops.assign(self.storage.growth_tracker, state[GROWTH_TRACKER].astype(ms.int32))
         return True

@@ -21,6 +21,7 @@ from gradaccum.kit import Fields, Options, accumulate, contribution, decide, div
 from gradaccum.kit import close as state_closed
 from gradaccum.kit import discard as state_discarded
 from gradaccum_mindspore.compiled_arguments import CompiledArguments
+from gradaccum_mindspore.compiled_state import MICRO_STEP, OPTIMIZER_STEP, WEIGHT
 from gradaccum_mindspore.norm import compiled_measure, robust_measure
 from gradaccum_mindspore.packed import Packed
 from gradaccum_mindspore.plain_ends import compiled_ends_plainly, compiled_weigh
@@ -49,8 +50,8 @@ class CompiledWindow(CompiledArguments):
 
         Returns the state after it; the event, if a gradient may be dropped; the value of `Knowledge.loss`, if its loss is told.
 
-        The caller asks `is_full` of the state, and `needs_first`, and then calls `write_added` and `see_first`. The compiler drops an
-        ``if`` on a flag that comes out of a function that writes, so these are calls of their own.
+        The caller asks `is_full` of the state, and `needs_first`, and then calls `write_added`, and `see_first` if `measures_noise`. The
+        compiler drops an ``if`` on a flag that comes out of a function that writes, so these are calls of their own.
         """
         before, known, told = self.read(), self.storage.knowledge, None
         if self.adds_certainly(weight):
@@ -68,9 +69,8 @@ class CompiledWindow(CompiledArguments):
         if self.options.on_overflow == "drop_micro_batch":
             finite = compiled_finite(self.storage.sums, gradients, factor) | (amount == 0)
         state = accumulate(before, amount, finite, where)
-        micro_step, _, _, _, _, _, _ = state
-        never, dropped = micro_step < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
-        event = self.event(never, never, dropped * (micro_step + 1), self.grad_norm())
+        never, dropped = state[MICRO_STEP] < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
+        event = self.event(never, never, dropped * (state[MICRO_STEP] + 1), self.grad_norm())
         adds = usable(before, amount, finite)
         if loss is not None:
             told = known.compiled_told(self.loss_number(loss), amount, adds)
@@ -93,18 +93,10 @@ class CompiledWindow(CompiledArguments):
 
     def needs_first(self, state: Fields) -> Tensor:
         """Whether the noise scale needs the norm of the sum after this micro-batch."""
-        if self.storage.knowledge.has_noise:
-            return self.storage.knowledge.compiled_needs_first(state)
-        return self.true
+        return self.storage.knowledge.compiled_needs_first(state) if self.measures_noise else self.true
 
     def see_first(self, needed: Tensor) -> bool:
-        """Measure the sum if `needed`."""
-        if self.storage.knowledge.has_noise:
-            self.measure_first(needed)
-        return True
-
-    def measure_first(self, needed: Tensor) -> bool:
-        """The branch of `see_first`."""
+        """Measure the sum for the noise scale if `needed`; a branch of its own."""
         if needed:
             self.storage.knowledge.compiled_see_first(self.packed(), self.storage.weight, self.storage.loss_scale)
         return True
@@ -141,12 +133,12 @@ class CompiledWindow(CompiledArguments):
         loss, noise = self.unknown, None
         if told:
             loss, noise = self.storage.knowledge.compiled_after(state, self.nan)
-        _, optimizer_step, _, zero, _, _, _ = state_closed(state, self.true, self.false, self.options, where)
-        compiled_clear(self.storage.sums, zero)
+        after = state_closed(state, self.true, self.false, self.options, where)
+        compiled_clear(self.storage.sums, after[WEIGHT])
         self.storage.knowledge.compiled_write(loss, noise)
         ops.assign(self.storage.micro_step, self.no_step)
         ops.assign(self.storage.weight, self.zero)
-        ops.assign(self.storage.optimizer_step, optimizer_step.astype(ms.int32))
+        ops.assign(self.storage.optimizer_step, after[OPTIMIZER_STEP].astype(ms.int32))
         self.write_event(self.plain_event)
         return True
 
@@ -212,8 +204,7 @@ class CompiledWindow(CompiledArguments):
         if untold and self.workers is None:
             loss = self.unknown
         after = state_closed(before, apply, overflow, self.options, where)
-        _, _, _, zero, _, _, _ = after
-        compiled_clear(self.storage.sums, zero)
+        compiled_clear(self.storage.sums, after[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
         self.storage.knowledge.compiled_write(loss, noise)
@@ -222,8 +213,7 @@ class CompiledWindow(CompiledArguments):
 
     def flush(self, update: Update) -> Tensor:
         """Close the open window; returns whether there was one, a bool Tensor of shape ()."""
-        micro_step, _, _, _, _, _, _ = self.read()
-        is_open = micro_step > 0
+        is_open = self.storage.micro_step.value() > 0
         if is_open:
             self.close(update, False)
         return is_open
@@ -231,12 +221,11 @@ class CompiledWindow(CompiledArguments):
     def discard(self) -> bool:
         """Forget the open window."""
         state = state_discarded(self.read())
-        micro_step, _, _, zero, _, _, _ = state
-        never = micro_step < 0
+        never = state[MICRO_STEP] < 0
         event = self.event(never, never, never, self.grad_norm())
         loss, noise = self.storage.knowledge.compiled_forgotten()
         self.storage.knowledge.compiled_write(loss, noise)
-        compiled_clear(self.storage.sums, zero)
+        compiled_clear(self.storage.sums, state[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
         return self.write_open(state, event)

@@ -215,7 +215,8 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
         state, event, told = self.compiled_window.add(self.compiled_window.ordered(gradients), weight, loss)
         full, needed = self.compiled_window.is_full(state), self.compiled_window.needs_first(state)
         self.compiled_window.write_added(state, event, told, weight)
-        self.compiled_window.see_first(needed)
+        if self.compiled_window.measures_noise:
+            self.compiled_window.see_first(needed)
         if self.compiled_window.steps is None:
             return full
         certain = self.compiled_window.adds_certainly(weight)
@@ -232,7 +233,8 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
         state, event, told = self.compiled_window.add(self.compiled_window.ordered(gradients), weight, loss)
         needed = self.compiled_window.needs_first(state)
         self.compiled_window.write_added(state, event, told, weight)
-        self.compiled_window.see_first(needed)
+        if self.compiled_window.measures_noise:
+            self.compiled_window.see_first(needed)
         return True
 
 

@@ -68,8 +68,8 @@ def run_preloaded(recipe: Recipe, directory: Path, framework: Preloaded) -> None
     assert status == 0, said[-3000:]
 
 
-def run_recipe(recipe: Recipe, directory: Path, **environment: str) -> None:
-    """Run the block from a file in `directory`. If it fails, the assertion shows its error output. No process outlives the call."""
+def run_recipe(recipe: Recipe, directory: Path, **environment: str) -> str:
+    """Run the block from a file in `directory`; returns what it prints, which the assertion shows if it fails. No process outlives it."""
     words = shlex.split(recipe.command.replace(PORT, str(_free_port())))
     (directory / words[-1]).write_text(recipe.code, encoding="utf-8")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -88,6 +88,7 @@ def run_recipe(recipe: Recipe, directory: Path, **environment: str) -> None:
         if running.poll() is None:
             _end(running)
     assert running.returncode == 0, said[-3000:]
+    return said
 
 
 def _end(running: subprocess.Popen[str]) -> None:

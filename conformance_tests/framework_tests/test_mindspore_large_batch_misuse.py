@@ -10,10 +10,11 @@ ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 import numpy as np  # noqa: E402
 from mindspore import COOTensor, Parameter, Tensor, nn, ops  # noqa: E402
 
+import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode, seed, tensors  # noqa: E402, F401
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError  # noqa: E402
-from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch import value_and_grad, value_and_update  # noqa: E402
 
 X = np.arange(10.0).reshape(5, 2)
 
@@ -293,3 +294,80 @@ def test_dynamic_number_of_items():
         step(Tensor(np.ones((items, 2)), ms.float32))
     with pytest.raises(ArgumentValueError, match=r"batch\[0\]: expected a known number of items along axis 0"):
         step(Tensor(np.ones((8, 2)), ms.float32))
+
+
+class Gate(nn.Cell):
+    """Weighs items by a parameter, or counts them if that is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = Parameter(Tensor([1.0, 2.0], ms.float64), name="w")
+
+    def construct(self, x, m):
+        return ops.exp(ops.matmul(x, self.w)).sum()
+
+
+def weighted_mean(gate, x, m):
+    """By the mask and the gate, both of which are in the denominator."""
+    each = m * ops.exp(ops.matmul(x, gate.w))
+    return (each * ops.square(ops.matmul(x, gate.w))).sum() / each.sum()
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+@pytest.mark.parametrize("place", [1, (0, 1)])
+@pytest.mark.parametrize("reduction", ["mean", "item_mean"])
+def test_weight_that_depends_on_an_argument(mode, place, reduction):
+    """Without its derivative the gradient by the mask would be some 10 % off."""
+    gate, batch = Gate(), tensors(X, np.linspace(0.2, 2, 5))
+
+    def forward(x, m):
+        return weighted_mean(gate, x, m)
+
+    for weight in (lambda x, m: m.sum(), lambda x, m: ops.exp(ops.matmul(x, gate.w)).sum() * m[0]):
+        with pytest.raises(ArgumentValueError, match=r"weight: expected a weight that stays.*ops\.stop_gradient"):
+            in_mode(mode, value_and_grad(forward, place, [gate.w], steps=2, weight=weight, reduction=reduction))(*batch)
+    counting = (lambda x, m: (m > 0.5).sum(), lambda x, m: ops.stop_gradient(m).sum(), lambda x, m: len(m), None)
+    for weight in counting:
+        in_mode(mode, value_and_grad(forward, place, [gate.w], steps=2, weight=weight, reduction=reduction))(*batch)
+    in_mode(mode, value_and_grad(forward, None, [gate.w], steps=2, weight=lambda x, m: m.sum(), reduction=reduction))(*batch)
+    in_mode(mode, value_and_grad(forward, place, [gate.w], steps=2, weight=lambda x, m: m.sum(), reduction="sum"))(*batch)
+
+
+def test_weight_that_depends_on_parameters():
+    """Itself, by a Cell or by a function that it calls. What is not differentiated may move it."""
+    gate, other, batch = Gate(), Gate(), tensors(X / 10, np.ones(5))
+
+    def forward(x, m):
+        return weighted_mean(gate, x, m)
+
+    def of_gate(x, m):
+        return gate(x, m)
+
+    for weight in (gate, lambda x, m: gate.w.sum() + len(x), of_gate):
+        for mode in ("pynative", "graph"):
+            with pytest.raises(ArgumentValueError, match=r"weight: expected a weight that stays"):
+                in_mode(mode, value_and_grad(forward, None, [gate.w], steps=2, weight=weight))(*batch)
+    optimizer = gradaccum.wrap(nn.Momentum([gate.w], 0.1, 0.9), steps=None)
+    with pytest.raises(ArgumentValueError, match=r"weight: expected a weight that stays"):
+        value_and_update(forward, optimizer, steps=2, weight=gate)(*batch)
+    assert (optimizer.result.micro_step, optimizer.result.optimizer_step) == (0, 0)
+    value_and_grad(forward, None, [gate.w], steps=2, weight=other)(*batch)
+
+
+def test_compiled_weight_that_depends_on_parameters():
+    """Compiled code cannot raise: all becomes NaN, and the window is an overflow."""
+    gate, batch = Gate(), tensors(X / 10, np.ones(5))
+
+    def forward(x, m):
+        return weighted_mean(gate, x, m)
+
+    def counted(x, m):
+        return ops.stop_gradient(gate(x, m))
+
+    for weight, bad in ((gate, True), (counted, False)):
+        call = value_and_grad(forward, None, [gate.w], steps=2, weight=weight)
+        loss, (gradient,) = ms.jit(call.construct)(*batch)
+        assert bool(np.isnan(loss.asnumpy())) == bool(np.isnan(gradient.asnumpy()).all()) == bad
+        optimizer = gradaccum.wrap(nn.Momentum([gate.w], 0.1, 0.9), steps=None, name=f"of {bad}")
+        loss = ms.jit(value_and_update(forward, optimizer, steps=2, weight=weight).construct)(*batch)
+        assert bool(np.isnan(loss.asnumpy())) == bool(optimizer.result.overflow) == bad

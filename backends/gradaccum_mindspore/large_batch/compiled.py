@@ -36,7 +36,7 @@ from gradaccum_mindspore.large_batch.merging import require_scalar
 from gradaccum_mindspore.large_batch.nests import filled, leaves_in, sizes_of, slices_of
 from gradaccum_mindspore.large_batch.options import SplitOptions
 from gradaccum_mindspore.large_batch.randomness import require_one_program
-from gradaccum_mindspore.large_batch.weights import as_array
+from gradaccum_mindspore.large_batch.weights import as_array, moving
 from gradaccum_mindspore.sums import hidden_parameter, sum_dtype, where, working_dtype
 from gradaccum_mindspore.types import DType
 
@@ -66,6 +66,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.has_aux, self.aux = options.aux is not None, options.aux
         self.axes, self.reduction, self.calls_weight = options.axes, options.reduction, callable(options.weight)
         self.weight_function: Any = options.weight if self.calls_weight else None
+        named = () if options.reduction.reduction == "sum" else moving(options.weight, listed)
+        self.weight_slopes: Any = ms.grad(options.weight, None, named) if named else None
         self.may_be_zero = options.weight is not None
         self.array = options.weight is not None and not self.calls_weight
         self.backward = backward
@@ -132,8 +134,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
     def add(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Tensor, Tensor, Any]:
         """One micro-batch: the sums of losses, weights and gradients with it."""
-        loss, weight, sums, _, _ = self.taken(batch, indices, per_item, loss, weight, sums, False)
-        return loss, weight, sums
+        return self.taken(batch, indices, per_item, loss, weight, sums, False)[:3]
 
     def taken(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any, flat: bool) -> tuple[Any, ...]:
         """The same three, then the weight of the micro-batch and what `fn` returned beside its loss, or if `flat` the leaves of that."""
@@ -143,7 +144,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         given = self.loss_of(value)
         others: Any = value[1:] if self.has_aux else ()
         factor = contribution(amount, self.reduction)
-        # Everything becomes NaN by a negative weight: compiled code cannot refuse a value.
+        # Everything becomes NaN by a negative weight, and by one with a derivative: compiled code cannot refuse a value.
         factor = where(amount > 0, factor, where(amount == 0, amount * 0, self.nan * 1))
         sums = self.collected(sums, gradients, amount, factor)
         given = given.astype(loss.dtype) * factor
@@ -178,6 +179,9 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         if self.calls_weight:
             given = self.weight_function(*arguments)
             amount = self.zero + number_of(given)
+            if self.weight_slopes is not None:
+                for slope in self.weight_slopes(*arguments):
+                    amount = where((slope != 0).any(), self.nan * 1, amount)
         elif self.array:
             amount = self.zero + ops.gather(per_item, indices, 0).sum()
         else:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
+from mindspore import Parameter
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Division, Nest, Options, explain, make_division, make_options, require_kind
+from gradaccum_mindspore.large_batch.weights import constant, moving
 from gradaccum_mindspore.sums import sum_dtype
 
 
@@ -57,6 +59,13 @@ def split_options(
     require_aux(has_aux, aux)
     sum_dtype(ms.float32, accumulate_dtype)
     return SplitOptions(division, reduction, weight, axes, split, aux, accumulate_dtype)
+
+
+def with_constant_weight(options: SplitOptions, positions: tuple[int, ...], parameters: Sequence[Parameter]) -> SplitOptions:
+    """`options` whose weight raises if it depends on the arguments at `positions` or on `parameters`, which are differentiated."""
+    if options.reduction.reduction == "sum":
+        return options
+    return options._replace(weight=constant(options.weight, positions, moving(options.weight, parameters)))
 
 
 def plain_reduction(reduction: str) -> Options:

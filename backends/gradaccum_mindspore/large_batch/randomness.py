@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import Parameter, nn
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
@@ -55,8 +55,13 @@ def random_cell(fn: object) -> str | None:
 
 
 def cells_of(fn: Any, depth: int) -> Iterator[nn.Cell]:
-    """The Cells that a function names: itself, its object, its closure and the globals that it reads, through further functions."""
-    if isinstance(fn, nn.Cell):
+    """The Cells that a function names."""
+    yield from (each for each in named_by(fn, depth) if isinstance(each, nn.Cell))
+
+
+def named_by(fn: Any, depth: int) -> Iterator[nn.Cell | Parameter]:
+    """The Cells and Parameters that a function names: itself, its object, its closure, the globals that it reads, further functions."""
+    if isinstance(fn, nn.Cell | Parameter):
         yield fn
         return
     if isinstance(getattr(fn, "__self__", None), nn.Cell):
@@ -65,4 +70,4 @@ def cells_of(fn: Any, depth: int) -> Iterator[nn.Cell]:
     if depth and inspect.isfunction(fn):
         known = inspect.getclosurevars(fn)
         for each in (*known.nonlocals.values(), *known.globals.values()):
-            yield from cells_of(each, depth - 1)
+            yield from named_by(each, depth - 1)

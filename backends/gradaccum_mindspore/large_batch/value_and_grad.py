@@ -17,7 +17,7 @@ from gradaccum.kit import Nest
 from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop, with_leaves
-from gradaccum_mindspore.large_batch.options import SplitOptions, plain_reduction, require_function, split_options
+from gradaccum_mindspore.large_batch.options import SplitOptions, plain_reduction, require_function, split_options, with_constant_weight
 from gradaccum_mindspore.large_batch.python_loop import Function, PythonLoop
 
 
@@ -28,8 +28,9 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         super().__init__(auto_prefix=False)
         self.options = options
         backward, positions = ms.value_and_grad(fn, grad_position, weights, has_aux), positions_of(grad_position)
-        self.python_loop = PythonLoop(fn, backward, positions, options)
         self.loop = CompiledLoop(fn, backward, weights, bool(positions), options)
+        listed = (weights,) if isinstance(weights, Parameter) else weights or ()
+        self.python_loop = PythonLoop(fn, backward, positions, with_constant_weight(options, positions, listed))
         if has_aux:
             self.loop.backward_of_leaves = ms.value_and_grad(with_leaves(fn), grad_position, weights, True)
 
@@ -79,6 +80,7 @@ def value_and_grad(
             over the batch is divided by the sum of the weights.
         weight: a callable of the micro-batch's arguments that returns its weight, such as its tokens; or one number per item; the number
             of items unless given. A micro-batch of weight 0 adds nothing, whatever its loss is. If all weigh 0, loss and gradients are 0.
+            A callable must not depend on what is differentiated: it would raise, or in compiled code make everything NaN.
         axes: the axis of the items, an int, for each leaf of the batch (a prefix nest of the tuple of arguments); None: given whole to
             each micro-batch, as are numbers, texts and None; "items": a list or tuple of items, as ``(0, "items")`` for images and one
             dict per image, from Python only. A list that may be as long as the batch needs it, or ``[0, 0]``, an axis per element.

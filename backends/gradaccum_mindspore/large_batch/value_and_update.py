@@ -19,7 +19,7 @@ from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.batch import Batch
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop, with_leaves
 from gradaccum_mindspore.large_batch.merging import MergedOutputs, loss_kind
-from gradaccum_mindspore.large_batch.options import SplitOptions, require_function, split_options
+from gradaccum_mindspore.large_batch.options import SplitOptions, require_function, split_options, with_constant_weight
 from gradaccum_mindspore.large_batch.python_loop import Function, differentiated, divisor_of, weighed
 from gradaccum_mindspore.large_batch.replay import Replay
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
@@ -31,7 +31,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool, options: SplitOptions) -> None:
         super().__init__(auto_prefix=False)
-        self.optimizer, self.options = optimizer, options
+        self.optimizer, self.options = optimizer, with_constant_weight(options, (), optimizer.parameters)
         backward = ms.value_and_grad(scaled(fn, optimizer, has_aux), None, optimizer.parameters, True)
         object.__setattr__(self, "user_function", fn)  # A Cell would list its parameters as its own.
         object.__setattr__(self, "backward", backward)

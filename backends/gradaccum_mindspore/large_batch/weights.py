@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Parameter, Tensor, nn
 
 from gradaccum import ArgumentValueError
-from gradaccum.kit import Cut, Nest, explain, item_weights_error
+from gradaccum.kit import Cut, Nest, explain, item_weights_error, leaves_of
 from gradaccum_mindspore.checks import weight_as_number
+from gradaccum_mindspore.large_batch.randomness import DEPTH, named_by
 
 
 def as_array(weights: Any, items: int) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -64,6 +66,42 @@ def weight_of(weight: Any, arguments: tuple[Nest, ...], items: int | None, cut: 
     if items is None:
         raise _unknown_error("a micro-batch of your own split whose leaves have different lengths")
     return float(items)
+
+
+def constant(weight: Any, positions: tuple[int, ...], parameters: Sequence[Parameter]) -> Any:
+    """`weight`, but a callable that may depend on what is differentiated raises if it does: its derivative is no part of the gradients.
+
+    Args:
+        weight: the option, of a reduction that divides by weights.
+        positions: the arguments that are differentiated by.
+        parameters: what `moving` returned.
+    """
+    if not callable(weight) or not (positions or parameters):
+        return weight
+
+    def checked(*arguments: Nest) -> Any:
+        given, mode = weight(*arguments), ms.get_context("mode")
+        if isinstance(given, Tensor) and given.is_floating_point():
+            ms.set_context(mode=ms.PYNATIVE_MODE)  # Graph mode cannot read a lambda inside a call.
+            try:
+                slopes = ms.grad(weight, positions or None, parameters or None)(*arguments)
+            finally:
+                ms.set_context(mode=mode)
+            if any(leaf.value.asnumpy().any() for leaf in leaves_of(slopes)):
+                expected = "a weight that stays as it is where its arguments and parameters move, as its derivative is left out"
+                fix = "Leave it out of grad_position= and weights=; or weigh by what ops.stop_gradient gives, if fn divides by that too."
+                raise explain(ArgumentValueError, "weight", expected=expected, found="one with a derivative", fix=fix)
+        return given
+
+    return checked
+
+
+def moving(weight: Any, parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
+    """Those of `parameters` that a callable `weight` names, itself or through a Cell, so that it may depend on them."""
+    named: set[int] = set()
+    for each in named_by(weight, DEPTH):
+        named.update(map(id, each.get_parameters() if isinstance(each, nn.Cell) else [each]))
+    return tuple(each for each in parameters if id(each) in named)
 
 
 def _unknown_error(found: str) -> ArgumentValueError:
