@@ -87,7 +87,8 @@ def constant(weight: Any, positions: tuple[int, ...], parameters: Sequence[Param
                 slopes = ms.grad(weight, positions or None, parameters or None)(*arguments)
             finally:
                 ms.set_context(mode=mode)
-            if any(leaf.value.asnumpy().any() for leaf in leaves_of(slopes)):
+            leaves: list[Tensor] = [leaf.value for leaf in leaves_of(slopes)]
+            if any(leaf.asnumpy().any() for leaf in leaves):
                 expected = "a weight that stays as it is where its arguments and parameters move, as its derivative is left out"
                 fix = "Leave it out of grad_position= and weights=; or weigh by what ops.stop_gradient gives, if fn divides by that too."
                 raise explain(ArgumentValueError, "weight", expected=expected, found="one with a derivative", fix=fix)
