@@ -110,6 +110,29 @@ AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-de
 """The node of autograd's graph that adds into a leaf's ``.grad``. Without it the leaves of a loss are not found."""
 
 
+storage_users: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors and other objects hold a storage. Without it `keep_own` cannot tell what the next backward pass writes over."""
+
+
+def keep_own(leaf: Tensor) -> None:
+    """Copy the ``.grad`` of `leaf` if somebody else may write into its memory.
+
+    Autograd takes over the tensor that the first backward pass returns. A CUDA graph returns the same memory each time: its next replay
+    would write over the sum. Memory that torch cannot resize is that of such a graph, or of another library, such as NumPy.
+    """
+    gradient = leaf.grad
+    if gradient is None:
+        return
+    if type(gradient) is Tensor:
+        storage = (gradient._values() if gradient.is_sparse else gradient).untyped_storage()
+        own = storage.resizable() and storage_users(storage._cdata) <= 2  # The gradient and `storage`.
+    else:  # FSDP's shards are parts of one tensor that nobody else writes.
+        own = not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
+    # torch.compile loads this module for graphs. Those that it warms up or records return memory that looks like any other.
+    if not own or (gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules):
+        leaf.grad = gradient.clone()
+
+
 def accumulation_hooks(leaf: Tensor) -> Collection[Callable[[Tensor], None]]:
     """The hooks that run after each accumulation into `leaf`.
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradaccum_torch.torch_private import engine_runs_backward, untraced, version, when_backward_ends
+from gradaccum_torch.torch_private import engine_runs_backward, keep_own, untraced, version, when_backward_ends
 from gradaccum_torch.values import Values
 
 _MULTIPLIED: list[Arrivals] = []
@@ -22,10 +22,6 @@ class Arrivals:
         self.values = Values()
         self.gradients: list[Watched] = []
         """The parameters whose values are noted when a backward pass ends."""
-        self.sharing: list[Watched] = []
-        """The parameters whose gradient is a part of a larger tensor, as that of a parameter which ``torch.cat`` joined is."""
-        self.settled = True
-        """`sharing` was noted when the last backward pass had ended: all parts of a tensor count their versions together."""
         self.under_way = False
         """A backward pass has delivered something and has not ended. Outside of a backward pass it means that one raised."""
         self.inside = False
@@ -59,17 +55,12 @@ class Arrivals:
             self.outside = True
             self.multiplied |= bool(_MULTIPLIED)
         self.values.noted = None
-        self.settled = False
         if engine_runs_backward():
             self.under_way = True
             when_backward_ends(self._end)
 
     def _end(self) -> None:
-        self.under_way, self.settled = False, True
-        if self.sharing:
-            self.sharing = [watched for watched in self.sharing if watched.parameter.grad is watched.gradient]
-            for watched in self.sharing:
-                watched.note()
+        self.under_way = False
         if self.values.wanted:
             self.values.note(gradient for watched in self.gradients if (gradient := watched.parameter.grad) is not None)
 
@@ -94,25 +85,22 @@ class Watched:
         if before is not None and before._version == expected:
             self.version = expected  # One addition in place, as nearly always. `Sentinels.intact` sees whether it is still the parameter's.
         else:
-            self._look(before, expected, parameter.grad)
+            self._look(before, expected, parameter)
         if not self.arrivals.under_way:
             self.arrivals.begin()
 
-    def _look(self, before: Tensor | None, expected: int, gradient: Tensor | None) -> None:
-        self.gradient = gradient
+    def _look(self, before: Tensor | None, expected: int, parameter: Tensor) -> None:
+        if parameter.grad is not before:
+            keep_own(parameter)
+        self.gradient = gradient = parameter.grad
         self.version = now = -1 if gradient is None else gradient._version
-        if before is None:
-            if gradient is not None and _shares_memory(gradient):
-                self.arrivals.sharing.append(self)
-        elif (gradient is not before or now != expected) and not _by_autograd(before, gradient):
+        if before is not None and (gradient is not before or now != expected) and not _by_autograd(before, gradient):
             self.arrivals.disturbed = True
 
     def is_touched(self) -> bool:
-        """Whether something else than autograd wrote; autograd may have written into another part of the same memory."""
+        """True if something other than autograd wrote into ``.grad``, or replaced it."""
         gradient = self.parameter.grad
-        if gradient is not self.gradient:
-            return True
-        return gradient is not None and version(gradient) != self.version and (self.arrivals.settled or not _shares_memory(gradient))
+        return gradient is not self.gradient or (gradient is not None and version(gradient) != self.version)
 
 
 def _by_autograd(before: Tensor, gradient: Tensor | None) -> bool:

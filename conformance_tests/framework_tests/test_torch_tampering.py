@@ -237,12 +237,12 @@ def test_repeated_backward_is_no_change(options: dict) -> None:
 
 @pytest.mark.parametrize("join", [torch.cat, torch.stack])
 def test_gradients_sharing_memory_are_no_change(join: Callable[[list[Tensor]], Tensor]) -> None:
-    """Joined parameters get parts of one tensor as their gradients, and each addition counts as a version of all of them."""
+    """Joined parameters get parts of one tensor as their gradients. Each takes a copy: additions count as versions of all parts."""
     q, v = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     opt = gradaccum.wrap(torch.optim.SGD([q, v], lr=0.5), steps=3)
     for _ in range(6):
         (join([q, v]).square().sum() / 2).backward()
-        assert q.grad.untyped_storage().data_ptr() == v.grad.untyped_storage().data_ptr()
+        assert q.grad.untyped_storage().data_ptr() != v.grad.untyped_storage().data_ptr()
         opt.step()
         opt.zero_grad()
     assert torch.equal(q, torch.full((3,), 0.25))

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
+
 from gradaccum import StepResult
 from gradaccum.kit import State
 from gradaccum_conformance.couplings import Coupling
@@ -46,6 +48,20 @@ class Setup(NamedTuple):
     """`gradaccum.wrap`'s, with ``steps``; None: do not wrap."""
 
 
+class View(NamedTuple):
+    """A gradient as a part of some memory, which is a vector."""
+
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    """In elements; 0 along an axis whose elements are one."""
+
+    def of(self, memory: Array) -> Array:
+        """The part of `memory`, without a copy."""
+        strides = tuple(stride * memory.itemsize for stride in self.strides)
+        return np.lib.stride_tricks.as_strided(memory[self.offset :], self.shape, strides)
+
+
 class Captured(NamedTuple):
     """The calls that a ``capture`` optimizer received."""
 
@@ -69,6 +85,14 @@ class Session(ABC):
     @abstractmethod
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
         """One micro-batch whose gradient is exactly `tree` times the loss scale; values may be inf or NaN."""
+
+    def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
+        """One micro-batch whose gradients are parts of one `memory`, of the parameters' dtype, which is written over afterwards.
+
+        A framework with memory of its own that can be written over takes the same one each time, as autograd hands it over.
+        """
+        parts = memory.copy()
+        self.gradients({name: view.of(parts) for name, view in views.items()})
 
     @abstractmethod
     def flush(self) -> None:

@@ -7,7 +7,7 @@ same shape starts from its initial values.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from mindspore import Tensor, nn
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State, require_weight
-from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session, Setup
+from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session, Setup, View
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 from gradaccum_mindspore.checkpoint import load_checkpoint_into
 from gradaccum_mindspore.harness.trainer import MASTER, Trainer, plain
@@ -50,6 +50,8 @@ class MindSporeSession(Session):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.optimizer = trainer.optimizer
+        self._handed: dict[View, Tensor] = {}
+        """The tensors that `gradients_in` writes over, one for all parameters of one view."""
 
     def micro_batch(self, batch: Batch, *, weight: float | None = None, loss: Loss = "mean") -> float:
         dtype = self.trainer.dtype
@@ -67,6 +69,13 @@ class MindSporeSession(Session):
                 self.trainer.apply(gradients, self._weight(weight))
             else:
                 self.trainer.apply(gradients)
+
+    def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
+        with context_mode(self.trainer.mode):
+            for view in views.values():
+                new = Tensor(np.ascontiguousarray(view.of(memory)), self.trainer.dtype)
+                self._handed.setdefault(view, new).assign_value(new)
+            self.trainer.apply(tuple(self._handed[views[p.name]] for p in self.trainer.parameters), self._weight(None))
 
     def flush(self) -> None:
         with context_mode(self.trainer.mode):

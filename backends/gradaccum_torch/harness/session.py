@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 import gradaccum
 from gradaccum import StepResult
 from gradaccum.kit import State
-from gradaccum_conformance import Array, Arrays, Batch, Captured, Dtype, Fault, GradientTree, Loss, Model, Optimizer, Session, Setup
+from gradaccum_conformance import Array, Arrays, Batch, Captured, Dtype, Fault, GradientTree, Loss, Model, Optimizer, Session, Setup, View
 from gradaccum_conformance import Harness as BaseHarness
 from gradaccum_conformance.specs import Attention, AvgPool, Conv, Dense, Flatten, Layer, MeanOverLength, Tanh
 
@@ -105,6 +105,20 @@ def to_numpy(tensor: Tensor) -> Array:
     return np.array((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
 
 
+class _HandedOver(torch.autograd.Function):
+    """Zero, whose gradients are parts of one memory, which each backward pass writes over as the replay of a CUDA graph does."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: Tensor, values: Tensor, views: Sequence[View], *parameters: Tensor) -> Tensor:
+        ctx.memory, ctx.values, ctx.views = memory, values, views
+        return memory.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.memory.copy_(ctx.values * upstream[0])
+        return (None, None, None, *(ctx.memory.detach().as_strided(view.shape, view.strides, view.offset) for view in ctx.views))
+
+
 class TorchSession(Session):
     """A model and its optimizer, trained by the loop of torch's tutorials.
 
@@ -119,6 +133,7 @@ class TorchSession(Session):
         self, model: SpecModel, inner: torch.optim.Optimizer, optimizer: Any, forward: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self.model, self.inner, self.optimizer, self.forward = model, inner, optimizer, forward
+        self._memory: Tensor | None = None
 
     @property
     def wrapped(self) -> bool:
@@ -137,6 +152,13 @@ class TorchSession(Session):
             if gradient is not None:
                 value = value + (self.model.named[name].to(dtype) * torch.tensor(gradient, dtype=dtype)).sum()
         self._train(value, weight)
+
+    def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
+        values = torch.tensor(memory, dtype=self.model.dtype)
+        if self._memory is None:
+            self._memory = torch.empty_like(values)
+        own = [self.model.named[name] for name in views]
+        self._train(_HandedOver.apply(self._memory, values, list(views.values()), *own), None)  # type: ignore[no-untyped-call]
 
     def _train(self, loss: Tensor, weight: float | None) -> None:
         if not self.wrapped:

@@ -150,7 +150,7 @@ class _Call:
         if merged is not None:
             merged.add(aux, micro_batch)
         collector.add(loss, micro_batch.weight, contribution)
-        return loss.detach()
+        return loss.detach().clone()  # The next micro-batch's may come in the same memory, from the replay of a CUDA graph.
 
 
 def parameters_of(reached: Reached) -> list[Tensor]:

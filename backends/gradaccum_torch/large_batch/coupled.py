@@ -128,7 +128,7 @@ class _CoupledCall:
         outputs.require_untouched()
         final_random, final_buffers = before.random_state(), Buffers(self.reached.modules)
         coupler.differentiate(loss, outputs.leaves())
-        value = loss.detach()
+        value = loss.detach().clone()
         del loss  # And with it the graph of all items.
         before.put_buffers_back()
         for place, (micro_batch, state) in enumerate(zip(micro_batches, states, strict=True)):

@@ -19,7 +19,7 @@ from gradaccum.kit import explain
 from gradaccum_torch.hooks import Hooks, can_be_hooked
 from gradaccum_torch.large_batch.checks import touched_error
 from gradaccum_torch.sums import HALF, add, divide, gradient_dtype, narrowed, sum_dtype
-from gradaccum_torch.torch_private import AccumulateGrad, Node, accumulation_hooks, engine, untraced, version
+from gradaccum_torch.torch_private import AccumulateGrad, Node, accumulation_hooks, engine, keep_own, untraced, version
 from gradaccum_torch.update import through
 
 _SAMPLE = 4
@@ -46,6 +46,8 @@ class Gradients:
         self._wide: dict[Tensor, Tensor] = {}
         """The sums that have another dtype than their gradient."""
         self._left: list[Tensor] = []
+        self._first: list[Tensor] = []
+        """The leaves whose first gradient has not come yet: autograd takes over its memory, whoever's it is."""
         self._hooks = Hooks()
         self._looked_at: list[Tensor] = []
         """Leaves in which a backward pass of the loss function's own shows: all, until `_SAMPLE` or more hold anything."""
@@ -79,6 +81,7 @@ class Gradients:
     def leave(self, leaves: Iterable[Tensor]) -> None:
         """Leave the gradients of `leaves` in their ``.grad``."""
         self._left = list(leaves)  # Alive, so that no other leaf gets the id of one.
+        self._first += self._left
         self._known.update(map(id, self._left))
 
     @contextmanager
@@ -101,6 +104,8 @@ class Gradients:
                     self._noted.append(None)
                 if gradient_dtype(leaf) in HALF:
                     self._hooks.add(leaf, partial(_move, self._wide))
+                else:
+                    self._first.append(leaf)
 
     def __bool__(self) -> bool:
         """Whether any leaf was reached."""
@@ -116,7 +121,10 @@ class Gradients:
         self.note()
 
     def note(self) -> None:
-        """Take what is in ``.grad`` now for what the call itself has left there."""
+        """Take what is in ``.grad`` now for what the call itself has left there, and make its memory the leaf's own."""
+        for leaf in self._first:
+            keep_own(leaf)
+        self._first = [leaf for leaf in self._first if leaf.grad is None]
         self._noted = self._marks()
         if not self._is_sample:
             filled = [leaf for leaf, mark in zip(self._looked_at, self._noted, strict=True) if mark is not None]
@@ -169,7 +177,7 @@ class Gradients:
         self._hooks.keep({})
         self._wide.clear()
         self._nodes.clear()
-        self._looked_at, self._is_sample, self._noted, self._left = [], False, [], []
+        self._looked_at, self._is_sample, self._noted, self._left, self._first = [], False, [], [], []
 
     def _marks(self) -> list[Mark | None]:
         """Of the leaves that are looked at; in one call for all, as it is made twice per micro-batch."""

@@ -122,9 +122,9 @@ def require_kinds(declared: Nest) -> None:
 
 
 def _value(path: str, value: object) -> Tensor:
-    """`value` as a tensor without a graph; a Python float in float64, whose digits it has."""
+    """`value` as a tensor of its own without a graph; a Python float in float64, whose digits it has."""
     if isinstance(value, Tensor):
-        return value.detach()
+        return value.detach().clone()  # The next micro-batch may write into it: a buffer, or what a CUDA graph returns.
     if isinstance(value, bool | int | float | complex):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     fix = "Return tensors and numbers."

@@ -37,7 +37,8 @@ class Outputs:
         if not self._parts:
             self._nest, self._paths = outputs, [leaf.path for leaf in leaves]
         self._require_paths(leaves)
-        self._parts.append([_rows(leaf).detach() for leaf in leaves])
+        # Copies: the next micro-batch may write into the same memory, as the replay of a CUDA graph does.
+        self._parts.append([_rows(leaf).detach().clone() for leaf in leaves])
 
     def whole(self) -> Nest:
         """The outputs of all items; those that can have a gradient require one, and what `add` kept is freed."""
@@ -115,8 +116,7 @@ def _rows(leaf: Leaf) -> Tensor:
 def _concatenated(path: str, parts: tuple[Tensor, ...]) -> Tensor:
     if len({part.shape[1:] for part in parts}) > 1:
         raise concatenate_error(path, f"shapes {sorted({tuple(part.shape) for part in parts})}")
-    # A single part may be a tensor of the user's: the batch itself, or a view of it.
-    return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _differs(first: Tensor, again: Tensor) -> Any:

@@ -92,7 +92,7 @@ class _Passes:
     def __init__(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> None:
         self._loss, self._parameters = loss, parameters
         self._nodes = list(_graph(loss))
-        self._calls: dict[Any, tuple[Any, Any]] = {}
+        self._calls: dict[Any, tuple[Any, ...]] = {}
         self.dtypes = set().union(*map(input_dtypes, self._nodes))
         """The dtypes of everything that is differentiated: parameters, and the copies that autocast made of them."""
 
@@ -114,7 +114,8 @@ class _Passes:
 
     def _note(self, node: Any) -> Callable[[Any, Any], None]:
         def hook(given: Any, received: Any) -> None:
-            self._calls[node] = received, given
+            # Copies: the next pass may write into the same memory, as the replay of a CUDA graph does.
+            self._calls[node] = tuple([None if each is None else each.clone() for each in tensors] for tensors in (received, given))
 
         return hook
 

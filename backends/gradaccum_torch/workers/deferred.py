@@ -25,7 +25,7 @@ from gradaccum import UsageError
 from gradaccum.kit import explain, torn_window_error
 from gradaccum_torch.fsdp_private import Private, Sync, Unit, drop, reduce, unreduced
 from gradaccum_torch.misuse import changed_gradients_error
-from gradaccum_torch.torch_private import local, untraced, version
+from gradaccum_torch.torch_private import keep_own, local, untraced, version
 from gradaccum_torch.watched import Arrivals
 
 GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
@@ -45,8 +45,10 @@ class _Notes:
         """Those of `reached` that have a gradient, and not the zeros of a weight of 0."""
         self.weightless = False
 
-    def note(self, number: int, _: Tensor) -> None:
-        self.reached.add(number)
+    def note(self, number: int, whole: Tensor) -> None:
+        if number not in self.reached:
+            keep_own(whole)
+            self.reached.add(number)
         if not self.weightless:
             self.arrived.add(number)
         if not self.arrivals.under_way:

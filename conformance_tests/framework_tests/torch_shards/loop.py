@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_shards.common import (
+    DTYPE,
     WAYS,
     Branches,
     Way,
@@ -62,6 +65,31 @@ def discarded_window_leaves_nothing(rank: int) -> None:
         assert not any(unit.held() for unit in units_of(model))
         train(model, opt, rank, 3)
         require_equal(model, alone(windows_of((3,)))[0])
+
+
+class Static(torch.autograd.Function):
+    """A weight whose gradient comes in the same memory each time, as from the replay of a CUDA graph."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, memory: Tensor) -> Tensor:
+        ctx.memory = memory
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        ctx.memory.data.copy_(upstream[0])
+        return ctx.memory.detach(), None
+
+
+@check
+def gradients_in_memory_of_others(rank: int) -> None:
+    for _, model, opt in each_way():
+        memory = torch.zeros(5, 6, dtype=DTYPE)
+        model.usual.forward = lambda x, layer=model.usual, memory=memory: functional.linear(
+            x, Static.apply(layer.weight, memory), layer.bias
+        )
+        train(model, opt, rank)
+        require_equal(model, alone(windows_of())[0])
 
 
 @check

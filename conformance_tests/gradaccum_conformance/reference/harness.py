@@ -31,6 +31,7 @@ from gradaccum_conformance.harness import (
     Session,
     Setup,
     Snapshot,
+    View,
     WorkersHarness,
     WrapOptions,
     outputs_of,
@@ -63,6 +64,9 @@ class NumpySession(Session):
 
     def gradients(self, tree: GradientTree, *, weight: float | None = None) -> None:
         self._step(tree, weight, math.nan)
+
+    def gradients_in(self, memory: Array, views: Mapping[str, View]) -> None:
+        self.accumulation.step({name: view.of(memory) for name, view in views.items()})  # Past the copies that `_step` makes.
 
     def _step(self, tree: GradientTree, weight: float | None, loss: float) -> None:
         checked = {name: None if g is None else _checked(name, g, self.weights) for name, g in tree.items()}

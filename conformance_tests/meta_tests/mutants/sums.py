@@ -27,6 +27,19 @@ def never_clear(m: Module) -> None:
 
 
 @mutant
+def take_over_the_first_gradient(m: Module) -> None:
+    """Its memory, that is, as autograd does with what the first backward pass returns."""
+    original = m.Accumulation.step
+
+    def step(self: Any, gradient: Any, weight: float = 1.0, *told: float) -> None:
+        original(self, gradient, weight, *told)
+        if self.machine.micro_step == 1 and weight == 1:
+            self.sums |= {name: g for name, g in gradient.items() if g is not None and np.array_equal(self.sums[name], g)}
+
+    m.Accumulation.step = step
+
+
+@mutant
 def ignore_the_weights(m: Module) -> None:
     m.contribution = lambda weight, options: 1.0
 
