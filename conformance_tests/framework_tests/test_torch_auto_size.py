@@ -241,6 +241,32 @@ def test_coupled_loss() -> None:
         assert sizes.size == 4
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_batch_that_was_written_into_is_not_written_into_twice(coupled: bool) -> None:
+    """A second attempt would write once more, so it is refused; where the first one fits, the write is the user's."""
+    x, model = X.clone(), make()
+    before = [value.clone() for value in model.state_dict().values()]
+
+    def fn(x: Tensor) -> Tensor:
+        out = model(x.clamp_(-0.5, 0.5).float())
+        if len(x) > 2:
+            raise torch.OutOfMemoryError
+        return out if coupled else out.square().mean()
+
+    def call(sizes: AutoMicroBatchSize) -> Any:
+        if coupled:
+            return coupled_backward(fn, lambda out: torch.logsumexp(out, 0).sum(), x, micro_batch_size=sizes)
+        return backward(fn, x, micro_batch_size=sizes)
+
+    with pytest.raises(UsageError, match=r"micro_batch_size: expected a function that leaves its batch as it is.*give a number of items"):
+        call(sizes := AutoMicroBatchSize(NO_LIMIT))
+    assert all(p.grad is None for p in model.parameters())
+    assert same(list(model.state_dict().values()), before)
+    sizes.remember(key_of(fn, [x]), 2)
+    call(sizes)
+    assert model[0].weight.grad is not None
+
+
 @pytest.mark.parametrize(
     ("error", "memory"),
     [

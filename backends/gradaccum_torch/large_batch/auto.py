@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradaccum import AutoMicroBatchSize, UsageError
-from gradaccum.kit import Division, free_frames, too_small_error, unknown_limit_error
+from gradaccum.kit import Division, explain, free_frames, too_small_error, unknown_limit_error
 from gradaccum_torch.large_batch.batch import LargeBatch
 from gradaccum_torch.large_batch.memory_limit import within
 from gradaccum_torch.large_batch.vote import ElsewhereShortError, Vote, workers_of_call
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.versions import Versions
 
 T = TypeVar("T")
 Attempt = Callable[[int, Callable[[], None]], T]
@@ -53,17 +54,21 @@ def run_divided(
         optimizer: whose window is filled, if there is one.
 
     Raises:
-        ArgumentValueError, UsageError: as `with_largest_size`.
+        ArgumentValueError: as `with_largest_size`.
+        UsageError: as there; or the function wrote into the batch, and then memory ran out.
     """
     sizes = division.micro_batch_size
     if not isinstance(sizes, AutoMicroBatchSize):
         return run(division, _at_once)
 
     def attempt(size: int, agreed: Callable[[], None]) -> T:
+        if batch.moved():
+            raise _written_error()
         return run(division._replace(micro_batch_size=size), agreed)
 
     assert large.items is not None
     tensors = large.tensors()
+    batch = Versions(tensors)
     existing = [*tensors, *(each for module in modules for each in (*module.parameters(recurse=False), *module.buffers(recurse=False)))]
     return with_largest_size(attempt, sizes, key_of(function, tensors), large.items, existing, workers_of_call(optimizer))
 
@@ -181,6 +186,13 @@ def _free() -> None:
 
 def _at_once() -> None:
     """Nobody else is asked where the size is given."""
+
+
+def _written_error() -> UsageError:
+    """The error for a second attempt after the first one has changed the batch."""
+    expected = "a function that leaves its batch as it is, so that the window can start over where memory runs out"
+    fix = "Write out of place, x = x * 2 for x.mul_(2), or give a number of items; and make the batch anew: it was changed."
+    return explain(UsageError, "micro_batch_size", expected=expected, found="a batch that the function wrote into", fix=fix)
 
 
 def _require_limit(sizes: AutoMicroBatchSize, existing: Sequence[Tensor]) -> None:
