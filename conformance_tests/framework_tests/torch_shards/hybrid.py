@@ -54,6 +54,7 @@ def run(rank: int) -> None:
     for way in WAYS:
         overflow(way, rank)
         divide(way, rank)
+        weigh_nothing(way, rank)
     count(rank)
 
 
@@ -73,6 +74,18 @@ def divide(way: Way, rank: int) -> None:
     opt = wrap(model, way, reduction="sum")
     train(model, opt, rank, 3)
     require_equal(model, alone(windows_of((3,), WORKERS), reduction="sum")[0])
+
+
+def weigh_nothing(way: Way, rank: int) -> None:
+    """One worker's first micro-batch has weight 0, and a loss that is not finite."""
+    model = sharded(way)
+    opt = wrap(model, way, steps=2)
+    for index, (x, rare) in enumerate(batches(rank, 2)):
+        off = rank == 3 and index == 0
+        opt.backward(model(x, rare).square().mean(1).mean() * (math.nan if off else 1), weight=0 if off else len(x))
+        opt.step()
+    window = [batch for worker in range(WORKERS) for index, batch in enumerate(batches(worker, 2)) if (worker, index) != (3, 0)]
+    require_equal(model, alone([window])[0])
 
 
 def count(rank: int) -> None:
