@@ -39,6 +39,19 @@ def require_dtype(accumulate_dtype: DType) -> DType:
     return dtype
 
 
+def require_arrays(tree: Tree, name: str) -> None:
+    """Raise unless every leaf is an array or a number.
+
+    Raises:
+        ArgumentTypeError: one is not, as in an equinox model; names it.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not (hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__") or isinstance(leaf, bool | int | float | complex)):
+            where, found = f"{name}{jax.tree_util.keystr(path)}", f"a {type(leaf).__name__}"
+            fix = "Of an equinox model pass params: params, static = eqx.partition(model, eqx.is_inexact_array). The loss combines them."
+            raise explain(ArgumentTypeError, where, expected="arrays alone", found=found, fix=fix)
+
+
 def require_state(state: object) -> AccumulationState:
     """`state` if it is a wrapped optimizer's.
 

@@ -20,7 +20,7 @@ from gradaccum import ArgumentTypeError
 from gradaccum.kit import Options, Scalar, ends, explain, initial_state
 from gradaccum_jax import knowledge, sums, window
 from gradaccum_jax.alignment import align
-from gradaccum_jax.checks import as_loss, as_weight, require_knowledge, require_params, require_plain, require_state
+from gradaccum_jax.checks import as_loss, as_weight, require_arrays, require_knowledge, require_params, require_plain, require_state
 from gradaccum_jax.control_flow import ControlFlow
 from gradaccum_jax.dtypes import handed, strong
 from gradaccum_jax.jitted import call_jitted
@@ -64,11 +64,13 @@ class Accumulation:
         """The state before the first micro-batch; one accumulator, in the structure of `params`.
 
         Raises:
-            ArgumentTypeError: the inner optimizer accumulates too, or cannot stand inside a wrapper: see `misplaced`.
+            ArgumentTypeError: the inner optimizer accumulates too, or cannot stand inside a wrapper: see `misplaced`. Or a parameter is no
+                array.
             ArgumentValueError: JAX has ``accumulate_dtype`` switched off.
             UsageError: with ``axis_name``: no such axis is in scope, or the parameters differ along it. Or some parameters are sharded by
                 `jax.shard_map`, and ``shard_axes`` is not given.
         """
+        require_arrays(params, "params")
         require_axes(self.axes)
         require_told(params, frozenset(self.axes), self.shard_axes)
         require_same_params(params, self.axes)

@@ -14,7 +14,7 @@ def plain(tree: Tree) -> Tree:
 
     A variable is known by an attribute, so flax need not be installed.
     """
-    return jax.tree.map(lambda node: node[...] if _is_variable(node) else node, tree, is_leaf=_is_variable)
+    return jax.tree.map(lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable)
 
 
 def is_none(node: object) -> bool:
@@ -32,5 +32,6 @@ def unique(names: Iterable[str]) -> list[str]:
     return list(seen)
 
 
-def _is_variable(node: object) -> bool:
+def is_variable(node: object) -> bool:
+    """True if `node` is a variable of flax nnx."""
     return hasattr(type(node), "raw_value")

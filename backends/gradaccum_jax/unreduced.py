@@ -33,14 +33,19 @@ def axes_waiting(leaf: Array) -> Axes:
     return frozenset(getattr(_spec(leaf), "unreduced", None) or ())
 
 
+def axes_reduced(leaf: Array) -> Axes:
+    """Return the axes of an explicit mesh over which the gradient of `leaf` is in parts."""
+    return frozenset(getattr(_spec(leaf), "reduced", None) or ())
+
+
 def whole(tree: Tree) -> Tree:
     """`tree` with parts added up, which takes an all-reduce, and with ``reduced`` types made plain, which takes nothing."""
-    return jax.tree.map(lambda leaf: _typed(leaf) if axes_waiting(leaf) | _axes_reduced(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: _typed(leaf) if axes_waiting(leaf) | axes_reduced(leaf) else leaf, tree)
 
 
 def zeros_for(parameter: Array, dtype: Any) -> Array:
     """Zeros of the type that the gradient of `parameter` has, in `dtype`."""
-    axes = _axes_reduced(parameter)
+    axes = axes_reduced(parameter)
     if not axes:
         return jnp.zeros_like(parameter, dtype=dtype)
     _require_newer_jax("params")
@@ -93,9 +98,9 @@ def cleared(accumulator: Tree, closed: Tree, at_end: Scalar) -> Tree:
 
 def as_given(updates: Tree, params: Params) -> Tree:
     """`updates` typed ``reduced`` where the parameters are, so that JAX adds the two."""
-    if not any(_axes_reduced(leaf) for leaf in jax.tree.leaves(params)):
+    if not any(axes_reduced(leaf) for leaf in jax.tree.leaves(params)):
         return updates
-    return jax.tree.map(lambda update, p: _typed(update, reduced=_axes_reduced(p)), updates, params)
+    return jax.tree.map(lambda update, p: _typed(update, reduced=axes_reduced(p)), updates, params)
 
 
 def require_whole(gradients: Gradients, options: Options) -> None:
@@ -145,10 +150,6 @@ def _require_newer_jax(argument: str) -> None:
 
 def _in_parts(leaf: Array, axes: Axes) -> Array:
     return leaf if axes == axes_waiting(leaf) else _typed(leaf, unreduced=axes)
-
-
-def _axes_reduced(leaf: Array) -> Axes:
-    return frozenset(getattr(_spec(leaf), "reduced", None) or ())
 
 
 def _spec(leaf: Array) -> Any:

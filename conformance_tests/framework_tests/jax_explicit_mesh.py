@@ -242,6 +242,18 @@ def check_refused() -> None:
         steps = gradaccum_jax.MultiSteps(optax.sgd(0.5), 2)
         with pytest.raises(gradaccum.UsageError, match=r"^updates: expected .*gradaccum\.wrap"):
             steps.update(made, steps.init(params), params)
+        for given in ({}, {"mesh": DATA, "axis_name": "data"}):
+            with pytest.raises(gradaccum.ArgumentTypeError, match=r"^argument 0\['v'\]: expected .*reduced over \['data'\].*jax\.reshard"):
+                gradaccum_jax.value_and_grad(loss, steps=2, **given)(local(params), x)
+        with pytest.raises(gradaccum.ArgumentTypeError, match=r"^argument 0\['v'\]: expected .*value_and_update take"):
+            gradaccum_jax.coupled_value_and_grad(lambda p, x: x @ p["w"], lambda p, z: z.mean(), steps=2)(local(params), x)
+        whole = gradaccum.wrap(optax.sgd(0.5), steps=None)
+        _, updates, _ = gradaccum_jax.value_and_update(loss, whole, steps=2)(local(params), whole.init(local(params)), x)
+        _, expected, _ = gradaccum_jax.value_and_update(loss, whole, steps=2)(params, whole.init(params), x)
+        assert waiting(made) == {"data"}
+        assert_near({name: LIBRARY.reshard(leaf, P()) for name, leaf in updates.items()}, expected)
+        shared = gradaccum.wrap(optax.sgd(0.5), steps=2, axis_name="data")
+        gradaccum_jax.data_parallel(shared.init, DATA, "data")(local(params))
 
 
 def check_too_old() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("optax", reason="optax is not installed")
 import jax
+import jax.export
 import jax.numpy as jnp
 import optax
 from jax.experimental import sparse
@@ -108,6 +109,52 @@ def test_losses_that_are_not_as_declared(made: Any, options: Any, message: str) 
 def test_integers_to_differentiate_by() -> None:
     with pytest.raises(TYPE, match=r"argument 0\['n'\]: expected a float to differentiate by; got int32.*allow_int=True"):
         gradaccum_jax.value_and_grad(lambda p, x: p["w"] * x.sum(), steps=2)({"w": jnp.ones(()), "n": jnp.arange(2)}, X)
+
+
+def calls(alone: Any) -> list[Any]:
+    """Every call that differentiates, of parameters and a batch; `alone` makes the parameters that an optimizer has."""
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=None)
+    return [
+        gradaccum_jax.value_and_grad(loss, steps=2, allow_int=True),
+        lambda p, x: gradaccum_jax.value_and_update(loss, tx, steps=2)(p, tx.init(alone(p)), x),
+        lambda p, x: gradaccum_jax.coupled_value_and_grad(lambda p, x: x, lambda p, z: z.mean(), steps=2)(p, x),
+    ]
+
+
+def test_models_that_hold_functions() -> None:
+    """An equinox model has its activation among its leaves."""
+    model = {"w": jnp.ones(()), "activation": jax.nn.relu}
+    for call in [*calls(lambda p: p["w"]), lambda p, _: gradaccum.wrap(optax.sgd(1.0), steps=2).init(p)]:
+        with pytest.raises(TYPE, match=r"\['activation'\]: expected arrays alone; got a .*eqx\.partition\(model, eqx\.is_inexact_array\)"):
+            call(model, X)
+
+
+def test_modules_with_random_streams() -> None:
+    """Each micro-batch would start from the same count: one dropout mask for all. What the error says to write has one for each."""
+    nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    for call in calls(lambda p: jnp.ones(())):
+        with pytest.raises(TYPE, match=r"argument 0.*: expected parameters alone; got a random stream.*nnx\.split\(.*copy=True\)"):
+            call(model, X)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def dropped(w: Any, x: Any, key: Any) -> Any:
+        merged = nnx.merge(graph, params, rest, copy=True)
+        nnx.reseed(merged, default=key)
+        return w * x.mean(), merged(x)
+
+    call = gradaccum_jax.value_and_grad(dropped, steps=3, has_aux=True, aux="concatenate")
+    masks = np.asarray(call(jnp.ones(()), np.ones((24, 4), np.float32), jax.random.key(0))[0][1]).reshape(3, -1)
+    assert len(np.unique(masks, axis=0)) == 3
+
+
+def test_symbolic_sizes() -> None:
+    """`jax.export` traces once for all sizes, and a batch is divided while JAX traces."""
+    (size,) = jax.export.symbolic_shape("size")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), (size, 2))]
+    for call in calls(lambda p: jnp.ones(())):
+        with pytest.raises(TYPE, match=r"batch\[0\]: expected a number of items that is known while JAX traces; got the symbolic size"):
+            jax.export.export(jax.jit(call))(*shapes)
 
 
 def test_too_few_arguments() -> None:

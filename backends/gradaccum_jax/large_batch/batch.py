@@ -185,6 +185,10 @@ def _axis_of(path: str, leaf: Array, axis: Any) -> Axis:
         found = f"a {type(leaf).__name__}" if is_constant(leaf) else f"one of shape {np.shape(leaf)}"
         fix = "Write axes=None for this leaf if every micro-batch is given it whole; make a list with one number per item an array."
         raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis} of items", found=found, fix=fix)
+    if not isinstance(items := np.shape(leaf)[axis], int):
+        expected, found = "a number of items that is known while JAX traces", f"the symbolic {items} of jax.export"
+        fix = "Export for a fixed batch size; or export the step of one micro-batch, which takes a symbolic size, and loop outside."
+        raise explain(ArgumentTypeError, path, expected=expected, found=found, fix=fix)
     return axis % rank
 
 

@@ -18,8 +18,11 @@ from jax import lax
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Options, Scalar, aux_shape_error, contribution, divisor, explain, scalar_loss_error
 from gradaccum_jax import sums
+from gradaccum_jax.checks import require_arrays
 from gradaccum_jax.dtypes import takes_part
+from gradaccum_jax.trees import is_variable
 from gradaccum_jax.types import Array, DType, Tree
+from gradaccum_jax.unreduced import axes_reduced
 from gradaccum_jax.varying import axes_of
 
 
@@ -43,13 +46,19 @@ class Differentiation:
 
         Raises:
             ArgumentValueError: there are not so many arguments.
-            ArgumentTypeError: one to differentiate by has a leaf that is no float; names it.
+            ArgumentTypeError: `check` refuses one to differentiate by, or its type is that of a gradient in parts; names the leaf.
         """
         if max(self.places) >= len(arguments):
             found, fix = f"{len(arguments)} arguments", "Call it as the loss function, with the batch in place of a micro-batch."
             raise explain(ArgumentValueError, "argnums", expected=f"an argument number {max(self.places)}", found=found, fix=fix)
-        self._check(tuple(arguments[place] for place in self.places))
-        return tuple(arguments[place] for place in self.places), tuple(a for i, a in enumerate(arguments) if i not in self.places)
+        by = tuple(arguments[place] for place in self.places)
+        self.check(by)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(by)[0]:
+            if axes := axes_reduced(leaf):
+                found = f"one typed reduced over {sorted(axes)}"
+                fix = "Write jax.reshard(params, PartitionSpec()); tx.update and value_and_update take such types."
+                raise explain(ArgumentTypeError, self._name(path), expected="a parameter of an ordinary type", found=found, fix=fix)
+        return by, tuple(a for i, a in enumerate(arguments) if i not in self.places)
 
     def joined(self, by: tuple[Tree, ...], batch: tuple[Tree, ...]) -> list[Tree]:
         """The arguments of the loss function."""
@@ -79,17 +88,37 @@ class Differentiation:
         (_, (loss, aux)), gradients = jax.value_and_grad(value, has_aux=True)(moving)
         return loss, aux, gradients
 
-    def _check(self, by: tuple[Tree, ...]) -> None:
-        """Refuse arguments that have no gradient, unless the user allows integers.
+    def check(self, by: tuple[Tree, ...]) -> None:
+        """Raise unless the arguments to differentiate by are arrays that have gradients; integers as the user allows.
 
         Raises:
-            ArgumentTypeError: a leaf is no float; names it.
+            ArgumentTypeError: a leaf is no float, or a flax nnx module has a random stream; names it.
         """
+        for place, tree in zip(self.places, by, strict=True):
+            require_arrays(tree, f"argument {place}")
         for path, leaf in jax.tree_util.tree_flatten_with_path(by)[0]:
-            if not self.allow_int and not takes_part(leaf):
-                where = f"argument {self.places[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
-                fix = self.fix_for_int
-                raise explain(ArgumentTypeError, where, expected="a float to differentiate by", found=str(jnp.result_type(leaf)), fix=fix)
+            if takes_part(leaf):
+                continue
+            self._require_no_stream(by)
+            if not self.allow_int:
+                found = str(jnp.result_type(leaf))
+                raise explain(
+                    ArgumentTypeError, self._name(path), expected="a float to differentiate by", found=found, fix=self.fix_for_int
+                )
+
+    def _require_no_stream(self, by: tuple[Tree, ...]) -> None:
+        """Raise if a module has a random stream: every micro-batch would start from the same count, and draw the same mask."""
+        for path, node in jax.tree_util.tree_flatten_with_path(by, is_leaf=is_variable)[0]:
+            if "RngState" in {base.__name__ for base in type(node).__mro__}:
+                fix = (
+                    "Write graph, params, rest = nnx.split(model, nnx.Param, ...), and in the loss function of params "
+                    "model = nnx.merge(graph, params, rest, copy=True); nnx.reseed(model, default=key) with a key of the batch."
+                )
+                found = "a random stream of a flax nnx module"
+                raise explain(ArgumentTypeError, self._name(path), expected="parameters alone", found=found, fix=fix)
+
+    def _name(self, path: Any) -> str:
+        return f"argument {self.places[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
 
 
 def start(by: tuple[Tree, ...], accumulate_dtype: DType) -> list[Array]:

@@ -94,6 +94,7 @@ class ValueAndUpdate(Call):
 
     def __call__(self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any) -> tuple[Any, Tree, AccumulationState]:
         """The loss, the updates and the state; see `value_and_update`."""
+        self.question.differentiation.check((params,))
         params, state = plain(params), plain(state)
         self.accumulation.check(state, params, extra)
         made: tuple[Any, Tree, AccumulationState] = self._of_batch((params, state, extra), batch)

@@ -11,6 +11,7 @@ from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.state import AccumulationState, find_states
 from gradaccum_jax.types import Array, Axes, Tree
+from gradaccum_jax.unreduced import axes_reduced
 from gradaccum_jax.varying import axes_of, vary
 from gradaccum_jax.workers.kinds import require_shared
 from gradaccum_jax.workers.layout import mapped
@@ -53,9 +54,9 @@ def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: list[Spec], axes
         return leaves
 
     def place(leaf: Array, spec: Spec) -> Array:
-        wanted, own = ([_named(entry, axes) for entry in entries] for entries in (spec, _LIBRARY.typeof(leaf).sharding.spec))
+        wanted, own = ([_named(entry, axes) for entry in _entries(each)] for each in (spec, _LIBRARY.typeof(leaf).sharding.spec))
         wanted += [()] * (len(own) - len(wanted))
-        return leaf if own == wanted else _LIBRARY.sharding.reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
+        return leaf if own == wanted and not axes_reduced(leaf) else _LIBRARY.sharding.reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
 
     return [place(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
 
@@ -72,7 +73,7 @@ def require_unsharded(params: Tree, name: str, axes: tuple[str, ...]) -> None:
         if not isinstance(leaf, jax.Array):
             continue
         sharding: Any = (_LIBRARY.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf).sharding
-        found = {axis for entry in getattr(sharding, "spec", ()) for axis in _named(entry, axes) if sharding.mesh.shape[axis] > 1}
+        found = {axis for entry in _entries(getattr(sharding, "spec", ())) for axis in _named(entry, axes) if sharding.mesh.shape[axis] > 1}
         if found:
             fix = (
                 "Leave mesh and axis_name out: XLA partitions the call under jax.jit. Or do so in a jax.shard_map of your own, "
@@ -80,6 +81,11 @@ def require_unsharded(params: Tree, name: str, axes: tuple[str, ...]) -> None:
             )
             where, expected = f"{name}{jax.tree_util.keystr(path)}", f"parameters that are replicated along {axes}"
             raise explain(UsageError, where, expected=expected, found=f"one that is sharded along {sorted(found)}", fix=fix)
+
+
+def _entries(spec: Any) -> Any:
+    """Return the entries of a PartitionSpec; JAX refuses to iterate over one that is typed ``reduced``."""
+    return getattr(spec, "partitions", spec)
 
 
 def _named(entry: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
