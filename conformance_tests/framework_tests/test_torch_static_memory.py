@@ -120,8 +120,13 @@ CASES = [(run, options) for run in (streaming, weighted, at_once, coupled) for o
 CASES.remove((coupled, {"on_overflow": "drop_micro_batch"}))  # There is no micro-batch to drop.
 
 
+def named(value: Any) -> str:
+    """Return the same name in every process of a test run, where a function's own text tells its address."""
+    return getattr(value, "__name__", None) or str(value)
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize(("run", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("run", "options"), CASES, ids=named)
 def test_window(run: Callable[..., Tensor | None], options: dict[str, Any], memory: str) -> None:
     check(run, torch.float64, MEMORIES[memory], options)
 
