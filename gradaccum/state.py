@@ -76,8 +76,8 @@ def has_exact_inverse(number: float) -> bool:
 def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State:
     """A state of Python numbers, or its plain tuple, with each float rounded to the dtype of its field.
 
-    A total of weights beyond that dtype is inf, and spoils its window. What ends the window makes NaN of it, 0 * inf, which is 0 here.
+    A total of weights beyond that dtype is inf, and spoils its window.
     """
     micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker = state
-    weight = 0.0 if math.isnan(weight) else weight if float64_weight else round_to_float32(weight)
+    weight = weight if float64_weight else round_to_float32(weight)
     return State(micro_step, optimizer_step, skipped_windows, weight, overflow, round_to_float32(loss_scale), growth_tracker)

@@ -232,8 +232,9 @@ def close(state: Fields, apply: Scalar, overflow: Scalar, options: Options, wher
 
 def discard(state: Fields) -> Fields:
     """The state with the open window forgotten: no update, nothing counted, the loss scale untouched."""
-    micro_step, optimizer_step, skipped_windows, weight, _, loss_scale, growth_tracker = state
-    return 0 * micro_step, optimizer_step, skipped_windows, 0 * weight, micro_step < 0, loss_scale, growth_tracker
+    micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = state
+    # Not 0 * weight: a weight that several workers added up may be infinite, and 0 times it NaN for ever.
+    return 0 * micro_step, optimizer_step, skipped_windows, 0 * loss_scale, micro_step < 0, loss_scale, growth_tracker
 
 
 def _adjust_scale(scale: Scalar, tracker: Scalar, overflow: Scalar, clean: Scalar, rule: ScaleRule, where: Where) -> tuple[Scalar, Scalar]:

@@ -2,7 +2,7 @@
 
 from gradaccum_mindspore.accumulator import Accumulator
 from gradaccum_mindspore.backend import backend
-from gradaccum_mindspore.callbacks import FlushAtEpochEnd
+from gradaccum_mindspore.callbacks import FlushAtEpochEnd, WatchWindows
 from gradaccum_mindspore.checkpoint import load_checkpoint_into
 from gradaccum_mindspore.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
 from gradaccum_mindspore.linearity import verify_loss_scaling
@@ -10,7 +10,6 @@ from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, Acc
 from gradaccum_mindspore.recomputation import recompute
 from gradaccum_mindspore.training import TrainOneStepCell
 from gradaccum_mindspore.verification import verify
-from gradaccum_mindspore.window_callback import WatchWindows
 from gradaccum_mindspore.workers import redistributed, sharded_cross_entropy
 
 __all__ = [

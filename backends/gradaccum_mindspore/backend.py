@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import mindspore
 from mindspore import nn
 from mindspore.experimental import optim
-from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, VerificationReport
 from gradaccum.kit import Options, ScaleRule, explain, optimizer_error, wrapped_twice_error
 from gradaccum_mindspore.driven_scaler import scaler_rule
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
+from gradaccum_mindspore.scheduler import SCHEDULERS, GatedScheduler
 from gradaccum_mindspore.verification import verify
 from gradaccum_mindspore.workers.found import shares_windows
-
-SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 
 
 class MindSporeBackend:
@@ -34,9 +32,9 @@ class MindSporeBackend:
         """Whether `candidate` is a scheduler of `mindspore.experimental.optim.lr_scheduler`."""
         return isinstance(candidate, SCHEDULERS)
 
-    def gate(self, scheduler: object) -> NoReturn:
-        """Raise `ArgumentTypeError`: the training loop calls a scheduler of MindSpore only after an update."""
-        raise scheduler_error(scheduler)
+    def gate(self, scheduler: object) -> GatedScheduler:
+        """Gate `scheduler`, built on a wrapped optimizer."""
+        return GatedScheduler(scheduler)
 
     def devices(self) -> tuple[str, ...]:
         """The processor and every accelerator that MindSpore's build supports and finds."""
@@ -81,13 +79,6 @@ class MindSporeBackend:
             raise explain(kind, "name", expected="a text that is not empty", got=name, fix="Write name='generator'.")
         wrapper = AccumulatingOptimizer if isinstance(optimizer, nn.Optimizer) else AccumulatingExperimentalOptimizer
         return wrapper(optimizer, options, name, data_parallel=shares_windows(data_parallel))
-
-
-def scheduler_error(scheduler: object) -> ArgumentTypeError:
-    """The error for a scheduler in the optimizer's place."""
-    found = f"a {type(scheduler).__name__}, which moves at each call of step"
-    fix = "Build it on the wrapped optimizer, and write in the loop: if optimizer.result.applied: scheduler.step()."
-    return explain(ArgumentTypeError, "optimizer", expected="an optimizer, not a scheduler", found=found, fix=fix)
 
 
 backend = MindSporeBackend()

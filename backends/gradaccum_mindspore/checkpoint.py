@@ -49,6 +49,8 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
     changed = {name: value for storage in _storages(cell) for name, value in _resumed(storage, parameter_dict)}
     for name, parameter in parameters.items():
         write(parameter, Tensor(changed[name] if name in changed else parameter_dict[name].asnumpy(), parameter.dtype))
+    for storage in _storages(cell):
+        storage.listening.loaded()
 
 
 def _check_arguments(cell: object, parameter_dict: object) -> None:

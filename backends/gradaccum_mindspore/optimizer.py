@@ -9,13 +9,15 @@ rate and one ``global_step``: the inner optimizer's, which moves per update.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mindspore import ParameterTuple, Tensor, nn
 from mindspore.experimental import optim
 
-from gradaccum import UsageError
+from gradaccum import StepResult, UsageError
 from gradaccum.kit import (
+    Handle,
     Listener,
     Options,
     Schedule,
@@ -63,7 +65,9 @@ class Flush(nn.Cell):  # type: ignore[misc]
         refuse_trace()
         self.pynative_window.require_whole()
         compiled = is_graph_mode() and self.compiled_window.workers is None
-        return super().__call__() if compiled else self.pynative_window.flush(self.update)
+        flush = super().__call__ if compiled else partial(self.pynative_window.flush, self.update)
+        closed: bool | Tensor = self.compiled_window.storage.listening.after(0, flush)
+        return closed
 
     def construct(self) -> Tensor:
         if self.compiled_window.workers is not None:
@@ -121,7 +125,7 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
         if options.master_weights:
             turn_to_masters(inner, self.storage.masters)
         self.update = Update(inner, self.storage.masters)
-        workers = WorkerGroup(self.storage) if data_parallel else None
+        workers = WorkerGroup(self.storage, inner) if data_parallel else None
         self.compiled_window = CompiledWindow(self.storage, options, workers)
         self.pynative_window = (
             PyNativeWindow(self.storage, options) if workers is None else SharedWindow(self.storage, options, self.compiled_window, workers)
@@ -176,6 +180,10 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
         refuse_trace()
         self.pynative_window.require_whole()
         require_read(self.storage.scaled)
+        full: bool | Tensor = self.storage.listening.after(1, self._take, gradients, weight, loss)
+        return full
+
+    def _take(self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss) -> bool | Tensor:
         ordered = gradients_by_position(gradients, self.storage.specs, self.storage.names)
         amount, told = weight_as_number(weight), None if loss is None else loss_as_number(loss)
         if is_graph_mode():
@@ -190,11 +198,37 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
             self.pynative_window.close(state, self.update)
         return full
 
-    def add_listener(self, listener: Listener) -> None:
-        """Raise `UsageError`: compiled code, which a step mostly is here, cannot call a listener, and would leave it out without a word."""
-        fix = "Write watch = gradaccum.Watch(listener) and after each step watch(optimizer.result, loss=loss); under mindspore.train.Model "
-        fix += "take callbacks=[gradaccum_mindspore.WatchWindows(optimizer, listener)]."
-        raise explain(UsageError, "add_listener", expected="a listener beside the optimizer", found=f"{listener!r} for it to call", fix=fix)
+    @property
+    def result(self) -> StepResult:
+        """What the last micro-batch, flush or discard did, in Python numbers. For Python alone. Reading it tells the listeners.
+
+        A loop that prints it has not scaled its loss, so it does not count as asking for the loss scale; `scale` and `loss_scale` do.
+
+        Raises:
+            UsageError: compiled code skipped windows of workers with different learning rates.
+        """
+        if self.compiled_window.workers is not None:
+            self.compiled_window.workers.require_same_rates()
+        return self.storage.listening.after(0, self.storage.result)
+
+    def add_listener(self, listener: Listener) -> Handle:
+        """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
+
+        It is called from Python: when the call of this optimizer, of ``flush`` or of `gradaccum_mindspore.TrainOneStepCell` that closed the
+        window is through, and between two windows that one ``flush`` closes. In a compiled step of your own read ``result`` after each
+        step, which calls it. There ``weight`` is NaN, and so is ``micro_batches``. What it raises is raised by that call; the window has
+        ended by then, and the update is made.
+
+        Args:
+            listener: a function of one `gradaccum.watching.ClosedWindow`, such as a `gradaccum.watching.JsonLines`.
+
+        Returns:
+            A handle, whose ``remove()`` takes the listener off.
+
+        Raises:
+            ArgumentTypeError: `listener` cannot be called.
+        """
+        return self.storage.listening.add(listener)
 
     def __repr__(self) -> str:
         """The state in one line; waits for the device, which has it. ``print(optimizer.inner)`` shows the inner optimizer."""

@@ -137,6 +137,7 @@ class PyNativeWindow:
         """
         decision = self.decision(state)
         self.carry_out(state, decision, self.storage.knowledge.after(state, decision.grad_norm), update)
+        self.storage.listening.window_ended(state)
 
     def decision(self, state: State) -> Decision:
         """What becomes of the window."""

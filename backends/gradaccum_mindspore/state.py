@@ -34,6 +34,7 @@ from gradaccum.kit import (
 )
 from gradaccum_mindspore.driven_scaler import drive
 from gradaccum_mindspore.knowledge import Knowledge
+from gradaccum_mindspore.listening import Listening
 from gradaccum_mindspore.masters import Masters
 from gradaccum_mindspore.plain_ends import keys
 from gradaccum_mindspore.scaled import NEVER, key_of, note_read
@@ -114,6 +115,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """(applied, skipped, overflow, grad_norm) of a `StepResult`. A flag counts only while flag == micro_step + 1: it expires at the
         next micro-batch without a write."""
         self.knowledge = Knowledge(prefix, options, self.float_dtype)
+        self.listening = Listening(self)
         self.several, self.place = place is not None, place or (0, 1)
         self.prefix = prefix
         if place is not None:

@@ -103,9 +103,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 
     def __call__(self, *inputs: object, **named: object) -> Any:
         """One micro-batch, from Python."""
-        if named or self.host is None or not decides_on_host():
-            return super().__call__(*inputs, **named)
-        return self.host(*inputs)
+        on_host = not named and self.host is not None and decides_on_host()
+        return self.optimizer.storage.listening.after(1, self.host if on_host else super().__call__, *inputs, **named)
 
     def construct(self, *inputs: object) -> Tensor:
         loss, gradients, weight = self.differentiated(*inputs)

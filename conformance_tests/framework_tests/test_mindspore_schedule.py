@@ -141,22 +141,69 @@ def test_schedule_may_end_with_run():
     assert other.result.optimizer_step == 2
 
 
-def test_experimental_scheduler_moves_where_applied():
-    """Two updates: StepLR(2, 0.5) halves the rate once."""
+def experimental(**options):
+    return gradaccum.wrap(optim.SGD([Parameter(Tensor([1.0], ms.float32), name="p")], 0.1), **{"steps": 4, **options})
+
+
+def rate(optimizer):
+    return float(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experimental_scheduler_moves_per_update(mode):
+    """Three updates and a skipped window: the rate is halved three times. A flush of an empty window moves nothing."""
+    set_mode(mode)
+    optimizer = experimental(skip_norm=1e3)
+    scheduler = gradaccum.wrap(lr_scheduler.StepLR(optimizer, 1, 0.5))
+
+    def step(gradient):
+        optimizer((gradient,))
+        return gradient
+
+    step = ms.jit(step) if mode == "jit" else step
+    rates = []
+    for value in (1.0,) * 8 + (1e9,) * 4 + (1.0,):
+        step(Tensor([value], ms.float32))
+        scheduler.step()
+        rates.append(rate(optimizer))
+    for _ in range(2):
+        optimizer.flush()
+        scheduler.step()
+        rates.append(rate(optimizer))
+    np.testing.assert_allclose(rates, [0.1] * 3 + [0.05] * 4 + [0.025] * 6 + [0.0125] * 2, rtol=1e-6)
+    assert scheduler.get_last_lr() == [rates[-1]]
+    assert "GatedScheduler(<" in repr(scheduler)
+
+
+def test_gated_plateau_takes_its_metric():
     set_mode("pynative")
-    optimizer = gradaccum.wrap(optim.SGD([Parameter(Tensor([1.0], ms.float32), name="p")], 0.1), steps=4)
-    scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
+    optimizer = experimental(steps=2)
+    scheduler = gradaccum.wrap(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5))
     for _ in range(8):
         optimizer((Tensor([1.0], ms.float32),))
-        if optimizer.result.applied:
-            scheduler.step()
-    np.testing.assert_allclose(float(optimizer.param_groups[0]["lr"]), 0.05, rtol=1e-6)
+        scheduler.step(Tensor(1.0, ms.float32))
+    np.testing.assert_allclose(rate(optimizer), 0.1 * 0.5**3, rtol=1e-6)
+
+
+def test_gate_takes_no_checkpoint_for_an_update():
+    """In a new process the gate is made before the checkpoint is loaded, which has updates of its own."""
+    set_mode("pynative")
+    saved, loaded = experimental(steps=1), experimental(steps=1)
+    scheduler = gradaccum.wrap(lr_scheduler.StepLR(loaded, 1, 0.5))
+    for _ in range(3):
+        saved((Tensor([1.0], ms.float32),))
+    load_checkpoint_into(loaded, {p.name: Tensor(p.asnumpy(), p.dtype) for p in saved.get_parameters()})
+    scheduler.step()
+    assert rate(loaded) == pytest.approx(0.1)
+    loaded((Tensor([1.0], ms.float32),))
+    scheduler.step()
+    assert rate(loaded) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("kind", [lambda opt: lr_scheduler.StepLR(opt, 2), lr_scheduler.ReduceLROnPlateau])
-def test_experimental_scheduler_is_not_wrapped(kind):
+def test_scheduler_of_a_bare_optimizer_is_refused(kind):
     scheduler = kind(optim.SGD([Parameter(Tensor([1.0], ms.float32), name="p")], 0.1))
-    with pytest.raises(gradaccum.ArgumentTypeError, match=rf"{type(scheduler).__name__}.*if optimizer.result.applied: scheduler.step()"):
+    with pytest.raises(gradaccum.ArgumentTypeError, match=rf"built on a wrapped optimizer; got a {type(scheduler).__name__} on SGD"):
         gradaccum.wrap(scheduler)
     with pytest.raises(gradaccum.ArgumentTypeError, match="scheduler"):
         gradaccum.wrap(scheduler, steps=4)

@@ -56,7 +56,7 @@ FAULTS = {
     "growth is one window late": Fault("tracker + 1 >= rule.growth_interval", "tracker >= rule.growth_interval", SCALE),
     "an overflow leaves the tracker": Fault("where(overflow | due, 0 * tracker", "where(due, 0 * tracker", SCALE),
     "discard keeps the weight": Fault(
-        "skipped_windows, 0 * weight, micro_step < 0", "skipped_windows, weight, micro_step < 0", "discard_forgets_the_window_alone"
+        "skipped_windows, 0 * loss_scale, micro_step < 0", "skipped_windows, state[3], micro_step < 0", "discard_forgets_the_window_alone"
     ),
     "joining forgets the scale": Fault(
         "weight, overflow, loss_scale, growth_tracker\n\n\ndef divisor",

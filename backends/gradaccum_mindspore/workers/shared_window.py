@@ -82,7 +82,10 @@ class SharedWindow(PyNativeWindow):
         while not all_flush:
             joined = self.end(self.storage.pull(), update)
             closed, all_flush = closed or joined.is_open, joined.all_flush
+            if joined.is_open and not all_flush:
+                self.storage.listening.between()
         self.flushing = False
+        self.workers.require_same_rates()
         return closed
 
     def clear(self) -> None:

@@ -54,6 +54,22 @@ def test_one_worker_drops_a_micro_batch(crews: Crews, errors: Errors) -> None:
     assert same(crew.parameters()[0], before[0])
 
 
+def test_total_beyond_float32_spoils_one_window(crews: Crews, errors: Errors) -> None:
+    """The sum of all workers' weights is infinite, where none of them is; 0 times that would be NaN in every later window."""
+    crew = crews(**DROPPING)
+    before = crew.parameters()
+    feed(crew, [[Share(random_tree(MLP, rank), 3e38)] for rank in range(crew.workers)])
+    crew.flush()
+    result = require_equal(crew)
+    assert (result.applied, result.skipped, result.overflow) == (False, True, True)
+    assert same(crew.parameters()[0], before[0])
+    good = unequal(crew.workers)
+    feed(crew, good)
+    crew.flush()
+    check_update(errors, crew, good, calls=1, reduction="item_mean")
+    assert all(state.weight == 0 for state in crew.states())
+
+
 def test_limits_are_of_the_reduced_norm(crews: Crews, errors: Errors) -> None:
     """Each worker's own norm would decide otherwise: the gradients cancel, add up to one that is clipped, and to one that is skipped."""
     crew = crews(**SUM)

@@ -1,0 +1,61 @@
+"""Gates a scheduler of `mindspore.experimental.optim.lr_scheduler`: ``scheduler.step()`` after each micro-batch moves it once per update.
+
+The gate decides only whether ``step`` reaches the scheduler. Where one ``flush()`` closes several windows of several workers, the optimizer
+moves it between these.
+"""
+
+from __future__ import annotations
+
+from inspect import Parameter, signature
+from typing import Any
+
+from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from gradaccum import ArgumentTypeError
+from gradaccum.kit import explain
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+
+SCHEDULERS = (LRScheduler, ReduceLROnPlateau, SequentialLR)
+_ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+
+
+class GatedScheduler:
+    """A scheduler that moves only when an update was applied since its last step. Call it from Python, not in compiled code.
+
+    Args:
+        scheduler: one of `SCHEDULERS`, built on a wrapped optimizer.
+
+    Raises:
+        ArgumentTypeError: its optimizer is not wrapped.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        if not isinstance(scheduler.optimizer, AccumulatingOptimizer):
+            found = f"a {type(scheduler).__name__} on {type(scheduler.optimizer).__name__}"
+            fix = "Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10)."
+            raise explain(ArgumentTypeError, "scheduler", expected="a scheduler built on a wrapped optimizer", found=found, fix=fix)
+        self._scheduler, self._storage = scheduler, scheduler.optimizer.storage
+        self._stepped_at: int = self._storage.optimizer_step.item()
+        self._storage.listening.schedulers.add(self)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """``scheduler.step(...)`` if an update was applied since the last one, else nothing; the arguments are the scheduler's."""
+        updates, before = self._storage.optimizer_step.item(), self._stepped_at
+        self._stepped_at = updates
+        if updates > before:
+            self._scheduler.step(*args, **kwargs)
+
+    def follow(self) -> None:
+        """Move the scheduler as `step` does, unless its ``step`` needs an argument, such as a loss, which the caller alone has."""
+        if all(each.default is not each.empty or each.kind in _ANY for each in signature(self._scheduler.step).parameters.values()):
+            self.step()
+
+    def loaded(self) -> None:
+        """A checkpoint was loaded, which is no update."""
+        self._stepped_at = self._storage.optimizer_step.item()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_scheduler"], name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._scheduler!r})"
