@@ -1,7 +1,6 @@
 """`Watch`: listeners in a loop that reads its `gradaccum.StepResult` itself; one object for every framework.
 
-JAX's state is a value, and MindSpore's step is compiled: nothing there can call back by itself. The loop hands over the result instead,
-after each step on the host.
+JAX's state is a value, which can call nobody. The loop hands over the result instead, after each step on the host.
 """
 
 from __future__ import annotations
