@@ -209,7 +209,8 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
         """
         if self.compiled_window.workers is not None:
             self.compiled_window.workers.require_same_rates()
-        return self.storage.listening.after(0, self.storage.result)
+        result: StepResult = self.storage.listening.after(0, self.storage.result)
+        return result
 
     def add_listener(self, listener: Listener) -> Handle:
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
