@@ -81,7 +81,20 @@ from gradaccum.transitions import (
     steps_at,
     usable,
 )
-from gradaccum.verification import ROUNDING_LIMIT, Column, Conditions, Layer, Precision, Run, Subject, VerifyingBackend, examine, item_axis
+from gradaccum.verification import (
+    ROUNDING_LIMIT,
+    Column,
+    Conditions,
+    HostRandom,
+    Layer,
+    Precision,
+    Run,
+    Subject,
+    VerifyingBackend,
+    as_loss,
+    examine,
+    item_axis,
+)
 from gradaccum.watching.listeners import Handle, Listeners
 from gradaccum.watching.window import Listener
 from gradaccum.window_loss import add_loss, window_loss
@@ -103,6 +116,7 @@ __all__ = [
     "Fields",
     "GatingBackend",
     "Handle",
+    "HostRandom",
     "Layer",
     "Leaf",
     "Listener",
@@ -128,6 +142,7 @@ __all__ = [
     "accumulate",
     "accumulate_dtype_error",
     "add_loss",
+    "as_loss",
     "at_rest",
     "aux_shape_error",
     "children_of",

@@ -147,6 +147,23 @@ def expert_capacity(params: Any, x: Any, y: Any) -> Any:
     return squares(params, gates * kept, y).mean()
 
 
+def two_counts(params: Any, x: Any, mask: Any) -> Any:
+    """A mean over tokens, and one over sequences."""
+    out = hidden(params, x) @ params["v"]
+    return (out**2 * mask).sum() / mask.sum() + out[:, 0].mean()
+
+
+OUTSIDE = np.random.default_rng(3)
+
+
+def noise_of_a_generator(params: Any, x: Any, y: Any) -> Any:
+    return plain(params, x + OUTSIDE.standard_normal(x.shape).astype(np.float32), y)
+
+
+def generator_in_the_loss(params: Any, x: Any, y: Any) -> Any:
+    return plain(params, x + np.random.default_rng(0).standard_normal(x.shape).astype(np.float32), y)
+
+
 PLANTED = {
     "token_mean": Case(token_mean, (SEQUENCES, MASK), kind="unequal_counts", where="batch[1]"),
     "ignore_index": Case(ignore_index, (SEQUENCES, TOKEN_LABELS), kind="unequal_counts", where="batch[1] != -100"),
@@ -165,6 +182,9 @@ PLANTED = {
     "key_in_the_loss": Case(key_in_the_loss, (X, Y), kind="shared_randomness", where="dropped at jax_losses.py"),
     "shared_key": Case(key_of_the_batch, (X, Y, KEY), {"axes": (0, 0, None)}, kind="shared_randomness", where="dropped"),
     "numpys_draw": Case(numpys_draw, (X, Y), kind="shared_randomness", where="numpy.random"),
+    "noise_of_a_generator": Case(noise_of_a_generator, (X, Y), kind="shared_randomness", where="numpy.random"),
+    "generator_in_the_loss": Case(generator_in_the_loss, (X, Y), kind="shared_randomness", where="the loss"),
+    "two_counts": Case(two_counts, (SEQUENCES, MASK), kind="several_counts", where="the number of items; batch[1] != 0"),
     "deaf": Case(with_deaf, (X, Y), kind="custom_backward", where="deaf"),
     "penalised": Case(penalised, (X, Y), {"reduction": "sum"}, kind="repeated_term", where="'w'"),
     "z_loss": Case(z_loss, (X, CLASS), kind="summed_term", where="'w'"),

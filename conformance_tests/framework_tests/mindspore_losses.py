@@ -141,6 +141,21 @@ def seeding(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
     return plain(model, x, y)
 
 
+def noisy(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
+    """Noise that NumPy draws for each item."""
+    return plain(model, x + Tensor(np.random.randn(*x.shape).astype(np.float32)), y)
+
+
+def numpy_seeded(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
+    np.random.seed(0)
+    return noisy(model, x, y)
+
+
+def two_counts(model: nn.Cell, x: Tensor, mask: Tensor) -> Tensor:
+    """A mean over tokens, and one over sequences."""
+    return token_mean(model, x, mask) + model(x)[:, 0].mean()
+
+
 PLANTED = {
     "token_mean": Case(net, token_mean, (SEQUENCES, Tensor(MASK.astype(np.float32))), kind="unequal_counts", where="batch[1]"),
     "ignore_index": Case(lambda: net(outputs=CLASSES), ignore_index, (SEQUENCES, LABELS), kind="unequal_counts", where="batch[1] != -100"),
@@ -157,6 +172,12 @@ PLANTED = {
     "with_sum": Case(net, with_sum, (X, Y), kind="summed_term", where="0.weight"),
     "standardised": Case(net, standardised, (X, Y), kind="coupled_loss"),
     "seeding": Case(lambda: net(nn.Dropout(p=0.5)), seeding, (X, Y), kind="shared_randomness", where="set_seed"),
+    "numpy_noise": Case(net, noisy, (X, Y), kind="randomness", where="numpy.random, a number for each item"),
+    "numpy_seeded": Case(net, numpy_seeded, (X, Y), kind="shared_randomness", where="numpy.random, which the loss seeds"),
+    "two_counts": Case(
+        net, two_counts, (SEQUENCES, Tensor(MASK.astype(np.float32))), kind="several_counts", where="the number of items; batch[1] != 0"
+    ),
+    "weakly_coupled": Case(net, lambda model, x, y: plain(model, x, y) + 1e-4 * model(x).mean() ** 2, (X, Y), kind="coupled_loss"),
 }
 
 
@@ -186,6 +207,8 @@ def embedded(model: nn.Cell, batch: Any) -> Tensor:
 
 FLOAT64 = (Tensor(X.asnumpy().astype(np.float64)), Tensor(Y.asnumpy().astype(np.float64)))
 
+CLOSED_OVER = net()
+
 SOUND = {
     "plain": Case(net, plain, (X, Y)),
     "summed": Case(net, summed, (X, Y), {"reduction": "sum"}),
@@ -202,5 +225,10 @@ SOUND = {
         embedded,
         ({"ids": LABELS, "target": Y, "names": [f"item {place}" for place in range(ITEMS)]},),
     ),
+    "drawn_once": Case(net, lambda model, x, y: plain(model, x, y) * np.random.random(), (X, Y)),
+    "criterion": Case(net, nn.MSELoss(), (X, Y)),
+    "functional_criterion": Case(net, ops.mse_loss, [X, Y]),
+    "closing_over": Case(lambda: CLOSED_OVER, lambda x, y: plain(CLOSED_OVER, x, y), (X, Y)),
+    "with_loss_cell": Case(lambda: CLOSED_OVER, nn.WithLossCell(CLOSED_OVER, nn.MSELoss()), (X, Y)),
     "frozen_statistics": Case(lambda: net(nn.BatchNorm1d(CLASSES)).set_train(False), plain, (X, Y)),
 }

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
+import optax
 
 import gradaccum
 from gradaccum_jax import verify
@@ -114,6 +115,10 @@ def test_one_tree_is_the_only_argument() -> None:
     assert verify(PARAMS, lambda params, both: plain(params, both["x"], both["y"]), {"x": X, "y": Y}).equivalent
 
 
+def test_a_list_of_a_loader_is_taken_apart() -> None:
+    assert verify(PARAMS, jax.jit(plain), [X, Y]).equivalent
+
+
 def test_the_front_door_finds_jax() -> None:
     assert gradaccum.verify(PARAMS, plain, (X, Y)).equivalent
     assert gradaccum.verify(SOUND["numpy_parameters"].params, plain, (X, Y)).equivalent
@@ -158,6 +163,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "loss that is no scalar": ({"loss_fn": lambda p, x, y: squares(p, jnp.tanh(x @ p["w"]), y)}, ValueError, r"shape \(12,\)"),
     "loss that is a pair": ({"loss_fn": lambda p, x, y: (plain(p, x, y), x)}, ValueError, "tuple"),
     "loss that is no function": ({"loss_fn": 3}, TypeError, "loss_fn"),
+    "criterion of outputs": ({"loss_fn": lambda out, y: ((out - y) ** 2).mean()}, TypeError, r"Write verify\(params, lambda params, x, y"),
+    "criterion of optax": ({"loss_fn": optax.softmax_cross_entropy_with_integer_labels}, TypeError, "got a criterion"),
     "leaves of unequal size": ({"batch": (X, Y[:-1])}, ValueError, r"batch\[1\]: expected 12 items"),
     "empty batch": ({"batch": (X[:0], Y[:0])}, ValueError, "at least one item"),
     "more steps than items": ({"steps": 13}, ValueError, "steps"),

@@ -31,7 +31,7 @@ def some(models: Iterable[str], usual: Iterable[str]) -> list[Any]:
     return [name if name in usual else pytest.param(name, marks=pytest.mark.deep) for name in models]
 
 
-@pytest.mark.parametrize("name", some(PLANTED, ("batch_norm", "seeding")))
+@pytest.mark.parametrize("name", some(PLANTED, ("batch_norm", "seeding", "numpy_noise", "two_counts")))
 def test_mistake_is_named(name: str) -> None:
     report = verified(PLANTED[name])
     assert not report.equivalent
@@ -40,7 +40,7 @@ def test_mistake_is_named(name: str) -> None:
     assert PLANTED[name].where in cause.where, str(report)
 
 
-@pytest.mark.parametrize("name", some(SOUND, ("dropout", "layer_norm")))
+@pytest.mark.parametrize("name", some(SOUND, ("dropout", "layer_norm", "criterion", "closing_over")))
 def test_sound_model_passes(name: str) -> None:
     report = verified(SOUND[name])
     assert report.equivalent, str(report)
@@ -139,6 +139,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "axis that is a text": ({"axes": "items"}, TypeError, "axes"),
     "nothing to split": ({"axes": None}, ValueError, "an array to split"),
     "too few weights": ({"weight": [1.0, 2.0]}, ValueError, "8 finite numbers"),
+    "loss of another number of arguments": ({"loss_fn": lambda a: a}, TypeError, "does not take 3 arguments"),
     "negative weight": ({"weight": lambda x, y: -1.0}, ValueError, "weight"),
 }
 

@@ -21,7 +21,14 @@ import gradaccum
 import gradaccum_torch
 from conformance_tests.framework_tests.torch_cases import Case, classes, cross_entropy, inputs, net, one_thread  # noqa: F401
 from conformance_tests.framework_tests.torch_mistaken_layers import MISTAKEN_LAYERS, batch_norm
-from conformance_tests.framework_tests.torch_mistaken_losses import MISTAKEN_LOSSES, info_nce
+from conformance_tests.framework_tests.torch_mistaken_losses import (
+    MISTAKEN_LOSSES,
+    OUTSIDE,
+    info_nce,
+    noise_of_a_global_generator,
+    numpy_noise,
+    tokens_and_sequences,
+)
 from conformance_tests.framework_tests.torch_sound_layers import SOUND_LAYERS, dropout
 from conformance_tests.framework_tests.torch_sound_losses import SOUND_LOSSES, linear_float32
 
@@ -107,6 +114,30 @@ def test_numbers_that_do_not_come_out() -> None:
     assert report.causes[0].where.startswith("rrelu_with_noise")
 
 
+def test_noise_that_cannot_be_compared_is_no_wrong_loss() -> None:
+    report = verified(numpy_noise())
+    assert str(report).startswith("Accumulation cannot be compared for this loss: randomness.")
+
+
+def test_terms_that_divide_by_different_counts_are_sent_to_windows() -> None:
+    (cause,) = verified(tokens_and_sequences()).causes
+    assert "gradaccum.windows(loader, steps, count={...})" in cause.fix
+    (cause,) = verified(info_nce()).causes
+    assert "gradaccum.windows" in cause.fix
+
+
+def test_nearly_equal_weights_are_told() -> None:
+    """Counts around 1000 that do not stand in the batch."""
+    tokens = torch.tensor([998.0, 1003.0, 1000.0, 1001.0, 997.0, 1002.0, 1000.0, 999.0])
+
+    def loss(model: nn.Module, x: Tensor, places: Tensor) -> Tensor:
+        return (model(x)[:, 0].square() * tokens[places]).sum() / tokens[places].sum()
+
+    (cause,) = gradaccum.verify(net(), loss, (inputs(5), torch.arange(8))).causes
+    assert cause.kind == "unequal_counts"
+    assert "0.998, 1.003, 1, 1.001" in cause.explanation
+
+
 def test_fused_dropout_is_replayed() -> None:
     """The operation that a GPU uses: its mask and its output are both those of the items."""
 
@@ -148,6 +179,12 @@ def test_parameters_of_the_loss_count() -> None:
     report = gradaccum.verify(net(), lambda m, x, y: (m(x) - centres(y)).square().mean() + centres.weight.sum(), (inputs(5), classes()))
     assert "centres.weight" in report.errors
     assert report.equivalent
+
+
+def test_generators_of_numpy_stay() -> None:
+    before = repr(OUTSIDE.bit_generator.state)
+    verified(noise_of_a_global_generator())
+    assert repr(OUTSIDE.bit_generator.state) == before
 
 
 def test_works_without_gradients_outside() -> None:
@@ -197,13 +234,14 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"model_or_params": [1.0]}, gradaccum.ArgumentTypeError, r"model_or_params: expected a torch\.nn\.Module"),
         ({"loss_fn": 3}, gradaccum.ArgumentTypeError, "loss_fn: expected a function"),
+        ({"loss_fn": lambda a: a}, gradaccum.ArgumentTypeError, r"does not take 3 arguments\. Write verify\(model, lambda model, x, y"),
         ({"steps": 1}, gradaccum.ArgumentValueError, "steps: expected an int >= 2"),
         ({"steps": 9}, gradaccum.ArgumentValueError, "steps: expected at most the 8 items"),
         ({"steps": 2.5}, gradaccum.ArgumentTypeError, "steps: expected an int"),
         ({"reduction": "median"}, gradaccum.ArgumentValueError, "reduction: expected one of"),
         ({"batch": (torch.ones(8, 5), torch.ones(7))}, gradaccum.ArgumentValueError, r"batch\[1\]: expected 8 items"),
         ({"batch": (torch.ones(8, 5), torch.tensor(1.0))}, gradaccum.ArgumentValueError, r"batch\[1\]: expected a tensor with an axis 0"),
-        ({"batch": (torch.ones(0, 5),)}, gradaccum.ArgumentValueError, "batch: expected at least one item"),
+        ({"batch": (torch.ones(0, 5), torch.ones(0))}, gradaccum.ArgumentValueError, "batch: expected at least one item"),
         ({"axes": "first"}, gradaccum.ArgumentTypeError, "axes: expected an int or None"),
         ({"weight": [1.0, 2.0]}, gradaccum.ArgumentValueError, "weight: expected 8 numbers"),
         ({"loss_fn": lambda m, x, y: m(x)}, gradaccum.ArgumentValueError, "loss_fn: expected a function that returns a scalar"),

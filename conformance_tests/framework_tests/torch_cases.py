@@ -20,7 +20,7 @@ class Case(NamedTuple):
 
     model: nn.Module
     loss_fn: Callable[..., Tensor]
-    batch: tuple[Any, ...]
+    batch: tuple[Any, ...] | list[Any]
     options: dict[str, Any] = {}  # noqa: RUF012
 
 

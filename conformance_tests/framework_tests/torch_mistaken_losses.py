@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -204,6 +206,110 @@ def summed_divergence() -> Case:
     return Case(net(), loss, (inputs(WIDTH), inputs(CLASSES).softmax(-1)))
 
 
+def tokens_and_sequences() -> Case:
+    """A mean over tokens and a mean over sequences."""
+
+    def loss(model: nn.Module, x: Tensor, kept: Tensor) -> Tensor:
+        out = model(x)
+        return (out[..., 0].square() * kept).sum() / kept.sum() + out[:, 0, 1].square().mean()
+
+    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask()))
+
+
+def two_heads() -> Case:
+    """The same, with parameters that each have one of the terms: every one of them has a right weight, and not the same."""
+
+    def loss(model: nn.ModuleDict, x: Tensor, kept: Tensor) -> Tensor:
+        return (model["tokens"](x)[..., 0].square() * kept).sum() / kept.sum() + model["sequence"](x[:, 0]).square().mean()
+
+    return Case(nn.ModuleDict({"tokens": net(), "sequence": net()}), loss, (inputs(TOKENS, WIDTH), mask()))
+
+
+def positives_and_negatives() -> Case:
+    """A balanced loss: a mean over the positives of the batch, and one over the negatives."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        scores, positive = model(x)[:, 0], y.float()
+        hit = (F.softplus(-scores) * positive).sum() / positive.sum().clamp(min=1)
+        return hit + (F.softplus(scores) * (1 - positive)).sum() / (1 - positive).sum().clamp(min=1)
+
+    return Case(net(), loss, (inputs(WIDTH), torch.tensor([0, 1, 0, 1, 1, 0, 0, 0])))
+
+
+def tokens_and_coupling() -> Case:
+    """A mean over tokens with its weight, beside a small coupling: two counts fit it a little better than one."""
+
+    def loss(model: nn.Module, x: Tensor, kept: Tensor) -> Tensor:
+        out = model(x)
+        return (out[..., 0].square() * kept).sum() / kept.sum() + 1e-3 * out.mean().square()
+
+    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask()), {"weight": lambda x, kept: kept.sum()})
+
+
+def weak_coupling() -> Case:
+    """Some ten roundings: measured weights are equal."""
+    return Case(net(), lambda model, x: model(x).square().mean() + 1e-4 * model(x).mean().square(), (inputs(WIDTH),))
+
+
+def numpy_noise() -> Case:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x + torch.from_numpy(np.random.randn(*x.shape)).float()), y)
+
+    return Case(net(), loss, (inputs(WIDTH), classes()))
+
+
+def python_noise() -> Case:
+    """A number for each item, drawn one by one."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x).square().mean(1) * torch.tensor([random.gauss(1.0, 0.5) for _ in x])).mean()
+
+    return Case(net(), loss, (inputs(WIDTH),))
+
+
+OUTSIDE = np.random.default_rng(3)
+
+
+def noise_of_a_global_generator() -> Case:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x + torch.from_numpy(OUTSIDE.standard_normal(x.shape)).float()), y)
+
+    return Case(net(), loss, (inputs(WIDTH), classes()))
+
+
+class Noisy(nn.Module):
+    """Noise from a generator of the module's own, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.rng = net(), np.random.RandomState(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + torch.from_numpy(self.rng.normal(size=x.shape)).float() if self.training else x)
+
+
+def noisy_module_and_counts() -> Case:
+    """In evaluation mode, without the noise, the other mistake is found."""
+    labels = torch.tensor([0, -100, 2, -100, 1, 2, 1, 0])
+    return Case(Noisy(), lambda model, x, y: F.cross_entropy(model(x), y), (inputs(WIDTH), labels))
+
+
+def numpy_seeded() -> Case:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        np.random.seed(0)
+        return F.cross_entropy(model(x + torch.from_numpy(np.random.randn(*x.shape)).float()), y)
+
+    return Case(net(), loss, (inputs(WIDTH), classes()))
+
+
+def generator_made_in_the_loss() -> Case:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        noise = np.random.default_rng(0).standard_normal(x.shape)
+        return F.cross_entropy(model(x + torch.from_numpy(noise).float()), y)
+
+    return Case(net(), loss, (inputs(WIDTH), classes()))
+
+
 MISTAKEN_LOSSES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
     mean_of_token_means: (("unequal_counts",), "batch[2]"),
     ignored_labels: (("unequal_counts",), "batch[1][:, 1:] != -100"),
@@ -220,5 +326,16 @@ MISTAKEN_LOSSES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
     focal_positives: (("unequal_counts",), "batch[1]"),
     standardised_targets: (("coupled_loss",), "the loss"),
     summed_divergence: (("wrong_reduction",), "the loss"),
+    tokens_and_sequences: (("several_counts",), "the number of items; batch[1] != 0"),
+    two_heads: (("several_counts",), "the number of items; batch[1] != 0"),
+    positives_and_negatives: (("several_counts",), "batch[1] != 0; batch[1] == 0"),
+    tokens_and_coupling: (("coupled_loss",), "the loss"),
+    weak_coupling: (("coupled_loss",), "the loss"),
+    numpy_noise: (("randomness",), "numpy.random, a number for each item"),
+    python_noise: (("randomness",), "random, a number for each item"),
+    noise_of_a_global_generator: (("randomness",), "OUTSIDE, a number for each item"),
+    noisy_module_and_counts: (("randomness", "unequal_counts"), "rng, a number for each item"),
+    numpy_seeded: (("shared_randomness",), "numpy.random, which the loss seeds"),
+    generator_made_in_the_loss: (("shared_randomness",), "the loss"),
 }
 """By case: the kinds of its causes, in order, and the beginning of the first one's place."""

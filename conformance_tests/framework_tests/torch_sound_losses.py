@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -157,6 +160,66 @@ def nested_batch() -> Case:
     return Case(net(), loss, (batch, torch.tensor([1.0, 2.0, 3.0]), True), {"axes": (0, None, None)})
 
 
+def drawn_once_per_micro_batch() -> Case:
+    """Numbers of NumPy and Python that do not belong to items."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x) * np.random.beta(1.0, 1.0) + torch.from_numpy(np.random.randn(3)).float(), y) * random.random()
+
+    return Case(net(), loss, (inputs(WIDTH), classes()))
+
+
+def terms_by_totals_of_the_window() -> Case:
+    """A term over tokens and one over sequences, each divided by its total, as `gradaccum.windows` tells it."""
+
+    def loss(model: nn.Module, x: Tensor, kept: Tensor, tokens: float, sequences: int) -> Tensor:
+        out = model(x)
+        return (out[..., 0].square() * kept).sum() / tokens + out[:, 0, 1].square().sum() / sequences
+
+    return Case(net(), loss, (inputs(TOKENS, WIDTH), mask(), float(mask().sum()), ITEMS), {"reduction": "sum"})
+
+
+def usual_criterion() -> Case:
+    return Case(net(), nn.CrossEntropyLoss(), (inputs(WIDTH), classes()))
+
+
+def functional_criterion() -> Case:
+    """With options of its own; its other arguments have defaults."""
+    return Case(net(), functools.partial(F.cross_entropy, label_smoothing=0.1), (inputs(WIDTH), classes()))
+
+
+def criterion_of_the_users() -> Case:
+    def focal(logits: Tensor, target: Tensor, gamma: float = 2.0) -> Tensor:
+        each = F.cross_entropy(logits, target, reduction="none")
+        return ((1 - (-each).exp()) ** gamma * each).mean()
+
+    return Case(net(), focal, (inputs(WIDTH), classes()))
+
+
+def criterion_and_a_list() -> Case:
+    """As torch's DataLoader yields a batch."""
+    return Case(net(), nn.CrossEntropyLoss(), [inputs(WIDTH), classes()])
+
+
+def loss_that_closes_over_its_model() -> Case:
+    model = net()
+    return Case(model, lambda x, y: F.cross_entropy(model(x), y), (inputs(WIDTH), classes()))
+
+
+def method_of_a_trainer() -> Case:
+    """Which holds the model compiled."""
+
+    class Trainer:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = torch.compile(model, backend="eager")
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.model(x), y)
+
+    model = net()
+    return Case(model, Trainer(model).loss, (inputs(WIDTH), classes()))
+
+
 SOUND_LOSSES: tuple[Callable[[], Case], ...] = (
     linear_float64,
     linear_float32,
@@ -174,4 +237,12 @@ SOUND_LOSSES: tuple[Callable[[], Case], ...] = (
     huge,
     custom_function_that_carries,
     nested_batch,
+    drawn_once_per_micro_batch,
+    terms_by_totals_of_the_window,
+    usual_criterion,
+    functional_criterion,
+    criterion_of_the_users,
+    criterion_and_a_list,
+    loss_that_closes_over_its_model,
+    method_of_a_trainer,
 )

@@ -135,6 +135,27 @@ def coupled(x: Sequence[float], counts: Sequence[float], world: World) -> dict[s
     return {"w": mean([world.w * (value - centre) ** 2 for value in x]), "v": mean([value * max(x) for value in x])}
 
 
+def weakly_coupled(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A mean, and a coupling so small that weights, which are measured in its gradients, fit; they are equal to nine digits."""
+    return {"v": mean(x) + 1e-9 * mean(x) * mean([value**2 for value in x])}
+
+
+def barely_coupled(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A mean, and a coupling of some ten roundings: with more micro-batches it seems to grow as a sum does, within what rounding does."""
+    return {name: slope + 1.8e-14 * mean(x) ** 2 for name, slope in sound(x, counts, world).items()}
+
+
+def by_two_counts(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """A mean over items and a mean over tokens."""
+    items, tokens = sound(x, counts, world), by_count([value**3 for value in x], counts, world)
+    return {name: items[name] + tokens[name] for name in items}
+
+
+def by_place(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
+    """Each item times a number of a table that is read by its place in the micro-batch."""
+    return {name: mean([value * (1.0 + 0.3 * place**2) for place, value in enumerate(x)]) for name in ("w", "v")}
+
+
 def maximal(x: Sequence[float], counts: Sequence[float], world: World) -> dict[str, float]:
     """The hardest item of the batch alone: measured by leaving one out, it has all the weight."""
     return {"w": world.w * max(x) ** 2, "v": max(x)}

@@ -25,7 +25,7 @@ NAMES = {
         Cut Division Reduction aux_shape_error cuts divided item_weights_error make_division packed require_item_weights require_items
         require_one_size require_reduction scalar_loss_error require_micro_batch_size too_small_error unknown_limit_error
         segment_cuts DeviceBackend
-        ROUNDING_LIMIT Column Conditions Layer Precision Run Subject VerifyingBackend examine free_frames item_axis
+        ROUNDING_LIMIT Column Conditions HostRandom Layer Precision Run Subject VerifyingBackend as_loss examine free_frames item_axis
         Handle Listener Listeners described status
         Noise NoiseFields UntilWeight add_loss code_of first_seen forget_window is_first is_known joined_noise measures no_noise noise_scale
         noise_shares window_loss window_seen shared_until_weight_error rate_bits require_same_rates

@@ -2,6 +2,7 @@
 
 from gradaccum.verification.dispatch import VerifyingBackend, verify
 from gradaccum.verification.examining import examine
+from gradaccum.verification.loss_function import HostRandom, as_loss
 from gradaccum.verification.measuring import ROUNDING_LIMIT
 from gradaccum.verification.partitions import item_axis
 from gradaccum.verification.report import Cause, MissingPackageError, VerificationReport
@@ -12,6 +13,7 @@ __all__ = [
     "Cause",
     "Column",
     "Conditions",
+    "HostRandom",
     "Layer",
     "MissingPackageError",
     "Precision",
@@ -19,6 +21,7 @@ __all__ = [
     "Subject",
     "VerificationReport",
     "VerifyingBackend",
+    "as_loss",
     "examine",
     "item_axis",
     "verify",

@@ -24,6 +24,7 @@ KINDS = (
     "unequal_counts",
     "repeated_term",
     "summed_term",
+    "several_counts",
     "missing_gradients",
     "coupled_loss",
 )
@@ -56,7 +57,7 @@ def hidden_state(names: Sequence[str]) -> Cause:
     """The same batch gives two gradients."""
     explanation = (
         f"Two runs of the same batch, with the model's state and the random state put back, differ in {listed(names)}: the loss keeps or "
-        "reads something that changes from call to call."
+        "reads something that changes from call to call, as a generator without a seed does."
     )
     fix = "Keep it in the model as a buffer, or compute it outside of the loss and give it as a part of the batch."
     return Cause("hidden_state", "outside of the model", explanation, fix)
@@ -75,6 +76,16 @@ def shared_randomness(places: Sequence[str]) -> Cause:
     explanation = "These random numbers do not follow the random state: a seed or key is fixed, so every micro-batch gets the same ones."
     fix = "Seed once, at the start of the program, not in the loss. In JAX give each micro-batch its own key: axes='key' or fold_in."
     return Cause("shared_randomness", listed(places), explanation, fix)
+
+
+def numbers_by_place() -> Cause:
+    """Every micro-batch gets the same numbers, each item by its place in the micro-batch."""
+    explanation = (
+        "The loss gives an item a number by its place in the micro-batch, the same in every micro-batch: as a generator does that is made "
+        "with a seed in the loss, or numbers from a table."
+    )
+    fix = "Make the generator once, outside of the loss, or bring the numbers in the batch."
+    return Cause("shared_randomness", LOSS, explanation, fix)
 
 
 def randomness(places: Sequence[str], names: Sequence[str]) -> Cause:
@@ -113,7 +124,9 @@ def batch_statistics(layers: Sequence[Layer], settled: bool | None) -> Cause:
 
 def wrong_reduction(reduction: str, right: str) -> Cause:
     """Another reduction makes it right."""
-    explanation = f"The gradient moves with reduction={reduction!r}; it stays the same under every partition with reduction={right!r}."
+    weights = " and these weights" if reduction == right else ""
+    stays = f"reduction={right!r}{' and without them' if weights else ''}"
+    explanation = f"The gradient moves with reduction={reduction!r}{weights}; it stays the same under every partition with {stays}."
     return Cause("wrong_reduction", LOSS, explanation, f"Write reduction={right!r}" + (" and no weight=." if right == "mean" else "."))
 
 
@@ -134,7 +147,8 @@ def unequal_weights(values: Sequence[float], labels: str | None, by_label: Seque
         table = ", ".join(f"{label:g}: {weight:.3g}" for label, weight in by_label)
         seen, where = f"The weight follows {labels}: {table}.", f"a weight by {labels}"
     else:
-        seen = f"Measured, per item: {', '.join(f'{value:.3g}' for value in values[:8])}{', ...' if len(values) > 8 else ''}."
+        digits = 3 if max(values) - min(values) > 0.1 else 6  # Those of 1000 and 1003 tokens are told apart.
+        seen = f"Measured, per item: {', '.join(f'{value:.{digits}g}' for value in values[:8])}{', ...' if len(values) > 8 else ''}."
         where = "the denominator of the loss"
     explanation = f"The loss is a weighted mean, whose items weigh differently. {seen} With these weights the gradient stays the same."
     fix = "Write weight= a function that returns what the loss divides by in a micro-batch: the sum of these weights over its items."
@@ -160,6 +174,19 @@ def summed_term(names: Sequence[str]) -> Cause:
     return Cause("summed_term", listed(names), explanation, "Make each term of the loss a mean over items, or each a sum.")
 
 
+def several_counts(names: Sequence[str], wheres: Sequence[str]) -> Cause:
+    """Each term of the loss divides by a count of its own."""
+    explanation = (
+        f"In {listed(names)} the loss adds terms that divide by different counts ({'; '.join(wheres)}). No one weight is right for all of "
+        "them; with each count taken over the whole window the micro-batches add up."
+    )
+    fix = (
+        "Read the window's totals in advance with gradaccum.windows(loader, steps, count={...}), write each term as a sum divided by its "
+        "total, and reduction='sum'."
+    )
+    return Cause("several_counts", "; ".join(wheres), explanation, fix)
+
+
 def missing_gradients(names: Sequence[str], times: str) -> Cause:
     """Parameters without a gradient in a part of the micro-batches."""
     explanation = (
@@ -177,5 +204,8 @@ def coupled_loss(names: Sequence[str], off: float | None) -> Cause:
         f"No weights make the micro-batches add up to the large batch's gradient in {listed(names)}{best}: the loss of one item depends on "
         "the others, as in contrastive, ranking and load-balancing losses and statistics over the batch."
     )
-    fix = "Split it into outputs per item and a loss of all outputs: coupled_backward (torch), coupled_value_and_grad (JAX, MindSpore)."
+    fix = (
+        "Split it into outputs per item and a loss of all outputs: coupled_backward (torch), coupled_value_and_grad (JAX, MindSpore). "
+        "If it only adds terms that divide by different counts: gradaccum.windows."
+    )
     return Cause("coupled_loss", LOSS, explanation, fix)

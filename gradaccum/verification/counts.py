@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import le, lt, ne
+from operator import eq, le, lt, ne
 from typing import NamedTuple
 
 from gradaccum.verification.subject import Column
@@ -58,6 +58,7 @@ def _tests(column: Column) -> Iterator[tuple[str, Callable[[float], bool]]]:
     if column.integers:
         yield f"!= {IGNORED}", partial(ne, IGNORED)
     yield "!= 0", partial(ne, 0)
+    yield "== 0", partial(eq, 0)
     yield "> 0", partial(lt, 0)
     yield ">= 0", partial(le, 0)
     paddings = {row[-1] for row in column.rows if row} if column.integers and column.sequence else set()

@@ -104,6 +104,8 @@ class VerificationReport:
         if self.equivalent:
             return f"Accumulation is right for this loss: {len(self.errors)} parameters, {len(self.partitions)} partitions compared."
         found = ", ".join(dict.fromkeys(cause.kind for cause in self.causes))
+        if found == "randomness":
+            return "Accumulation cannot be compared for this loss: randomness."
         return f"Accumulation is WRONG for this loss: {found}."
 
 

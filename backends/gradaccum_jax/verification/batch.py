@@ -63,18 +63,17 @@ class Batch(NamedTuple):
         return leaf if axis is None or number is None else folded(leaf, number)
 
 
-def make_batch(batch: Tree, axes: Tree) -> Batch:
+def make_batch(batch: tuple[Tree, ...], axes: Tree) -> Batch:
     """The batch, checked.
 
     Args:
-        batch: a tuple of trees, the arguments of the loss after the parameters; another tree is the only argument.
+        batch: trees, the arguments of the loss after the parameters.
         axes: a prefix of its tree: the axis of items of each leaf below, None, or ``"key"``.
 
     Raises:
         ArgumentTypeError: an axis is of another type.
         ArgumentValueError: `axes` is no prefix of the batch, a leaf has no such axis, or leaves have unequal numbers of items.
     """
-    batch = batch if isinstance(batch, tuple) else (batch,)
     flat, structure = jax.tree_util.tree_flatten_with_path(batch)
     paths = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in flat)
     leaves = tuple(leaf if is_key(leaf) else np.asarray(jnp.asarray(leaf)) for _, leaf in flat)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import ArgumentTypeError, VerificationReport
-from gradaccum.kit import examine, explain, item_weights_error, require_weight
+from gradaccum import VerificationReport
+from gradaccum.kit import as_loss, examine, item_weights_error, require_weight
 from gradaccum_jax.types import Array, Params, Tree
 from gradaccum_jax.verification.batch import Batch, make_batch
 from gradaccum_jax.verification.parameters import make_parameters
@@ -36,7 +36,7 @@ def verify(
 
     Args:
         params: the tree that the loss is differentiated by.
-        loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar.
+        loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar. A criterion of outputs is refused: parameters cannot be called.
         batch: a tuple of the loss's other arguments, trees of arrays with the items along axis 0: a few real items, at least `steps`.
             One tree alone is the only argument. Random keys belong in it too: a scalar typed key is one per micro-batch. To compare,
             items are given the numbers that they meet in the large batch, so dropout does not disturb.
@@ -49,12 +49,10 @@ def verify(
         ArgumentTypeError: `params` has no floating array, or another argument has the wrong type.
         ArgumentValueError: the loss is no scalar, leaves have unequal numbers of items, or an argument has a value that makes no sense.
     """
-    if not callable(loss_fn):
-        fix = "Write gradaccum_jax.verify(params, loss_fn, (inputs, targets), steps=4)."
-        raise explain(ArgumentTypeError, "loss_fn", expected="a function of the parameters and the batch", got=loss_fn, fix=fix)
-    parameters, checked = make_parameters(params), make_batch(batch, axes)
+    loss, arguments = as_loss(loss_fn, params, batch if isinstance(batch, tuple) else (batch,), None)
+    parameters, checked = make_parameters(params), make_batch(arguments, axes)
     with np.errstate(all="ignore"):  # Gradients that are not finite are told in the report.
-        return examine(JaxSubject(loss_fn, parameters, checked, _make_weight(weight, checked)), steps, reduction)
+        return examine(JaxSubject(loss, parameters, checked, _make_weight(weight, checked)), steps, reduction)
 
 
 def verifies(model: object) -> bool:

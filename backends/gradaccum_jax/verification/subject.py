@@ -5,7 +5,6 @@ A loss in JAX has no state and no mode: `Conditions.training` and `Conditions.ca
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gradaccum.kit import Column, Conditions, Layer, Precision, Run, item_axis, scalar_loss_error
+from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, item_axis, scalar_loss_error
 from gradaccum_jax.linearity.custom_rules import non_linear_rules
 from gradaccum_jax.types import Array, Tree
 from gradaccum_jax.verification.batch import Batch, folded, is_float, is_key, perturbed
@@ -56,7 +55,7 @@ class JaxSubject:
         self._programs: dict[tuple[int, int], Program] = {}
         self._compiled: dict[tuple[int, int, frozenset[int]], Callable[..., Any]] = {}
         self._remembered: dict[int, Drawn] = {}
-        self._python_draws = False
+        self._host, self._python_draws = HostRandom(loss_fn), False
 
     def window(self, parts: Sequence[Sequence[int]], conditions: Conditions) -> list[Run]:
         """See `Subject.window`."""
@@ -106,17 +105,13 @@ class JaxSubject:
     @contextmanager
     def _python_state(self, seed: int) -> Iterator[None]:
         """Python's and NumPy's random states are after the block what they were before it; notes whether the loss has used them."""
-        users = (random.getstate(), np.random.get_state())
         try:
-            if seed:
-                random.seed(seed)
-                np.random.seed(seed)
-            before = repr((random.getstate(), np.random.get_state()))
+            self._host.begin(seed)
+            before = self._host.states()
             yield
-            self._python_draws |= before != repr((random.getstate(), np.random.get_state()))
+            self._python_draws |= before != self._host.states()
         finally:
-            random.setstate(users[0])
-            np.random.set_state(users[1])
+            self._host.begin()
 
     def _arguments(self, conditions: Conditions) -> Arguments:
         """The parameters' arrays and the batch's leaves, perturbed and seeded."""

@@ -22,7 +22,7 @@ class Batch:
     """The leaves of a batch, with the axis of items of each.
 
     Args:
-        batch: a tuple of nests, the arguments of the loss after the model; another nest is the only argument.
+        batch: nests, the arguments of the loss after the model.
         axes: a prefix nest of it: the axis of items of each leaf below, or None.
 
     Raises:
@@ -30,8 +30,8 @@ class Batch:
         ArgumentValueError: `axes` is no prefix of the batch, a leaf has no such axis, or leaves have unequal numbers of items.
     """
 
-    def __init__(self, batch: Nest, axes: Nest) -> None:
-        self.nest, lists = mark_lists(batch if isinstance(batch, tuple) else (batch,), axes)
+    def __init__(self, batch: tuple[Nest, ...], axes: Nest) -> None:
+        self.nest, lists = mark_lists(batch, axes)
         self.leaves = leaves_of(self.nest, "batch")
         pairs = zip(self.leaves, spread(axes, self.nest, "axes"), strict=True)
         self.axes = [_axis(leaf.value, axis, leaf.path) for leaf, axis in pairs]

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from gradaccum import ArgumentTypeError, VerificationReport
-from gradaccum.kit import Nest, examine, explain, item_weights_error, require_weight
+from gradaccum.kit import Nest, as_loss, examine, explain, item_weights_error, require_weight
 from gradaccum_mindspore.verification.batch import Batch
 from gradaccum_mindspore.verification.rows import wide
 from gradaccum_mindspore.verification.subject import MindSporeSubject, Weight
@@ -34,7 +34,9 @@ def verify(
 
     Args:
         model: the Cell; its trainable parameters are differentiated by.
-        loss_fn: ``loss_fn(model, *batch)`` returns a floating Tensor of one element.
+        loss_fn: ``loss_fn(model, *batch)`` returns a floating Tensor of one element. The usual criterion, ``criterion(output, *targets)``,
+            is called with ``model(batch[0])`` and the rest of the batch; a function that closes over its model, ``loss_fn(*batch)``, with
+            the batch.
         batch: a tuple of nests of Tensors and NumPy arrays with the items along axis 0, the loss's arguments after the model: a few real
             items, at least `steps`. One nest alone is the only argument; a plain value is given whole.
         steps: micro-batches that the batch is divided into, at least 2.
@@ -50,12 +52,14 @@ def verify(
         found = f"an object of type {type(model).__name__}"
         fix = "Write verify(net, loss_fn, batch)."
         raise explain(ArgumentTypeError, "model", expected="a mindspore.nn.Cell with trainable parameters", found=found, fix=fix)
-    if not callable(loss_fn):
-        fix = "Write verify(net, lambda net, x, y: ..., (x, y))."
-        raise explain(ArgumentTypeError, "loss_fn", expected="a function loss_fn(model, *batch)", got=loss_fn, fix=fix)
-    divided = Batch(batch, axes)
+    own = {id(parameter) for parameter in model.trainable_params()}
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    loss, arguments = as_loss(
+        loss_fn, model, arguments, lambda value: isinstance(value, nn.Cell) and any(id(each) in own for each in value.trainable_params())
+    )
+    divided = Batch(arguments, axes)
     with np.errstate(all="ignore"):  # Gradients that are not finite are told in the report.
-        return examine(MindSporeSubject(model, loss_fn, divided, _make_weight(weight, divided)), steps, reduction)
+        return examine(MindSporeSubject(model, loss, divided, _make_weight(weight, divided)), steps, reduction)
 
 
 def _make_weight(weight: Any, batch: Batch) -> Weight | None:

@@ -7,7 +7,6 @@ the processor time with small models.
 
 from __future__ import annotations
 
-import random
 import sys
 from types import TracebackType
 from typing import Any
@@ -16,6 +15,8 @@ import mindspore as ms
 import mindspore.common.seed  # the module; `mindspore.common` has functions of its name
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+
+from gradaccum.kit import HostRandom
 
 SEEDS: Any = sys.modules["mindspore.common.seed"]
 """Private to MindSpore: ``_GLOBAL_SEED`` and ``_KERNEL_SEED``, a counter per random operator. MindSpore has no public way to read both."""
@@ -29,17 +30,17 @@ class Kept:
 
     Args:
         model: the Cell.
+        host: the generators of Python and NumPy.
     """
 
-    def __init__(self, model: nn.Cell) -> None:
-        self._model = model
+    def __init__(self, model: nn.Cell, host: HostRandom) -> None:
+        self._model, self._host = model, host
         self._cells = dict(model.cells_and_names())
         self._parameters = {parameter.name: parameter for parameter in model.get_parameters()}
         self._values = {name: parameter.asnumpy().copy() for name, parameter in self._parameters.items()}
         self._attributes = {name: _attributes(cell) for name, cell in self._cells.items()}
         self._modes = {name: cell.training for name, cell in self._cells.items()}
         self._seeds = (SEEDS._GLOBAL_SEED, dict(SEEDS._KERNEL_SEED))
-        self._pythons = (random.getstate(), np.random.get_state())
         self._context = {name: ms.get_context(name) for name in ("mode", "pynative_synchronize")}
 
     def __enter__(self) -> Kept:
@@ -72,16 +73,11 @@ class Kept:
         SEEDS._KERNEL_SEED.clear()
         SEEDS._KERNEL_SEED.update(self._seeds[1])
         SEEDS._GLOBAL_SEED = 1 + seed if self._seeds[0] is None or seed else self._seeds[0]
-        random.setstate(self._pythons[0])
-        np.random.set_state(self._pythons[1])
-        if seed:
-            random.seed(seed)
-            np.random.seed(seed)
+        self._host.begin(seed)
 
     def drew(self) -> bool:
-        """Whether random numbers were drawn since the seeds were put back."""
-        operators = dict(SEEDS._KERNEL_SEED) != self._seeds[1]
-        return operators or repr((random.getstate(), np.random.get_state())) != repr(self._pythons)
+        """Whether random operators have drawn since the seeds were put back."""
+        return dict(SEEDS._KERNEL_SEED) != self._seeds[1]
 
     def watch_seed(self) -> None:
         """From now on `reseeded` tells."""

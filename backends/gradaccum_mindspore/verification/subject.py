@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from gradaccum import ArgumentValueError
-from gradaccum.kit import Column, Conditions, Layer, Precision, Run, scalar_loss_error
+from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, scalar_loss_error
 from gradaccum_mindspore.linearity import verify_loss_scaling
 from gradaccum_mindspore.recorded import forgotten_on_error
 from gradaccum_mindspore.verification.batch import Batch, is_float, perturbed
@@ -30,11 +30,22 @@ LIMITS = {
     ms.float64: (2.0**-52, 5e-324),
 }
 """Distance from 1 to the next number, and the smallest positive number."""
-OTHERS = "random operators other than nn.Dropout, or numpy.random"
+OTHERS = "random operators other than nn.Dropout"
 RESEEDED = "mindspore.set_seed, called by the loss"
 
 Weight = Callable[[Sequence[int]], float]
 """The weight of a micro-batch, by its items."""
+
+
+class Drew(NamedTuple):
+    """Which random numbers a forward pass drew."""
+
+    drew: bool
+    """Whether random operators did."""
+    reseeded: bool
+    """Whether the loss set MindSpore's seed."""
+    host: list[bytes]
+    """The states of Python's and NumPy's generators after it."""
 
 
 class MindSporeSubject:
@@ -50,6 +61,7 @@ class MindSporeSubject:
     def __init__(self, model: nn.Cell, loss_fn: Callable[..., Any], batch: Batch, weight: Weight | None) -> None:
         self._model, self._loss_fn, self._batch, self._weight = model, loss_fn, batch, weight
         self._parameters: dict[str, Parameter] = {parameter.name: parameter for parameter in model.trainable_params()}
+        self._host = HostRandom(loss_fn, *(cell for _, cell in model.cells_and_names()))
         self.items = batch.items
         self.names: Sequence[str] = tuple(self._parameters)
 
@@ -61,7 +73,7 @@ class MindSporeSubject:
     @contextmanager
     def _running(self, conditions: Conditions) -> Iterator[tuple[Kept, Lent, list[object] | None]]:
         """The model as the conditions have it: the user's state, the dropouts, and the values of the batch's leaves."""
-        with Kept(self._model) as kept, Lent(self._model, self.items) as lent:
+        with Kept(self._model, self._host) as kept, Lent(self._model, self.items) as lent:
             if not conditions.training:
                 self._model.set_train(False)
             kept.put_back_seeds(conditions.seed)
@@ -79,6 +91,8 @@ class MindSporeSubject:
         if number and not conditions.carry_state:
             kept.put_back_state()
             self._perturb(conditions.perturbation) if conditions.perturbation is not None else None
+        if conditions.replay:
+            self._host.begin(conditions.seed)
         lent.begin(part, (conditions.seed,) if conditions.replay else (conditions.seed, 1 + number))
         before = kept.state()
         loss, gradients = self._differentiated(self._batch.part(part, values), conditions.scale)
@@ -140,19 +154,22 @@ class MindSporeSubject:
 
     def fixed_draws(self) -> list[str]:
         """See `Subject.fixed_draws`."""
-        return [RESEEDED] if self._forward()[1] else []
+        one, other = self._forward(), self._forward(seed=1)
+        return [RESEEDED] * one.reseeded + self._host.seeded(one.host, other.host)
 
     def unreplayed_draws(self) -> list[str]:
         """See `Subject.unreplayed_draws`."""
-        return [OTHERS] if self._forward()[0] else []
+        large, small = self._forward(), self._forward(self.items // 2)
+        return [OTHERS] * large.drew + self._host.per_item(large.host, small.host)
 
-    def _forward(self) -> tuple[bool, bool]:
-        """Whether the loss draws random numbers by itself, and whether it sets the seed."""
-        with self._running(Conditions()) as (kept, lent, _):
-            lent.begin(range(self.items), (0,))
+    def _forward(self, items: int | None = None, seed: int = 0) -> Drew:
+        """What random numbers the loss of the first `items` draws by itself."""
+        part = range(self.items if items is None else items)
+        with self._running(Conditions(seed=seed)) as (kept, lent, _):
+            lent.begin(part, (0,))
             kept.watch_seed()
-            self._watched(range(self.items))
-            return kept.drew(), kept.reseeded()
+            self._watched(part)
+            return Drew(kept.drew(), kept.reseeded(), self._host.states())
 
     def custom_rules(self) -> list[str]:
         """See `Subject.custom_rules`."""

@@ -22,15 +22,15 @@ class Batch:
     """The arguments of the loss function after the model.
 
     Args:
-        batch: a tuple of nests; another nest is the only argument.
+        batch: nests.
         axes: a prefix nest of `batch`: the batch axis of each leaf, or None for one that is given whole.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: a leaf has no such axis, or another number of items.
     """
 
-    def __init__(self, batch: Any, axes: Any) -> None:
-        self._batch, lists = mark_lists(batch if type(batch) is tuple else (batch,), axes)
+    def __init__(self, batch: tuple[Any, ...], axes: Any) -> None:
+        self._batch, lists = mark_lists(batch, axes)
         self._leaves = leaves_of(self._batch, "batch")
         wanted = spread(axes, self._batch, "axes")
         self._axes = [_axis_of(leaf, axis) for leaf, axis in zip(self._leaves, wanted, strict=True)]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, VerificationReport
-from gradaccum.kit import Nest, examine, explain
+from gradaccum.kit import Nest, as_loss, examine, explain
 from gradaccum_torch.torch_private import is_sharded
 from gradaccum_torch.verification.batch import Batch
 from gradaccum_torch.verification.subject import TorchSubject, weight_of
@@ -32,7 +32,8 @@ def verify(
 
     Args:
         model: the model; parameters of other modules that `loss_fn` closes over count too.
-        loss_fn: ``loss_fn(model, *batch)``, a scalar tensor.
+        loss_fn: ``loss_fn(model, *batch)``, a scalar tensor. The usual criterion, ``criterion(output, *targets)``, is called with
+            ``model(batch[0])`` and the rest of the batch; a function that closes over its model, ``loss_fn(*batch)``, with the batch.
         batch: a tuple of nests of tensors, NumPy arrays and lists with one value per item; one nest alone is the only argument. A plain
             value is given whole.
         steps: micro-batches, from 2 to the number of items.
@@ -41,17 +42,20 @@ def verify(
         axes: a prefix nest of `batch`: the batch axis of each leaf, or None for a leaf that is given whole.
 
     Raises:
-        ArgumentTypeError: `model` is no module, or one that other processes share; `loss_fn` gives no tensor; `axes` has another type.
+        ArgumentTypeError: `model` is no module, or one that other processes share; `loss_fn` gives no tensor, or does not take
+            the batch; `axes` has another type.
         ArgumentValueError: the loss is no scalar or has no graph; a leaf has no such axis, or another number of items; `steps` does not
             suit the batch.
         UsageError: the loss goes through a reentrant checkpoint, which works with ``backward()`` alone.
     """
     _require_model(model)
-    if not callable(loss_fn):
-        fix = "Write verify(model, lambda model, x, y: ..., (x, y))."
-        raise explain(ArgumentTypeError, "loss_fn", expected="a function loss_fn(model, *batch)", got=loss_fn, fix=fix)
-    divided = Batch(batch, axes)
-    return examine(TorchSubject(model, loss_fn, divided, weight_of(weight, divided)), steps, reduction)
+    own = set(model.parameters())
+    arguments = batch if type(batch) is tuple else (batch,)
+    loss, arguments = as_loss(
+        loss_fn, model, arguments, lambda value: isinstance(value, nn.Module) and not own.isdisjoint(value.parameters())
+    )
+    divided = Batch(arguments, axes)
+    return examine(TorchSubject(model, loss, divided, weight_of(weight, divided)), steps, reduction)
 
 
 def _require_model(model: object) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import Column, Conditions, Layer, Precision, Run, explain, require_weight, scalar_loss_error
+from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, explain, require_weight, scalar_loss_error
 from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.torch_private import input_dtypes
 from gradaccum_torch.verification.batch import Batch
@@ -19,7 +19,7 @@ from gradaccum_torch.verification.draws import Draw, Drawing, Recording, repeate
 from gradaccum_torch.verification.kept import Kept
 from gradaccum_torch.verification.layers import Calls, mixing_layers
 from gradaccum_torch.verification.perturbing import perturbed
-from gradaccum_torch.verification.random_state import RandomState, begin, begin_host
+from gradaccum_torch.verification.random_state import RandomState
 
 REPETITIONS = 6
 """Runs in a row that are compared for fixed random numbers: eight fair bits are the same in all of them once in 2^40 times."""
@@ -38,6 +38,7 @@ class TorchSubject:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], batch: Batch, weight: Callable[[Sequence[int]], float]) -> None:
         self._model, self._loss_fn, self._batch, self._weight = model, loss_fn, batch, weight
         self._random, self._kept = RandomState.now(), Kept(model, loss_fn)
+        self._host = HostRandom(loss_fn, *model.modules())
         self._modules = {_joined(path, name): inner for path, outer in self._kept.modules.items() for name, inner in outer.named_modules()}
         self._parameters = _parameters(self._kept.modules)
         self._every = dict.fromkeys(parameter for outer in self._kept.modules.values() for parameter in outer.parameters())
@@ -78,20 +79,30 @@ class TorchSubject:
 
     def fixed_draws(self) -> Sequence[str]:
         """See `Subject.fixed_draws`."""
-        if not self._draws(range(self.items), Conditions()):
-            return ()
+        every = range(self.items)
+        hosts = self._host.seeded(self._host_after(every, 0), self._host_after(every, 1))
+        if not self._draws(every, Conditions()):
+            return hosts
         runs: list[Sequence[Draw]] = []
         with self._isolated(Conditions()):
             for _ in range(REPETITIONS):
                 with Drawing() as drawing:
-                    self._loss(self._batch.part(range(self.items)))
+                    self._loss(self._batch.part(every))
                 self._generators |= {found: state for found, state in drawing.generators.items() if found not in self._generators}
                 runs.append(drawing.draws)
-        return repeated(runs)
+        return [*repeated(runs), *hosts]
+
+    def _host_after(self, items: Sequence[int], seed: int) -> list[bytes]:
+        """The states of Python's and NumPy's generators after a loss of `items`."""
+        with self._isolated(Conditions(seed=seed)):
+            self._loss(self._batch.part(items))
+            return self._host.states()
 
     def unreplayed_draws(self) -> Sequence[str]:
         """See `Subject.unreplayed_draws`."""
-        return tuple(self._recording(Conditions()).unreplayed)
+        fewer = range(-(-self.items // 2))
+        hosts = self._host.per_item(self._host_after(range(self.items), 0), self._host_after(fewer, 0))
+        return (*self._recording(Conditions()).unreplayed, *hosts)
 
     def custom_rules(self) -> Sequence[str]:
         """See `Subject.custom_rules`."""
@@ -104,7 +115,7 @@ class TorchSubject:
             self._kept.put_back()
             self._set_mode(conditions)
         if conditions.replay:
-            begin_host(self._random, conditions.seed)
+            self._host.begin(conditions.seed)
         arguments = self._batch.part(part, self._roundoff() if conditions.perturbation is not None else 0.0, conditions.perturbation)
         with recording.replayed(part) if recording is not None else nullcontext():
             loss = self._loss(arguments)
@@ -157,7 +168,10 @@ class TorchSubject:
             ending.enter_context(_without_grad(self._every))
             ending.enter_context(_uncompiled())
             ending.enter_context(torch.set_grad_enabled(gradients))
-            begin(self._random, conditions.seed)
+            self._random.put_back()
+            if conditions.seed:
+                torch.manual_seed(0x5EED0 + conditions.seed)
+            self._host.begin(conditions.seed)
             self._set_mode(conditions)
             if conditions.perturbation is not None:
                 self._perturb(conditions.perturbation)
@@ -166,6 +180,7 @@ class TorchSubject:
     def _put_back(self) -> None:
         self._kept.put_back()
         self._random.put_back()
+        self._host.begin()
         for generator, state in self._generators.items():
             generator.set_state(state)
 
