@@ -84,6 +84,12 @@ def shared_until_weight_error(steps: object) -> UsageError:
     )
 
 
+def moving_weight_error(fix: str) -> ArgumentValueError:
+    """The error for a callable weight with a derivative by what is differentiated, which is no part of the large batch's gradients."""
+    expected = "a weight that stays as it is where its arguments and parameters move, as its derivative is left out"
+    return explain(ArgumentValueError, "weight", expected=expected, found="one with a derivative", fix=fix)
+
+
 def rate_bits(rates: Sequence[float]) -> list[int]:
     """Fingerprint an optimizer's learning rates: 32 numbers, each 0 or 1, that workers add up beside a window's numbers, exactly."""
     mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *rates))

@@ -35,6 +35,10 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "unequal": (r"batch\[1\]\['y'\]: expected 8 items, as batch\[0\] has; got 7", lambda: backward(loss_fn, X, {"y": Y[:7]}, steps=2)),
     "no_axis": (r"batch\[2\]: expected an array with an axis 0", lambda: backward(loss_fn, X, Y, torch.tensor(1.0), steps=2)),
     "object": (r"batch\[2\]: expected an array with an axis 0", lambda: backward(loss_fn, X, Y, object(), steps=2)),
+    "moving_weight": (
+        r"weight: expected a weight that stays.*weight\.detach\(\)",
+        lambda: backward(loss_fn, X, Y, steps=2, weight=lambda x, y: MODEL(x).exp().sum()),
+    ),
     "jagged": (
         r"batch\[0\]: expected a dense tensor to split; got a nested one of layout torch.jagged",
         lambda: backward(loss_fn, torch.nested.nested_tensor([X[:2], X[:3]], layout=torch.jagged), steps=2),

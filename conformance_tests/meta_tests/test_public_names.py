@@ -28,7 +28,7 @@ NAMES = {
         ROUNDING_LIMIT Column Conditions HostRandom Layer Precision Run Subject VerifyingBackend as_loss examine free_frames item_axis
         Handle Listener Listeners described status
         Noise NoiseFields UntilWeight add_loss code_of first_seen forget_window is_first is_known joined_noise measures no_noise noise_scale
-        noise_shares window_loss window_seen shared_until_weight_error rate_bits require_same_rates
+        noise_shares window_loss window_seen shared_until_weight_error rate_bits require_same_rates moving_weight_error
     """,
     "gradaccum.watching": """
         ClosedWindow JsonLines Listener RichProgress TensorBoard Watch

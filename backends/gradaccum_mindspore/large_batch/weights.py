@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from gradaccum import ArgumentValueError
-from gradaccum.kit import Cut, Nest, explain, item_weights_error, leaves_of
+from gradaccum.kit import Cut, Nest, explain, item_weights_error, leaves_of, moving_weight_error
 from gradaccum_mindspore.checks import weight_as_number
 from gradaccum_mindspore.large_batch.randomness import DEPTH, named_by
 
@@ -89,9 +89,8 @@ def constant(weight: Any, positions: tuple[int, ...], parameters: Sequence[Param
                 ms.set_context(mode=mode)
             leaves: list[Tensor] = [leaf.value for leaf in leaves_of(slopes)]
             if any(leaf.asnumpy().any() for leaf in leaves):
-                expected = "a weight that stays as it is where its arguments and parameters move, as its derivative is left out"
                 fix = "Leave it out of grad_position= and weights=; or weigh by what ops.stop_gradient gives, if fn divides by that too."
-                raise explain(ArgumentValueError, "weight", expected=expected, found="one with a derivative", fix=fix)
+                raise moving_weight_error(fix)
         return given
 
     return checked

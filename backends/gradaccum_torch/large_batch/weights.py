@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError
-from gradaccum.kit import Cut, explain, require_item_weights, require_weight
+from gradaccum.kit import Cut, explain, moving_weight_error, require_item_weights, require_weight
 
 Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
 """A callable of the micro-batch, one number per item, or None."""
@@ -61,6 +61,8 @@ def _checked(weights: list[Any]) -> list[float]:
     for place in tensors:
         if weights[place].numel() != 1 or weights[place].is_complex():
             raise _no_number_error(weights[place])
+        if weights[place].requires_grad:
+            raise moving_weight_error("Return weight.detach(), if the loss function divides by a detached number too.")
     if tensors:
         read = torch.stack([weights[place].detach().double().reshape(()) for place in tensors]).tolist()
         for place, value in zip(tensors, read, strict=True):
