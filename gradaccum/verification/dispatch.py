@@ -33,7 +33,8 @@ def verify(model_or_params: Any, loss_fn: Callable[..., Any], batch: Any, steps:
 
     Args:
         model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a nest of JAX arrays.
-        loss_fn: ``loss_fn(model_or_params, *batch)``, a scalar.
+        loss_fn: ``loss_fn(model_or_params, *batch)``, a scalar. With a module or a Cell also the usual criterion, ``criterion(output,
+            *targets)``, and a function that closes over its model, ``loss_fn(*batch)``: the number of arguments tells.
         batch: a tuple of nests of arrays, with the batch axis first; a few real items with their padding, at least `steps`.
         steps: micro-batches that the batch is divided into, at least 2.
         options: ``reduction`` ("mean", "sum" or "item_mean"), ``weight`` and ``axes``, as accumulation will have them, and options of one
