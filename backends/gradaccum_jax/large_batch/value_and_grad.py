@@ -67,6 +67,7 @@ def value_and_grad(
         weight: the weight of a micro-batch: a function of its arguments, such as its number of tokens, or an array of one number per item.
             None: its number of items. A traced weight that is negative or not finite makes loss and gradient NaN. A batch whose weights are
             all 0 has loss 0 and gradient 0; a micro-batch of weight 0 adds nothing, even where its gradient is NaN.
+            The weight is a constant to JAX: a function that closes over the parameters adds nothing to the gradient.
         axes: a prefix of the tuple of the batch's arguments: an axis of items for all leaves below, None for what every micro-batch is
             given whole, or "key" for a random key, of which micro-batch number i gets ``jax.random.fold_in(key, i)``. A scalar typed key is
             "key" unless it is None. Plain Python values are given whole whatever their axis; under a `jax.jit` of your own they are arrays,
