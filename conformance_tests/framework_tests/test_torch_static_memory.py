@@ -188,6 +188,7 @@ def test_gradients_on_a_device_whose_graphs_torch_replays(monkeypatch: pytest.Mo
         class grad(nn.Parameter):
             is_cuda = True
 
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)  # Another test may have compiled.
     leaf = Leaf()
     leaf.grad = gradient = Leaf.grad(torch.ones(2), requires_grad=False)
     keep_own(leaf)

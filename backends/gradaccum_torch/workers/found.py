@@ -108,7 +108,7 @@ def _found(
     if sync != "micro_batch":
         fix = "Leave it out: with a DistributedDataParallel module gradients are reduced once per window."
         raise explain(ArgumentValueError, "gradient_sync", expected="to stand beside a module= of fully_shard", got=sync, fix=fix)
-    return Alone(parameters, options.separate_sums) if module is None else group_of(module, optimizer, options)
+    return Alone(optimizer, options.separate_sums) if module is None else group_of(module, optimizer, options)
 
 
 def _shares_parameters(module: object, parameters: Sequence[Tensor]) -> bool:

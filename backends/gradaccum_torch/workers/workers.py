@@ -197,14 +197,14 @@ class Alone(OwnSum):
     Then each worker has the average of w_i g_i, and divides it by a weight of its own. So these must be equal.
 
     Args:
-        parameters: those of the optimizer.
+        optimizer: the one that is wrapped; its groups may change.
         separate: ``separate_sums=True``; without it what such a module averages is refused by the watch over ``.grad``, and weight 0 here.
     """
 
     several, place = False, (0, 1)
 
-    def __init__(self, parameters: Sequence[Tensor], separate: bool) -> None:
-        self._parameters, self._separate = parameters, separate
+    def __init__(self, optimizer: torch.optim.Optimizer, separate: bool) -> None:
+        self._optimizer, self._separate = optimizer, separate
         self._module: DistributedDataParallel | None = None
         self._looked = self._compared = False
 
@@ -215,7 +215,7 @@ class Alone(OwnSum):
         module = self._averaging() if self._separate and not self._compared else None
         if module is not None:
             require_no_join(module)
-            weights = torch.tensor([fields.weight, -fields.weight], dtype=torch.float64, device=self._parameters[0].device)
+            weights = torch.tensor([fields.weight, -fields.weight], dtype=torch.float64, device=self._parameters()[0].device)
             dist.all_reduce(weights, dist.ReduceOp.MAX, group=module.process_group)
             most, minus_least = weights.tolist()
             if most != -minus_least:
@@ -232,7 +232,7 @@ class Alone(OwnSum):
             fix = "Write gradaccum.wrap(optimizer, ..., module=parallel)."
             expected = "items on every worker, where DistributedDataParallel averages each micro-batch's gradients"
             raise explain(UsageError, "weight", expected=expected, got=0, fix=fix)
-        return delivering_zeros(self._parameters)
+        return delivering_zeros(self._parameters())
 
     def shares(self, fields: State, loss: float) -> Shares:
         return Shares([fields.weight], 1, [], fields.overflow, [loss])
@@ -245,8 +245,11 @@ class Alone(OwnSum):
     def _averaging(self) -> DistributedDataParallel | None:
         """The module that averages; it may be built after the optimizer was wrapped, and is looked for once."""
         if not self._looked and dist.is_available() and dist.is_initialized():
-            self._looked, self._module = True, module_averaging(self._parameters)
+            self._looked, self._module = True, module_averaging(self._parameters())
         return self._module
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
 def require_no_join(module: DistributedDataParallel) -> None:
