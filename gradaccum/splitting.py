@@ -146,8 +146,10 @@ def require_one_size(sizes: Iterable[tuple[str, int]], lists: Sequence[tuple[str
         ArgumentValueError: no leaf is split, a leaf has another length than the first, or a list may be as long as the batch; it is named.
     """
     known = list(sizes)
-    lists = [each for each in lists if not _is_record(*each, known)]
-    elsewhere = {size for path, size in known if not any(path.startswith(f"{place}[") for place, *_ in lists)}
+    # Beside a list, or an array, that is as long, a record may be one of items: eight images of three channels, and their eight targets.
+    alike = _elsewhere(known, lists) | {each[1] for each in lists if not _is_record(*each, known)}
+    lists = [each for each in lists if each[1] in alike or not _is_record(*each, known)]
+    elsewhere = _elsewhere(known, lists)
     for path, length, brackets in lists:
         if not elsewhere or length in elsewhere:
             raise _doubtful_list_error(path, length, brackets, by_item)
@@ -162,6 +164,11 @@ def require_one_size(sizes: Iterable[tuple[str, int]], lists: Sequence[tuple[str
                 fix = f"If the elements of the list around it are the items, {by_item}. {fix}"
             raise explain(ArgumentValueError, path, expected=f"{items} items, as {first} has", found=f"{size}", fix=fix)
     return items
+
+
+def _elsewhere(known: Sequence[tuple[str, int]], lists: Sequence[tuple[str, int, str]]) -> set[int]:
+    """The lengths of leaves that stand in none of `lists`."""
+    return {size for path, size in known if not any(path.startswith(f"{place}[") for place, *_ in lists)}
 
 
 def _is_record(place: str, length: int, brackets: str, known: Sequence[tuple[str, int]]) -> bool:

@@ -195,6 +195,13 @@ def test_list_as_long_as_the_batch_is_refused() -> None:
 
 def test_tuple_of_arrays_of_one_length_is_a_batch() -> None:
     assert kit.require_one_size([("batch[0]", 8), ("batch[1]", 8)], [("batch", 2, "()")]) == 8
+    images = [(f"batch[0][{item}]", 3) for item in range(8)]
+    with pytest.raises(ArgumentValueError, match=r"batch\[0\]: expected a list that axes= .* got 8"):
+        kit.require_one_size(images, [("batch[0]", 8, "()"), ("batch[1]", 8, "()")])  # Eight images of three channels, and their targets.
+    with pytest.raises(ArgumentValueError, match=r"batch\[0\]: expected a list that axes= .* got 8"):
+        kit.require_one_size([*images, ("batch[1]", 8)], [("batch[0]", 8, "()")])
+    views = [(f"batch[{place}][{view}]", 8) for place in range(2) for view in range(2)]
+    assert kit.require_one_size(views, [("batch[0]", 2, "()"), ("batch[1]", 2, "()")]) == 8
     for sizes in ([("batch[0]", 2), ("batch[1]", 2)], [("batch[0]", 8), ("batch[1]", 7)], [("batch[0]['a']", 8), ("batch[1]['a']", 8)]):
         with pytest.raises(ArgumentValueError, match=r"write \(0, 0\) .* split= a function"):
             kit.require_one_size(sizes, [("batch", 2, "()")])
