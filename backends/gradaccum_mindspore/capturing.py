@@ -12,11 +12,15 @@ from pathlib import Path
 
 from mindspore import Tensor
 from mindspore._c_expression import pi_jit_set_context
-from mindspore.graph import jit_trace
 
 import gradaccum
 from gradaccum import UsageError
 from gradaccum.kit import explain
+
+try:
+    from mindspore.graph import jit_trace
+except ImportError:  # its place before MindSpore 2.8
+    from mindspore.common import jit_trace
 
 
 def skip_in_bytecode() -> None:

@@ -1,17 +1,22 @@
 """Declared gaps: tests that a backend is known to fail, each with a reason. They are strict.
 
 A file has one line per gap, ``PATTERN  # reason``, where PATTERN is a shell pattern over ``module::test[parameters]``. A declared
-test that passes fails the run, and so does a line that matches no test.
+test that passes fails the run, and so does a line that matches no test. A gap of some versions is ``PATTERN  # mindspore<2.10: reason``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+
+_OF_VERSIONS = re.compile(r"(\w+[<>=]=?[\w.]+): (.+)")
 
 
 class Gap(NamedTuple):
@@ -57,9 +62,14 @@ def _parse(path: Path) -> list[Gap]:
         pattern, _, reason = (part.strip() for part in line.partition("#"))
         if pattern and not reason:
             raise pytest.UsageError(f"{path}: a gap without a reason: {pattern}")
-        if pattern:
+        versions = _OF_VERSIONS.fullmatch(reason)
+        if pattern and (versions is None or _installed(Requirement(versions[1]))):
             gaps.append(Gap(pattern, reason, str(path)))
     return gaps
+
+
+def _installed(package: Requirement) -> bool:
+    return package.specifier.contains(version(package.name), prereleases=True)
 
 
 def _literal(pattern: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore._c_expression import MixedPrecisionType
-from mindspore.graph.api import _pynative_executor
+from mindspore.common.api import _pynative_executor
 
 from gradaccum_mindspore.types import DType
 

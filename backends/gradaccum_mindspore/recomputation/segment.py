@@ -13,7 +13,7 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
-from mindspore.graph.api import _pynative_executor
+from mindspore.common.api import _pynative_executor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
