@@ -46,7 +46,7 @@ from gradaccum.refusals import (
     wrapped_twice_error,
 )
 from gradaccum.registry import Backend, DeviceBackend, GatingBackend
-from gradaccum.resuming import Terms, code_of, decode_terms, encode_terms, redistributed, resumed, terms_of
+from gradaccum.resuming import FORMAT, Terms, code_of, decode_terms, encode_terms, redistributed, require_format, resumed, terms_of
 from gradaccum.schedule import Schedule, UntilWeight, is_known, require_steps
 from gradaccum.segments import segment_cuts
 from gradaccum.splitting import (
@@ -102,6 +102,7 @@ from gradaccum.window_loss import add_loss, window_loss
 
 __all__ = [
     "FIELD_DTYPES",
+    "FORMAT",
     "ITEMS",
     "KINDS",
     "ROUNDINGS",
@@ -199,6 +200,7 @@ __all__ = [
     "relative_error",
     "require_bool",
     "require_classes",
+    "require_format",
     "require_item_weights",
     "require_items",
     "require_kind",

@@ -18,6 +18,8 @@ from gradaccum.state import Scalar, State, round_to_float32
 from gradaccum.transitions import select, steps_at
 
 SCALES_IN_USE = ("unused", "static", "dynamic")
+FORMAT = 1
+"""The number of what a checkpoint holds of a window. A release that changes what an entry means, or drops one, counts it up."""
 
 
 class Terms(NamedTuple):
@@ -42,10 +44,21 @@ def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
     return Terms(options.reduction, options.on_overflow, _scale_in_use(options.scale_rule), steps)
 
 
-def encode_terms(terms: Terms) -> tuple[int, int, int, int]:
-    """`terms` as four integers, for a checkpoint that holds arrays only; ``steps=None`` is 0, and a window's weight is negative."""
+def require_format(found: object) -> None:
+    """Raise unless `found` is the format that this release reads.
+
+    Raises:
+        CheckpointError: it is another one.
+    """
+    if found != FORMAT:
+        fix = "Load it with the gradaccum that saved it, or save it again with this one."
+        raise explain(CheckpointError, "format", expected=f"a window's state in format {FORMAT}", found=f"format {found}", fix=fix)
+
+
+def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
+    """`FORMAT` and `terms` as integers, for a checkpoint of arrays only; ``steps=None`` is 0, and a window's weight is negative."""
     names = ((REDUCTIONS, terms.reduction), (ON_OVERFLOW, terms.on_overflow), (SCALES_IN_USE, terms.scale))
-    return cast(tuple[int, int, int, int], (*(choices.index(name) for choices, name in names), code_of(terms.steps)))
+    return cast(tuple[int, int, int, int, int], (FORMAT, *(choices.index(name) for choices, name in names), code_of(terms.steps)))
 
 
 def code_of(size: Scalar) -> Scalar:
@@ -59,16 +72,17 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
     """The inverse of `encode_terms`.
 
     Raises:
-        CheckpointError: they are none of its making.
+        CheckpointError: they are none of its making, or of another format.
     """
     try:
-        reduction, on_overflow, scale, steps = (int(code) for code in codes)
-        if min(reduction, on_overflow, scale) >= 0:
+        made_in, reduction, on_overflow, scale, steps = (int(code) for code in codes)
+        if made_in == FORMAT and min(reduction, on_overflow, scale) >= 0:
             size = UntilWeight(-steps) if steps < 0 else steps or None
             return Terms(REDUCTIONS[reduction], ON_OVERFLOW[on_overflow], SCALES_IN_USE[scale], size)
     except (TypeError, ValueError, IndexError):
-        pass
-    expected, fix = "the codes of reduction, on_overflow, loss scale and steps", "Load a state that this library saved."
+        made_in = FORMAT
+    require_format(made_in)
+    expected, fix = "the codes of format, reduction, on_overflow, loss scale and steps", "Load a state that this library saved."
     raise explain(CheckpointError, "terms", expected=expected, got=codes, fix=fix)
 
 

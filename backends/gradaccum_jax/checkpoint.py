@@ -6,7 +6,7 @@ checked, and rebuilt, by path.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -21,16 +21,12 @@ from gradaccum_jax.optimizer import require_accumulation
 from gradaccum_jax.state import AccumulationState, fields_of
 from gradaccum_jax.trees import plain, unique
 from gradaccum_jax.types import Array, Params, Tree
-from gradaccum_jax.untold import UNTOLD
 from gradaccum_jax.workers.layout import mapped
 
 _RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
-Later = Sequence[Mapping[str, float]]
-LATER: Later = (
-    {"loss": UNTOLD, "last_loss": UNTOLD},
-    {f"noise.{name}": number for name, number in no_noise()._asdict().items()},
-)
-"""What a window knows came later than its other fields. Without a loss from the start, that of the open window is not known."""
+NO_LEAVES: Mapping[str, float] = {}
+NOISE = {f"noise.{name}": number for name, number in no_noise()._asdict().items()}
+"""What the noise scale starts with where a checkpoint was saved without ``noise_scale=``."""
 _SHARED = "Restore what a step under gradaccum_jax.data_parallel returned, or wrap without axis_name."
 
 
@@ -42,8 +38,7 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     the loss scale goes on if it is dynamic in both runs, else it is the option's own. So go on with the state that this returns. Not for
     use under `jit`: it looks at values.
 
-    A checkpoint of a version that did not keep a window's loss and the noise scale is as good: the open window's loss is NaN, and the noise
-    scale begins anew, as it does where ``noise_scale`` was off before.
+    Where ``noise_scale`` was off before, the noise scale begins anew.
 
     With ``axis_name`` the state is that of so many devices as it was saved on; `gradaccum_jax.redistributed` brings it to others.
 
@@ -59,7 +54,7 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
     """
     wrapped, restored = require_accumulation(tx), plain(state)
     like = jax.eval_shape(replace(wrapped, axes=()).init, plain(params))
-    return _resume(rebuild(restored, _on_devices(like, restored) if wrapped.axes else like, LATER), wrapped.options)
+    return _resume(rebuild(restored, _on_devices(like, restored) if wrapped.axes else like, NOISE), wrapped.options)
 
 
 def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
@@ -99,24 +94,23 @@ def _on_the_host(steps: Schedule) -> Schedule:
     return (lambda step: steps(jnp.asarray(step, jnp.int32))) if callable(steps) else steps
 
 
-def rebuild(tree: Tree, like: Tree, later: Later = ()) -> Any:
+def rebuild(tree: Tree, like: Tree, optional: Mapping[str, float] = NO_LEAVES) -> Any:
     """The leaves of `tree` as JAX arrays in the structure of `like`.
 
     Args:
         tree: as it was restored.
         like: of arrays or their shapes.
-        later: groups of leaves that older checkpoints lack as a whole, each by path with what stands for it; one that `like` lacks as a
-            whole is left out.
+        optional: leaves by path, each with the number that stands for it where `tree` has none of them. Those that `like` lacks are left
+            out.
 
     Raises:
         CheckpointError: a path, shape or dtype differs.
     """
     found, expected = _by_path(tree), _by_path(like)
-    for group in later:
-        if not group.keys() & found.keys():
-            found |= {path: np.full(expected[path].shape, group[path], expected[path].dtype) for path in group.keys() & expected.keys()}
-        elif not group.keys() & expected.keys():
-            found = {path: leaf for path, leaf in found.items() if path not in group}
+    if not optional.keys() & found.keys():
+        found |= {path: np.full(expected[path].shape, optional[path], expected[path].dtype) for path in optional.keys() & expected.keys()}
+    elif not optional.keys() & expected.keys():
+        found = {path: leaf for path, leaf in found.items() if path not in optional}
     _check_leaves(found, expected)
     return jax.tree.unflatten(jax.tree.structure(like), [_copied(found[path]) for path in expected])
 

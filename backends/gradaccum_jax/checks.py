@@ -65,15 +65,12 @@ def require_state(state: object) -> AccumulationState:
 
 
 def require_knowledge(state: AccumulationState, options: Options) -> None:
-    """Refuse a state without the fields for what a window knows, of an older version or of an optimizer with another ``noise_scale``.
+    """Refuse the state of an optimizer with another ``noise_scale``.
 
     Raises:
-        ArgumentTypeError: it lacks the loss, or it has a noise scale and should have none, or the other way round.
+        ArgumentTypeError: it has a noise scale and should have none, or the other way round.
     """
     fix = "Write state = gradaccum_jax.check_state(tx, state, params) once: it makes the state of this optimizer."
-    if state.loss is None or state.last_loss is None:
-        expected, found = "a state with the window's loss", "one of an older version, without it"
-        raise explain(ArgumentTypeError, "state.loss", expected=expected, found=found, fix=fix)
     if (state.noise is None) != (options.noise_decay is None):
         expected, found = ("none", "one") if options.noise_decay is None else ("one, as noise_scale is on", "none")
         raise explain(ArgumentTypeError, "state.noise", expected=expected, found=found, fix=fix)

@@ -34,7 +34,7 @@ from gradaccum_jax.types import Array, DType, InnerState, Tree
 from gradaccum_jax.untold import meant
 from gradaccum_jax.varying import axes_of, vary
 
-STEPS = 3
+STEPS = 4
 """The place of ``steps`` among the codes of `AccumulationState.terms`."""
 
 
@@ -72,7 +72,7 @@ class AccumulationState(NamedTuple):
     masters: Tree = None
     """With ``master_weights=True`` the tree of the parameters: float32 masters of the half-precision ones, None for the others."""
     terms: Array = None
-    """int32, shape (4,): reduction, on_overflow, kind of loss scale and steps of the open window: `gradaccum.kit.encode_terms`."""
+    """int32, shape (5,): format, reduction, on_overflow, kind of loss scale and steps of the open window: `gradaccum.kit.encode_terms`."""
     loss: Scalar = None
     """dtype of `weight`: the open window's losses, added up as `gradaccum.kit.add_loss` does; `untold.UNTOLD` if one was not told."""
     last_loss: Scalar = None
@@ -90,13 +90,13 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 
 
 def first_terms(options: Options) -> Array:
-    """The terms before the first micro-batch, when a callable ``steps`` has not been asked: int32, shape (4,)."""
+    """The terms before the first micro-batch, when a callable ``steps`` has not been asked: int32, shape (5,)."""
     steps = options.steps
     return current_terms(options, steps_at(steps, 0, select) if is_known(steps) else None)
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
-    """The codes of the open window's terms: int32, shape (4,).
+    """The codes of the open window's terms: int32, shape (5,).
 
     Each micro-batch writes them, so that a checkpoint of any format tells under which terms the sum was last added to.
 
@@ -206,7 +206,7 @@ def describe(state: Tree) -> str:
         )
         raise explain(ArgumentTypeError, "state", expected="a state of scalars with values", found="a traced or stacked one", fix=fix)
     micro_step, optimizer_step, skipped = (int(field) for field in found[:3])
-    code = 0 if found.terms is None else int(jnp.reshape(found.terms, (-1, 4))[0, STEPS])
+    code = 0 if found.terms is None else int(jnp.reshape(found.terms, (-1, 5))[0, STEPS])
     weight = float(found.weight) if code < 0 else 0.0
     fields = State(micro_step, optimizer_step, skipped, weight, False, float(found.loss_scale), 0)
     return status(fields, UntilWeight(-code) if code < 0 else code or None)

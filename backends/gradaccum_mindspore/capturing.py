@@ -19,7 +19,7 @@ from gradaccum.kit import explain
 
 try:
     from mindspore.graph import jit_trace
-except ImportError:  # its place before MindSpore 2.8
+except ImportError:  # its place before MindSpore 2.9
     from mindspore.common import jit_trace
 
 

@@ -15,7 +15,7 @@ from gradaccum_mindspore.knowledge import NO_LOSS
 from gradaccum_mindspore.notes import Notes
 from gradaccum_mindspore.plain_ends import LARGEST_SCALE, SMALLEST_SCALE
 from gradaccum_mindspore.sizes import check_constant_size, check_size_dtype, sizes_of
-from gradaccum_mindspore.state import GRAD_NORM, Storage
+from gradaccum_mindspore.state import GRAD_NORM, STEPS, Storage
 from gradaccum_mindspore.sums import where
 from gradaccum_mindspore.types import DType, Number
 
@@ -58,8 +58,8 @@ class CompiledState(nn.Cell):  # type: ignore[misc]
         self.nan, self.infinity = (Tensor(float(number), storage.float_dtype) for number in ("nan", "inf"))
         self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
         self.varies = storage.varies
-        self.size_code = Tensor([0, 0, 0, -1 if self.by_weight else 1], ms.int32)
-        self.other_codes = Tensor([*encode_terms(storage.terms_after(0))[:3], 0], ms.int32)
+        self.size_code = Tensor([0] * STEPS + [-1 if self.by_weight else 1], ms.int32)
+        self.other_codes = Tensor([*encode_terms(storage.terms_after(0))[:-1], 0], ms.int32)
         self.notes = Notes(storage.float_dtype)
 
     def read(self) -> Fields:

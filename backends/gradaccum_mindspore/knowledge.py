@@ -73,9 +73,8 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         self.one, self.zero, self.nan = (Tensor(number, float_dtype) for number in (1.0, 0.0, math.nan))
 
     def starts(self) -> dict[str, Sequence[float]]:
-        """The value of each Parameter before the first micro-batch, by its name: that of a checkpoint that is older than the Parameter."""
-        noise = {self.noise.name: NO_NOISE} if self.has_noise else {}
-        return {self.loss.name: NO_LOSS, **noise}
+        """The value before the first micro-batch of what a checkpoint lacks that was saved without ``noise_scale=``, by its name."""
+        return {self.noise.name: NO_NOISE} if self.has_noise else {}
 
     def pull(self) -> Known:
         """Both values."""

@@ -15,7 +15,7 @@ from itertools import count
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from gradaccum.kit import Fields
+from gradaccum.kit import Fields, Terms, encode_terms
 from gradaccum_mindspore.types import DType
 
 NUMBERS = count()
@@ -50,7 +50,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
         self.float_dtype = float_dtype
         number = next(NUMBERS)
         self.add("loss_scale", Tensor(1.0, ms.float32), number)
-        self.add("terms", Tensor([0, 0, 0, 1], ms.int32), number)
+        self.add("terms", Tensor(encode_terms(Terms("mean", "skip_window", "unused", 1)), ms.int32), number)
         for field in ("weight", "norm", "divisor", "grad_norm"):
             self.add(field, Tensor(0.0, float_dtype), number)
         for field in ("before", "measured", "overflow", "applied", "apply"):

@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mindspore.common.api import _pynative_executor
+try:
+    from mindspore.graph import api
+except ImportError:  # its place before MindSpore 2.9
+    from mindspore.common import api
+
+pynative_executor = api._pynative_executor
 
 
 def forget_recorded() -> None:
     """Let MindSpore forget the operators that it has recorded."""
-    _pynative_executor.clear_res()
+    pynative_executor.clear_res()
 
 
 @contextmanager

@@ -50,7 +50,7 @@ NUMPY_DTYPES = {dtype: np.dtype(name) for name, dtype in DTYPES.items()}
 
 GRAD_NORM = 3
 """Position of the norm in `Storage.last_event`."""
-STEPS = Terms._fields.index("steps")
+STEPS = 1 + Terms._fields.index("steps")  # after the format
 """Position of the open window's size in `Storage.terms`."""
 OWN, OF_ALL, TORN = range(3)
 """The open window's sum is this worker's; or that of all workers, until their update is made; or neither: the reduction failed."""

@@ -2,6 +2,7 @@
 
 It sits under one key beside the inner optimizer's own entries, and torch ignores it when a bare optimizer loads the state:
 
+- ``format``: `gradaccum.kit.FORMAT`, the number of what these entries mean;
 - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
 - ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends on; a size by weight is a negative number;
 - ``worker``: the rank that saved it and the number of workers, as the sum of each is a part of that of all;
@@ -14,7 +15,6 @@ It sits under one key beside the inner optimizer's own entries, and torch ignore
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gradaccum import CheckpointError
-from gradaccum.kit import Noise, Options, State, Terms, UntilWeight, code_of, explain, initial_state, resumed
+from gradaccum.kit import FORMAT, Noise, Options, State, Terms, UntilWeight, code_of, explain, initial_state, require_format, resumed
 from gradaccum_torch.knowledge import NOTHING_KNOWN, Known
 from gradaccum_torch.masters import Group, Parameters
 from gradaccum_torch.torch_private import is_sharded
@@ -89,6 +89,7 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
     """The entry to save, of a window over the parameters of `groups`; sums and masters are the tensors themselves."""
     assert saved.terms is not None
     return {
+        "format": FORMAT,
         **saved.fields._asdict(),
         "grad_norm": saved.grad_norm,
         "terms": _with_coded_size(saved.terms),
@@ -114,10 +115,8 @@ def _terms(saved: Mapping[str, Any]) -> Terms:
 
 
 def _known(entry: Entry) -> Known:
-    """What the saved window knew; an older version of this library did not save it."""
     noise = entry.get("noise")
-    loss = entry.get("loss", math.nan if entry["micro_step"] else 0.0)
-    return Known(loss, entry.get("window_loss", math.nan), None if noise is None else Noise(*noise))
+    return Known(entry["loss"], entry["window_loss"], None if noise is None else Noise(*noise))
 
 
 def _savable(total: Tensor) -> Tensor:
@@ -146,16 +145,17 @@ def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:
     return None if total is None else total.detach().to(parameter.device, copy=True)
 
 
-def require_entries(entry: object) -> None:
-    """`entry` holds all that `encode` writes.
+def require_entries(entry: Any) -> None:
+    """Raise unless `entry` holds all that `encode` writes, in the format of this release.
 
     Raises:
-        CheckpointError: something is missing.
+        CheckpointError: something is missing, or the format is another.
     """
-    expected = [*State._fields, "grad_norm", "terms", "parameters", "sums"]
+    expected = ["format", *State._fields, "grad_norm", "terms", "parameters", "sums", "loss", "window_loss"]
     missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
     if missing:
         raise explain(CheckpointError, KEY, expected=f"the entries {expected}", found=f"a state without {missing}", fix=_FIX)
+    require_format(entry["format"])
 
 
 def _require_parameters(saved: Sequence[Description], own: Sequence[Description]) -> None:

@@ -24,7 +24,7 @@ from gradaccum_torch.workers import Workers
 MASTER = "gradaccum_master"
 _MEASURED = "grad_norm"
 _TOGETHER = (_MEASURED, "loss", "window_loss", "noise")
-"""One text has all of these: torch loads no state without an entry that it looks for, as an older one is."""
+"""One text has all of these: torch loads no state without an entry that it looks for, and ``noise`` is there with ``noise_scale=`` only."""
 _ELSEWHERE = ("parameters", "sums", "masters", "worker", "loss", "window_loss", "noise")
 """Parts of the entry that are not saved in the first group. No worker's own sum is saved so, and other workers may load it."""
 
@@ -82,10 +82,8 @@ def gather(state_dict: StateDict, parameters: Parameters, workers: Workers) -> S
 
 
 def _apart(entry: Entry) -> Entry:
-    """`entry` with its measurements apart, as an older version of this library saved it with a norm alone."""
-    if not isinstance(together := entry[_MEASURED], str):
-        return entry
-    found = zip(_TOGETHER, json.loads(together), strict=True)
+    """`entry` with its measurements apart."""
+    found = zip(_TOGETHER, json.loads(entry[_MEASURED]), strict=True)
     return {**entry, **{name: value for name, value in found if value is not None}}
 
 

@@ -131,14 +131,15 @@ def without(name: str) -> Callable[[Any], Any]:
         *(without(name) for name in gradaccum_jax.AccumulationState._fields if name not in ("masters", "noise")),  # none here
         lambda state: state._replace(micro_step=jnp.asarray(4, jnp.int32)),
         lambda state: state._replace(micro_step=jnp.asarray(-1, jnp.int32)),
-        lambda state: state._replace(micro_step=jnp.asarray(1, jnp.int32), terms=jnp.asarray([7, 0, 0, 0], jnp.int32)),
+        lambda state: state._replace(micro_step=jnp.asarray(1, jnp.int32), terms=jnp.asarray([1, 7, 0, 0, 0], jnp.int32)),
+        lambda state: state._replace(terms=state.terms.at[0].add(1)),  # the format
         lambda state: (),
     ],
 )
 def test_foreign_state_is_refused(spoil: Callable[[Any], Any]) -> None:
     state = TX.init(PARAMS)
     gradaccum_jax.check_state(TX, state._asdict(), PARAMS)
-    with pytest.raises(gradaccum.CheckpointError, match=r"^(state|micro_step|terms)"):
+    with pytest.raises(gradaccum.CheckpointError, match=r"^(state|micro_step|terms|format)"):
         gradaccum_jax.check_state(TX, spoil(state), PARAMS)
 
 

@@ -23,7 +23,6 @@ PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5])}
 RNG = np.random.default_rng(3)
 ROWS = [(jnp.asarray(RNG.normal(size=3), jnp.float32), float(n), float(RNG.uniform(1, 2))) for n in (3, 1, 4, 1, 5, 2)]
 """Gradient, weight and loss of each micro-batch: two windows of three."""
-LATER = ("loss", "last_loss", "noise")
 
 
 def noting() -> Any:
@@ -175,27 +174,6 @@ def test_noise_is_no_part_of_a_derivative() -> None:
     np.testing.assert_array_equal(slope, np.zeros(3))
 
 
-def old(state: Any) -> Any:
-    """As a checkpoint of a version that did not know the later fields restores."""
-    return {name: value for name, value in state._asdict().items() if name not in LATER}
-
-
-def test_old_checkpoint_goes_on() -> None:
-    """The open window's loss is not known, that of the next is; the noise scale begins anew."""
-    tx = gradaccum.wrap(optax.sgd(0.1), steps=3, noise_scale=0.5)
-    state = loop(tx, ROWS[:2])[-1]
-    restored = gradaccum_jax.check_state(tx, old(state), PARAMS)
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-    step, known = jax.jit(tx.update), []
-    for gradient, weight, loss in ROWS[2:] + ROWS[:2]:
-        _, restored = step({"w": gradient}, restored, PARAMS, weight=weight, value=loss)
-        known.append(gradaccum_jax.result(restored))
-    assert np.isnan(known[0].loss)
-    assert np.isnan(known[0].noise_scale)
-    assert known[3].loss == pytest.approx(mean_of(ROWS[3:]), rel=1e-6)
-    assert not np.isnan(known[3].noise_scale)
-
-
 def test_noise_scale_can_be_switched_between_runs() -> None:
     off, on = (gradaccum.wrap(optax.sgd(0.1), steps=3, noise_scale=value) for value in (False, 0.5))
     state = loop(on, ROWS[:4])[-1]
@@ -209,8 +187,6 @@ def test_noise_scale_can_be_switched_between_runs() -> None:
         for call in (lambda tx=tx, s=other: tx.update(PARAMS, s), lambda tx=tx, s=other: gradaccum_jax.discard(tx, s)):
             with refused(gradaccum.ArgumentTypeError, "state.noise", "check_state"):
                 call()
-    with refused(gradaccum.ArgumentTypeError, "state.loss", "check_state"):
-        off.update(PARAMS, gradaccum_jax.AccumulationState(**old(loop(off, ROWS[:1])[-1])))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])

@@ -68,12 +68,14 @@ def spoil(entries, fault):
     elif fault == "another parameter":
         entries["more.weight.gradaccum.grad_sum"] = Tensor(np.zeros((2, 4), np.float32))
     elif fault == "terms":
-        entries["gradaccum.terms"] = Tensor([9, 0, 0, 4], ms.int32)
+        entries["gradaccum.terms"] = Tensor([1, 9, 0, 0, 4], ms.int32)
+    elif fault == "format":
+        entries["gradaccum.terms"] = Tensor([2, 0, 0, 0, 4], ms.int32)
     else:
         entries["gradaccum.micro_step"] = Tensor(5, ms.int32)
 
 
-@pytest.mark.parametrize("fault", ["missing field", "missing sum", "shape", "dtype", "another parameter", "terms", "window"])
+@pytest.mark.parametrize("fault", ["missing field", "missing sum", "shape", "dtype", "another parameter", "terms", "format", "window"])
 def test_unfit_checkpoint_is_refused_whole(fault):
     source, target = cell("pynative"), cell("pynative")
     go_on(source, 0, 3)

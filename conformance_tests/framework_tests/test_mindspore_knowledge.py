@@ -159,20 +159,14 @@ def test_interrupted_end_keeps_the_loss(monkeypatch):
     assert optimizer.result.noise_scale == pytest.approx(noise)
 
 
-def test_checkpoint_without_knowledge_loads():
-    """As an older version saved it, in mid-window: that window's loss is unknown, the next one's is known."""
+def test_checkpoint_without_noise_loads():
     optimizer, call = driver("pynative", steps=2, noise_scale=0.5)
     for value in (1.0, 3.0, 1.0):
         call(value, 2)
     saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in optimizer.get_parameters()}
-    assert {"gradaccum.loss", "gradaccum.noise"} <= set(saved)
-    old = {name: value for name, value in saved.items() if name not in ("gradaccum.loss", "gradaccum.noise")}
-    load_checkpoint_into(optimizer, old)
+    del saved["gradaccum.noise"]
+    load_checkpoint_into(optimizer, saved)
     assert math.isnan(optimizer.result.noise_scale)
-    for expected in (math.nan, 2):
-        while not call(1.0, 2):
-            pass
-        np.testing.assert_equal(optimizer.result.loss, expected)
 
 
 def test_state_of_noise_is_there_only_if_asked():

@@ -159,6 +159,10 @@ def drop_field(state: dict) -> None:
     del entry(state)["weight"]
 
 
+def other_format(state: dict) -> None:
+    entry(state)["format"] = 2
+
+
 def other_shape(state: dict) -> None:
     entry(state)["parameters"][0][0] = [5, 3]
 
@@ -187,7 +191,9 @@ def no_entry(state: dict) -> None:
     state["gradaccum"] = None
 
 
-@pytest.mark.parametrize("damage", [drop_field, other_shape, other_dtype, other_count, overfull_window, other_sum, other_groups, no_entry])
+@pytest.mark.parametrize(
+    "damage", [drop_field, other_format, other_shape, other_dtype, other_count, overfull_window, other_sum, other_groups, no_entry]
+)
 def test_refused_state_changes_nothing(damage: object) -> None:
     model, opt = make()
     train(model, opt, 0, 4)

@@ -1,9 +1,8 @@
-"""The loss of a window that goes on elsewhere: from a state, a checkpoint of torch, a copy or a pickle; and from older ones without it."""
+"""The loss of a window that goes on elsewhere: from a state, a checkpoint of torch, a copy or a pickle."""
 
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -60,28 +59,3 @@ def test_copy_in_the_midst_of_a_micro_batch() -> None:
     resumed = through_copy(model, opt)[1]
     resumed.step()
     assert resumed.result.loss == near(model)
-
-
-@pytest.mark.parametrize("open_window", [False, True])
-def test_older_states_load(open_window: bool) -> None:
-    """They say nothing of losses: the open window's stays unknown."""
-    model, opt = made()
-    feed(model, opt, *((X[:3],) if open_window else ()))
-    state = opt.state_dict()
-    for name in ("loss", "window_loss"):
-        del state["gradaccum"][name]
-    opt.load_state_dict(state)
-    feed(model, opt, *((X[3:],) if open_window else (X[:3], X[3:])))
-    assert opt.result.applied
-    assert math.isnan(opt.result.loss) == open_window
-
-
-def test_older_checkpoints_of_torch_load() -> None:
-    model, opt = made()
-    feed(model, opt, X[:3], X[3:])
-    state = get_optimizer_state_dict(model, opt)
-    state["param_groups"][0]["gradaccum"]["grad_norm"] = 2.5
-    other, resumed = made()
-    set_optimizer_state_dict(other, resumed, state)
-    assert (resumed.result.grad_norm, resumed.result.optimizer_step) == (2.5, 1)
-    assert math.isnan(resumed.result.loss)

@@ -1,7 +1,7 @@
 """Declared gaps: tests that a backend is known to fail, each with a reason. They are strict.
 
 A file has one line per gap, ``PATTERN  # reason``, where PATTERN is a shell pattern over ``module::test[parameters]``. A declared
-test that passes fails the run, and so does a line that matches no test. A gap of some versions is ``PATTERN  # mindspore<2.10: reason``.
+test that passes fails the run, and so does a line that matches no test. A gap of some versions is ``PATTERN  # mindspore<2.9: reason``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import gradaccum
 from gradaccum import CheckpointError, DynamicLossScale
 from gradaccum.kit import (
+    FORMAT,
     Decision,
     State,
     accumulate,
@@ -156,9 +157,11 @@ def test_divisors_at_the_limits_are_usable(scale: float) -> None:
 def test_terms_survive_their_codes(steps: Any, loss_scale: Any) -> None:
     terms = terms_of(make_options(steps, reduction="sum", loss_scale=loss_scale), 3)
     assert decode_terms(encode_terms(terms)) == terms
-    for codes in ((9, 0, 0, 0), (0, 0, -1, 0), (0, 0), "none"):
+    for codes in ((1, 9, 0, 0, 0), (1, 0, 0, -1, 0), (1, 0), "none"):
         with pytest.raises(CheckpointError, match="terms"):
             decode_terms(codes)
+    with pytest.raises(CheckpointError, match=f"format {FORMAT}; got format {FORMAT + 1}"):
+        decode_terms((FORMAT + 1, *encode_terms(terms)[1:]))
 
 
 def test_full_window_is_open() -> None:

@@ -14,10 +14,11 @@ NAMES = {
         windows wrap
     """,
     "gradaccum.kit": """
-        Backend Decision FIELD_DTYPES Fields GatingBackend Options ROUNDINGS SCALES Scalar ScaleRule ScalerDriver Schedule State Terms Where
+        Backend Decision FIELD_DTYPES FORMAT Fields GatingBackend Options ROUNDINGS SCALES Scalar ScaleRule ScalerDriver Schedule State
+        Terms Where
         accumulate accumulate_dtype_error at_rest close comparable contribution decide decode_terms discard divisor encode_terms ends
         explain has_exact_inverse initial_state joined largest_number linearity_report make_options missing_worker_error
-        half_made_error optimizer_error relative_error require_bool require_classes
+        half_made_error optimizer_error relative_error require_bool require_classes require_format
         require_loss_options require_shard_sizes require_steps require_weight
         redistributed resumed select steps_at terms_of torn_window_error update_due_error usable wrapped_twice_error
         KINDS MergingOps concatenate_error finished kinds_of merged require_kind share

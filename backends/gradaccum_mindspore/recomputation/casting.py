@@ -15,8 +15,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore._c_expression import MixedPrecisionType
-from mindspore.common.api import _pynative_executor
 
+from gradaccum_mindspore.recorded import pynative_executor
 from gradaccum_mindspore.types import DType
 
 _KINDS = {ms.float16: MixedPrecisionType.FP16, ms.bfloat16: MixedPrecisionType.BF16}
@@ -37,11 +37,11 @@ def _seen(dtype: DType) -> DType:
 @contextmanager
 def cast(kind: Any) -> Iterator[None]:
     """Operators cast their inputs in this way."""
-    _pynative_executor.set_mixed_precision_type(kind)
+    pynative_executor.set_mixed_precision_type(kind)
     try:
         yield
     finally:
-        _pynative_executor.set_mixed_precision_type(MixedPrecisionType.NOTSET, False)
+        pynative_executor.set_mixed_precision_type(MixedPrecisionType.NOTSET, False)
 
 
 def uncast() -> Any:

@@ -13,13 +13,13 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
-from mindspore.common.api import _pynative_executor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_mindspore.recomputation.buffers import Values, buffers_of, same_bits
 from gradaccum_mindspore.recomputation.casting import cast, current, detached, kept_whole
 from gradaccum_mindspore.recomputation.randomness import Tape
+from gradaccum_mindspore.recorded import pynative_executor
 
 
 class Segment:
@@ -30,7 +30,7 @@ class Segment:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it. Where nobody asks for a gradient it runs as it is."""
-        if not (_pynative_executor.grad_flag() and _pynative_executor.enable_grad()):
+        if not (pynative_executor.grad_flag() and pynative_executor.enable_grad()):
             return self.function(*args, **kwargs)
         call = Call(self)
         return ms.recompute(lambda *given: call(*given, **kwargs), *args, use_reentrant=False, early_stop=False, save_rng_state=False)

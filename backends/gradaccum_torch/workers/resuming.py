@@ -61,9 +61,7 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
 
 def _known(entries: Sequence[Entry], everything: bool) -> Entry:
     """What the worker that gets `everything` of the open window goes on with, or any other one, besides the sums and the weight."""
-    known: Entry = {}
-    if all("loss" in entry for entry in entries):
-        known["loss"] = sum(entry["loss"] for entry in entries) if everything else 0.0
+    known: Entry = {"loss": sum(entry["loss"] for entry in entries) if everything else 0.0}
     if noises := [entry["noise"] for entry in entries if "noise" in entry]:
         known["noise"] = list(forget_window(Noise(*noises[0])))
     return known
