@@ -3,19 +3,23 @@
 ``python -m conformance_tests.matrix`` makes the cells that are not done, one at a time, and removes each environment after its cell:
 torch's own wheels bring several gigabytes. ``--cell NAME`` takes one. A cell that cannot be made fails the run. Results stay in a folder,
 one file each, so that the command resumes; ``--write`` puts the table into the page of versions.
+
+CI takes the newest release of a framework on the newest Python, ``--cell torch-newest``, and the floors.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +33,6 @@ START, END = "<!-- table: versions -->", "<!-- end of table -->"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FRONT_PAGE = {"torch": "import torch\n", "jax": "optax\n", "mindspore": "import mindspore"}
 """What the first lines of each framework's program on the front page have."""
-RECENT_TESTS = ["pytest>=8.3,<9.2", "pytest-xdist>=3.6"]
 LIMIT = 3600
 """Seconds of one step."""
 
@@ -40,37 +43,46 @@ class Cell:
 
     framework: str
     """``"torch"``, ``"jax"``, ``"mindspore"`` or ``"resolver"``."""
-    python: str
-    """A version, ``"3.12"``."""
     packages: tuple[str, ...]
-    """What pip installs beside gradaccum."""
+    """What pip installs beside gradaccum, from the newest release of a package without a version."""
+    python: str = ""
+    """A version, ``"3.12"``; empty: the newest that this machine has and the framework has wheels for."""
     whole: bool = False
     """Run the framework's own tests too: at both ends of a range."""
+    extras: str = "conformance"
+    """What of gradaccum's own extras is installed beside the framework's."""
 
     @property
     def name(self) -> str:
-        """Such as ``torch-2.6.0-py3.11``."""
-        return "-".join("-".join(re.split("[=<>]+", package)) for package in self.packages) + f"-py{self.python}"
+        """Such as ``torch-2.6.0-py3.11``, or ``torch-newest``."""
+        named = "-".join(re.sub(r"\[.*\]|[=<>]+", "-", package).strip("-") for package in self.packages)
+        return f"{named}-py{self.python}" if self.python else f"{named}-newest"
 
 
 CELLS = (
-    Cell("torch", "3.11", ("torch==2.6.0",), whole=True),
-    Cell("torch", "3.12", ("torch==2.8.0",)),
-    Cell("torch", "3.12", ("torch==2.11.0",)),
-    Cell("torch", "3.11", ("torch==2.13.0",)),
-    Cell("torch", "3.13", ("torch==2.15.0",), whole=True),
-    Cell("jax", "3.11", ("jax==0.5.3", "optax==0.2.4"), whole=True),
-    Cell("jax", "3.12", ("jax==0.6.2", "optax==0.2.6")),
-    Cell("jax", "3.11", ("jax==0.7.1", "optax==0.2.8")),
-    Cell("jax", "3.11", ("jax==0.10.2", "optax==0.2.8")),
-    Cell("jax", "3.13", ("jax==0.12.0.1", "optax==0.2.8"), whole=True),
-    Cell("mindspore", "3.11", ("mindspore==2.7.0",)),
-    Cell("mindspore", "3.11", ("mindspore==2.10.0",), whole=True),
-    Cell("mindspore", "3.12", ("mindspore==2.10.0",)),
-    Cell("resolver", "3.12", ("levanter", "gradaccum[jax]")),
-    Cell("resolver", "3.12", ("torch==2.11.0", "gradaccum[torch]")),
-    Cell("resolver", "3.12", ("transformers", "accelerate", "lightning", "gradaccum[torch]")),
+    Cell("torch", ("torch==2.6.0",), "3.11", whole=True),
+    Cell("torch", ("torch==2.8.0",), "3.12"),
+    Cell("torch", ("torch==2.11.0",), "3.12"),
+    Cell("torch", ("torch==2.13.0",), "3.11", whole=True),
+    Cell("torch", ("torch==2.15.0",), "3.13", whole=True),
+    Cell("jax", ("jax==0.5.3", "optax==0.2.4"), "3.11", whole=True),
+    Cell("jax", ("jax==0.6.2", "optax==0.2.6"), "3.12"),
+    Cell("jax", ("jax==0.7.1", "optax==0.2.8"), "3.11"),
+    Cell("jax", ("jax==0.10.2", "optax==0.2.8"), "3.11", whole=True, extras="conformance,ecosystem"),
+    Cell("jax", ("jax==0.12.0.1", "optax==0.2.8"), "3.13", whole=True, extras="conformance,ecosystem"),
+    Cell("mindspore", ("mindspore==2.7.0",), "3.11", whole=True),
+    Cell("mindspore", ("mindspore==2.9.0",), "3.12"),
+    Cell("mindspore", ("mindspore==2.10.0",), "3.11", whole=True),
+    Cell("mindspore", ("mindspore==2.10.0",), "3.12"),
+    Cell("resolver", ("levanter", "gradaccum[jax]"), "3.12"),
+    Cell("resolver", ("verl", "torch==2.11.0", "gradaccum[torch]"), "3.12"),
+    Cell("resolver", ("transformers", "accelerate", "lightning", "gradaccum[torch]"), "3.12"),
+    Cell("resolver", ("axolotl", "gradaccum[torch]"), "3.12"),
+    Cell("resolver", ("flax", "gradaccum[jax]"), "3.12"),
 )
+"""What the table shows: both ends of each range, and between them what other packages pin."""
+NEWEST = (Cell("torch", ("torch",), whole=True), Cell("jax", ("jax",), whole=True, extras="conformance,ecosystem"))
+PYTHONS = ("3.14", "3.13", "3.12", "3.11")
 
 
 @dataclass
@@ -91,33 +103,37 @@ class Result:
 
 
 def interpreter(version: str) -> str:
-    """The path of ``pythonVERSION``, on the path or among pyenv's.
+    """The path of ``pythonVERSION``, on the path or among pyenv's; of the newest one of `PYTHONS` if `version` is empty.
 
     Raises:
         FileNotFoundError: this machine has none.
     """
-    found = shutil.which(f"python{version}")
-    candidates = [found] if found else []
-    if pyenv := shutil.which("pyenv"):
-        root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=True).stdout.strip()
-        candidates += [str(path) for path in sorted(Path(root, "versions").glob(f"{version}.*/bin/python{version}"))]
-    for candidate in candidates:  # pyenv's own command stands on the path, and fails for a version that is not chosen
-        if subprocess.run([candidate, "-V"], capture_output=True, check=False).returncode == 0:
-            return candidate
-    raise FileNotFoundError(f"python{version}: not on this machine. Install it, or name another cell with --cell.")
+    for wanted in (version,) if version else PYTHONS:
+        found = shutil.which(f"python{wanted}")
+        candidates = [found] if found else []
+        if pyenv := shutil.which("pyenv"):
+            root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=True).stdout.strip()
+            candidates += [str(path) for path in sorted(Path(root, "versions").glob(f"{wanted}.*/bin/python{wanted}"))]
+        for candidate in candidates:  # pyenv's own command stands on the path, and fails for a version that is not chosen
+            if subprocess.run([candidate, "-V"], capture_output=True, check=False).returncode == 0:
+                return candidate
+    raise FileNotFoundError(f"python{version or PYTHONS}: not on this machine. Install it, or name another cell with --cell.")
 
 
-def measure(cell: Cell, console: Console) -> Result:
-    """Make the environment of `cell`, run its steps in it, and remove it."""
+def measure(cell: Cell, environment: Path, console: Console, *, installs_only: bool) -> Result:
+    """Run the steps of `cell` in `environment`, which is made if it is not there."""
     started, result = time.monotonic(), Result(cell.name, day=date.today().isoformat())
-    with tempfile.TemporaryDirectory(prefix="gradaccum-") as folder:
-        python = Path(folder, "bin", "python")
-        subprocess.run([interpreter(cell.python), "-m", "venv", folder], check=True)
+    python = environment / "bin" / "python"
+    if not python.exists():
+        subprocess.run([interpreter(cell.python), "-m", "venv", str(environment)], check=True)
+    with tempfile.TemporaryDirectory() as folder:
         for name, command in _steps(cell, python, Path(folder)).items():
             console.print(f"{cell.name}: {name}")
-            passed, line = _run(command, Path(folder))
+            passed, output = _run(command, Path(folder))
+            line = output[-1].strip(" =") if output else ""
             result.steps[name] = (passed, line)
-            if name == "install" and not passed:
+            console.print("\n".join(output[-1 if passed else -300 :]), markup=False, highlight=False)
+            if name == "install" and (installs_only or not passed):
                 break
             if name == "import":
                 result.python, result.versions = line.split(" ", 1) if passed else ("", "")
@@ -126,20 +142,21 @@ def measure(cell: Cell, console: Console) -> Result:
 
 
 def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
+    pip = [str(python), "-m", "pip", "install", "-q"]
     if cell.framework == "resolver":
         local = [re.sub(r"^gradaccum\[(.*)\]$", rf"{ROOT}[\1]", package) for package in cell.packages]
-        return {"install": [str(python), "-m", "pip", "install", "-q", "--dry-run", *local]}
+        return {"install": [*pip, "--dry-run", *local]}
     program = folder / "front_page.py"
     program.write_text(front_page(cell.framework), encoding="utf-8")
     pytest = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "--backend", cell.framework]
     pytest += ["--require-backend", cell.framework]
     shown = "import sys, importlib.metadata as m; print('%d.%d.%d' % sys.version_info[:3], *(f'{n} {m.version(n)}' for n in NAMES))"
     names = {"torch": ["torch", "numpy"], "jax": ["jax", "optax", "numpy"], "mindspore": ["mindspore", "numpy"]}[cell.framework]
-    extras = f"-e{ROOT}[{cell.framework},conformance]"
     steps = {
-        "install": [str(python), "-m", "pip", "install", "-q", *cell.packages, extras],
+        "install": [*pip, *cell.packages, f"-e{ROOT}[{cell.framework},{cell.extras}]"],
         "import": [str(python), "-c", f"import gradaccum_{cell.framework}; NAMES = {names}; {shown}"],
         "front page": [str(python), str(program)],
+        "bits": [str(python), "-m", "gradaccum_conformance.bits", "--backend", cell.framework],
         "suite": [*pytest, str(ROOT / "conformance_tests/gradaccum_conformance")],
     }
     if cell.whole:
@@ -153,23 +170,24 @@ def front_page(framework: str) -> str:
     return next(program for program in programs if FRONT_PAGE[framework] in program)
 
 
-def _run(command: list[str], folder: Path) -> tuple[bool, str]:
-    """Whether it passed, and the last line that it printed."""
-    try:
-        ran = subprocess.run(
-            command, cwd=ROOT if "pytest" in command else folder, capture_output=True, text=True, check=False, timeout=LIMIT
-        )
-    except subprocess.TimeoutExpired:
-        return False, f"not done after {LIMIT} s"
-    lines = (ran.stdout if ran.returncode == 0 else ran.stdout + ran.stderr).strip().splitlines()
-    return ran.returncode == 0, lines[-1].strip(" =") if lines else ""
+def _run(command: list[str], folder: Path) -> tuple[bool, list[str]]:
+    """True if it passed, and the lines that it printed."""
+    place = ROOT if "pytest" in command else folder
+    with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+        try:
+            out, errors = running.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            return False, [f"not done after {LIMIT} s"]
+    return running.returncode == 0, (out if running.returncode == 0 else out + errors).strip().splitlines()
 
 
 def table(results: list[Result]) -> str:
     """The results as a table in Markdown, with the date of each and the machine that it was made on."""
-    rows = ["| cell | Python and versions | import | front page | suite | own tests | day |", "|---|---|---|---|---|---|---|"]
+    steps = ("import", "front page", "bits", "suite", "own tests")
+    rows = [f"| cell | Python and versions | {' | '.join(steps)} | day |", "|---" * (len(steps) + 3) + "|"]
     for result in results:
-        cells = [_told(result, step) for step in ("import", "front page", "suite", "own tests")]
+        cells = [_told(result, step) for step in steps]
         installs = f"{result.python} {result.versions}".strip() or _told(result, "install")
         rows.append(f"| {result.name} | {installs} | {' | '.join(cells)} | {result.day} |")
     return "\n".join([*rows, "", f"Made on {platform.machine()}, {platform.system()}, on CPUs only."])
@@ -179,32 +197,37 @@ def _told(result: Result, step: str) -> str:
     if step not in result.steps:
         return ""
     passed, line = result.steps[step]
-    counts = ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|xfailed|errors?)", line))
+    counts = ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|xfailed|errors?)|^not held|^the same", line))
     return counts or ("yes" if passed else f"**no**: {line}")
 
 
 def main(
-    cell: Annotated[list[str], typer.Option(help="The name of a cell; repeat the option for several. Default: every cell.")] = [],  # noqa: B006
+    cell: Annotated[list[str], typer.Option(help="The name of a cell; repeat the option for several. Default: those of the table.")] = [],  # noqa: B006
     out: Annotated[Path, typer.Option(help="Folder for the results; cells that have one there are skipped.")] = Path("versions-results"),
+    environments: Annotated[Path | None, typer.Option(help="Folder of environments, by cell, to use and to keep.")] = None,
+    install_only: Annotated[bool, typer.Option("--install-only", help="Make the environments, and nothing else.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Leave out the framework's own tests.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Put the table into the page of versions.")] = False,
 ) -> None:
     """Measure the supported versions, each in an environment of its own."""
-    console, out = Console(), out.absolute()
+    console, out, known = Console(), out.absolute(), {each.name: each for each in (*CELLS, *NEWEST)}
     out.mkdir(parents=True, exist_ok=True)
-    if unknown := set(cell) - {known.name for known in CELLS}:
-        raise typer.BadParameter(f"expected one of {', '.join(known.name for known in CELLS)}; got {', '.join(sorted(unknown))}")
+    if unknown := set(cell) - known.keys():
+        raise typer.BadParameter(f"expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}")
     results = []
-    for known in CELLS:
-        file = out / f"{known.name}.json"
-        if (not cell or known.name in cell) and not file.exists():
-            file.write_text(json.dumps(asdict(measure(known, console)), indent=1), encoding="utf-8")
+    for each in [known[name] for name in cell] or CELLS:
+        file = out / f"{each.name}.json"
         if file.exists():
             results.append(Result(**json.loads(file.read_text(encoding="utf-8"))))
-    made = table(results)
-    console.print(made, markup=False)
+            continue
+        with tempfile.TemporaryDirectory(prefix="gradaccum-") as folder:
+            place = (environments or Path(folder)) / each.name
+            results.append(measure(replace(each, whole=each.whole and not brief), place, console, installs_only=install_only))
+        if not install_only:
+            file.write_text(json.dumps(asdict(results[-1]), indent=1), encoding="utf-8")
     if write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-        PAGE.write_text(f"{before}{START}\n{made}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        PAGE.write_text(f"{before}{START}\n{table(results)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     raise typer.Exit(0 if all(result.passed for result in results) else 1)
 
 
