@@ -14,7 +14,7 @@ from jax import lax
 
 from gradaccum import UsageError
 from gradaccum.kit import Options, Scalar, explain
-from gradaccum_jax.control_flow import ControlFlow, once
+from gradaccum_jax.control_flow import once
 from gradaccum_jax.types import Axes
 
 
@@ -44,7 +44,7 @@ def require_no_reduction(axes: Axes, reduced: tuple[str, ...]) -> None:
         raise explain(UsageError, "optimizer", expected="one that does not reduce", found=f"one that reduces over {twice}", fix=fix)
 
 
-def agree(apply: Scalar, overflow: Scalar, at_end: Scalar, axes: Axes, control_flow: ControlFlow) -> tuple[Scalar, Scalar]:
+def agree(apply: Scalar, overflow: Scalar, at_end: Scalar, axes: Axes) -> tuple[Scalar, Scalar]:
     """`apply` where it holds on all devices along `axes`, `overflow` where it holds on any: bool scalars.
 
     Args:
@@ -52,7 +52,6 @@ def agree(apply: Scalar, overflow: Scalar, at_end: Scalar, axes: Axes, control_f
         overflow: bool scalar: this device's.
         at_end: bool scalar: the window ends here; the same on all devices. Only then do they talk to each other.
         axes: the names of the axes; without any there is nothing to agree on.
-        control_flow: how the talk is left out.
     """
     if not axes:
         return apply, overflow
@@ -60,7 +59,7 @@ def agree(apply: Scalar, overflow: Scalar, at_end: Scalar, axes: Axes, control_f
     def ask(own: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         return jnp.where(own[0], every(own[0], axes), False), jnp.where(own[1], True, ~every(~own[1], axes))
 
-    return once(at_end, ask, (apply, overflow), control_flow)
+    return once(at_end, ask, (apply, overflow))
 
 
 def every(flag: Scalar, axes: Axes) -> Scalar:

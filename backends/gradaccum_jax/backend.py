@@ -12,7 +12,6 @@ from gradaccum import VerificationReport
 from gradaccum.kit import Options, UntilWeight, optimizer_error, shared_until_weight_error, wrapped_twice_error
 from gradaccum_jax import verification
 from gradaccum_jax.checks import require_dtype
-from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.masters import on_masters, without_masters
 from gradaccum_jax.optimizer import Accumulation
 from gradaccum_jax.sizes import probe
@@ -38,16 +37,13 @@ class JaxBackend:
         return verification.verify(model, loss_fn, batch, steps, **options)
 
     def wrap(
-        self, optimizer: object, options: Options, *, control_flow: str = "while_loop", axis_name: object = None, shard_axes: object = None
+        self, optimizer: object, options: Options, *, axis_name: object = None, shard_axes: object = None
     ) -> optax.GradientTransformationExtraArgs:
         """See `gradaccum.wrap`.
 
         Args:
             optimizer: an `optax.GradientTransformation`.
             options: the validated options.
-            control_flow: how the inner optimizer is run once per window. ``"while_loop"`` runs it once under `jax.vmap` too. ``"cond"``
-                serves users who differentiate through the optimizer, since the loop's derivative runs it in every micro-batch; and an
-                optimizer that reduces over a named axis of `jax.vmap`, which raises `UsageError` with the loop.
             axis_name: the mesh axis, or several in a tuple, whose devices share the window: it is that of one large batch over all of them.
                 For use in `jax.shard_map`, most simply by `gradaccum_jax.data_parallel`. Each device adds up its own micro-batches, and the
                 devices reduce once, at the window's end. They make the same calls; a device without an item gives it weight 0.
@@ -56,7 +52,7 @@ class JaxBackend:
 
         Raises:
             ArgumentTypeError: `optimizer` is no such transformation or is wrapped already, or `axis_name` or `shard_axes` is no name.
-            ArgumentValueError: `control_flow` is neither of the two, or a callable in ``steps`` gives no int >= 1 for step 0, or a size is
+            ArgumentValueError: a callable in ``steps`` gives no int >= 1 for step 0, or a size is
                 more than int32 can hold.
             UsageError: ``steps=until_weight(...)`` with an `axis_name`: each device would end its window by its own weight.
         """
@@ -68,7 +64,7 @@ class JaxBackend:
         checked = options._replace(accumulate_dtype=require_dtype(options.accumulate_dtype))
         inner = optax.with_extra_args_support(transformation)
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
-        wrapped = Accumulation(held, checked, require_control_flow(control_flow), names, require_shard_axes(shard_axes))
+        wrapped = Accumulation(held, checked, names, require_shard_axes(shard_axes))
         return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 

@@ -46,7 +46,7 @@ def decide_on(state: AccumulationState, update: Update, options: Options, at_end
     start = (jnp.full((), 0 if measuring else jnp.nan, dtype), jnp.asarray(True))
 
     def look(fields: Fields, accumulator: Tree) -> tuple[Scalar, Scalar]:
-        norm, finite = measure(accumulator, dtype, update.control_flow, update.shard_axes)
+        norm, finite = measure(accumulator, dtype, update.shard_axes)
         fitting = sums.fits(accumulator, divisor(fields, options, jnp.where), update.dtypes.like)
         return norm, finite & everywhere(fitting, update.shard_axes)
 
@@ -54,7 +54,7 @@ def decide_on(state: AccumulationState, update: Update, options: Options, at_end
         whole, norm, finite = _join(state, look if measuring else lambda *_: start, update, at_end)
     else:
         whole = Whole(fields_of(state), state.accumulator, meant(state.loss), knowledge.firsts_of(state))
-        norm, finite = once(at_end, lambda _: look(whole.fields, whole.total), start, update.control_flow) if measuring else start
+        norm, finite = once(at_end, lambda _: look(whole.fields, whole.total), start) if measuring else start
     decision = Decision(*decide(whole.fields, norm, finite, options, jnp.where, float(jnp.finfo(dtype).max)))
     if measuring and options.on_overflow == "ignore":
         # Never below 0. Nothing else tells XLA to measure the sum before the optimizer's updates take its place: see `knowledge.add`.
@@ -75,6 +75,6 @@ def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) 
         return whole, *look(joined(fields, whole.weight, whole.overflow), whole.accumulator)
 
     empty = Window(state.accumulator, nothing, jnp.asarray(False), nothing, tuple(nothing for _ in own.firsts))
-    window, norm, finite = once(at_end, add_up, (empty, nothing, jnp.asarray(True)), update.control_flow)
+    window, norm, finite = once(at_end, add_up, (empty, nothing, jnp.asarray(True)))
     fields = joined(fields, window.weight, window.overflow)
     return Whole(fields, window.accumulator, window.loss, knowledge.averaged(window.firsts, state)), norm, finite

@@ -24,7 +24,7 @@ from gradaccum.kit import (
     window_loss,
     window_seen,
 )
-from gradaccum_jax.control_flow import ControlFlow, once
+from gradaccum_jax.control_flow import once
 from gradaccum_jax.norm import measure
 from gradaccum_jax.state import AccumulationState, fields_of, like
 from gradaccum_jax.sums import passing
@@ -48,9 +48,7 @@ def fresh(options: Options, dtype: DType) -> dict[str, Tree]:
     return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), UNTOLD, dtype), "noise": noise}
 
 
-def add(
-    state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, options: Options, shard_axes: ShardAxes, control_flow: ControlFlow
-) -> AccumulationState:
+def add(state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, options: Options, shard_axes: ShardAxes) -> AccumulationState:
     """Take in what a micro-batch tells.
 
     Args:
@@ -60,7 +58,6 @@ def add(
         adds: bool scalar: `gradaccum.kit.usable` of it.
         options: the optimizer's.
         shard_axes: the mesh axes along which parameters are sharded.
-        control_flow: how the norm is left out where the micro-batch is not the first.
     """
     if loss is None:
         total = jnp.where(adds, UNTOLD, state.loss)
@@ -72,9 +69,9 @@ def add(
     fields, held = fields_of(state), lax.stop_gradient(state.accumulator)
 
     def look(_: Scalar) -> Scalar:
-        return measure(held, state.loss.dtype, control_flow, shard_axes)[0]
+        return measure(held, state.loss.dtype, shard_axes)[0]
 
-    norm = once(is_first(state.noise, fields), look, jnp.zeros_like(state.loss), control_flow)
+    norm = once(is_first(state.noise, fields), look, jnp.zeros_like(state.loss))
     state = _with_noise(state, Noise(*first_seen(state.noise, fields, norm, jnp.where)))
     # Never below 0. The dependence tells XLA that the norm is taken before the window's end writes over the sum: else it copies the sum.
     return state._replace(weight=like(jnp.where(norm < 0, norm, state.weight), state.weight))

@@ -20,7 +20,6 @@ from gradaccum_jax.agreement import every
 from gradaccum_jax.alignment import align
 from gradaccum_jax.backend import require_transformation
 from gradaccum_jax.checks import require_dtype, require_plain
-from gradaccum_jax.control_flow import require_control_flow
 from gradaccum_jax.dtypes import cast_like, handed, standard, strong, takes_part
 from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.sizes import check_known, probe, size_at
@@ -56,7 +55,6 @@ class MultiSteps:
         should_skip_update_fn: ``f(updates, gradient_step, params) -> (skip, skip_state)``, such as `optax.skip_not_finite`; `skip` is
             a bool scalar.
         accumulator_dtype: dtype of `acc_grads`.
-        control_flow: not in optax: ``"cond"`` for users who differentiate through `update`; see `gradaccum_jax.control_flow`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is not as above.
@@ -69,8 +67,6 @@ class MultiSteps:
         use_grad_mean: bool = True,
         should_skip_update_fn: SkipFunction | None = None,
         accumulator_dtype: DType = None,
-        *,
-        control_flow: str = "while_loop",
     ) -> None:
         require_transformation(opt)
         if every_k_schedule is None or isinstance(every_k_schedule, UntilWeight):
@@ -82,7 +78,6 @@ class MultiSteps:
         self._use_grad_mean = use_grad_mean
         self._should_skip = should_skip_update_fn or _never
         self._accumulator_dtype = require_dtype(accumulator_dtype)
-        self._control_flow = require_control_flow(control_flow)
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
@@ -137,7 +132,7 @@ class MultiSteps:
         self, gradients: Gradients, updates: Tree, state: optax.MultiStepsState, params: Params, extra: Extra
     ) -> tuple[Updates, optax.MultiStepsState]:
         dtypes = handed(state.acc_grads, None, gradients)
-        update = Update(self._opt.update, dtypes, params, extra, self._control_flow)
+        update = Update(self._opt.update, dtypes, params, extra)
         traced = update.traced(state.acc_grads, state.inner_opt_state, 1)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         accepted = ~_require_bool(skip)

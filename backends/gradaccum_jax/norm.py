@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from gradaccum.kit import Scalar
-from gradaccum_jax.control_flow import ControlFlow, once
+from gradaccum_jax.control_flow import once
 from gradaccum_jax.devices import chosen, explicitly_sharded
 from gradaccum_jax.folds import sum_of
 from gradaccum_jax.packing import is_small, packed
@@ -41,23 +41,22 @@ Spread = list[tuple[str, ...]]
 """For each array, the mesh axes along which it is sharded inside `jax.shard_map`."""
 
 
-def measure(accumulator: Tree, dtype: DType, control_flow: ControlFlow, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
+def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
     """Global 2-norm and whether every element is finite: scalars of `dtype` and bool.
 
     Args:
         accumulator: the tree of sums.
         dtype: float32 or float64. A norm of finite elements beyond its range is reported as its largest number.
-        control_flow: how the second measurement is left out.
         shard_axes: the mesh axes along which arrays are sharded inside `jax.shard_map`: the norm is that of all shards.
     """
     leaves = _real_leaves(accumulator, dtype)
     spread = [shards_of(leaf, shard_axes) for leaf in leaves]
 
     def apart(*leaves: Array) -> Leaves:
-        return _measured(list(leaves), spread, dtype, control_flow, _plain)
+        return _measured(list(leaves), spread, dtype, _plain)
 
     def together(*leaves: Array) -> Leaves:
-        return _measured(*packed(list(leaves), spread), dtype, control_flow, square_sum)
+        return _measured(*packed(list(leaves), spread), dtype, square_sum)
 
     if any(spread) or not (WRITES_SQUARES or sum(is_small(leaf) for leaf in leaves) > 1):
         norm, finite = apart(*leaves)
@@ -68,11 +67,11 @@ def measure(accumulator: Tree, dtype: DType, control_flow: ControlFlow, shard_ax
     return norm, finite
 
 
-def _measured(leaves: Leaves, spread: Spread, dtype: DType, control_flow: ControlFlow, square_sum: SquareSum) -> Leaves:
+def _measured(leaves: Leaves, spread: Spread, dtype: DType, square_sum: SquareSum) -> Leaves:
     """The norm and whether all is finite; `square_sum` sums the squares of one array."""
     squares = _total([square_sum(leaf) for leaf in leaves], spread, dtype)
     plain = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
-    return list(once(~plain, lambda _: _scaled(leaves, squares, spread, square_sum), (_root(squares), plain), control_flow))
+    return list(once(~plain, lambda _: _scaled(leaves, squares, spread, square_sum), (_root(squares), plain)))
 
 
 def _scaled(leaves: Leaves, squares: Scalar, spread: Spread, square_sum: SquareSum) -> tuple[Scalar, Scalar]:

@@ -21,7 +21,6 @@ from gradaccum.kit import Options, Scalar, ends, explain, initial_state
 from gradaccum_jax import knowledge, sums, window
 from gradaccum_jax.alignment import align
 from gradaccum_jax.checks import as_loss, as_weight, require_arrays, require_knowledge, require_params, require_plain, require_state
-from gradaccum_jax.control_flow import ControlFlow
 from gradaccum_jax.dtypes import handed, strong
 from gradaccum_jax.jitted import call_jitted
 from gradaccum_jax.masters import in_place_of
@@ -54,7 +53,6 @@ class Accumulation:
     inner: optax.GradientTransformationExtraArgs
     """The wrapped optimizer under `masters.on_masters` or `masters.without_masters`."""
     options: Options
-    control_flow: ControlFlow
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
@@ -166,7 +164,7 @@ class Accumulation:
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         require_whole(aligned, self.options)
         require_own(aligned, state.accumulator, self.axes)
-        return window.add(state, MicroBatch(aligned, weight, loss), None, self.options, self.shard_axes, self.control_flow)[0]
+        return window.add(state, MicroBatch(aligned, weight, loss), None, self.options, self.shard_axes)[0]
 
     def _inner_state(self, params: Params) -> InnerState:
         held = strong(self.inner.init(params))
@@ -182,7 +180,7 @@ class Accumulation:
 
     def _update(self, micro_batch: MicroBatch, state: AccumulationState, params: Params, extra: Extra) -> tuple[Updates, AccumulationState]:
         steps = size_at(self.options.steps, state.optimizer_step)
-        state, dropped = window.add(state, micro_batch, steps, self.options, self.shard_axes, self.control_flow)
+        state, dropped = window.add(state, micro_batch, steps, self.options, self.shard_axes)
         update, full = self._inner_update(state, params, extra, micro_batch.gradients), ends(fields_of(state), steps, jnp.where)
         last = {"dropped": dropped, "weight": micro_batch.weight, "tells": micro_batch.loss is not None}
         if steps is None:
@@ -201,7 +199,7 @@ class Accumulation:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
         held = replicated(whole(params), self.axes)
         part = gradients is not None and self.options.steps not in (1, None)
-        return Update(self.inner.update, dtypes, held, same_extra(extra, self.axes), self.control_flow, self.axes, self.shard_axes, part)
+        return Update(self.inner.update, dtypes, held, same_extra(extra, self.axes), self.axes, self.shard_axes, part)
 
 
 def flush(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum.kit import Scalar
-from gradaccum_jax.control_flow import ControlFlow, named_axes, once
+from gradaccum_jax.control_flow import named_axes, once
 from gradaccum_jax.dtypes import Handed, cast_like, takes_part, wider
 from gradaccum_jax.elementwise import fills, pick, to
 from gradaccum_jax.jitted import traced_once
@@ -47,7 +47,6 @@ class Update(NamedTuple):
     dtypes: Handed
     params: Params
     extra: Extra
-    control_flow: ControlFlow
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window: at its end the sums are the same along these."""
     shard_axes: tuple[str, ...] | None = None
@@ -113,7 +112,7 @@ class Update(NamedTuple):
             made, after = traced.call(gradients, operand[1])
             return cast_like(_still(made, accumulator), buffer), cast_like(after, held)
 
-        buffer, after = once(apply, call, (buffer, held), self.control_flow)
+        buffer, after = once(apply, call, (buffer, held))
         return self._updates_where(apply, buffer, traced.updates), cast_like(buffer, accumulator), after
 
     def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
@@ -127,7 +126,7 @@ class Update(NamedTuple):
             updates: `Traced.updates`.
             never: a bool scalar that is False, which only the running program knows.
         """
-        accumulator = once(never, lambda held: emptied(held, never), accumulator, self.control_flow)
+        accumulator = once(never, lambda held: emptied(held, never), accumulator)
         return self._updates_where(never, accumulator, updates), accumulator
 
     def _call(self, gradients: Tree, held: InnerState) -> tuple[Any, Any]:

@@ -25,7 +25,6 @@ from gradaccum.kit import close as close_fields
 from gradaccum.kit import discard as discard_fields
 from gradaccum_jax import knowledge, sums, unreduced
 from gradaccum_jax.agreement import agree, require_equal_parts, require_no_reduction
-from gradaccum_jax.control_flow import ControlFlow
 from gradaccum_jax.deciding import decide_on
 from gradaccum_jax.sizes import number_of
 from gradaccum_jax.state import AccumulationState, current_terms, fields_of, with_event, with_fields
@@ -53,7 +52,6 @@ def add(
     steps: Scalar,
     options: Options,
     shard_axes: ShardAxes = None,
-    control_flow: ControlFlow = "while_loop",
 ) -> tuple[AccumulationState, Scalar]:
     """Take in a micro-batch: add its gradient to the sum, and count it.
 
@@ -63,7 +61,6 @@ def add(
         steps: the size of the window; None: the caller closes it.
         options: the optimizer's.
         shard_axes: the mesh axes along which gradients are sharded.
-        control_flow: how a measurement is left out.
 
     Returns:
         The state with the micro-batch in it, and a bool scalar: it was dropped.
@@ -84,7 +81,7 @@ def add(
     counted = with_fields(state, accumulate(fields, weight, finite, jnp.where))
     terms = vary(current_terms(options, steps), axes_of(state.terms))
     counted = counted._replace(accumulator=total, terms=terms)
-    return knowledge.add(counted, loss, weight, adds, options, shard_axes, control_flow), ~harmless if dropping else False
+    return knowledge.add(counted, loss, weight, adds, options, shard_axes), ~harmless if dropping else False
 
 
 def close(
@@ -118,7 +115,7 @@ def close(
     update = update.told(loss) if tells else update
     traced, held = _traced(state, update, options, decision.divisor, weight), (state.inner_state, state.masters)
     axes = traced.axes if measures(options) else frozenset()  # without a measurement, all devices decide alike
-    apply, overflow = agree(at_end & decision.apply, decision.overflow, at_end, axes, update.control_flow)
+    apply, overflow = agree(at_end & decision.apply, decision.overflow, at_end, axes)
     updates, total, held = update.run(whole.total, held, decision.divisor, traced, apply)
     fields = _where(at_end, close_fields(whole.fields, apply, overflow, options, jnp.where), fields_of(state))
     # On its way out of `data_parallel` a device's sum gets a leading axis, for which XLA would copy it; a select is written in place.

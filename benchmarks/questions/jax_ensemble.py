@@ -1,8 +1,8 @@
 """JAX, AdamW: a window of an ensemble, its members trained by one step under `jax.vmap`.
 
-Under vmap a `lax.cond` becomes both of its branches and a select, and so runs the inner optimizer in every micro-batch. A loop of one trip
-or none stays a loop; ours updates all members at once and in place where their windows end together, as they do here, and else those that
-end, one by one. "updates per window" counts runs of the inner optimizer, one for all members being one. One copy is the gradient's own.
+Under vmap a `lax.cond` becomes both of its branches and a select, and so runs the inner optimizer in every micro-batch. Ours has a batching
+rule of its own: it updates all members at once where their windows end together, as they do here, and otherwise those that end, one by
+one. "updates per window" counts runs of the inner optimizer, one for all members being one. One copy is the gradient's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ SIZES = {"4 x 256^2": 256, "4 x 512^2": 512, "4 x 1024^2": 1024}
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     BASELINE: lambda inner: optax.MultiSteps(inner, STEPS),
     "gradaccum": lambda inner: gradaccum.wrap(inner, steps=STEPS),
-    "gradaccum, control_flow='cond'": lambda inner: gradaccum.wrap(inner, steps=STEPS, control_flow="cond"),
     "gradaccum_jax.MultiSteps": lambda inner: gradaccum_jax.MultiSteps(inner, STEPS),
 }
 

@@ -6,7 +6,6 @@ A process of its own: the number of devices is fixed when JAX starts.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +61,7 @@ def near(found: Any, wanted: Any, rtol: float = 1e-5) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rtol, atol=1e-7), found, wanted)
 
 
-def check_like_one_device(control_flow: str) -> None:
+def check_like_one_device() -> None:
     """Norm, clipping, skipping, dropping and masters are those of one device that has all parameters."""
     apart = jax.tree.map(lambda spec: P(None, *spec), SPECS)
     cases: list[tuple[dict[str, Any], Any, float]] = [({}, MADE, size) for size in SIZES]
@@ -73,8 +72,8 @@ def check_like_one_device(control_flow: str) -> None:
         ({"noise_scale": 0.5}, MADE, 1),
         ({"master_weights": True}, MADE, 1),
     ]
-    for given, gradients, size in cases if control_flow == "while_loop" else cases[2:4]:
-        options = {"steps": 2, "clip_norm": 0.5, "control_flow": control_flow, **given}
+    for given, gradients, size in cases:
+        options = {"steps": 2, "clip_norm": 0.5, **given}
         scaled = {name: leaf * np.float32(size) for name, leaf in gradients.items()}
         inner = optax.adam(0.1) if size == 1 else optax.sgd(0.1)
         params = start(jnp.bfloat16 if "master_weights" in given else np.float32)
@@ -86,9 +85,9 @@ def check_like_one_device(control_flow: str) -> None:
         assert bool(found[1].applied.any())
 
 
-def check_with_workers(control_flow: str) -> None:
+def check_with_workers() -> None:
     """Shards along one axis of the mesh, and along the other devices with micro-batches of their own; also what a window knows."""
-    options: dict[str, Any] = {"steps": 2, "clip_norm": 0.5, "noise_scale": 0.5, "control_flow": control_flow}
+    options: dict[str, Any] = {"steps": 2, "clip_norm": 0.5, "noise_scale": 0.5}
     shared, whole = (gradaccum.wrap(optax.sgd(0.1), **options, axis_name="data", **own) for own in ({"shard_axes": "model"}, {}))
     own = {name: np.asarray(rng.normal(size=(6, 2, *shape)), np.float32) for name, shape in SHAPES.items()}
 
@@ -111,14 +110,14 @@ def once(tx: Any, params: Any) -> Any:
     return tx.update(params, tx.init(params), params)[0]
 
 
-def check_untold(control_flow: str) -> None:
+def check_untold() -> None:
     """Where nobody said whether arrays are shards, what would depend on it raises."""
     rows: Any = {"rows": P("model")}
     cases: list[tuple[Any, dict[str, Any], bool]] = [(SPECS, {}, False), (SPECS, {"shard_axes": "model"}, True)]
     cases += [(rows, {}, True), (rows, {"clip_norm": 1.0}, False), (rows, {"skip_norm": 1.0}, False)]
     cases += [(rows, {"clip_norm": 1.0, "shard_axes": axes}, True) for axes in ((), "model", ("model",))]
     for specs, given, allowed in cases:
-        tx = gradaccum.wrap(optax.sgd(0.1), steps=2, control_flow=control_flow, **given)
+        tx = gradaccum.wrap(optax.sgd(0.1), steps=2, **given)
         run = lifted(lambda params, tx=tx: once(tx, params), (specs,), specs)
         if allowed:
             run({name: START[name] for name in specs})
@@ -129,8 +128,8 @@ def check_untold(control_flow: str) -> None:
                 run({name: START[name] for name in specs})
 
 
-def check_refused(control_flow: str) -> None:
-    tx = gradaccum.wrap(optax.sgd(0.1), steps=2, shard_axes="model", control_flow=control_flow)
+def check_refused() -> None:
+    tx = gradaccum.wrap(optax.sgd(0.1), steps=2, shard_axes="model")
     for run in (jax.jit(lambda p: once(tx, p)), lifted(lambda p: once(tx, p), P("model"), P("model"), check_vma=False)):
         with pytest.raises(gradaccum.UsageError, match=r"^axis_name: expected an axis of"):
             run(START["rows"])
@@ -139,7 +138,7 @@ def check_refused(control_flow: str) -> None:
 
 
 if __name__ == "__main__":
-    check_like_one_device(sys.argv[1])
-    check_with_workers(sys.argv[1])
-    check_untold(sys.argv[1])
-    check_refused(sys.argv[1])
+    check_like_one_device()
+    check_with_workers()
+    check_untold()
+    check_refused()

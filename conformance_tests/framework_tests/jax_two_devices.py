@@ -56,9 +56,9 @@ def train(tx: Any, lift: Lift, micro_batches: list[list[float]]) -> tuple[Any, A
     return np.stack(made), state
 
 
-def check_wrap(lift: Lift, control_flow: str) -> None:
+def check_wrap(lift: Lift) -> None:
     scale = gradaccum.DynamicLossScale(init_scale=4.0)
-    tx = gradaccum.wrap(averaging(), steps=2, loss_scale=scale, control_flow=control_flow)
+    tx = gradaccum.wrap(averaging(), steps=2, loss_scale=scale)
     made, state = train(tx, lift, [[4, 8], [4, 8], [4, 8], [4, np.inf], [2, 6], [2, 6]])
     np.testing.assert_array_equal(made[:, 0], [0, -1.5, 0, 0, 0, -2])
     np.testing.assert_array_equal(made[:, 1], made[:, 0])
@@ -66,8 +66,8 @@ def check_wrap(lift: Lift, control_flow: str) -> None:
     assert state.skipped_windows.tolist() == [1, 1]
 
 
-def check_multisteps(lift: Lift, control_flow: str) -> None:
-    tx = gradaccum_jax.MultiSteps(averaging(), 2, should_skip_update_fn=optax.skip_not_finite, control_flow=control_flow)
+def check_multisteps(lift: Lift) -> None:
+    tx = gradaccum_jax.MultiSteps(averaging(), 2, should_skip_update_fn=optax.skip_not_finite)
     made, _ = train(tx, lift, [[4, 8], [4, 8], [4, 8], [4, np.inf], [4, 8]])
     np.testing.assert_array_equal(made[:, 0], [0, -6, 0, 0, -6])
     np.testing.assert_array_equal(made[:, 1], made[:, 0])
@@ -84,7 +84,6 @@ def check_reduces_once_per_window() -> None:
 
 
 if __name__ == "__main__":
-    for control_flow in ("while_loop", "cond"):
-        check_wrap(LIFTS[sys.argv[1]], control_flow)
-        check_multisteps(LIFTS[sys.argv[1]], control_flow)
+    check_wrap(LIFTS[sys.argv[1]])
+    check_multisteps(LIFTS[sys.argv[1]])
     check_reduces_once_per_window()

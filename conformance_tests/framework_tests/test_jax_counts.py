@@ -1,4 +1,4 @@
-"""Counts of a compiled step that hold on any machine: it makes no copies, needs no scratch, and never asks the host."""
+"""Counts of a compiled step that hold on any machine: it makes no copies, needs little scratch, and never asks the host."""
 
 from __future__ import annotations
 
@@ -32,8 +32,12 @@ MAKERS = {
     "no_steps": lambda inner: gradaccum.wrap(inner, steps=None),
     "multisteps": lambda inner: gradaccum_jax.MultiSteps(inner, 4),
 }
-LOOPS = {"plain": 3, "clip_and_drop": 3, "dynamic_scale": 3, "no_steps": 1, "multisteps": 1}
-"""The most loops: one for the norm, one for the norm of numbers too large or too small to be squared, one for the inner optimizer."""
+BRANCHES = {"plain": 3, "clip_and_drop": 3, "dynamic_scale": 3, "no_steps": 1, "multisteps": 1}
+"""The most conditionals: for the norm, for the norm of numbers too large or too small to be squared, for the inner optimizer."""
+
+
+DIVIDES = ("plain", "clip_and_drop", "dynamic_scale")
+"""XLA on the CPU runs the operations of a branch breadth first. AdamW reads each divided gradient twice, so all of them live at once."""
 
 
 def params(members: int = 0, matrices: int = MATRICES) -> dict[str, Any]:
@@ -92,7 +96,7 @@ def test_step_works_in_place(name: str) -> None:
     tx, made, text = step_of(name)
     memory = made.memory_analysis()
     assert copies(text) == []
-    assert memory.temp_size_in_bytes <= 0.26 * OWN
+    assert memory.temp_size_in_bytes <= (1.01 if name in DIVIDES else 0.26) * OWN
     assert memory.alias_size_in_bytes >= 4 * OWN  # Parameters, sums and both moments.
     donated = len(jax.tree.leaves((params(), jax.eval_shape(tx.init, params()))))
     unread = 4 * (name != "multisteps")  # Three flags of the last event, and the terms of the window: never read, only written.
@@ -102,21 +106,22 @@ def test_step_works_in_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_step_stays_on_the_device(name: str) -> None:
-    """The decisions are loops on the device: the program has no conditional, no collective and no transfer to the host."""
+    """The decisions are branches on the device: the program has no loop, no collective and no transfer to the host."""
     _, _, text = step_of(name)
-    assert 1 <= len(re.findall(r" while\(", text)) <= LOOPS[name]
-    assert len(re.findall(r" conditional\(", text)) == 0
+    assert 1 <= len(re.findall(r" conditional\(", text)) <= BRANCHES[name]
+    assert len(re.findall(r" while\(", text)) == 0
     assert [word for word in OUTSIDE if word in text] == []
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_scratch_with_gradient_is_two_matrices(name: str) -> None:
-    """XLA compiles the step together with the gradient, and its scratch holds two of the four matrices.
+def test_scratch_with_gradient_is_that_of_the_step(name: str) -> None:
+    """XLA compiles the step together with the gradient, and adds each matrix of the gradient as it comes.
 
-    It holds all four where a micro-batch may be dropped: the last gradient must be finite before the first is added.
+    Where a micro-batch may be dropped, the last gradient must be finite before the first is added.
     """
     _, made, text = step_of(name, trained=True)
-    scratch = OWN + SIDE * SIDE if name == "clip_and_drop" else OWN // 2  # Plus a mask of one matrix.
+    mask = SIDE * SIDE  # of one matrix
+    scratch = {"no_steps": OWN // 2, "multisteps": OWN // 2, "clip_and_drop": OWN + mask}.get(name, OWN)
     assert copies(text) == []
     assert made.memory_analysis().temp_size_in_bytes <= scratch + 2**18
 
@@ -141,6 +146,6 @@ def test_ensemble_works_in_place(name: str) -> None:
     _, made, text = step_of(name, members=MEMBERS)
     memory, own = made.memory_analysis(), OWN // 16 * MEMBERS
     assert copies(text, SIDE // 4) == []
-    assert memory.temp_size_in_bytes <= 4.51 / MEMBERS * own  # One member's parameters, sums and moments, and half its sums.
+    assert memory.temp_size_in_bytes <= 5.01 / MEMBERS * own  # One member's parameters, sums and moments, and its divided gradient.
     assert memory.alias_size_in_bytes >= 4 * own
     assert [word for word in OUTSIDE if word in text] == []

@@ -23,7 +23,7 @@ PARAMS = jnp.asarray([1.0, 2.0])
 
 def train(factors: tuple[Any, Any], weights: tuple[Any, Any] | None = None, **options: Any) -> Any:
     """Return a loss after one window. The gradient of each micro-batch is the parameters times its factor."""
-    tx = gradaccum.wrap(optax.sgd(0.25), steps=2, control_flow="cond", **options)
+    tx = gradaccum.wrap(optax.sgd(0.25), steps=2, **options)
     state, params = tx.init(PARAMS), PARAMS
     for index, factor in enumerate(factors):
         updates, state = tx.update(params * factor, state, params, weight=weights and weights[index])

@@ -40,7 +40,7 @@ def test_per_device_options_are_refused(options: dict[str, Any], weight: Any, st
         return jax.lax.pmean(gradients, "devices"), state
 
     inner = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    tx = gradaccum.wrap(inner, steps=steps, control_flow="cond", **options)
+    tx = gradaccum.wrap(inner, steps=steps, **options)
     params = jnp.ones((2, 3))
     name = next(iter(options), "weight")
     with pytest.raises(gradaccum.UsageError, match=rf"^{name}: .*reduces over \['devices'\].*before tx\.update"):

