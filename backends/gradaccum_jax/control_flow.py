@@ -150,8 +150,9 @@ def _has_no_rule(closed: Traced) -> bool:
 
     Under `jax.vmap` only the axes of a mesh still have their names. JAX refuses ordered effects in any rule but its own.
     """
-    ordered = any("Ordered" in type(effect).__name__ for effect in closed.effects)
-    return ordered or bool(named_axes(closed) - frozenset(jax.sharding.get_abstract_mesh().manual_axes))
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    known = frozenset(getattr(mesh, "manual_axes", mesh.axis_names))
+    return any("Ordered" in type(effect).__name__ for effect in closed.effects) or not named_axes(closed) <= known
 
 
 def _typed(value: Array, dtype: DType) -> Array:
