@@ -213,14 +213,14 @@ def test_wrapping_adds_only_the_sum(name: str, options: dict[str, Any]) -> None:
 
 
 @by_half
-@pytest.mark.parametrize("inner", [optax.sgd(0.1, momentum=0.9), optax.adamw(1e-3)], ids=["momentum", "adamw"])
-def test_masters_add_no_further_copy(name: str, inner: Any) -> None:
-    """Parameters take 2 bytes, sums 4, masters 4, moments 4 each, all in place. Scratch is at most half a float32 copy."""
+@pytest.mark.parametrize(("inner", "scratch"), [(optax.sgd(0.1, momentum=0.9), 0.5), (optax.adamw(1e-3), 1.0)], ids=["momentum", "adamw"])
+def test_masters_add_no_further_copy(name: str, inner: Any, scratch: float) -> None:
+    """Parameters take 2 bytes, sums 4, masters 4, moments 4 each, all in place. Scratch is the mean gradient, if `inner` reads it twice."""
     params = {f"w{i}": jnp.ones((SIDE, SIDE), HALVES[name]) for i in range(MATRICES)}
     compiled = compiled_step(wrap(inner, steps=4), params)
     moments = sum(leaf.ndim == 2 for leaf in jax.tree.leaves(jax.eval_shape(inner.init, params))) // MATRICES
     expected = (2 + 4 + 4 + 4 * moments) * ELEMENTS
     memory = compiled.memory_analysis()
     assert expected <= memory.alias_size_in_bytes <= memory.output_size_in_bytes <= expected + 1024
-    assert memory.temp_size_in_bytes <= 0.5 * 4 * ELEMENTS
+    assert memory.temp_size_in_bytes <= scratch * 4 * ELEMENTS + 4096
     assert copies(compiled) == 0
