@@ -66,8 +66,10 @@ class Unit:
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 adds up the micro-batches that it does not reduce."""
-        policy, own = self.group.mp_policy, self.group.fsdp_params[0].sharded_param.dtype
-        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or own
+        first = self.group.fsdp_params[0]
+        policy, own = getattr(first, "mp_policy", None) or self.group.mp_policy, first.sharded_param.dtype
+        # Before torch 2.15 the sum of a policy without reduce_dtype is added up in the computation's dtype, later in the parameter's.
+        dtype: torch.dtype = policy.reduce_dtype or (policy.param_dtype if _sums_apart(first) else None) or own
         return dtype
 
     @property
@@ -104,7 +106,11 @@ class Unit:
 
     def fill(self, parameter: Private) -> None:
         """Zeros for a gradient of one of its parameters, because another worker has one."""
-        parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
+        zeros = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
+        if _sums_apart(parameter):
+            parameter.unsharded_accumulated_grad = zeros
+        else:
+            parameter._unsharded_param.grad = zeros
 
     def after_forward(self, hook: Callable[..., None]) -> list[RemovableHandle]:
         """Have `hook` called after the forward pass of each of its modules: from the first one on `whole_parameters` has them all."""
@@ -146,6 +152,8 @@ def reduce(units: Sequence[Unit]) -> None:
 def _reduce_under(root: Private) -> None:
     context = root._state_ctx
     found, context.is_last_backward = context.is_last_backward, True
+    if hasattr(context, "manual_backward_finalization_active"):  # from torch 2.15 on: None, unless a backward pass is to be finalized
+        context.manual_backward_finalization_active = False
     try:
         root._root_post_backward_final_callback()
     finally:
@@ -155,15 +163,21 @@ def _reduce_under(root: Private) -> None:
 def unreduced(parameter: Private) -> list[Tensor]:
     """What FSDP2 holds of the gradient of one of its parameters."""
     whole = getattr(parameter, "_unsharded_param", None)
-    both = None if whole is None else whole.grad, parameter.unsharded_accumulated_grad
+    both = None if whole is None else whole.grad, parameter.unsharded_accumulated_grad if _sums_apart(parameter) else None
     return [gradient for gradient in both if gradient is not None]
 
 
 def drop(parameter: Private) -> None:
     """Forget it."""
-    parameter.unsharded_accumulated_grad = None
+    if _sums_apart(parameter):
+        parameter.unsharded_accumulated_grad = None
     if hasattr(parameter, "_unsharded_param"):
         parameter._unsharded_param.grad = None
+
+
+def _sums_apart(parameter: Private) -> bool:
+    """True where FSDP2 keeps the sum of micro-batches apart; from torch 2.15 on it is the whole parameter's ``.grad``."""
+    return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
 def _units(states: Iterable[Private]) -> list[Unit]:
