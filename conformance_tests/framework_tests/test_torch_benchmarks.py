@@ -26,6 +26,7 @@ def test_splitting_contestants_agree() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # how bytes are counted
 def test_memory_contestants_run() -> None:
     """Dropout draws other numbers in each, so no gradients are compared. Each way keeps less than the large batch."""
     kept = {way: saved_bytes(torch_memory.gradient(way, 4, TINY)) for way in WAYS}
