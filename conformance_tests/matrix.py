@@ -74,7 +74,7 @@ CELLS = (
     Cell("mindspore", ("mindspore==2.9.0",), "3.12"),
     Cell("mindspore", ("mindspore==2.10.0",), "3.11", whole=True),
     Cell("mindspore", ("mindspore==2.10.0",), "3.12"),
-    Cell("resolver", ("levanter", "gradaccum[jax]"), "3.12"),
+    Cell("resolver", ("levanter>=1.2.dev0", "gradaccum[jax]"), "3.12"),
     Cell("resolver", ("verl", "torch==2.11.0", "gradaccum[torch]"), "3.12"),
     Cell("resolver", ("transformers", "accelerate", "lightning", "gradaccum[torch]"), "3.12"),
     Cell("resolver", ("axolotl", "gradaccum[torch]"), "3.12"),
@@ -137,15 +137,20 @@ def measure(cell: Cell, environment: Path, console: Console, *, installs_only: b
                 break
             if name == "import":
                 result.python, result.versions = line.split(" ", 1) if passed else ("", "")
+            if name == "resolver" and passed:
+                result.python, result.versions = cell.python, _named(cell, output)
+                result.steps[name] = (passed, f"{len(output)} packages fit")
     result.seconds = round(time.monotonic() - started)
     return result
 
 
 def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
     pip = [str(python), "-m", "pip", "install", "-q"]
-    if cell.framework == "resolver":
-        local = [re.sub(r"^gradaccum\[(.*)\]$", rf"{ROOT}[\1]", package) for package in cell.packages]
-        return {"install": [*pip, "--dry-run", *local]}
+    if cell.framework == "resolver":  # uv reads metadata, where pip would load each candidate's wheel
+        asked = folder / "asked.txt"
+        asked.write_text("\n".join(re.sub(r"(gradaccum\[.*\])", rf"\1 @ {ROOT.as_uri()}", package) for package in cell.packages))
+        compile_ = [str(python.with_name("uv")), "pip", "compile", "-q", "--no-header", "--no-annotate", "--python-version", cell.python]
+        return {"install": [*pip, "uv"], "resolver": [*compile_, str(asked)]}
     program = folder / "front_page.py"
     program.write_text(front_page(cell.framework), encoding="utf-8")
     pytest = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "--backend", cell.framework]
@@ -162,6 +167,12 @@ def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
     if cell.whole:
         steps["own tests"] = [*pytest, str(ROOT / "conformance_tests/framework_tests")]
     return steps
+
+
+def _named(cell: Cell, resolved: list[str]) -> str:
+    """What a resolver took of frameworks and of the packages that `cell` asks for."""
+    names = {"torch", "jax", "optax", *(re.split(r"[\[=<>]", package)[0] for package in cell.packages)} - {"gradaccum"}
+    return " ".join(line.replace("==", " ") for line in resolved if line.split("==")[0] in names)
 
 
 def front_page(framework: str) -> str:
@@ -184,7 +195,7 @@ def _run(command: list[str], folder: Path) -> tuple[bool, list[str]]:
 
 def table(results: list[Result]) -> str:
     """The results as a table in Markdown, with the date of each and the machine that it was made on."""
-    steps = ("import", "front page", "bits", "suite", "own tests")
+    steps = ("import", "front page", "bits", "suite", "own tests", "resolver")
     rows = [f"| cell | Python and versions | {' | '.join(steps)} | day |", "|---" * (len(steps) + 3) + "|"]
     for result in results:
         cells = [_told(result, step) for step in steps]
@@ -197,7 +208,7 @@ def _told(result: Result, step: str) -> str:
     if step not in result.steps:
         return ""
     passed, line = result.steps[step]
-    counts = ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|xfailed|errors?)|^not held|^the same", line))
+    counts = ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|xfailed|errors?)|^not held|^the same|^\d+ packages fit", line))
     return counts or ("yes" if passed else f"**no**: {line}")
 
 
