@@ -25,6 +25,7 @@ Program = Any
 Equation = Any
 """One equation of a program: a `jax.extend.core.JaxprEqn`."""
 
+MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
@@ -41,7 +42,7 @@ def equations(jaxpr: Program, mesh: Any = None) -> Iterator[Found]:
     for eqn in jaxpr.eqns:
         yield Found(eqn, mesh)
         if "custom" not in eqn.primitive.name:
-            within = eqn.params["mesh"] if eqn.primitive.name == "shard_map" else mesh
+            within = next((value for value in eqn.params.values() if isinstance(value, MESHES)), mesh)
             for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
                 if _is_jaxpr(value):
                     yield from equations(getattr(value, "jaxpr", value), within)

@@ -88,7 +88,7 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
         program = jax.make_jaxpr(lifted(body, made[0].specs))(*leaves)
         out = core.jaxpr_as_fun(program)(*leaves)
         found = jax.tree.unflatten(made[0].structure, out)
-        require_replicated(program, found, axes)
+        require_replicated(program, found, specs, made[-1].specs, axes)
         return found
 
     return jax.jit(run)

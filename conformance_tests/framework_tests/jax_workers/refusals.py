@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 import gradaccum
 import gradaccum_jax
@@ -293,6 +294,8 @@ def beside_the_state() -> None:
         "cond": lambda beta, x: lax.cond(x[0] > 2.5, lambda b: 2 * b, lambda b: b / 2, beta),
         "switch": lambda beta, x: lax.switch(lax.axis_index("data"), [lambda b: b, lambda b: b + 1], beta),
         "while": lambda beta, x: lax.while_loop(lambda b: b < x.sum(), lambda b: b + 1, beta),
+        "while it is False": lambda beta, x: beta + lax.while_loop(lambda done: ~done, lambda done: ~done, x[0] > 2.5),
+        "solve": lambda beta, x: lax.custom_linear_solve(lambda v: 2 * v, beta + x[0], lambda _, b: b / 2),
         "in a scan": lambda beta, x: lax.scan(lambda b, row: (lax.cond(row > 2, lambda b: 2 * b, lambda b: b, b), None), beta, x)[0],
         "pure_callback": lambda beta, x: jax.pure_callback(first, own, x),
         "io_callback": lambda beta, x: jax.experimental.io_callback(first, own, x),
@@ -306,6 +309,9 @@ def beside_the_state() -> None:
         "pmax": lambda beta, x: lax.fori_loop(0, 2, lambda _, b: b + lax.pmax(x[1], "data"), beta),
         "all_gather": lambda beta, x: lax.all_gather(x, "data").mean(),
         "scan": lambda beta, x: lax.scan(lambda b, row: (b * 2, b + row), beta, x)[0],
+        "while it is False": lambda beta, x: beta + lax.while_loop(lambda done: ~done, lambda done: ~done, lax.psum(x[0], "data") > 9),
+        "solve": lambda beta, x: lax.custom_linear_solve(lambda v: 2 * v, beta + lax.pmin(x[1], "data"), lambda _, b: b / 2),
+        "named": lambda beta, x: checkpoint_name(beta, "data"),
         "reduced in a scan": lambda beta, x: lax.scan(lambda b, _: (vary(lax.pmin(b, "data"), data), None), x[1], None, 2)[0],
     }
 
@@ -320,7 +326,7 @@ def beside_the_state() -> None:
     for change in wrong.values():
         with refused(gradaccum.UsageError, "what step returned, [1][1]: expected", "made of a device's own batch", "pmean"):
             over(step(change))(W, state, X)
-    for (name, change), expected in zip(right.items(), (2.0, 15.0, 3.5, 4.0, 1.0), strict=True):
+    for (name, change), expected in zip(right.items(), (2.0, 15.0, 3.5, 4.0, 2.0, 1.0, 1.0, 1.0), strict=True):
         beta = over(step(change))(W, state, X)[1][1]
         assert {float(np.asarray(shard.data)) for shard in beta.addressable_shards} == {expected}, name
 
