@@ -42,7 +42,7 @@ class _Aligned:
 
     def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
         decision = self._decide(context, operation, *args, **kwargs)
-        if context.is_recompute or torch.Tag.nondeterministic_seeded not in operation.tags or not self._drew(context.op_output):
+        if context.is_recompute or torch.Tag.nondeterministic_seeded not in operation.tags or not self._drew(context):
             return decision
         self._keeping = self._keeping or decision in _KEPT
         if not self._keeping:
@@ -51,8 +51,14 @@ class _Aligned:
             raise drawing_in_place_error(operation)
         return CheckpointPolicy.MUST_SAVE
 
-    def _drew(self, out: Any) -> bool:
-        """Whether a generator has moved since the last operation that may draw; attention without dropout, say, draws nothing."""
+    def _drew(self, context: Any) -> bool:
+        """True if a generator has moved since the last operation that may draw; attention without dropout, say, draws nothing.
+
+        Before torch 2.8 the policy is asked before the operation has run. There every operation that may draw counts as one that drew.
+        """
+        if not hasattr(context, "op_output"):
+            return True
+        out = context.op_output
         first = out[0] if isinstance(out, tuple) else out
         device = first.device if isinstance(first, Tensor) else _CPU
         with without_dispatch_modes():
