@@ -96,10 +96,9 @@ def workers_of_call(optimizer: AccumulatingOptimizer | None) -> dist.ProcessGrou
 
 def _device(workers: dist.ProcessGroup) -> torch.device:
     """Where the group reduces: NCCL and its like know tensors of their device only."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or dist.get_backend(workers) in ("gloo", "mpi"):
+    if dist.get_backend(workers) in ("gloo", "mpi") or not torch.accelerator.is_available():
         return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device(str(torch.accelerator.current_accelerator()), torch.accelerator.current_device_index())
 
 
 def other_raised_error() -> UsageError:
