@@ -1,10 +1,13 @@
 """The private names of torch's FSDP2, beside those of `torch_private`, and what breaks if torch drops them.
 
-`fully_shard` puts the parameters of a module into a group, which gathers and reduces together. Here such a group is a `Unit`.
+`fully_shard` puts the parameters of a module into a group, which gathers and reduces together. Here such a group is a `Unit`. `LOST` has
+the names that have a fallback. A name of an option is needed only where torch has the public method that sets the option.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradaccum import UsageError
+from gradaccum.kit import explain
+
 Private = Any
 """An object of torch that has no public type."""
+
+
+_MODULES = "torch.distributed._composable_state:_module_state_mapping"
+_PASS_END = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback"
+LOST: dict[str, str] = {
+    _MODULES: "Modules of FSDP2 are looked for through all objects of Python, which is slower.",
+    _PASS_END: "A window that FSDP2 reduces at its end waits for the device, and leaves one unit's buffer.",
+}
+"""By private name (``module:object.attribute``): what the user loses where the installed torch lacks the name."""
 
 
 class Sync(NamedTuple):
@@ -54,14 +69,21 @@ class Unit:
 
     @property
     def divide_factor(self) -> float | None:
-        """What `FSDPModule.set_gradient_divide_factor` was given; None: the number of workers."""
-        factor: float | None = self.group.gradient_divide_factor
+        """What `FSDPModule.set_gradient_divide_factor` was given; None: the number of workers.
+
+        Raises:
+            UsageError: an older torch was given one, and keeps it where nobody can read it.
+        """
+        if getattr(self.group, "reduce_scatter_reduce_op", None) is not None:
+            fix = "Leave set_reduce_scatter_divide_factor out, or install a torch that has FSDPModule.set_gradient_divide_factor."
+            raise explain(UsageError, "set_reduce_scatter_divide_factor", expected="no factor in this torch", found="one", fix=fix)
+        factor: float | None = self._option("gradient_divide_factor", "set_gradient_divide_factor")
         return factor
 
     @property
     def reduces_by_hook(self) -> bool:
         """`FSDPModule.set_all_reduce_hook` was called."""
-        return self.group._all_reduce_hook is not None
+        return self._option("_all_reduce_hook", "set_all_reduce_hook") is not None
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -76,17 +98,26 @@ class Unit:
     def only_sums(self) -> bool:
         """The factor is a division of its own, not a part of the reduction."""
         wide = (torch.float32, torch.bfloat16)
-        return bool(self.group.force_sum_reduction_for_comms) or self.sum_dtype not in wide
+        return bool(self._option("force_sum_reduction_for_comms", "set_force_sum_reduction_for_comms")) or self.sum_dtype not in wide
 
     @property
     def sync(self) -> Sync:
         """What it does after a backward pass."""
         group = self.group
-        return Sync(group.reduce_grads, group.all_reduce_grads, group.reduce_scatter_unused_params)
+        return Sync(group.reduce_grads, group.all_reduce_grads, bool(self._option("reduce_scatter_unused_params", _UNUSED)))
 
     @sync.setter
     def sync(self, sync: Sync) -> None:
         self.group.reduce_grads, self.group.all_reduce_grads, self.group.reduce_scatter_unused_params = sync
+
+    @property
+    def fills_unused(self) -> bool:
+        """The installed torch can give a parameter without a gradient zeros."""
+        return _sets(_UNUSED)
+
+    def _option(self, name: str, setter: str) -> Any:
+        """What FSDP2 keeps of an option; None in a torch without the option."""
+        return getattr(self.group, name) if _sets(setter) else None
 
     def trainable(self) -> Iterator[Private]:
         """Its trainable parameters, as FSDP2 has them."""
@@ -127,26 +158,36 @@ def units_of(module: nn.Module) -> list[Unit]:
 
 
 def units_holding(parameters: Sequence[Tensor]) -> list[Unit]:
-    """The units that have any of `parameters`, whatever the module.
-
-    Without the table of modules, a divide factor and forgotten gradients are seen only where ``module=`` is given.
-    """
-    from torch.distributed._composable_state import _module_state_mapping
-
+    """The units that have any of `parameters`, whatever the module."""
     own = set(map(id, parameters))
-    modules = [module for each in _module_state_mapping.keyrefs() if (module := each()) is not None]
-    return [unit for unit in _units(_states(modules)) if any(id(each) in own for each in unit.parameters)]
+    return [unit for unit in _units(_states(_modules())) if any(id(each) in own for each in unit.parameters)]
+
+
+def _modules() -> list[nn.Module]:
+    """All modules that live and that FSDP2 may have."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+    except ImportError:
+        return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    return [module for each in _module_state_mapping.keyrefs() if (module := each()) is not None]
 
 
 def reduce(units: Sequence[Unit]) -> None:
     """Reduce what `units` hold into ``.grad``, as FSDP2 does for a module that a backward pass did not reach.
 
-    Without the private method the sum of a window could be reduced only by a backward pass, which must know that it is the last one.
+    Without ``post_backward`` the sum of a window could be reduced only by a backward pass, which must know that it is the last one.
     """
+    for unit in reversed(units):
+        unit.group.post_backward()
     # The first state of a module that has run is the outermost one, whose pass ends those of all in it.
     modules = (module for unit in units for module in unit.group.modules)
     for root in {id(root): root for state in _states(modules) for root in state._state_ctx.all_states[:1]}.values():
-        _reduce_under(root)
+        if hasattr(root, "_root_post_backward_final_callback"):
+            _reduce_under(root)
+        elif torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
 
 def _reduce_under(root: Private) -> None:
@@ -181,8 +222,26 @@ def _sums_apart(parameter: Private) -> bool:
 
 
 def _units(states: Iterable[Private]) -> list[Unit]:
-    groups = {id(group): group for state in states for group in state._fsdp_param_groups}
+    groups = {id(group): group for state in states for group in _groups(state)}
     return [Unit(group) for group in groups.values() if group.fsdp_params]
+
+
+def _groups(state: Private) -> list[Private]:
+    """The groups of a module, of which an older torch has one or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: list[Private] = state._fsdp_param_groups
+        return groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+_UNUSED = "set_reduce_scatter_unused_params"
+
+
+def _sets(setter: str) -> bool:
+    """True if FSDP2 of the installed torch has the option of this public method."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, setter)
 
 
 def _states(modules: Iterable[nn.Module]) -> Iterator[Private]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
+from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU  # noqa: E402
 from conformance_tests.framework_tests.torch_recompute import data, make, same  # noqa: E402
 from gradaccum_torch.recomputation import recompute  # noqa: E402
 
@@ -48,6 +49,7 @@ def test_data_parallel(options: dict[str, Any]) -> None:
     assert same(trained(nn.parallel.DistributedDataParallel(model, **options)), trained(blocks()))
 
 
+@NEEDS_FSDP2_ON_CPU
 @pytest.mark.parametrize("where", ["around segments", "around parts", "inside of parts"])
 def test_fully_sharded(where: str) -> None:
     model, mesh = blocks(), init_device_mesh("cpu", (1,))

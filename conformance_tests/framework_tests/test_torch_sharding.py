@@ -13,7 +13,8 @@ pytest.importorskip("torch.distributed.fsdp", reason="needs a torch with distrib
 if not torch.distributed.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from conformance_tests.framework_tests.torch_shards import CHECKS  # noqa: E402
+from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU  # noqa: E402
+from conformance_tests.framework_tests.torch_shards import CHECKS, EARLY  # noqa: E402
 from conformance_tests.framework_tests.torch_workers.processes import ROOT, run_workers  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("torch_shards")
@@ -27,12 +28,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in EARLY else [NEEDS_FSDP2_ON_CPU]) for name in CHECKS])
 def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
     for rank, report in enumerate(reports):
         assert report.get(name, "not run: a check before it failed") == "passed", f"rank {rank}:\n{report.get(name)}"
 
 
+@NEEDS_FSDP2_ON_CPU
 @pytest.mark.deep
 def test_four_workers_in_one_process() -> None:
     """HSDP: two copies of the parameters, each split in two."""

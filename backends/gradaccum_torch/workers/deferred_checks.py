@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from gradaccum import ArgumentValueError
@@ -31,6 +32,9 @@ def require_deferrable(units: Sequence[Unit], parameters: Sequence[Tensor], opti
     if sync == "all_reduce_per_window" and not any(unit.copies > 1 for unit in units):
         found = "a mesh without a dimension of copies, on which nothing is all-reduced"
         raise _error(sync, "a mesh of two dimensions (HSDP)", found, 'Write gradient_sync="micro_batch", which reduce-scatters each.')
+    if sync == "all_reduce_per_window" and not all(unit.fills_unused for unit in units):
+        fix = 'Write gradient_sync="window", or install a newer torch.'
+        raise _error(sync, "a torch that has FSDPModule.set_reduce_scatter_unused_params", f"torch {torch.__version__}", fix)
     for unit in units:
         _require_dtype(unit, options, sync)
         _require_whole_unit(unit, parameters, sync)
