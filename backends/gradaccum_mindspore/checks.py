@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, UsageError
 from gradaccum.kit import explain, require_weight
 from gradaccum_mindspore.types import DType, Gradients, NamedGradients, Shape, Spec, Specs, Weight
 
@@ -33,6 +33,21 @@ def require_parameters(parameters: object) -> list[Parameter]:
         fix = "Write Accumulator(optimizer.parameters, steps=4)."
         raise explain(ArgumentTypeError, "parameters", expected="the model's Parameters, in order", found=found, fix=fix)
     return listed
+
+
+def require_mindspore(version: str, what: str, instead: str) -> None:
+    """Raise unless MindSpore is of this version, as ``"2.9"``, or newer.
+
+    Raises:
+        UsageError: it is older.
+    """
+    if _series(ms.__version__) < _series(version):
+        fix = f"Run: pip install 'mindspore>={version},<2.11', or {instead}."
+        raise explain(UsageError, what, expected=f"MindSpore {version}, which first has what it needs", found=ms.__version__, fix=fix)
+
+
+def _series(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def gradients_by_position(gradients: Gradients | NamedGradients, specs: Specs, now: Callable[[], tuple[str, ...]]) -> Gradients:
@@ -191,10 +206,11 @@ def check_compiled_weight_shape(shape: Shape) -> None:
 
 
 @constexpr  # type: ignore[untyped-decorator]
-def check_compiled_gradients(shapes: tuple[Shape, ...], dtypes: tuple[DType | None, ...], specs: Specs) -> None:
-    """Check the gradients' shapes and dtypes, while compiling; a dtype of None: no gradient."""
+def check_compiled_gradients(shapes: tuple[Shape | None, ...], dtypes: tuple[DType | None, ...], specs: Specs) -> bool:
+    """Check the gradients' shapes and dtypes, while compiling; a dtype of None: no gradient. Returns True."""
     for shape, dtype, (name, expected_shape, expected_dtype) in zip(shapes, dtypes, specs, strict=True):
+        if shape is None or isinstance(shape, Tensor):  # of a RowTensor, in MindSpore 2.7 and later
+            raise _sparse_error(name)
         if dtype is not None:
-            if isinstance(shape, Tensor):
-                raise _sparse_error(name)
             check_shape_and_dtype(name, tuple(shape), str(dtype), expected_shape, str(expected_dtype))
+    return True

@@ -71,8 +71,8 @@ class CompiledArguments(CompiledState):
             gradients = self.by_name(gradients)
         gradients = tuple(gradients)
         check_compiled_structure(len(gradients), specs)
-        check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
-        return gradients
+        checked = check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
+        return gradients if checked else ()  # MindSpore 2.7 warns of a check whose result is unused
 
     def by_name(self, gradients: NamedGradients) -> Gradients:
         """A dict's values in the parameters' order."""

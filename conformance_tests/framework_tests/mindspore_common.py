@@ -4,11 +4,21 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from packaging.version import Version
 
 MODES = ("pynative", "jit", "graph")
 RNG = np.random.RandomState(0)
 X, Y = RNG.randn(24, 4).astype(np.float32), RNG.randn(24, 2).astype(np.float32)
 WEIGHT, BIAS = RNG.randn(2, 4).astype(np.float32), RNG.randn(2).astype(np.float32)
+
+
+def needs_mindspore(version, why):
+    """A mark for tests of what older versions of MindSpore do not do."""
+    return pytest.mark.skipif(Version(ms.__version__) < Version(version), reason=f"needs MindSpore {version}: {why}")
+
+
+HOOKS = needs_mindspore("2.9", "before it MindSpore calls no hooks for the tensors that it keeps")
+BFLOAT16 = needs_mindspore("2.9", "before it MindSpore has no bfloat16 kernel for a CPU")
 
 
 @pytest.fixture(autouse=True)

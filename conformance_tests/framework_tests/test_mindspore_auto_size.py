@@ -16,12 +16,13 @@ import numpy as np  # noqa: E402
 from mindspore import Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_common import HOOKS, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError  # noqa: E402
 from gradaccum_mindspore.large_batch.auto import is_out_of_memory  # noqa: E402
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad  # noqa: E402
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
+from gradaccum_mindspore.recomputation import recompute  # noqa: E402
 
 ITEMS = 8
 X = np.random.RandomState(0).randn(ITEMS, 4).astype(np.float32)
@@ -131,6 +132,7 @@ def clean(call, size):
     return outcome(made, net)
 
 
+@HOOKS
 @pytest.mark.parametrize(
     ("where", "call"),
     [(where, call) if (where, call) in KEPT else pytest.param(where, call, marks=pytest.mark.deep) for where in WHERE for call in CALLS],
@@ -145,6 +147,7 @@ def test_failure_at_each_point(call, where):
         assert sizes.size == 2
 
 
+@HOOKS
 def test_same_draws_at_the_same_size():
     """Three items: the second attempt fails at its last micro-batch, of one item, which is what all of the third one have."""
 
@@ -158,6 +161,7 @@ def test_same_draws_at_the_same_size():
     assert equal(after((0, 2), 3), after((), 1))
 
 
+@HOOKS
 def test_known_sizes():
     """A call with the size that was found is the same, and the next call starts with it."""
     net, sizes, fault = make(), AutoMicroBatchSize(PLENTY), Faulty(forward=(0,))
@@ -168,6 +172,7 @@ def test_known_sizes():
     assert (sizes.size, fault.counts["forward"]) == (4, 5)
 
 
+@HOOKS
 @pytest.mark.parametrize("call", CALLS)
 def test_other_errors(call):
     """They pass as they are, and everything is as before; an error of memory in the user's own words is none."""
@@ -185,6 +190,7 @@ def test_other_errors(call):
         assert sizes.size is None
 
 
+@HOOKS
 def test_one_item_does_not_fit():
     net = make()
     fault = Faulty(forward=range(99))
@@ -194,6 +200,7 @@ def test_one_item_does_not_fit():
     assert fault.counts["forward"] == 4
 
 
+@HOOKS
 def test_freed_before_the_retry():
     """What lived in the failed frame is dead when memory is asked for again, though somebody holds the error."""
     net, seen, held = make(), [], []
@@ -216,6 +223,7 @@ def test_freed_before_the_retry():
     assert len(seen) == 3
 
 
+@HOOKS
 def test_limit_in_bytes():
     """PyNative mode counts what autograd keeps: of each item both outputs, each of 4 numbers."""
 
@@ -234,6 +242,7 @@ def test_limit_in_bytes():
         sizes_under(per_item - 1)
 
 
+@HOOKS
 def test_limit_counts_memory_once():
     """A product of a tensor with itself keeps it twice more."""
     sizes = AutoMicroBatchSize(ITEMS * 16)
@@ -246,6 +255,7 @@ def test_limit_counts_memory_once():
     assert sizes.size == ITEMS
 
 
+@HOOKS
 def test_limit_counts_no_parameters():
     """The layer keeps its micro-batch, of 16 bytes an item; its weight has 64."""
     net, sizes = nn.Dense(4, 4), AutoMicroBatchSize(ITEMS * 16)
@@ -266,6 +276,14 @@ def test_refused():
         gradient(net, Faulty(), "auto")(Tensor(X))
     with pytest.raises(UsageError, match=r"memory_limit.*PyNative"):
         gradient(net, Faulty(), AutoMicroBatchSize(PLENTY))(Tensor(X))
+
+
+def test_older_mindspore_is_refused(monkeypatch):
+    monkeypatch.setattr(ms, "__version__", "2.7.0")
+    with pytest.raises(UsageError, match=r"recompute: expected MindSpore 2\.9.*mindspore>=2\.9.*cell\.recompute\(\)"):
+        recompute(make())
+    with pytest.raises(UsageError, match=r"memory_limit: expected MindSpore 2\.9.*mindspore>=2\.9.*micro_batch_size=8"):
+        gradient(make(), Faulty(), AutoMicroBatchSize(PLENTY))(Tensor(X))
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -12,7 +12,7 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_common import BFLOAT16, MODES, pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_driver import driver  # noqa: E402
 from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
 
@@ -96,7 +96,7 @@ def test_float64_sum_can_overflow_float32():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param(ms.float16, id="float16"), pytest.param(ms.bfloat16, id="bfloat16", marks=BFLOAT16)])
 def test_half_sum_is_divided_in_float32(mode, dtype):
     """The divisor, 2^16 x 2, is no float16 number: a division in float16 would make every gradient 0."""
     optimizer, call, parameter = driver(mode, 2, 2.0**16, dtype, accumulate_dtype=dtype, master_weights=True)

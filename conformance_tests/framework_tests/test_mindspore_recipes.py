@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import gradaccum_mindspore
+from conformance_tests.framework_tests.mindspore_common import HOOKS
 from conformance_tests.framework_tests.preloaded import Preloaded
 from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_preloaded
 
@@ -21,7 +22,12 @@ def framework() -> Iterator[Preloaded]:
         yield imported
 
 
-@pytest.mark.parametrize("recipe", cases(RECIPES))
+CASES = [
+    pytest.param(*case.values, id=case.id, marks=[*case.marks, *[HOOKS] * ("recompute(" in case.values[0].code)]) for case in cases(RECIPES)
+]
+
+
+@pytest.mark.parametrize("recipe", CASES)
 def test_recipe(recipe: Recipe, tmp_path: Path, framework: Preloaded):
     assert "np.testing.assert_allclose" in recipe.code
     run_preloaded(recipe, tmp_path, framework)

@@ -10,9 +10,11 @@ ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_recompute_cells import HOW, Block, Net, Unread, X, equal, gradients, make, sequence  # noqa: E402
 from gradaccum_mindspore.recomputation import recompute  # noqa: E402
+
+pytestmark = HOOKS
 
 
 @pytest.mark.parametrize("mode", MODES)

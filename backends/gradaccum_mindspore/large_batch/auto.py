@@ -19,6 +19,7 @@ from mindspore import Tensor
 
 from gradaccum import AutoMicroBatchSize, GradAccumError, UsageError
 from gradaccum.kit import Division, explain, free_frames, leaves_of, unknown_limit_error
+from gradaccum_mindspore.checks import require_mindspore
 from gradaccum_mindspore.large_batch.batch import Batch, items_of
 from gradaccum_mindspore.large_batch.memory_limit import MemoryLimitError, within
 from gradaccum_mindspore.large_batch.options import SplitOptions
@@ -44,7 +45,7 @@ def fitted(run: Run, fn: object, sizes: AutoMicroBatchSize, batch: Batch, option
 
     Raises:
         ArgumentValueError: no limit of memory is known, as on a CPU without ``memory_limit``.
-        UsageError: not even one item fits; or ``memory_limit`` is given in graph mode, whose memory cannot be counted.
+        UsageError: not even one item fits; or ``memory_limit`` is given in graph mode or before MindSpore 2.9, which count no memory.
         BaseException: whatever else `run` raises.
     """
     _require_limit(sizes)
@@ -134,6 +135,8 @@ def _require_limit(sizes: AutoMicroBatchSize) -> None:
         fix = "Run in PyNative mode, or write micro_batch_size=8."
         expected = "PyNative mode, whose memory can be counted"
         raise explain(UsageError, "memory_limit", expected=expected, found="graph mode", fix=fix)
+    if sizes.memory_limit is not None:
+        require_mindspore("2.9", "memory_limit", "write micro_batch_size=8")
 
 
 __all__ = ["MemoryLimitError", "fitted", "is_out_of_memory", "key_of"]

@@ -130,7 +130,7 @@ def _noting(met: Met, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forwarding(met: Met, kind: type[_Function], forward: Callable[..., Any]) -> Callable[..., Any]:
-    with_context = kind.setup_context is _Function.setup_context
+    with_context = getattr(_Function, "setup_context", None) in (None, getattr(kind, "setup_context", None))  # new in MindSpore 2.10
 
     def noted(*args: object, **kwargs: object) -> Any:
         output = forward(*args, **kwargs)

@@ -11,6 +11,7 @@ from mindspore import nn
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
+from gradaccum_mindspore.checks import require_mindspore
 from gradaccum_mindspore.recomputation.buffers import keep_statistics
 from gradaccum_mindspore.recomputation.module import recompute_module
 from gradaccum_mindspore.recomputation.segment import Segment
@@ -39,9 +40,11 @@ def recompute(
     Raises:
         ArgumentTypeError: it cannot be called; `segments` is no int, or the Cell no `SequentialCell`; `submodules` is no list.
         ArgumentValueError: more segments than layers, or fewer than one; a name or Cell that is not there.
-        UsageError: it is recomputed already; it calls `mindspore.ops.batch_norm`, whose statistics would move twice in compiled code.
+        UsageError: MindSpore is older than 2.9.
+            It is recomputed already; it calls `mindspore.ops.batch_norm`, whose statistics would move twice in compiled code.
             In the backward pass of PyNative mode: the second run returned other values, as with an operator whose draws cannot be repeated.
     """
+    require_mindspore("2.9", "recompute", "call cell.recompute() of MindSpore, which may draw other dropout masks the second time")
     if isinstance(function, nn.Cell):
         return recompute_module(function, segments, submodules)  # type: ignore[no-any-return]
     if not callable(function) or isinstance(function, type):

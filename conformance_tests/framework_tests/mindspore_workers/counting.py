@@ -46,7 +46,7 @@ def require_one_branch(graphs: list[Graph]) -> None:
     """The collectives stand together in one graph, which neither differentiates nor updates: the branch that ends a window."""
     with_them = [graph for graph in graphs if any(graph[name] for name in COLLECTIVES)]
     assert [[graph[name] for name in COLLECTIVES] for graph in with_them] == [[2, 0, 0, 0]]
-    (entry,) = [graph for graph in graphs if graph["MatMul"]]
+    (entry,) = [graph for graph in graphs if graph["MatMul"] or graph["MatMulExt"]]
     assert entry not in with_them, "a micro-batch reduces nothing"
     assert [graph["ApplyMomentum"] for graph in graphs if graph["ApplyMomentum"]] == [2]
     assert not with_them[0]["ApplyMomentum"]
