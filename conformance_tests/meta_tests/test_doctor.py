@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 ASKED = (
     Requirement("torch", ">=2.13", "torch"),
     Requirement("jax", ">=0.7.1", "jax"),
-    Requirement("mindspore", "==2.10.*", "mindspore"),
+    Requirement("mindspore", "<2.11,>=2.7", "mindspore"),
     Requirement("numpy", "<2", "mindspore"),
     Requirement("pytest", "<9.2,>=8.3", "conformance"),
     Requirement("pytest", "<9.2,>=8.3", "numpy"),
@@ -58,7 +58,7 @@ RIVAL = Owner("gradaccum.backends", "torch", "rival:backend", "rival")
 GPU = Probe("jax", "works", ("cuda:0 (NVIDIA H200)",), "", 1.0)
 BAD: dict[str, tuple[Environment, tuple[str, ...]]] = {
     "numpy 2 with MindSpore": (having(mindspore="2.10.0"), ("numpy", "2.3.1", "np.float32(2)", "pip install 'numpy<2'")),
-    "another MindSpore": (having(mindspore="2.9.0", numpy="1.26.4"), ("mindspore", "2.9.0", "pip install 'mindspore==2.10.*'")),
+    "another MindSpore": (having(mindspore="2.6.0", numpy="1.26.4"), ("mindspore", "2.6.0", "pip install 'mindspore<2.11,>=2.7'")),
     "old torch": (having(torch="2.12.1"), ("torch", "2.12.1", "hooks", "pip install 'torch>=2.13'")),
     "torch before its release": (having(torch="2.13.0rc1"), ("torch", "2.13.0rc1")),
     "pytest 9.2 with xdist": (having(pytest="9.2.0", pytest_xdist="3.8.0"), ("pytest", "9.2.0", "groups", "pip install 'pytest<9.2")),

@@ -22,7 +22,7 @@ REASONS = {
     ("mindspore", "numpy"): (
         "MindSpore 2.10 installs beside numpy 2, but Tensor * np.float32(2), bfloat16 .asnumpy() and its datasets then fail"
     ),
-    ("mindspore", "mindspore"): "the backend is tested with this series only, and MindSpore's compiled code differs between series",
+    ("mindspore", "mindspore"): "the backend is tested with these series only, and MindSpore's compiled code differs between series",
     ("conformance", "pytest"): "pytest-xdist 3.8 does not see groups of tests under pytest 9.2, and starts each group on every process",
     ("torch", "torch"): "the backend uses hooks of autograd and of optimizers that older releases do not have",
     ("jax", "jax"): "the backend uses jax.shard_map and types of devices that older releases do not have",
