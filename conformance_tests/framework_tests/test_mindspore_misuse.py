@@ -26,6 +26,7 @@ def wrapped(steps=2):
     return gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=steps)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="MindSpore captures bytecode up to Python 3.11")
 def test_bytecode_capture_runs_as_pynative():
     optimizer = wrapped()
 
