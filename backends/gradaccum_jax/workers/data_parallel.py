@@ -69,7 +69,7 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
         _require_arguments(args, devices)
         leaves, structure = jax.tree.flatten(args)
         specs = [spec for index, arg in enumerate(args) for spec in spec_of(index, arg, axes)]
-        leaves = placed(leaves, mesh, specs, mesh.axis_names)
+        leaves = placed(leaves, mesh, specs, axes)
         made: list[Made] = []
 
         def body(*local: Array) -> list[Array]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradaccum.kit import Scalar
+from gradaccum_jax.devices import explicitly_sharded
 from gradaccum_jax.dtypes import takes_part
 from gradaccum_jax.types import Array, Leaves, Tree
 from gradaccum_jax.varying import axes_of
@@ -52,7 +53,8 @@ def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
 def _added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
     packs: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        packs.setdefault(index if leaf.nbytes >= LARGE_BYTES else (leaf.dtype, axes_of(leaf)), []).append(index)
+        alone = leaf.nbytes >= LARGE_BYTES or explicitly_sharded(leaf)
+        packs.setdefault(index if alone else (leaf.dtype, axes_of(leaf)), []).append(index)
     sums = lax.psum([_packed([leaves[index] for index in pack]) for pack in packs.values()], axes)  # type: ignore[no-untyped-call]
     made = list(leaves)
     for pack, total in zip(packs.values(), sums, strict=True):

@@ -74,6 +74,12 @@ def explicit_axes() -> None:
     require_large_batch(train(mesh, "data", START)[0])
     with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
         require_large_batch(train(mesh, "data", jax.device_put(START, jax.sharding.NamedSharding(mesh, P())))[0])
+    mesh, shapes = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kinds.Explicit,) * 2), {"w": P(None, "model"), "b": P("model")}
+    given = {name: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, shapes[name])) for name, leaf in START.items()}
+    params, _ = train(mesh, "data", given)
+    require_large_batch(params)
+    if jax.__version_info__ >= (0, 10):  # jax.shard_map of JAX 0.7 gathers what is sharded along an explicit axis that it leaves alone
+        assert params["w"].sharding.shard_shape(params["w"].shape) == (6, 2), params["w"].sharding
 
 
 def one_device() -> None:
