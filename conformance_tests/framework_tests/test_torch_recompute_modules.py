@@ -139,10 +139,24 @@ def test_large_batch_in_one_call(coupled: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_compiled() -> None:
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled(fullgraph: bool) -> None:
+    """Buffers move once; where the compiler would move them twice, the parts run outside of the graph, or one graph is refused."""
     torch._dynamo.reset()
     model, expected = make(), make()
     model[4] = expected[4] = nn.Identity()
+    compiled = torch.compile(recompute(model), backend="aot_eager", fullgraph=fullgraph)
+    if fullgraph and run.MOVES_TWICE:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(data())
+    else:
+        assert same(trained(model, compiled)[:-1], trained(expected)[:-1])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_one_compiled_graph_without_buffers() -> None:
+    torch._dynamo.reset()
+    model, expected = (nn.Sequential(*(layer for index, layer in enumerate(make()) if index in (0, 1, 3, 5, 10))) for _ in range(2))
     compiled = torch.compile(recompute(model), backend="aot_eager", fullgraph=True)
     assert same(trained(model, compiled)[:-1], trained(expected)[:-1])
 
