@@ -60,12 +60,16 @@ class Unit:
     @property
     def shards(self) -> int:
         """The workers that share one copy of the parameters."""
-        return int(getattr(self.group.mesh_info, "shard_mesh_size", 1))
+        return self._workers_along(self.group.mesh_info.shard_mesh_dim)
 
     @property
     def copies(self) -> int:
         """The copies of the parameters, of `shards` workers each."""
-        return int(getattr(self.group.mesh_info, "replicate_mesh_size", 1))
+        return self._workers_along(self.group.mesh_info.replicate_mesh_dim)
+
+    def _workers_along(self, dimension: int | None) -> int:
+        """Torch gives None for a dimension that its mesh does not have. A size that torch renames must not look like 1 worker."""
+        return 1 if dimension is None else int(self.group.mesh_info.mesh.size(dimension))
 
     @property
     def divide_factor(self) -> float | None:
