@@ -53,7 +53,7 @@ def test_flush_passes_the_unrounded_sum(steps: Any) -> None:
     tx = gradaccum.wrap(optax.sgd(1.0), steps=steps)
     _, state = tx.update(gradient, tx.init(params), params)
     assert gradaccum_jax.flush(tx, state, params)[0].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(gradaccum_jax.flush(tx, state, optax.tree.cast(params, jnp.float32))[0], -gradient)
+    np.testing.assert_array_equal(gradaccum_jax.flush(tx, state, optax.tree_utils.tree_cast(params, jnp.float32))[0], -gradient)
 
 
 def test_flush_makes_tiny_gradient_no_nan() -> None:

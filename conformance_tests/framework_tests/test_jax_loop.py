@@ -56,10 +56,10 @@ def wrap(inner: Any, **options: Any) -> Any:
         (wrap(optax.apply_if_finite(optax.adam(0.1), 3)), optax.adam(0.1)),
         (wrap(optax.masked(optax.sgd(0.1), {"a": True, "b": False})), optax.masked(optax.sgd(0.1), {"a": True, "b": False})),
         (
-            optax.partition({"x": wrap(optax.adam(0.1)), "y": wrap(optax.sgd(0.3))}, {"a": "x", "b": "y"}),
-            optax.partition({"x": optax.adam(0.1), "y": optax.sgd(0.3)}, {"a": "x", "b": "y"}),
+            optax.transforms.partition({"x": wrap(optax.adam(0.1)), "y": wrap(optax.sgd(0.3))}, {"a": "x", "b": "y"}),
+            optax.transforms.partition({"x": optax.adam(0.1), "y": optax.sgd(0.3)}, {"a": "x", "b": "y"}),
         ),
-        (wrap(optax.partition({"x": optax.adam(0.1), "y": optax.set_to_zero()}, {"a": "x", "b": "y"})), None),
+        (wrap(optax.transforms.partition({"x": optax.adam(0.1), "y": optax.set_to_zero()}, {"a": "x", "b": "y"})), None),
         (wrap(optax.add_noise(0.1, 0.5, jax.random.key(0))), None),
     ],
     ids=["chain_in", "chain_out", "named", "inject", "finite_out", "finite_in", "masked", "partition_out", "partition_in", "key"],

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.varying import axes_of
+
+KNOWS_AXES = hasattr(jax, "shard_map")
+"""JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, where a value's type does not say along which axes devices differ."""
 
 
 def require_arrays(logits_shard: Any, labels: Any) -> None:
@@ -85,8 +89,9 @@ def require_checked(axis_name: str, fix: str) -> None:
         fix: what to write where there is none.
 
     Raises:
-        UsageError: no such axis is in scope, or its `jax.shard_map` does not check what is replicated.
+        UsageError: no such axis is in scope, its `jax.shard_map` does not check what is replicated, or this JAX is too old for it.
     """
+    _require_types()
     try:
         index = lax.axis_index(axis_name)
     except NameError as error:
@@ -102,6 +107,7 @@ def require_names(axis_name: Any) -> tuple[str, ...]:
     Raises:
         ArgumentTypeError: it is something else.
         ArgumentValueError: there is no name in it, or one twice.
+        UsageError: this JAX is too old for an axis.
     """
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     expected, fix = "the name of a mesh axis, or a tuple of names", "Write axis_name='data', as in jax.make_mesh."
@@ -109,4 +115,14 @@ def require_names(axis_name: Any) -> tuple[str, ...]:
         raise explain(ArgumentTypeError, "axis_name", expected=expected, got=axis_name, fix=fix)
     if axis_name is not None and (not names or not all(names) or len(set(names)) < len(names)):
         raise explain(ArgumentValueError, "axis_name", expected=expected, got=axis_name, fix=fix)
+    if names:
+        _require_types()
     return names
+
+
+def _require_types() -> None:
+    """Refuse a mesh axis on a JAX whose types do not say along which axes devices differ."""
+    if not KNOWS_AXES:
+        fix = "Install a newer one: pip install -U jax. Or leave axis_name, shard_axes and mesh out: XLA partitions the step under jax.jit."
+        found = f"JAX {jax.__version__}, whose types do not say what differs from device to device"
+        raise explain(UsageError, "axis_name", expected="a JAX that has jax.shard_map", found=found, fix=fix)

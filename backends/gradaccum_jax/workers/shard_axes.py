@@ -87,7 +87,7 @@ def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
 
 def like_params(inner: optax.GradientTransformation, held: InnerState, params: Params) -> Any:
     """The inner optimizer's state, each array that belongs to a parameter sharded as the parameter is, by its type."""
-    return optax.tree.map_params(inner, _vary_like, held, params, is_leaf=lambda leaf: leaf is None)
+    return optax.tree_utils.tree_map_params(inner, _vary_like, held, params, is_leaf=lambda leaf: leaf is None)
 
 
 def _vary_like(leaf: Array, parameter: Array) -> Array:
