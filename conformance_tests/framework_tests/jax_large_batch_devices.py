@@ -86,6 +86,9 @@ def explicit_mesh() -> None:
         given = [jax.device_put(leaf, NamedSharding(mesh, SPREAD)) for leaf in (x, y)]
         made = jax.jit(gradaccum_jax.value_and_grad(mean_loss, steps=3, mesh=mesh, axis_name="data"))(model(), *given)
         close(made, jax.value_and_grad(mean_loss)(model(), x, y))
+        whole = jax.device_put(np.ones((x.shape[1], 4), x.dtype), NamedSharding(mesh, WHOLE))
+        with refused(gradaccum.UsageError, "batch: expected rows that are whole on each device", "shard_map", "AxisType.Auto"):
+            gradaccum_jax.coupled_value_and_grad(lambda w, x: x @ w, lambda z: z.mean(), steps=2)(whole, given[0])
 
 
 def arrays_from_anywhere() -> None:

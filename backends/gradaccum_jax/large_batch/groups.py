@@ -12,14 +12,15 @@ Users who want one body pad the batch, and give the padding no weight inside of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum.kit import Scalar
+from gradaccum import UsageError
+from gradaccum.kit import Scalar, explain
 from gradaccum_jax.large_batch.batch import Batch
 from gradaccum_jax.types import Array, Tree
 
@@ -116,11 +117,15 @@ def _over_group(group: Group, body: Body[C], carry: C, first: Scalar) -> tuple[C
 
 
 def _joined(groups: list[Group], stacked: list[Array]) -> Array:
-    flat = jnp.concatenate([rows.reshape(-1, *rows.shape[2:]) for rows in stacked]) if len(stacked) > 1 else _flat(stacked[0])
+    flat = jnp.concatenate([_flat(rows) for rows in stacked]) if len(stacked) > 1 else _flat(stacked[0])
     numbers = np.concatenate([np.repeat(group.numbers, rows.shape[1]) for group, rows in zip(groups, stacked, strict=True)])
     order = np.argsort(numbers, kind="stable")
     return flat if bool(np.all(order == np.arange(len(order)))) else flat[order]
 
 
 def _flat(rows: Array) -> Array:
+    typeof: Any = jax.typeof
+    if typeof(rows).sharding.spec[1:2] not in ((), (None,)):
+        fix = "Call it in a jax.shard_map with axis_name=, or make the mesh with AxisType.Auto, whose rows XLA puts together."
+        raise explain(UsageError, "batch", expected="rows that are whole on each device", found=f"rows of type {typeof(rows)}", fix=fix)
     return rows.reshape(-1, *rows.shape[2:])
