@@ -34,8 +34,8 @@ START = {"w": np.asarray(rng.normal(size=(6, 4)), np.float32), "v": np.asarray(r
 
 
 def loss(params: Any, x: Any) -> Any:
-    """The bias is multiplied by a column of ones: JAX adds no ``reduced`` array to a sharded one."""
-    return jnp.mean(jnp.square(jnp.tanh(x @ params["w"]) + jnp.ones_like(x[:, :1]) @ params["v"] - 1))
+    """The bias is multiplied by ones of the type of `x`: JAX adds no ``reduced`` array to a sharded one."""
+    return jnp.mean(jnp.square(jnp.tanh(x @ params["w"]) + (0 * x[:, :1] + 1) @ params["v"] - 1))
 
 
 def parameters(specs: Any = WHOLE, dtype: Any = None) -> Any:
