@@ -59,7 +59,7 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
 
 def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
     """`like` as devices share it, of which there are as many as in the state that was `restored`."""
-    weight = np.shape(_by_path(restored).get("weight", 0.0))
+    weight = np.shape(by_path(restored).get("weight", 0.0))
     if not weight:
         _refuse("weight", "an array with one entry for each device, as tx has axis_name", "one of shape ()", _SHARED)
 
@@ -106,7 +106,7 @@ def rebuild(tree: Tree, like: Tree, optional: Mapping[str, float] = NO_LEAVES) -
     Raises:
         CheckpointError: a path, shape or dtype differs.
     """
-    found, expected = _by_path(tree), _by_path(like)
+    found, expected = by_path(tree), by_path(like)
     if not optional.keys() & found.keys():
         found |= {path: np.full(expected[path].shape, optional[path], expected[path].dtype) for path in optional.keys() & expected.keys()}
     elif not optional.keys() & expected.keys():
@@ -120,7 +120,7 @@ def _copied(leaf: Array) -> Array:
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
-def _by_path(tree: Tree) -> dict[str, Array]:
+def by_path(tree: Tree) -> dict[str, Array]:
     """Leaves by names joined with dots: the same for a tuple and for the dict that a library made of it."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     names = unique(".".join(_name(key) for key in path) for path, _ in flat)

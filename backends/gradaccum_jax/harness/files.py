@@ -1,38 +1,29 @@
-"""A session's trees in a file: flax's msgpack, which its users write; NumPy's archive if flax is not installed."""
+"""A session's trees in a file: NumPy's archive, each leaf under its path. Every JAX reads it, without a further package."""
 
 from __future__ import annotations
 
-import io
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-
-def to_bytes(tree: dict[str, Any]) -> bytes:
-    """`tree` in bytes."""
-    if find_spec("flax"):
-        from flax import serialization
-
-        packed: bytes = serialization.to_bytes(tree)
-        return packed
-    file = io.BytesIO()
-    np.savez(file, *(np.asarray(leaf) for leaf in jax.tree.leaves(tree)))
-    return file.getvalue()
+from gradaccum_jax.checkpoint import by_path
 
 
-def from_bytes(data: bytes, like: dict[str, Any]) -> dict[str, Any]:
-    """The saved tree in its own structure; NumPy's archive keeps no structure, so there it has that of `like`."""
-    if find_spec("flax"):
-        from flax import serialization
+def write(file: Path, tree: dict[str, Any]) -> None:
+    """Write the leaves of `tree`."""
+    np.savez(file, **{path: np.asarray(leaf) for path, leaf in by_path(tree).items()})
 
-        plain: dict[str, Any] = serialization.msgpack_restore(data)
-        return plain
-    with np.load(io.BytesIO(data)) as archive:
-        restored: dict[str, Any] = jax.tree.unflatten(jax.tree.structure(like), [_typed(array) for array in archive.values()])
-    return restored
+
+def read(file: Path) -> dict[str, dict[str, Any]]:
+    """The leaves that `write` wrote: by the first name of their path, then by the rest of it, as a library restores plain dicts."""
+    trees: dict[str, dict[str, Any]] = {}
+    with np.load(file) as archive:
+        for path, array in archive.items():
+            tree, _, rest = path.partition(".")
+            trees.setdefault(tree, {})[rest] = _typed(array)
+    return trees
 
 
 def _typed(array: Any) -> Any:

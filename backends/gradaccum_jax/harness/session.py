@@ -16,13 +16,13 @@ from gradaccum_conformance import Captured, Dtype, Fault, Harness, Loss, Model, 
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Array, Arrays, Batch
 from gradaccum_jax.checkpoint import check_state, rebuild
-from gradaccum_jax.harness.files import from_bytes, to_bytes
+from gradaccum_jax.harness.files import read, write
 from gradaccum_jax.harness.models import total_loss
 from gradaccum_jax.harness.program import Program, needs_x64, program, x64
 from gradaccum_jax.state import AccumulationState, result
 from gradaccum_jax.sums import clear
 
-FILE = "checkpoint.msgpack"
+FILE = "checkpoint.npz"
 
 
 class Checkpoint(NamedTuple):
@@ -100,11 +100,11 @@ class JaxSession(Session):
             self._adopt(snapshot.params, snapshot.opt_state)
 
     def save(self, directory: Path) -> None:
-        (directory / FILE).write_bytes(to_bytes(self.snapshot()._asdict()))
+        write(directory / FILE, self.snapshot()._asdict())
 
     def load(self, directory: Path) -> None:
         with x64(self.wide):
-            plain = from_bytes((directory / FILE).read_bytes(), self.snapshot()._asdict())
+            plain = read(directory / FILE)
             self._adopt(plain["params"], plain["opt_state"])
 
     def _adopt(self, params: Any, opt_state: Any) -> None:

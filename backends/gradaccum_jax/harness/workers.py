@@ -22,7 +22,7 @@ from gradaccum_conformance import Captured, Dtype, Loss, Model, Optimizer, Setup
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Arrays, Batch
 from gradaccum_jax.checkpoint import check_state
-from gradaccum_jax.harness.files import from_bytes, to_bytes
+from gradaccum_jax.harness.files import read, write
 from gradaccum_jax.harness.models import forward
 from gradaccum_jax.harness.program import Program, needs_x64, x64
 from gradaccum_jax.harness.session import FILE, JaxHarness, JaxSession, sums_of, to_numpy
@@ -123,11 +123,11 @@ class SharedSession(JaxSession):
 
     def save(self, directory: Path) -> None:
         """The worker's own rows, and all that is the same everywhere."""
-        (directory / FILE).write_bytes(to_bytes(_local(self.snapshot()._asdict())))
+        write(directory / FILE, _local(self.snapshot()._asdict()))
 
     def load(self, directory: Path) -> None:
         with x64(self.wide):
-            saved = from_bytes((directory / FILE).read_bytes(), _local(self.snapshot()._asdict()))
+            saved = read(directory / FILE)
             own = check_state(self.program.tx, saved["opt_state"], self.params)
             self.opt_state = mapped(own, own=self._row, shared=self._whole, other=self._whole)
             self.params = self._whole({name: saved["params"][name] for name in self.params})
