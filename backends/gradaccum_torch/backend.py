@@ -13,6 +13,7 @@ from gradaccum_torch.checks import require_accumulate_dtype, require_layouts, re
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
+from gradaccum_torch.torch_private import lacking
 from gradaccum_torch.verification import verify
 from gradaccum_torch.workers import workers_of
 
@@ -35,6 +36,10 @@ class TorchBackend:
         named = getattr(torch, kind, None)
         name = getattr(named, "get_device_name", lambda index: kind)
         return ("cpu", *(f"{kind}:{index} ({name(index)})" for index in range(torch.accelerator.device_count())))
+
+    def lacking(self) -> dict[str, str]:
+        """The private names that the installed torch lacks, with what that costs."""
+        return lacking()
 
     def wrap(
         self,

@@ -24,7 +24,16 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum.kit import Options, ScaleRule, State, explain
 from gradaccum_torch.masters import Group
-from gradaccum_torch.torch_private import LocalVariables, found_inf_of, pending_update, scale_of, scaler_state, tracker_of
+from gradaccum_torch.torch_private import (
+    SCALER,
+    LocalVariables,
+    found_inf_of,
+    pending_update,
+    require_name,
+    scale_of,
+    scaler_state,
+    tracker_of,
+)
 
 SMALLEST = 2.0**-125
 """`GradScaler` has no floor. Below this power of two a window could no longer be divided, and the scale could never grow again."""
@@ -192,9 +201,17 @@ def scaler_rule(scaler: object) -> ScaleRule | None:
 
 
 def link_scaler(options: Options, device: torch.device) -> ScalerLink | None:
-    """The scaler that was given as ``loss_scale=``, unless it is disabled."""
+    """The scaler that was given as ``loss_scale=``, unless it is disabled.
+
+    Raises:
+        UsageError: the installed torch lacks a name by which a scaler is followed.
+    """
     scaler: torch.amp.GradScaler | None = options.scaler
-    return None if scaler is None or not scaler.is_enabled() else ScalerLink(scaler, device)
+    if scaler is None or not scaler.is_enabled():
+        return None
+    for name in SCALER:
+        require_name(name, "loss_scale", 'Write loss_scale="dynamic" in place of the scaler.')
+    return ScalerLink(scaler, device)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

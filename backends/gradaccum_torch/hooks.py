@@ -24,9 +24,15 @@ def can_be_hooked(parameter: Tensor) -> bool:
 
 
 class Hooks:
-    """The hooks of one owner. They must not refer to it, or it would not be freed as it is dropped."""
+    """The hooks of one owner. They must not refer to it, or it would not be freed as it is dropped.
 
-    def __init__(self) -> None:
+    Args:
+        watching: the owner is a wrapped optimizer's, for `is_watched`.
+    """
+
+    def __init__(self, *, watching: bool = False) -> None:
+        if watching:
+            _WATCHING.add(self)
         self._handles: dict[int, RemovableHandle] = {}
         self._finalizer: weakref.finalize[..., Hooks] | None = None
 
@@ -48,6 +54,14 @@ class Hooks:
         """Take the hooks off all but these, by id."""
         for number in self._handles.keys() - parameters.keys():
             self._handles.pop(number).remove()
+
+
+_WATCHING: weakref.WeakSet[Hooks] = weakref.WeakSet()
+
+
+def is_watched(parameter: Tensor) -> bool:
+    """True if a wrapped optimizer watches `parameter`: it would take other gradients for its own micro-batches', or for tampering."""
+    return any(parameter in hooks for hooks in _WATCHING)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradaccum_torch.tensors import DTYPE, are_alike, dense_parts, side_by_side, together, without_graph
-from gradaccum_torch.torch_private import flatten_dense, foreach_norm, is_sharded, local, mesh_of
+from gradaccum_torch.torch_private import foreach_norm, is_sharded, local, mesh_of
 
 SMALL = 4096
 """Elements up to which a CPU copies a tensor in less time than one more call takes."""
@@ -100,7 +100,7 @@ def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
     if len(small) <= FEW or not are_alike(tensors):
         return norms_of(tensors)
     large = [tensor for tensor in tensors if tensor.numel() > SMALL]
-    return [*norms_of(large), torch.linalg.vector_norm(flatten_dense(small))]
+    return [*norms_of(large), torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in small]))]
 
 
 def _are_narrow(norms: Sequence[Tensor]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private import CHILDREN_OF_SEQUENCE, is_sequence_calling, note_step_called
+from gradaccum_torch.torch_private import is_sequence_calling, note_step_called
 
 Scheduler = Any
 """An object with a ``step`` or timm's ``step_update``, and the optimizer that it schedules as ``optimizer``."""
@@ -109,8 +109,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:
             raise AttributeError(name)
-        if name == CHILDREN_OF_SEQUENCE:
-            _require_no_sequence()
+        _require_no_sequence()
         value = getattr(self._scheduler, name)
         return self._step_update if name == "step_update" else value
 

@@ -33,7 +33,7 @@ class Strategy(ABC):
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         # Nothing here refers to the wrapper: in a cycle with it, the hooks of a dropped wrapper would run until it is collected.
         self._parameters, self._accumulate_dtype = parameters, accumulate_dtype
-        self._hooks = Hooks()
+        self._hooks = Hooks(watching=True)
         self.sentinels = Sentinels()
         self.groups_changed()
         self.sentinels.reset()

@@ -1,8 +1,9 @@
-"""Every private name of torch that this package uses, and what breaks if torch drops it.
+"""Every private name of torch that this package uses, and what a torch without the name costs the user.
 
-The rest of the package imports from here, so that a new torch is checked in one place. Where a name is used for each parameter or each
-micro-batch, it is bound as it is: no Python function is put around it. Three names that torch looks for on the wrapped optimizer must
-stay where they are: ``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and ``grad_scale`` and ``found_inf``, which a scaler sets.
+The rest of the package imports from here, so that a new torch is checked in one place. `LOST` has the names that have a fallback. Where a
+name is used for each parameter or each micro-batch, it is bound as it is: no Python function is put around it. Three names that torch looks
+for on the wrapped optimizer must stay where they are: ``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and ``grad_scale`` and
+``found_inf``, which a scaler sets.
 """
 
 from __future__ import annotations
@@ -10,64 +11,153 @@ from __future__ import annotations
 import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache, wraps
+from inspect import unwrap
+from itertools import repeat
 from operator import attrgetter
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._dynamo import eval_frame
-from torch._utils import _flatten_dense_tensors
 from torch.autograd import Variable
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gradaccum import UsageError
+from gradaccum.kit import explain, leaves_of, with_leaves
+
+_T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 Node = Any
 """A node of autograd's graph, for which torch has no common type."""
 LocalVariables = Mapping[str, Any]
 """The local variables of a function of torch that is running."""
 
+LOST: dict[str, str] = {}
+"""By private name (``module:object.attribute``): what the user loses where the installed torch lacks the name."""
+
+
+def lacking() -> dict[str, str]:
+    """The part of `LOST` that the installed torch lacks, for ``gradaccum doctor``. Imports the parts of torch in which the names are."""
+    return {name: lost for name, lost in LOST.items() if not exists(name)}
+
+
+@cache
+def exists(name: str) -> bool:
+    """True if the installed torch has `name`; an attribute of an instance exists if a method of its class names the attribute."""
+    try:
+        resolve_name(name)
+    except ImportError:
+        return False
+    except AttributeError:
+        owner, _, attribute = name.rpartition(".")
+        return ":" in owner and exists(owner) and any(attribute in names for names in _names_in(resolve_name(owner)))
+    return True
+
+
+def _names_in(owner: Any) -> Iterator[tuple[Any, ...]]:
+    """The names and texts in the code of `owner`, a function or a class."""
+    for each in (owner, *vars(owner).values()):
+        code = getattr(unwrap(each) if callable(each) else each, "__code__", None)
+        if code is not None:
+            yield code.co_names + code.co_consts
+
+
+def _require(name: str) -> None:
+    """Raise `ImportError` unless the installed torch has `name`, for which there is no fallback."""
+    if not exists(name):
+        raise ImportError(f"gradaccum_torch needs {name.replace(':', '.')}, a private name that torch {torch.__version__} lacks")
+
+
+def _found(name: str, lost: str, otherwise: Any = None) -> Any:
+    """The object of this name, or `otherwise`."""
+    LOST[name] = lost
+    return resolve_name(name) if exists(name) else otherwise
+
+
+def require_name(name: str, argument: str, fix: str) -> None:
+    """Raise `UsageError` unless the installed torch has `name`, without which `argument` would be wrong silently."""
+    if not exists(name):
+        found = f"torch {torch.__version__}, which lacks it"
+        raise explain(UsageError, argument, expected=f"a torch that has {name.replace(':', '.')}", found=found, fix=fix)
+
+
+_require("torch:Tensor._version")
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was written into. Without it no outside change of ``.grad`` is noticed, nor how far an update came that raised."""
+"""How often a tensor was written into. Nothing else tells an outside change of ``.grad``, nor how far an update came that raised."""
 
-foreach_norm = torch._foreach_norm
-"""Norms of many tensors in one call. Without it each tensor has a call of its own: slower, the same bits."""
-foreach_div_ = torch._foreach_div_
-"""Divides many tensors in place. Without it each is divided on its own: slower, the same bits."""
-foreach_mul_ = torch._foreach_mul_
-"""Multiplies many tensors in place. Without it each is multiplied on its own: slower, the same bits."""
-foreach_sub_ = torch._foreach_sub_
-"""Subtracts many tensors in place. Without it master weights on an accelerator are compared one by one."""
-foreach_copy_ = torch._foreach_copy_
-"""Copies many tensors into others. Without it master weights are rounded one by one."""
 
+def _foreach(method: str, lost: str) -> Any:
+    """``torch._foreach_`` and `method`, in place, or a call for each tensor: the same bits."""
+    single = getattr(Tensor, method)
+
+    def one_by_one(tensors: Sequence[Tensor], others: Any) -> None:
+        for tensor, other in zip(tensors, others if isinstance(others, (list, tuple)) else repeat(others), strict=False):
+            single(tensor, other)
+
+    return _found(f"torch:_foreach_{method}", lost, one_by_one)
+
+
+def _norms(tensors: Iterable[Tensor], order: float = 2) -> list[Tensor]:
+    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+
+
+foreach_norm: Callable[..., Sequence[Tensor]] = _found("torch:_foreach_norm", "Norms take a call for each tensor, which is slower.", _norms)
+foreach_div_ = _foreach("div_", "The division of a window's sum takes a call for each tensor, which is slower.")
+foreach_mul_ = _foreach("mul_", "Clipping takes a call for each tensor, which is slower.")
+foreach_sub_ = _foreach("sub_", "Master weights are compared with a call for each tensor, which is slower.")
+foreach_copy_ = _foreach("copy_", "Master weights are rounded with a call for each tensor, which is slower.")
+
+_require("torch.nn:Module._parameters")
+_require("torch.nn:Module._buffers")
 parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
-"""A module's own tables, to put other tensors in for the time of a replay. Public ``setattr`` does it too, more slowly, with its checks."""
+"""A module's own tables, to put other tensors in for the time of a replay: nothing public puts one where a parameter is."""
 
-without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
-"""Runs operations that a policy of recomputation must not count. Without it a policy over modules with buffers is off by these."""
+MODES = "torch.utils._python_dispatch:_disable_current_modes"
+without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _found(MODES, "`recompute` refuses ``policy=``.")
+"""Runs operations that a policy of recomputation must not count."""
 
-Operation: type = torch._ops.OpOverload
-"""An operation of ``torch.ops`` with its overload. Without it a list of other things would be a policy that keeps nothing."""
-schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""What an operation takes, gives and writes into. Without it a draw in place that has to be kept is refused by torch, late."""
-base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""The tensor that a view is of. Without it the transposed weight of a layer counts as memory that the loss keeps."""
 
-engine: Callable[..., object] = torch.autograd.graph._engine_run_backward
-"""A backward pass without the checks of incoming gradients. Without it `torch.autograd.backward` makes them for every micro-batch."""
+def writes(operation: Any) -> bool:
+    """True if `operation` writes into what it is given. Without the schema torch refuses such an operation, late, where it is kept."""
+    return bool(getattr(getattr(operation, "_schema", None), "is_mutable", False))
 
-flatten_nest: Callable[[Any], tuple[list[Any], Any]] = tree_flatten
-unflatten_nest: Callable[[Iterable[Any], Any], Any] = tree_unflatten
-"""The leaves of a nest of tuples, lists and dicts. Without them autograd does not notice a change of a tensor in a nest."""
 
-flatten_dense: Callable[[Iterable[Tensor]], Tensor] = _flatten_dense_tensors
-"""Copies dense tensors side by side into a vector. `torch.cat` of flat views does the same with more calls."""
+_found("torch.ops:aten.add.Tensor._schema", "A policy that keeps a draw in place is refused in the backward pass only.")
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that `tensor` is a view of, if any."""
+    return getattr(tensor, "_base", None)
+
+
+_found("torch:Tensor._base", "Where a large batch is split by memory, a layer's transposed weight counts as kept.")
+
+
+_FLATTEN, _UNFLATTEN = "torch.utils._pytree:tree_flatten", "torch.utils._pytree:tree_unflatten"
+_COPIES = "A function that is recomputed gets copies of the dataclasses in its arguments."
+LOST.update({_FLATTEN: _COPIES, _UNFLATTEN: _COPIES})
+
+
+def flatten_nest(nest: Any) -> tuple[list[Any], Any]:
+    """The leaves of a nest, of which autograd notices each tensor, and what `unflatten_nest` needs."""
+    if exists(_FLATTEN) and exists(_UNFLATTEN):
+        leaves, structure = resolve_name(_FLATTEN)(nest)
+        return leaves, structure
+    return [leaf.value for leaf in leaves_of(nest)], nest
+
+
+def unflatten_nest(leaves: Iterable[Any], structure: Any) -> Any:
+    """The nest that `flatten_nest` took apart, with `leaves` in place of its own."""
+    if exists(_FLATTEN) and exists(_UNFLATTEN):
+        return resolve_name(_UNFLATTEN)(leaves, structure)
+    return with_leaves(structure, iter(leaves))
+
 
 STEP_HOOK_TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 STATE_HOOK_TABLES = (
@@ -76,7 +166,9 @@ STATE_HOOK_TABLES = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-"""Where an optimizer keeps its hooks. If torch renames them, ``register_step_pre_hook`` and its like fail on a wrapped optimizer."""
+"""Where an optimizer keeps its hooks."""
+for _name in (*STEP_HOOK_TABLES, *STATE_HOOK_TABLES):
+    LOST[f"torch.optim:Optimizer.{_name}"] = "A wrapped optimizer takes no hook: its ``register_..._hook`` raises."
 
 NO_HOOKS: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
@@ -88,30 +180,37 @@ def _table(name: str) -> Callable[[torch.optim.Optimizer], OrderedDict[int, Call
 
 step_pre_hooks, step_post_hooks = map(_table, STEP_HOOK_TABLES)
 save_pre_hooks, save_post_hooks, load_pre_hooks, load_post_hooks = map(_table, STATE_HOOK_TABLES)
-"""One optimizer's hooks by number. Without them a hook that was registered on the wrapped optimizer is not run."""
+"""One optimizer's hooks by number."""
 
-all_step_pre_hooks: Mapping[int, Any] = _global_optimizer_pre_hooks
-"""The hooks before each step of any optimizer. Without them a fused kernel might divide a gradient that such a hook reads undivided."""
-all_step_post_hooks: Mapping[int, Any] = _global_optimizer_post_hooks
-"""The hooks after each step of any optimizer. Without them an update whose hook raised would look half made, and be refused."""
+UNKNOWN: Mapping[int, Any] = {-1: None}
+"""In place of hooks that cannot be seen, so that nobody takes them for none."""
+_SLOWER = "A fused optimizer's division is a pass of its own, which is slower."
+all_step_pre_hooks: Mapping[int, Any] = _found("torch.optim.optimizer:_global_optimizer_pre_hooks", _SLOWER, UNKNOWN)
+"""The hooks before each step of any optimizer: a fused kernel must not divide a gradient that such a hook reads undivided."""
+if not exists(f"torch.optim:Optimizer.{STEP_HOOK_TABLES[0]}"):
+    all_step_pre_hooks = UNKNOWN
+_LATER = "Each update registers a hook of its own, which is slower."
+all_step_post_hooks: Mapping[int, Any] = _found("torch.optim.optimizer:_global_optimizer_post_hooks", _LATER, UNKNOWN)
+"""The hooks after each step of any optimizer: where such a hook raises, the update was made all the same."""
 
 DIVIDES_BY_GRAD_SCALE = "_step_supports_amp_scaling"
-"""True on an optimizer whose ``step`` divides by ``optimizer.grad_scale``, as a fused one's does. Without it the division is a pass of its
-own, and ``scaler.step`` unscales in Python before it calls the wrapped optimizer, which refuses that."""
-CHILDREN_OF_SEQUENCE = "_schedulers"
-"""An attribute that `SequentialLR` looks for on its children. If it is renamed, a sequence over a gated scheduler is not refused."""
+"""True on an optimizer whose ``step`` divides by ``optimizer.grad_scale``, as a fused one's does."""
+LOST[f"torch.optim:Adam.{DIVIDES_BY_GRAD_SCALE}"] = _SLOWER
+LOST[f"torch.amp:GradScaler.{DIVIDES_BY_GRAD_SCALE}"] = "``scaler.step(opt)`` is refused; write ``opt.step()``."
 
+_require("torch.autograd:Variable._execution_engine.queue_callback")
 when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-"""Has a function called as the running backward pass ends; torch forgets it if the pass raises. Without it neither a backward pass that
-raised half-way is noticed, nor in the first window changes that torch does not count."""
+"""Has a function called as the running backward pass ends; torch forgets it if the pass raises. Outside of a pass it raises."""
 
 
-AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""The node of autograd's graph that adds into a leaf's ``.grad``. Without it the leaves of a loss are not found."""
+def is_leaf_node(node: Node) -> bool:
+    """True if the node of autograd's graph adds into a leaf's ``.grad``."""
+    return bool(node.name() == "torch::autograd::AccumulateGrad")
 
 
-storage_users: Callable[[int], int] = torch._C._storage_Use_Count
-"""How many tensors and other objects hold a storage. Without it `keep_own` cannot tell what the next backward pass writes over."""
+_USERS = "The first gradient of each parameter in a window is copied, which is slower."
+storage_users: Callable[[int], int] = _found("torch:_C._storage_Use_Count", _USERS, lambda _: sys.maxsize)
+"""How many tensors and other objects hold a storage: `keep_own` asks what the next backward pass writes over."""
 
 
 def keep_own(leaf: Tensor) -> None:
@@ -124,22 +223,13 @@ def keep_own(leaf: Tensor) -> None:
     if gradient is None:
         return
     if type(gradient) is Tensor:
-        storage = (gradient._values() if gradient.is_sparse else gradient).untyped_storage()
-        own = storage.resizable() and storage_users(storage._cdata) <= 2  # The gradient and `storage`.
+        storage = None if gradient.is_sparse else gradient.untyped_storage()
+        own = storage is not None and storage.resizable() and storage_users(storage._cdata) <= 2  # The gradient and `storage`.
     else:  # FSDP's shards are parts of one tensor that nobody else writes.
         own = not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
     # torch.compile loads this module for graphs. Those that it warms up or records return memory that looks like any other.
     if not own or (gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules):
         leaf.grad = gradient.clone()
-
-
-def accumulation_hooks(leaf: Tensor) -> Collection[Callable[[Tensor], None]]:
-    """The hooks that run after each accumulation into `leaf`.
-
-    Without the table the parameters of a wrapped optimizer are not told from others where a large batch is split without it.
-    """
-    table: Mapping[int, Callable[[Tensor], None]] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
-    return () if table is None else table.values()
 
 
 def hook_tables() -> dict[str, OrderedDict[int, Callable[..., Any]]]:
@@ -148,25 +238,23 @@ def hook_tables() -> dict[str, OrderedDict[int, Callable[..., Any]]]:
 
 
 def elements(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient as a dense tensor that shares its memory; a sparse one must be coalesced.
-
-    Public ``values()`` gives a sparse gradient's numbers as a view with a graph. Without the private one, that of a detached gradient does.
-    """
-    return gradient._values() if gradient.is_sparse else gradient
+    """The numbers of a gradient as a dense tensor that shares its memory; a sparse one must be coalesced."""
+    return gradient.detach().values() if gradient.is_sparse else gradient
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a `DTensor`: split over processes, so that its version does not count what torch writes into many at once.
-
-    Without the attribute a sharded tensor looks whole, and an update of one that raised half-way looks as if it had not begun.
-    """
-    return hasattr(tensor, "_local_tensor")
+    """True of a `DTensor`: split over processes, so that its version does not count what torch writes into many at once."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a `DTensor` that is in this process, or the tensor itself; public ``to_local()`` adds a graph and may wait."""
+    """The part of a `DTensor` that is in this process, without a graph, or the tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
     whole: Any = tensor
-    part: Tensor = getattr(whole, "_local_tensor", whole)
+    with torch.no_grad():  # With gradients ``to_local`` gives a view that is not the part itself.
+        part: Tensor = whole.to_local()
     return part
 
 
@@ -182,44 +270,70 @@ def placements_of(tensor: Tensor) -> Any:
     return split.placements
 
 
-def engine_runs_backward() -> bool:
-    """Whether a backward pass runs in autograd's engine, which calls what was given to `when_backward_ends`.
+def at_the_end_of_backward(function: Callable[[], None]) -> bool:
+    """Have `function` called as the running backward pass ends. False outside of autograd's engine, which would never call `function`.
 
-    FSDP calls the hooks of what it reduces after the backward pass, and a compiled backward pass runs outside of the engine. Without the
-    number of the pass one that raised half-way is not noticed; without the compiler's flag a compiled one would seem to have raised.
+    FSDP calls the hooks of what it reduces after the backward pass, and a compiled backward pass runs outside of the engine.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    outside = compiled is None or not getattr(compiled, "in_compiled_autograd_region", False)
-    return outside and torch._C._current_graph_task_id() >= 0
+    if compiled is not None and getattr(compiled, "in_compiled_autograd_region", True):
+        return False
+    try:
+        when_backward_ends(function)
+    except RuntimeError:
+        return False
+    return True
+
+
+LOST["torch._dynamo.compiled_autograd:in_compiled_autograd_region"] = "With compiled autograd, a backward pass that raised is not noticed."
+
+FRAMES = "torch._C._dynamo:eval_frame"
+_frames = _found(FRAMES, "A compiled training step has a graph break at each parameter, which is slower.")
 
 
 def untraced(function: Callable[..., object]) -> None:
     """Keep Dynamo from compiling `function` and what it calls: in a compiled training step it would trace what autograd calls.
 
-    `torch.compiler.disable` does the same, but imports all of the compiler, and puts a frame around every call. Without either Dynamo
-    traces the hooks, and breaks the graph of the training step at them.
+    `torch.compiler.disable` does the same, but imports all of the compiler, and puts a frame around every call.
     """
-    frames: Any = eval_frame
-    if hasattr(frames, "_FrameExecStrategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    else:
-        frames.skip_code(function.__code__)
+    if hasattr(_frames, "_FrameExecStrategy"):
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    elif hasattr(_frames, "skip_code"):
+        _frames.skip_code(function.__code__)
+
+
+def untraced_within(function: _F) -> _F:
+    """`function`, kept from Dynamo with all that it calls. Before torch 2.8 `untraced` keeps the function alone from it."""
+    if hasattr(_frames, "_FrameExecStrategy"):
+        untraced(function)
+        return function
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        compiles = "torch._dynamo" in sys.modules
+        return (torch.compiler.disable(function) if compiles else function)(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    untraced(outside)
+    return cast(_F, outside)
+
+
+LOST["torch.optim.lr_scheduler:LRScheduler._opt_called"] = "torch may warn that a scheduler moves before the optimizer, where it does not."
 
 
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
-    """Tell a scheduler that the optimizer has made a step.
-
-    Without the flag torch warns, after a checkpoint was loaded, that the scheduler moves before the optimizer.
-    """
+    """Tell a scheduler that the optimizer has made a step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def tracker_of(scaler: torch.amp.GradScaler) -> Tensor:
-    """The scaler's growth tracker, int32, shape ``()``.
+SCALER = tuple(
+    f"torch.amp:GradScaler.{each}" for each in ("_growth_tracker", "_get_scale_async", "_per_optimizer_states", "_found_inf_per_device")
+)
+LOST.update(dict.fromkeys(SCALER, '``loss_scale=`` takes no `torch.amp.GradScaler`; write ``loss_scale="dynamic"``.'))
 
-    Without it the user's own loop of ``scaler.step`` and ``scaler.update`` cannot be followed.
-    """
+
+def tracker_of(scaler: torch.amp.GradScaler) -> Tensor:
+    """The scaler's growth tracker, int32, shape ``()``."""
     tracker = scaler._growth_tracker
     assert tracker is not None
     return tracker
@@ -233,18 +347,12 @@ def scale_of(scaler: torch.amp.GradScaler) -> Tensor:
 
 
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
-    """What ``scaler.step`` noted for the next ``scaler.update``, which replaces this table by an empty one.
-
-    Without it nobody can tell whether ``scaler.update`` is still to come, and a saved scale may be the one before it.
-    """
+    """What ``scaler.step`` noted for the next ``scaler.update``, which replaces this table by an empty one."""
     return scaler._per_optimizer_states
 
 
 def found_inf_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Collection[Tensor]:
-    """Where ``scaler.update`` looks for an overflow of `optimizer`, a tensor for each device.
-
-    Without it the scaler cannot be told of a window's overflow, and its own ``update`` does not move the scale.
-    """
+    """Where ``scaler.update`` looks for an overflow of `optimizer`, a tensor for each device."""
     return scaler._found_inf_per_device(optimizer).values()
 
 
@@ -259,34 +367,58 @@ def scaler_state(scaler: torch.amp.GradScaler, scale: float, tracker: int) -> di
     }
 
 
+_UNSCALES = "torch.amp:GradScaler._unscale_grads_"
+LOST[_UNSCALES] = "A method of a GradScaler's subclass that reads ``opt.param_groups`` is refused."
+
+
 def unscaling_caller(frames: int) -> LocalVariables | None:
     """The local variables of ``GradScaler._unscale_grads_``, if that runs `frames` frames above this one.
 
-    If torch renames the method, a scaler that was not given as ``loss_scale=`` changes the window's sum unnoticed.
+    Where torch has another name for it, any method of a scaler is taken for it.
     """
     frame = sys._getframe(frames)
-    return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
+    if exists(_UNSCALES):
+        return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
+    return frame.f_locals if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) else None
+
+
+_MODEL_STATE = "torch.distributed.checkpoint.state_dict"
+_REFUSED = "``get_optimizer_state_dict`` and its like refuse a wrapped optimizer; save ``opt.state_dict()`` of each worker."
+LOST.update({f"{_MODEL_STATE}:{each}": _REFUSED for each in ("_get_optim_state_dict", "_init_optim_state")})
 
 
 def model_state_caller(function: str, frames: int) -> LocalVariables | None:
     """The local variables of `function` of `torch.distributed.checkpoint.state_dict`, if that runs `frames` frames above.
 
-    The functions are ``_get_optim_state_dict`` and ``_init_optim_state``. If torch renames them, a checkpoint that torch makes of model and
-    optimizer together has the inner optimizer's state alone.
+    The functions are ``_get_optim_state_dict`` and ``_init_optim_state``.
+
+    Raises:
+        UsageError: another function of that module does, since torch lacks this one.
     """
     frame = sys._getframe(frames)
-    known = frame.f_code.co_name == function and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-    return frame.f_locals if known else None
+    if frame.f_globals.get("__name__") != _MODEL_STATE:
+        return None
+    require_name(f"{_MODEL_STATE}:{function}", _MODEL_STATE, "Save opt.state_dict() of each worker, and load it by opt.load_state_dict().")
+    return frame.f_locals if frame.f_code.co_name == function else None
 
 
 def initialize_state(inner: torch.optim.Optimizer) -> None:
-    """Give `inner` the state that a step makes, as torch does it before it reads or loads one.
-
-    Without the function a checkpoint that torch makes of model and optimizer together cannot be loaded into a fresh optimizer.
-    """
-    from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-    _init_optim_state(inner)
+    """Give `inner` the state that a step makes, as torch does it before it reads or loads one: a step of zeros, at a learning rate of 0."""
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    if inner.state or any(parameter.grad is not None for parameter in parameters):
+        return
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    rates = [group.get("lr") for group in inner.param_groups]
+    for group, rate in zip(inner.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    inner.step()
+    for group, rate in zip(inner.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = rate
+    inner.zero_grad()
 
 
 def is_sequence_calling(frames: int) -> bool:
@@ -297,25 +429,35 @@ def is_sequence_calling(frames: int) -> bool:
     return isinstance(sys._getframe(frames).f_locals.get("self"), torch.optim.lr_scheduler.SequentialLR)
 
 
+_DTYPES = "torch:_C._functions.AccumulateGrad._input_metadata"
+LOST[_DTYPES] = "`gradaccum.verify` takes all numbers for bfloat16, and so does not see what is smaller than that rounding."
+
+
 def input_dtypes(node: Node) -> set[torch.dtype]:
-    """The dtypes of what a node's function gave, and so of the gradients that it is handed.
-
-    Without them the linearity check does not know which rounding to allow for.
-    """
-    return {meta.dtype for meta in node._input_metadata}
+    """The dtypes of what a node's function gave, and so of the gradients that it is handed; where torch does not tell, a coarse one."""
+    return {meta.dtype for meta in node._input_metadata} if exists(_DTYPES) else {torch.bfloat16}
 
 
-def function_name(node: Node) -> str:
-    """The name of the `torch.autograd.Function` of a node. Without it the linearity check calls a culprit by the class of its node."""
-    return str(type(node)._forward_cls.__name__)
+_STATIC = "torch.nn.parallel:DistributedDataParallel._static_graph_delay_allreduce_enqueued"
+_HOOKS = "torch.nn.parallel:DistributedDataParallel._comm_hooks"
+_SEND = "torch.nn.parallel:DistributedDataParallel._sync_buffers"
+_JOIN = "torch.distributed.algorithms.join:Joinable._join_config"
+LOST[_STATIC] = "``module=`` takes no DistributedDataParallel with ``static_graph=True``."
+LOST[_HOOKS] = "``module=`` takes no DistributedDataParallel; give the optimizer ``process_group=`` in its place."
+LOST[_SEND] = "Buffers are sent to the other workers one by one, which is slower."
+LOST[_JOIN] = "Each window's end looks for a ``join()`` through all objects of Python, which is slower."
 
 
 def leave_reduction_out(module: DistributedDataParallel, hook_error: Callable[[], Exception]) -> None:
     """Let `module` never reduce gradients, also where the user's loop sets ``require_backward_grad_sync`` for a last micro-batch.
 
-    A communication hook would never be called, so `hook_error` is raised where one is registered. Without the private flag,
-    ``static_graph=True`` reduces in its first backward pass.
+    A communication hook would never be called, so `hook_error` is raised where one is registered.
+
+    Raises:
+        UsageError: it has ``static_graph=True``, whose first backward pass reduces unless a flag is set that the installed torch lacks.
     """
+    if module.static_graph:
+        require_name(_STATIC, "module", "Leave static_graph=True out.")
 
     def refuse(*_: object, **__: object) -> None:
         raise hook_error()
@@ -330,28 +472,44 @@ def _wait(module: torch.nn.Module, *_: object) -> None:
     module.require_backward_grad_sync = False  # type: ignore[assignment]
 
 
-def was_sharded(parameter: Tensor) -> bool:
-    """True if ``_pre_dp_module_transform`` made it of a `DTensor`, for `DistributedDataParallel`.
+_TENSOR_PARALLEL = "torch.distributed.tensor.parallel.ddp"
+_WAS_SHARDED = f"{_TENSOR_PARALLEL}:_reconstruct_dtensor._st_info"
+LOST[_WAS_SHARDED] = "``module=`` takes no DistributedDataParallel where that module of torch is imported."
 
-    Without the attribute the norm of such a model is silently that of a worker's own part.
-    """
-    return hasattr(parameter, "_st_info")
+
+def were_sharded(parameters: Iterable[Tensor]) -> bool:
+    """True if ``_pre_dp_module_transform`` made some of a `DTensor`, for `DistributedDataParallel`, or may have."""
+    if _TENSOR_PARALLEL not in sys.modules:
+        return False
+    return not exists(_WAS_SHARDED) or any(hasattr(parameter, "_st_info") for parameter in parameters)
 
 
 def send_buffers(module: DistributedDataParallel) -> None:
     """Send the first worker's buffers to all, as a forward pass of `module` would, and let none do it; collective.
 
-    A forward pass is no meeting of all workers: another one may be at the end of its window. Without the private method the buffers of
-    workers drift apart.
+    A forward pass is no meeting of all workers: another one may be at the end of its window.
     """
     module.require_forward_param_sync = True
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-        module._sync_buffers()  # type: ignore[no-untyped-call]
+        if exists(_SEND):
+            module._sync_buffers()  # type: ignore[no-untyped-call]
+        else:
+            _send_one_by_one(module)
     module.require_forward_param_sync = False
 
 
-is_in_join: Callable[[DistributedDataParallel], bool] = attrgetter("_join_config.enable")
-"""Whether a loop runs under ``module.join()``. Without it such a loop hangs where workers have unequally many micro-batches."""
+def _send_one_by_one(module: DistributedDataParallel) -> None:
+    first = dist.get_global_rank(module.process_group, 0)
+    for name, buffer in module.module.named_buffers():
+        if name not in module.parameters_to_ignore:
+            dist.broadcast(buffer, first, group=module.process_group)
+
+
+def is_in_join(module: DistributedDataParallel) -> bool:
+    """True if a loop runs under ``module.join()``, which answers collectives of the module alone; or may run, where torch does not tell."""
+    if exists(_JOIN):
+        return bool(module._join_config.enable)
+    return any(_alive(Join))
 
 
 def reduced_by(module: DistributedDataParallel) -> list[Tensor]:
@@ -359,20 +517,38 @@ def reduced_by(module: DistributedDataParallel) -> list[Tensor]:
     return [parameter for name, parameter in module.module.named_parameters() if name not in module.parameters_to_ignore]
 
 
-def is_flattened(parameter: Tensor) -> bool:
-    """Whether `parameter` is torch's FSDP1's. Without the attribute its norm would be that of each worker's part."""
-    return getattr(parameter, "_fsdp_flattened", False)
+_FLATTENED = "torch.distributed.fsdp._common_utils:FSDP_FLATTENED"
+LOST[_FLATTENED] = "Each `gradaccum.wrap` looks for FSDP1 through all objects of Python, which is slower."
+
+
+def are_flattened(parameters: Collection[Tensor]) -> bool:
+    """True if some of `parameters` are torch's FSDP1's, whose norm would be that of each worker's part."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or exists(_FLATTENED):
+        return any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters)
+    own = set(map(id, parameters))
+    return any(not own.isdisjoint(map(id, module.parameters())) for module in _alive(fsdp.FullyShardedDataParallel))
+
+
+def _alive(kind: type[_T]) -> Iterator[_T]:
+    """The objects of this type: torch keeps no list of them, but Python does."""
+    return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def module_averaging(parameters: Iterable[Tensor]) -> DistributedDataParallel | None:
-    """The module that averages gradients of any of `parameters` in each backward pass: torch keeps no list of them, but Python does."""
+    """The module that averages gradients of any of `parameters` in each backward pass."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     own = set(map(id, parameters))
-    modules: list[DistributedDataParallel] = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    modules = list(_alive(DistributedDataParallel))
     return next((module for module in modules if not own.isdisjoint(map(id, reduced_by(module)))), None)
 
 
 def registered_comm_hooks(module: DistributedDataParallel) -> Collection[object]:
-    """The communication hooks of `module`. Without it, a hook that is never called would not be refused."""
+    """The communication hooks of `module`.
+
+    Raises:
+        UsageError: the installed torch does not tell.
+    """
+    require_name(_HOOKS, "module", "Write process_group= in place of module=, without DistributedDataParallel.")
     return module._comm_hooks

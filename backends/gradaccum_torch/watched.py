@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradaccum_torch.torch_private import engine_runs_backward, keep_own, untraced, version, when_backward_ends
+from gradaccum_torch.torch_private import at_the_end_of_backward, keep_own, untraced, version
 from gradaccum_torch.values import Values
 
 _MULTIPLIED: list[Arrivals] = []
@@ -55,9 +55,7 @@ class Arrivals:
             self.outside = True
             self.multiplied |= bool(_MULTIPLIED)
         self.values.noted = None
-        if engine_runs_backward():
-            self.under_way = True
-            when_backward_ends(self._end)
+        self.under_way = at_the_end_of_backward(self._end)
 
     def _end(self) -> None:
         self.under_way = False

@@ -17,6 +17,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import gradaccum
 
+from .torch_versions import has_torch
+
+ALONE: dict[str, Any] = {"no_dist": True} if has_torch("2.7") else {}
+"""Tells `torch.distributed.checkpoint` what it warns of by itself: there are no other workers."""
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # Of torch itself, before torch 2.7.
+]
 SCALE = gradaccum.DynamicLossScale(init_scale=1024.0, growth_interval=2)
 INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
@@ -64,9 +72,9 @@ def through_memory(model: nn.Module, opt: Any, other: nn.Module, twin: Any, path
 def through_files(model: nn.Module, opt: Any, other: nn.Module, twin: Any, path: Path) -> None:
     """`dcp.load` fills the tensors of a state that the new optimizer provides."""
     state = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
-    dcp.save(state, checkpoint_id=path, no_dist=True)
+    dcp.save(state, checkpoint_id=path, **ALONE)
     state = dict(zip(("model", "optimizer"), get_state_dict(other, twin), strict=True))
-    dcp.load(state, checkpoint_id=path, no_dist=True)
+    dcp.load(state, checkpoint_id=path, **ALONE)
     set_state_dict(other, twin, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 

@@ -41,6 +41,7 @@ KINDS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR itself passes one, before torch 2.8.
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_scheduler_moves_once_per_update(kind: str) -> None:
     bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)

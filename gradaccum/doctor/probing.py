@@ -38,6 +38,8 @@ class Probe(NamedTuple):
     """The error, or the process's last words; empty if it works."""
     seconds: float
     """How long the import took."""
+    lacking: tuple[tuple[str, str], ...] = ()
+    """Private names that the backend uses where its framework has them, and what this framework's user loses without each."""
 
 
 class _Child(NamedTuple):
@@ -102,7 +104,7 @@ def _judge(child: _Child, *, hung: bool) -> Probe:
     words = child.said.read_text(encoding="utf-8", errors="replace").strip()[-_LAST_WORDS:]
     seconds = float(found.get("seconds", time.monotonic() - child.started))
     if "devices" in found:
-        return Probe(child.backend, "works", tuple(found["devices"]), "", seconds)
+        return Probe(child.backend, "works", tuple(found["devices"]), "", seconds, tuple(map(tuple, found["lacking"])))
     if "error" in found:
         return Probe(child.backend, "fails", (), found["error"], seconds)
     stage = "it is imported, and was asked for its devices" if found else "it was being imported"
@@ -135,7 +137,9 @@ def describe(name: str, result: str, limit: str) -> None:
         backend = load(BACKENDS, name)
         seconds = time.monotonic() - started
         _write(result, {"imported": True, "seconds": seconds})
-        _write(result, {"devices": list(_devices(backend)), "seconds": seconds})
+        _write(
+            result, {"devices": list(_devices(backend)), "lacking": list(getattr(backend, "lacking", dict)().items()), "seconds": seconds}
+        )
     except Exception as error:
         causes = _chain(error)
         text = " Caused by: ".join("".join(traceback.format_exception_only(type(one), one)).strip() for one in causes)

@@ -136,6 +136,13 @@ _VERDICTS = {
 }
 
 
+def lacking_names(environment: Environment) -> Iterator[Finding]:
+    """Names that a framework has dropped or renamed, and without which a backend does less."""
+    for one in environment.probes:
+        for name, lost in one.lacking:
+            yield Finding("note", one.backend, f"this version lacks {name.replace(':', '.')}", f"What that costs: {lost}")
+
+
 def unequal_devices(environment: Environment) -> Iterator[Finding]:
     """A framework on the CPU beside one that sees an accelerator: most often a build without it."""
     working = [one for one in environment.probes if one.outcome == "works" and one.devices]
@@ -159,4 +166,5 @@ RULES: tuple[Callable[[Environment], Iterator[Finding]], ...] = (
     two_owners,
     broken_backends,
     unequal_devices,
+    lacking_names,
 )

@@ -22,9 +22,10 @@ from gradaccum_torch.large_batch.merging import Merged, require_kinds
 from gradaccum_torch.large_batch.replay import Before, Reached, reached_by
 from gradaccum_torch.large_batch.weights import Weight
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private import untraced
+from gradaccum_torch.torch_private import untraced_within
 
 
+@untraced_within
 def backward(
     loss_fn: Callable[..., Any],
     *batch: Any,
@@ -157,6 +158,3 @@ def parameters_of(reached: Reached) -> list[Tensor]:
     """The trainable parameters of modules, each once."""
     held = {id(each): each for module in reached.modules for each in module._parameters.values() if each is not None and each.requires_grad}
     return list(held.values())
-
-
-untraced(backward)

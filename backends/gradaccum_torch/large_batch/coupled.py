@@ -25,9 +25,10 @@ from gradaccum_torch.large_batch.outputs import Outputs
 from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState, reached_by
 from gradaccum_torch.large_batch.weights import Weight
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private import untraced
+from gradaccum_torch.torch_private import untraced_within
 
 
+@untraced_within
 def coupled_backward(
     outputs_fn: Callable[..., Any],
     loss_fn: Callable[[Any], Tensor],
@@ -147,6 +148,7 @@ class _CoupledCall:
             for micro_batch in micro_batches:
                 states.append(before.random_state())
                 outputs.add(self._outputs_fn(*micro_batch.arguments))
+        torch.clear_autocast_cache()  # Before torch 2.8 an outer autocast has weights in it that were cast without a graph.
         return outputs, states
 
     def _second_pass(self, place: int, micro_batch: MicroBatch, outputs: Outputs, coupler: Coupler) -> None:
@@ -159,6 +161,3 @@ class _CoupledCall:
 def _one(*_: object) -> float:
     """The weight of a micro-batch where none counts."""
     return 1.0
-
-
-untraced(coupled_backward)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.hooks import Hooks, can_be_hooked
+from gradaccum_torch.hooks import Hooks, is_watched
 from gradaccum_torch.large_batch.checks import touched_error
 from gradaccum_torch.sums import HALF, add, divide, gradient_dtype, narrowed, sum_dtype
-from gradaccum_torch.torch_private import AccumulateGrad, Node, accumulation_hooks, engine, keep_own, untraced, version
+from gradaccum_torch.torch_private import Node, is_leaf_node, keep_own, untraced, version
 from gradaccum_torch.update import through
 
 _SAMPLE = 4
@@ -60,7 +60,7 @@ class Gradients:
 
     def expect(self, leaves: Iterable[Tensor]) -> None:
         """Collect the gradients of `leaves` in case they get one; those of a wrapped optimizer are left to it."""
-        self._take(leaf for leaf in leaves if not _is_wrapped(leaf))
+        self._take(leaf for leaf in leaves if not is_watched(leaf))
 
     def reach(self, *tensors: Tensor) -> None:
         """Collect the gradients of the leaves to which a backward pass through `tensors` is about to deliver.
@@ -70,7 +70,7 @@ class Gradients:
         """
         new = [leaf for leaf in leaves_of_graph(tensors, self._nodes) if id(leaf) not in self._known]
         for leaf in new:
-            if _is_wrapped(leaf):
+            if is_watched(leaf):
                 raise _wrapped_error(leaf)
         self._take(new)
 
@@ -117,7 +117,7 @@ class Gradients:
 
     def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         """Add the gradient of the sum of ``tensor * seed``, of one shape and dtype; every leaf of the graphs has to be reached."""
-        engine(tuple(tensors), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        torch.autograd.backward(tuple(tensors), tuple(seeds))
         self.note()
 
     def note(self) -> None:
@@ -206,7 +206,7 @@ def leaves_of_graph(tensors: Iterable[Tensor], passed: set[Node]) -> list[Tensor
         for node, _ in waited.next_functions:
             if node is not None and node not in seen:
                 seen.add(node)
-                if type(node) is AccumulateGrad:
+                if is_leaf_node(node):
                     passed.add(node)
                     leaves.append(node.variable)
                 else:
@@ -223,20 +223,10 @@ def _move(wide: dict[Tensor, Tensor], leaf: Tensor) -> None:
         leaf.grad = None
 
 
-def _is_wrapped(leaf: Tensor) -> bool:
-    """Whether a wrapped optimizer watches `leaf`: it would take the gradients of micro-batches for its own, or for tampering."""
-    hooks = accumulation_hooks(leaf) if can_be_hooked(leaf) else ()
-    return bool(hooks) and any(getattr(hook, "__module__", None) in _WATCHERS for hook in hooks)
-
-
 def _wrapped_error(leaf: Tensor) -> UsageError:
     fix = "Write optimizer=opt, wrapped with steps=None; of another optimizer's parameters, call requires_grad_(False) for this call."
     found = f"one of shape {tuple(leaf.shape)} that a wrapped optimizer collects"
     return explain(UsageError, "optimizer", expected="parameters whose gradients nobody else collects", found=found, fix=fix)
-
-
-_WATCHERS = ("gradaccum_torch.watched", "gradaccum_torch.buffers")
-"""Where the hooks of wrapped optimizers are written."""
 
 
 untraced(_move)

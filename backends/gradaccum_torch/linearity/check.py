@@ -18,7 +18,7 @@ from torch import Tensor
 from gradaccum import ArgumentTypeError, LinearityReport
 from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report, relative_error
 from gradaccum_torch.loss import require_loss
-from gradaccum_torch.torch_private import function_name, input_dtypes
+from gradaccum_torch.torch_private import input_dtypes
 
 
 def verify_loss_scaling(
@@ -69,7 +69,11 @@ class _Pass(NamedTuple):
     def culprits(self, other: _Pass) -> list[str]:
         """The names of the custom functions that gave `other` something else than in proportion."""
         factor = other.scale / self.scale
-        return [function_name(node) for node in self.calls if node in other.calls and not self._scales(node, other, factor)]
+        return [
+            type(node).__name__.removesuffix("Backward")
+            for node in self.calls
+            if node in other.calls and not self._scales(node, other, factor)
+        ]
 
     def _scales(self, node: Any, other: _Pass, factor: float) -> bool:
         (received, given), (received_after, given_after) = self.calls[node], other.calls[node]

@@ -9,18 +9,26 @@ from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.torch_private import Operation
+from gradaccum_torch.torch_private import MODES, require_name
+
+_OPERATION = type(torch.ops.aten.add.Tensor)
+"""An operation of ``torch.ops`` with its overload."""
 
 
 def require_options(policy: object, preserve_rng_state: object) -> None:
-    """Raises ArgumentTypeError: `policy` is neither a list of operations nor a function, or the flag is no bool."""
+    """Raises ArgumentTypeError: `policy` is neither a list of operations nor a function, or the flag is no bool.
+
+    UsageError: a policy is given to a torch in which the library's own operations cannot be hidden from it.
+    """
     if not isinstance(preserve_rng_state, bool):
         fix = "Write preserve_rng_state=True, or leave it out."
         raise explain(ArgumentTypeError, "preserve_rng_state", expected="a bool", got=preserve_rng_state, fix=fix)
-    listed = isinstance(policy, (list, tuple, set, frozenset)) and all(isinstance(each, Operation) for each in policy)
+    listed = isinstance(policy, (list, tuple, set, frozenset)) and all(isinstance(each, _OPERATION) for each in policy)
     if policy is not None and not callable(policy) and not listed:
         expected = "a list of operations of torch.ops with their overload, or a function of (context, operation, *args, **kwargs)"
         raise explain(ArgumentTypeError, "policy", expected=expected, got=policy, fix="Write policy=[torch.ops.aten.mm.default].")
+    if policy is not None:
+        require_name(MODES, "policy", "Leave policy= out.")
 
 
 def require_callable(function: object) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, UntilWeight, explain, shared_until_weight_error
 from gradaccum_torch.fsdp_private import units_holding, units_of
-from gradaccum_torch.torch_private import is_flattened, is_sharded, mesh_of
+from gradaccum_torch.torch_private import are_flattened, is_sharded, mesh_of
 from gradaccum_torch.workers.checks import require_parameters
 from gradaccum_torch.workers.deferred import Deferred, GradientSync
 from gradaccum_torch.workers.deferred_checks import require_deferrable
@@ -50,7 +50,7 @@ def workers_of(
             need one worker, or `optimizer` reduces gradients itself.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(map(is_flattened, parameters)):
+    if are_flattened(parameters):
         found, fix = "those of FullyShardedDataParallel (FSDP1)", "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2)."
         raise explain(ArgumentValueError, "optimizer", expected="parameters that FSDP1 has not flattened", found=found, fix=fix)
     if process_group is None:

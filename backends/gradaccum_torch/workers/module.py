@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, is_known
-from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, reduced_by, registered_comm_hooks, send_buffers, was_sharded
+from gradaccum_torch.torch_private import is_sharded, leave_reduction_out, reduced_by, registered_comm_hooks, send_buffers, were_sharded
 from gradaccum_torch.workers.checks import FIX, require_group
 from gradaccum_torch.workers.group import WorkerGroup
 
@@ -73,7 +73,7 @@ def _require_parallel(module: object) -> DistributedDataParallel:
     if any(map(is_sharded, reduced_by(module))):
         fix = "Leave module= out: their gradients are reduced in each backward pass."
         raise explain(ArgumentTypeError, "module", expected="a module whose parameters are whole", found="sharded parameters", fix=fix)
-    if any(map(was_sharded, module.parameters())):
+    if were_sharded(module.parameters()):
         found = "parts of tensor-parallel parameters, of which norm and overflow would be this part's own"
         fix = "Give the model fully_shard on a mesh of two dimensions in the place of DistributedDataParallel."
         raise explain(ArgumentValueError, "module", expected="a module whose parameters are whole", found=found, fix=fix)
