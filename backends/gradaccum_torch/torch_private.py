@@ -41,9 +41,9 @@ LOST: dict[str, str] = {}
 """By private name (``module:object.attribute``): what the user loses where the installed torch lacks the name."""
 
 
-def lacking() -> dict[str, str]:
-    """The part of `LOST` that the installed torch lacks, for ``gradaccum doctor``. Imports the parts of torch in which the names are."""
-    return {name: lost for name, lost in LOST.items() if not exists(name)}
+def lacking(names: Mapping[str, str]) -> dict[str, str]:
+    """The part of `names` that the installed torch lacks, for ``gradaccum doctor``. Imports the parts of torch in which the names are."""
+    return {name: lost for name, lost in names.items() if not exists(name)}
 
 
 @cache
@@ -238,8 +238,11 @@ def hook_tables() -> dict[str, OrderedDict[int, Callable[..., Any]]]:
 
 
 def elements(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient as a dense tensor that shares its memory; a sparse one must be coalesced."""
-    return gradient.detach().values() if gradient.is_sparse else gradient
+    """The numbers of a gradient as a dense tensor that shares its memory; a sparse gradient's are those of its entries.
+
+    Public ``values()`` refuses a sum that torch has not marked as coalesced.
+    """
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def is_sharded(tensor: Tensor) -> bool:

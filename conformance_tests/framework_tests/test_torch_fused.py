@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gradaccum
 from conformance_tests.framework_tests.torch_operations import Operations
+from conformance_tests.framework_tests.torch_versions import has_torch
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
@@ -66,6 +67,8 @@ def looked_at(opt: Any, by: str) -> Iterator[list[torch.Tensor]]:
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3}, {"loss_scale": 1024.0}, {"accumulate_dtype": torch.float32}], ids=str)
 def test_fused_division_equals_dividing_first(name: str, options: dict[str, Any]) -> None:
     """Both make the same parameters, bit for bit."""
+    if name == "Adagrad" and not has_torch("2.13"):
+        pytest.skip("an older torch's fused Adagrad, 2.6's for one, does not divide by grad_scale: the division is a pass of its own")
     first, second = parameters(), parameters()
     mine, other = (gradaccum.wrap(OPTIMIZERS[name](ps), steps=3, **options) for ps in (first, second))
     for _ in range(3):

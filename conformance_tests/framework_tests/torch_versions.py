@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 
@@ -10,8 +9,3 @@ def has_torch(least: str) -> bool:
     """True if the installed torch is of version `least`, as ``"2.8"``, or newer."""
     installed = torch.__version__.split("+")[0].split(".")[:2]
     return tuple(map(int, installed)) >= tuple(map(int, least.split(".")))
-
-
-def needs_torch(least: str, reason: str) -> pytest.MarkDecorator:
-    """Skips a test before torch `least`."""
-    return pytest.mark.skipif(not has_torch(least), reason=f"torch before {least}: {reason}")
