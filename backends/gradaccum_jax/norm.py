@@ -3,18 +3,20 @@
 Squares of large finite elements overflow, and squares of tiny ones vanish. Then, and only then, the norm is measured again on the elements
 times a power of two that brings them into range. So a norm that is not finite means a gradient that is not finite.
 
-XLA sums squares in one pass with no temporary, but on the CPU only since JAX 0.10. Before, it writes out the squares and compiles several
-kernels for each array; for a model of hundreds of arrays that was most of the compile time. There the sum of squares is the diagonal of the
-product of a matrix of 16 columns with itself: a library call, nothing to compile, and no element waits for the one before it.
+XLA compiles a kernel for each sum of squares. Small arrays of one shape are squared and added up element by element, and only the result is
+summed: one kernel for many arrays. XLA may have sharded arrays of one shape differently; so large ones are summed each by itself.
 
-Small arrays are measured side by side in packs (see `packing`): hundreds of them are a few operations. A program that XLA partitions, or
-one for another device, measures each array by itself.
+XLA sums squares in one pass with no temporary, but on the CPU only since JAX 0.10. Before, it writes out the squares. There the sum of
+squares of a large array is the diagonal of the product of a matrix of 16 columns with itself: a library call, and no element waits for the
+one before it. A program that XLA partitions, or one for another device, has no use for that.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +25,23 @@ from jax import lax
 
 from gradaccum.kit import Scalar
 from gradaccum_jax.control_flow import once
-from gradaccum_jax.devices import chosen, explicitly_sharded
+from gradaccum_jax.devices import explicitly_sharded, partitioned
 from gradaccum_jax.folds import sum_of
-from gradaccum_jax.packing import is_small, packed
 from gradaccum_jax.types import Array, DType, Leaves, Tree
 from gradaccum_jax.workers.shard_axes import ShardAxes, shards_of
 
 WRITES_SQUARES = jax.__version_info__ < (0, 10)
+SMALL = 2**14
+"""Elements of an array at most that is measured together with others: 64 KiB, if devices have to exchange one."""
+MOST_TOGETHER = 64
 COLUMNS = 16
 """With fewer columns additions wait for one another; more cost arithmetic. 4, 6, 10 and 5 GB/s at 1, 4, 16 and 32, on one core."""
 LONGEST_COLUMN, LONGEST_ALONE = 2**16, 2**10
 """A column adds up in order. Beyond the first length its rounding errors would show: 1e-6 of the sum here. The second length is for fewer
 than four columns, which the library adds up one by one: 1e-5."""
 MOST_GROUPS = 2**12
-SquareSum = Callable[[Array], Scalar]
-Spread = list[tuple[str, ...]]
-"""For each array, the mesh axes along which it is sharded inside `jax.shard_map`."""
+Groups = list[tuple[tuple[str, ...], Leaves]]
+"""Arrays that are measured together, and the mesh axes along which they are sharded inside `jax.shard_map`."""
 
 
 def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
@@ -49,43 +52,37 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> tu
         dtype: float32 or float64. A norm of finite elements beyond its range is reported as its largest number.
         shard_axes: the mesh axes along which arrays are sharded inside `jax.shard_map`: the norm is that of all shards.
     """
-    leaves = _real_leaves(accumulator, dtype)
-    spread = [shards_of(leaf, shard_axes) for leaf in leaves]
-
-    def apart(*leaves: Array) -> Leaves:
-        return _measured(list(leaves), spread, dtype, _plain)
-
-    def together(*leaves: Array) -> Leaves:
-        return _measured(*packed(list(leaves), spread), dtype, square_sum)
-
-    if any(spread) or not (WRITES_SQUARES or sum(is_small(leaf) for leaf in leaves) > 1):
-        norm, finite = apart(*leaves)
-    else:
-        measured = jax.custom_jvp(lambda *leaves: chosen(together, apart, list(leaves)))
-        measured.defjvp(lambda primals, tangents: jax.jvp(apart, primals, tangents))
-        norm, finite = measured(*leaves)
-    return norm, finite
-
-
-def _measured(leaves: Leaves, spread: Spread, dtype: DType, square_sum: SquareSum) -> Leaves:
-    """The norm and whether all is finite; `square_sum` sums the squares of one array."""
-    squares = _total([square_sum(leaf) for leaf in leaves], spread, dtype)
+    groups = _grouped(_real_leaves(accumulator, dtype), shard_axes)
+    squares = _total(groups, [square_sum(leaves) for _, leaves in groups], dtype)
     plain = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
-    return list(once(~plain, lambda _: _scaled(leaves, squares, spread, square_sum), (_root(squares), plain)))
+    return once(~plain, lambda _: _scaled(groups, squares), (_root(squares), plain))
 
 
-def _scaled(leaves: Leaves, squares: Scalar, spread: Spread, square_sum: SquareSum) -> tuple[Scalar, Scalar]:
-    """The norm of leaves whose sum of `squares` is out of range. Times the smaller power, it is finite unless an element is not."""
+def _grouped(leaves: Leaves, shard_axes: ShardAxes) -> Groups:
+    typeof: Any = jax.typeof
+    groups: dict[Any, Leaves] = {}
+    for place, leaf in enumerate(leaves):
+        groups.setdefault(typeof(leaf) if _together(leaf) else place, []).append(leaf)
+    parts = [together[start : start + MOST_TOGETHER] for together in groups.values() for start in range(0, len(together), MOST_TOGETHER)]
+    return [(shards_of(part[0], shard_axes), part) for part in parts]
+
+
+def _together(leaf: Array) -> bool:
+    return bool(leaf.size <= SMALL)
+
+
+def _scaled(groups: Groups, squares: Scalar) -> tuple[Scalar, Scalar]:
+    """The norm of arrays whose sum of `squares` is out of range. Times the smaller power, it is finite unless an element is not."""
     power = 0.75 * int(jnp.finfo(squares.dtype).maxexp)
     first = scale = jnp.where(squares < 1, 2.0**power, 2.0**-power).astype(squares.dtype)
     sums, so_far = [], jnp.zeros_like(squares)
-    for leaf in leaves:
-        sums.append(square_sum(leaf * scale))
-        if WRITES_SQUARES and not any(spread):
-            # Never below 0. The dependence makes XLA scale one leaf at a time, so only one temporary lives.
+    for axes, leaves in groups:
+        sums.append(square_sum([leaf * scale for leaf in leaves]))
+        if WRITES_SQUARES and not axes and not _together(leaves[0]):
+            # Never below 0. The dependence makes XLA scale one large array at a time, so only one temporary lives.
             so_far = so_far + sums[-1]
             scale = jnp.where(so_far < 0, so_far, scale)
-    total = _total(sums, spread, squares.dtype)
+    total = _total(groups, sums, squares.dtype)
     finite = total < jnp.inf
     norm = jnp.minimum(_root(total) / first, float(np.finfo(squares.dtype).max))
     return jnp.where(finite, norm, jnp.inf), finite
@@ -97,10 +94,10 @@ def _root(total: Scalar) -> Scalar:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, total, 1)), total)
 
 
-def _total(sums: list[Scalar], spread: Spread, dtype: DType) -> Scalar:
-    """The sum of the arrays' sums of squares: of those that are sharded, the devices' sums are added up; a copy counts once."""
+def _total(groups: Groups, sums: list[Scalar], dtype: DType) -> Scalar:
+    """The sum of the groups' sums of squares: of those that are sharded, the devices' sums are added up; a copy counts once."""
     alike: dict[tuple[str, ...], list[Scalar]] = {}
-    for axes, one in zip(spread, sums, strict=True):
+    for (axes, _), one in zip(groups, sums, strict=True):
         alike.setdefault(axes, []).append(one)
     if not any(alike):
         return _folded(sums, dtype)
@@ -126,9 +123,15 @@ def _real_leaves(accumulator: Tree, dtype: DType) -> Leaves:
     return [part.astype(dtype) for pair in parts for part in pair]
 
 
-def square_sum(leaf: Array) -> Scalar:
-    """The sum of squares of a real floating array of any shape, in a program for one CPU: a scalar of its dtype."""
-    return _by_product(leaf) if WRITES_SQUARES and not explicitly_sharded(leaf) else _plain(leaf)
+def square_sum(leaves: Leaves) -> Scalar:
+    """The sum of squares of real floating arrays of one shape: a scalar of their dtype."""
+    if not WRITES_SQUARES or _together(leaves[0]) or explicitly_sharded(leaves[0]):
+        return jnp.sum(functools.reduce(operator.add, [leaf * leaf for leaf in leaves]))
+
+    def on_cpu(leaf: Array) -> Scalar:
+        return lax.cond(partitioned(), _plain, _by_product, leaf)
+
+    return lax.platform_dependent(*leaves, cpu=on_cpu, default=_plain)
 
 
 def _plain(leaf: Array) -> Scalar:

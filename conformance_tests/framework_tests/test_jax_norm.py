@@ -11,8 +11,7 @@ pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
 
-from gradaccum_jax.norm import measure, square_sum
-from gradaccum_jax.packing import LONGEST, SMALL, packed
+from gradaccum_jax.norm import MOST_TOGETHER, SMALL, measure, square_sum
 
 LARGEST = float(np.finfo(np.float32).max)
 SHAPES = [(), (1,), (7,), (1000,), (3, 5), (32, 48), (50257,), (3, 3, 16, 8), (2, 1031), (4, 131101), (1024, 1024)]
@@ -20,7 +19,7 @@ SHAPES = [(), (1,), (7,), (1000,), (3, 5), (32, 48), (50257,), (3, 3, 16, 8), (2
 
 
 compiled_measure = jax.jit(lambda tree: measure(tree, jnp.float32))
-compiled_square_sum = jax.jit(square_sum)
+compiled_square_sum = jax.jit(lambda leaf: square_sum([leaf]))
 
 
 def measured(tree: Any) -> tuple[float, bool]:
@@ -63,33 +62,23 @@ def test_norm_finds_any_nonfinite_element(value: float, beside: float) -> None:
 
 @pytest.mark.parametrize("size", [1e-30, 1e-13, 1.0, 1e25])
 def test_norm_of_many_small_arrays_beside_a_large_one(size: float) -> None:
-    """The small ones are measured side by side in packs: none twice, none left out, and no number of elements is a pack's."""
-    shapes = [(3,), (7, 11), (), (SMALL,), (LONGEST - SMALL - 100,), *[(SMALL - 1,)] * 17]
+    """The small ones of a shape are measured together: none twice, none left out, and no number of arrays is a group's."""
+    shapes = [(3,), (7, 11), (), (SMALL,), (SMALL + 1,), *[(SMALL - 1,)] * (MOST_TOGETHER + 1)]
     random = np.random.default_rng(2)
     tree = [random.uniform(0.5, 1.0, shape).astype(np.float32) * np.float32(size) for shape in shapes]
     expected = np.sqrt(sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in tree))
     norm, finite = measured(tree)
     assert finite
     assert norm == pytest.approx(expected, rel=1e-6, abs=0)
-    for index in (0, 2, 20):
+    for index in (0, 2, 20, len(tree) - 1):
         spoiled = [np.full_like(leaf, np.nan) if place == index else leaf for place, leaf in enumerate(tree)]
         assert measured(spoiled) == (np.inf, False)
 
 
-def test_small_arrays_are_packed_by_kind_in_bounded_packs() -> None:
-    each = LONGEST // SMALL + 1
-    packs, kinds = packed([jnp.ones(size) for size in [*[SMALL] * 2 * each, SMALL + 1]], [*["a", "b"] * each, "a"])
-    assert kinds == ["a", "a", "a", "b", "b"], "the large one, and two packs of each kind"
-    assert [pack.size for pack in packs] == [SMALL + 1, LONGEST, SMALL, LONGEST, SMALL]
-    assert sum(float(pack.sum()) for pack in packs) == 2 * each * SMALL + SMALL + 1
-
-
-def test_a_program_for_one_cpu_packs_and_others_do_not() -> None:
-    """What is not compiled costs nothing: the choice is made when the program is lowered."""
-    leaves = [jnp.ones(5) for _ in range(40)]
-    traced = jax.jit(lambda tree: measure(tree, jnp.float32)).trace(leaves)
-    for platforms, packs in ((("cpu",), True), (("cuda",), False), (("cpu", "cuda"), False)):
-        lowered = traced.lower(lowering_platforms=platforms).as_text()
-        joins = any("concatenate" in line and "tensor<5xf32>, tensor<5xf32>" in line for line in lowered.splitlines())
-        assert joins == packs, platforms
-        assert lowered.count("stablehlo.case") == 1, "the second measurement is the one conditional"
+@pytest.mark.parametrize(("size", "together"), [(5, MOST_TOGETHER), (SMALL + 1, 1)])
+def test_small_arrays_of_a_shape_are_measured_together(size: int, together: int) -> None:
+    """A sum costs a kernel. Large arrays stay apart: where XLA shards them differently, devices would exchange them."""
+    leaves = [jnp.ones(size)] * MOST_TOGETHER
+    program = jax.make_jaxpr(lambda tree: measure(tree, jnp.float32))(leaves)
+    added = [equation for equation in program.eqns if equation.primitive.name == "add" and equation.outvars[0].aval.shape == (size,)]
+    assert len(added) == together - 1
