@@ -67,6 +67,7 @@ QUESTIONS = {
     "torch_workers": Entry("torch: one window of 2 workers, float32, AdamW", ("torch",)),
     "torch_narrow": Entry("torch: one window of 32 micro-batches, bfloat16 gradients summed in float32, SGD", ("torch",)),
     "jax_streaming": Entry("JAX: one window of 8 micro-batches, float32, AdamW, jitted and donated", ("jax", "optax")),
+    "jax_compile": Entry("JAX: compiling the step of a model of many small tensors", ("jax", "optax")),
     "jax_ensemble": Entry("JAX: one window of 8 micro-batches of an ensemble of 4 under vmap, float32, AdamW", ("jax", "optax")),
     "torch_transformer": Entry("torch: a transformer in bfloat16, AdamW fused, one window of 8 micro-batches", ("torch",), gpu=True),
     "jax_transformer": Entry("JAX: a transformer in bfloat16, AdamW, one window of 8 micro-batches", ("jax", "optax"), gpu=True),
