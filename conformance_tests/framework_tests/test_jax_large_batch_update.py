@@ -74,7 +74,7 @@ def test_update_is_the_large_batch() -> None:
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
     wanted_loss, gradient = jax.value_and_grad(mean_loss)(model(), *data())
     close((loss, updates), (wanted_loss, inner.update(gradient, inner.init(model()), model())[0]), 1e-12)
-    close(gradaccum_jax.result(state).grad_norm, optax.global_norm(gradient))
+    close(gradaccum_jax.result(state).grad_norm, jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))))
 
 
 def test_window_in_half_precision() -> None:

@@ -42,7 +42,9 @@ def equations(jaxpr: Program, mesh: Any = None) -> Iterator[Found]:
     for eqn in jaxpr.eqns:
         yield Found(eqn, mesh)
         if "custom" not in eqn.primitive.name:
-            within = next((value for value in eqn.params.values() if isinstance(value, MESHES)), mesh)
+            within = (
+                next(value for value in eqn.params.values() if isinstance(value, MESHES)) if eqn.primitive.name == "shard_map" else mesh
+            )
             for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
                 if _is_jaxpr(value):
                     yield from equations(getattr(value, "jaxpr", value), within)
