@@ -103,7 +103,7 @@ class Result:
 
 
 def interpreter(version: str) -> str:
-    """The path of ``pythonVERSION``, on the path or among pyenv's; of the newest one of `PYTHONS` if `version` is empty.
+    """The path of ``pythonVERSION``, on the path or beside this Python; of the newest one of `PYTHONS` if `version` is empty.
 
     Raises:
         FileNotFoundError: this machine has none.
@@ -111,9 +111,8 @@ def interpreter(version: str) -> str:
     for wanted in (version,) if version else PYTHONS:
         found = shutil.which(f"python{wanted}")
         candidates = [found] if found else []
-        if pyenv := shutil.which("pyenv"):
-            root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=True).stdout.strip()
-            candidates += [str(path) for path in sorted(Path(root, "versions").glob(f"{wanted}.*/bin/python{wanted}"))]
+        # Installers such as pyenv and uv put one Python beside another.
+        candidates += [str(path) for path in sorted(Path(sys.base_prefix).parent.glob(f"*{wanted}*/bin/python{wanted}"))]
         for candidate in candidates:  # pyenv's own command stands on the path, and fails for a version that is not chosen
             if subprocess.run([candidate, "-V"], capture_output=True, check=False).returncode == 0:
                 return candidate
