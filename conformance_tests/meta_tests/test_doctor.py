@@ -96,6 +96,7 @@ def test_bounds_bind_only_their_users() -> None:
     ("environment", "words"),
     [
         (HEALTHY._replace(probes=(WORKS, GPU)), "cpu only, although jax sees cuda:0"),
+        (HEALTHY._replace(probes=(WORKS._replace(lacking=(("torch:Tensor._gone", "It is slower."),)),)), "lacks torch.Tensor._gone"),
         (having(rich="13.0")._replace(requirements={"typer": (Requirement("rich", ">=14", ""),)}), ""),
     ],
 )
