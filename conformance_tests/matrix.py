@@ -33,6 +33,7 @@ START, END = "<!-- table: versions -->", "<!-- end of table -->"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FRONT_PAGE = {"torch": "import torch\n", "jax": "optax\n", "mindspore": "import mindspore"}
 """What the first lines of each framework's program on the front page have."""
+STORED = "framework_tests/test_stored_checkpoints.py"
 LIMIT = 3600
 """Seconds of one step."""
 
@@ -161,7 +162,7 @@ def _steps(cell: Cell, python: Path, folder: Path) -> dict[str, list[str]]:
         "import": [str(python), "-c", f"import gradaccum_{cell.framework}; NAMES = {names}; {shown}"],
         "front page": [str(python), str(program)],
         "bits": [str(python), "-m", "gradaccum_conformance.bits", "--backend", cell.framework],
-        "suite": [*pytest, str(ROOT / "conformance_tests/gradaccum_conformance")],
+        "suite": [*pytest, *(str(ROOT / "conformance_tests" / tests) for tests in ("gradaccum_conformance", STORED))],
     }
     if cell.whole:
         steps["own tests"] = [*pytest, str(ROOT / "conformance_tests/framework_tests")]
