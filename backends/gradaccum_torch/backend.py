@@ -39,7 +39,7 @@ class TorchBackend:
 
     def lacking(self) -> dict[str, str]:
         """The private names that the installed torch lacks, with what that costs."""
-        return torch_private.lacking({**torch_private.LOST, **fsdp_private.LOST})
+        return torch_private.lacking({**torch_private.LOST, **fsdp_private.lost()})
 
     def wrap(
         self,

@@ -1,7 +1,7 @@
 """The private names of torch's FSDP2, beside those of `torch_private`, and what breaks if torch drops them.
 
-`fully_shard` puts the parameters of a module into a group, which gathers and reduces together. Here such a group is a `Unit`. `LOST` has
-the names that have a fallback. A name of an option is needed only where torch has the public method that sets the option.
+`fully_shard` puts the parameters of a module into a group, which gathers and reduces together. Here such a group is a `Unit`. A name of an
+option is needed only where torch has the public method that sets the option.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +18,60 @@ from torch.utils.hooks import RemovableHandle
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
+from gradaccum_torch.torch_private import exists, require_name
 
 Private = Any
 """An object of torch that has no public type."""
 
-
+_FSDP = "torch.distributed.fsdp._fully_shard."
+_MODULE, _STATE, _GROUP = f"{_FSDP}_fully_shard:FSDPModule.", f"{_FSDP}_fsdp_state:FSDPState.", f"{_FSDP}_fsdp_param_group:FSDPParamGroup."
+_PARAMETER, _MESH = f"{_FSDP}_fsdp_param:FSDPParam.", f"{_FSDP}_fsdp_common:FSDPMeshInfo."
+_PASS_END = (
+    f"{_STATE}_root_post_backward_final_callback",
+    f"{_STATE}_state_ctx",
+    f"{_FSDP}_fsdp_state:FSDPStateContext.all_states",
+    f"{_FSDP}_fsdp_state:FSDPStateContext.is_last_backward",
+)
 _MODULES = "torch.distributed._composable_state:_module_state_mapping"
-_PASS_END = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback"
-LOST: dict[str, str] = {
-    _MODULES: "Modules of FSDP2 are looked for through all objects of Python, which is slower.",
-    _PASS_END: "A window that FSDP2 reduces at its end waits for the device, and leaves one unit's buffer.",
-}
-"""By private name (``module:object.attribute``): what the user loses where the installed torch lacks the name."""
+_REDUCES, _POLICY, _PARTIAL = f"{_GROUP}post_backward", f"{_PARAMETER}mp_policy", f"{_GROUP}_partial_reduce_output"
+_GROUPS, _ONE_GROUP = f"{_STATE}_fsdp_param_groups", f"{_STATE}_fsdp_param_group"
+_UNUSED = "set_reduce_scatter_unused_params"
+_SYNC = {"reduce_grads": True, "all_reduce_grads": True, "reduce_scatter_unused_params": False}
+"""What FSDP2 keeps of three public methods, and what it does by default."""
+
+_REFUSED = "`gradaccum.wrap` refuses parameters of `fully_shard`."
+_NEEDED = (
+    f"{_MODULE}_get_fsdp_state",
+    f"{_GROUP}fsdp_params",
+    f"{_GROUP}mesh_info",
+    f"{_PARAMETER}sharded_param",
+    f"{_PARAMETER}_unsharded_param",
+    f"{_MESH}mesh",
+    f"{_MESH}shard_mesh_dim",
+)
+_OPTIONS = {"gradient_divide_factor": "set_gradient_divide_factor", "_all_reduce_hook": "set_all_reduce_hook"}
+"""What FSDP2 keeps of an option, by which the sum may be divided, and the public method that sets it: an older torch has neither."""
+
+
+def lost() -> dict[str, str]:
+    """By private name (``module:object.attribute``): what the user loses where the installed torch lacks the name."""
+    waiting = '`gradient_sync=` takes no ``"window"`` and no ``"all_reduce_per_window"``.'
+    both = exists(_GROUPS) and exists(_ONE_GROUP)
+    return {
+        **dict.fromkeys((*_NEEDED, *(_GROUP + kept for kept, setter in _OPTIONS.items() if _sets(setter))), _REFUSED),
+        _GROUPS if exists(_GROUPS) else _ONE_GROUP: "A module whose parameters lie on several meshes raises." if both else _REFUSED,
+        _REDUCES: waiting,
+        _POLICY: waiting,
+        _PARTIAL: "`gradaccum.wrap` refuses a mesh of two dimensions.",
+        **{_GROUP + kept: "A module that is let go reduces." for kept in _SYNC if kept not in _UNUSED or _sets(_UNUSED)},
+        **dict.fromkeys(_PASS_END, "A window that FSDP2 reduces at its end waits for the device, and leaves a unit's buffer."),
+        _MODULES: "Modules of FSDP2 are looked for through all objects of Python, which is slower.",
+    }
+
+
+def _groups_name() -> str:
+    """The attribute of a state with its groups; an older torch has one group or none."""
+    return "_fsdp_param_groups" if exists(_GROUPS) else "_fsdp_param_group"
 
 
 class Sync(NamedTuple):
@@ -45,12 +88,13 @@ class Sync(NamedTuple):
 class Unit:
     """Parameters that FSDP2 reduces together.
 
-    Without the private names that its methods use, FSDP2 would have to reduce in each micro-batch, and ``reduction="sum"`` would be the
-    average of the workers.
+    Args:
+        group: FSDP2's object.
+        modules: the modules that have the parameters.
     """
 
-    def __init__(self, group: Private) -> None:
-        self.group = group
+    def __init__(self, group: Private, modules: list[Any]) -> None:
+        self.group, self.modules = group, modules
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -60,16 +104,13 @@ class Unit:
     @property
     def shards(self) -> int:
         """The workers that share one copy of the parameters."""
-        return self._workers_along(self.group.mesh_info.shard_mesh_dim)
+        mesh, dimension = self.group.mesh_info.mesh, self.group.mesh_info.shard_mesh_dim
+        return 1 if dimension is None else int(mesh.size(dimension))
 
     @property
     def copies(self) -> int:
         """The copies of the parameters, of `shards` workers each."""
-        return self._workers_along(self.group.mesh_info.replicate_mesh_dim)
-
-    def _workers_along(self, dimension: int | None) -> int:
-        """Torch gives None for a dimension that its mesh does not have. A size that torch renames must not look like 1 worker."""
-        return 1 if dimension is None else int(self.group.mesh_info.mesh.size(dimension))
+        return int(self.group.mesh_info.mesh.size()) // self.shards
 
     @property
     def divide_factor(self) -> float | None:
@@ -81,47 +122,49 @@ class Unit:
         if getattr(self.group, "reduce_scatter_reduce_op", None) is not None:
             fix = "Leave set_reduce_scatter_divide_factor out, or install a torch that has FSDPModule.set_gradient_divide_factor."
             raise explain(UsageError, "set_reduce_scatter_divide_factor", expected="no factor in this torch", found="one", fix=fix)
-        factor: float | None = self._option("gradient_divide_factor", "set_gradient_divide_factor")
+        factor: float | None = self._option("gradient_divide_factor")
         return factor
 
     @property
     def reduces_by_hook(self) -> bool:
         """`FSDPModule.set_all_reduce_hook` was called."""
-        return self._option("_all_reduce_hook", "set_all_reduce_hook") is not None
+        return self._option("_all_reduce_hook") is not None
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 adds up the micro-batches that it does not reduce."""
         first = self.group.fsdp_params[0]
-        policy, own = getattr(first, "mp_policy", None) or self.group.mp_policy, first.sharded_param.dtype
+        policy, own = first.mp_policy, first.sharded_param.dtype
         # Before torch 2.15 the sum of a policy without reduce_dtype is added up in the computation's dtype, later in the parameter's.
         dtype: torch.dtype = policy.reduce_dtype or (policy.param_dtype if _sums_apart(first) else None) or own
         return dtype
 
     @property
-    def only_sums(self) -> bool:
-        """The factor is a division of its own, not a part of the reduction."""
-        wide = (torch.float32, torch.bfloat16)
-        return bool(self._option("force_sum_reduction_for_comms", "set_force_sum_reduction_for_comms")) or self.sum_dtype not in wide
-
-    @property
     def sync(self) -> Sync:
         """What it does after a backward pass."""
-        group = self.group
-        return Sync(group.reduce_grads, group.all_reduce_grads, bool(self._option("reduce_scatter_unused_params", _UNUSED)))
+        return Sync(*(bool(getattr(self.group, kept, default)) for kept, default in _SYNC.items()))
 
     @sync.setter
     def sync(self, sync: Sync) -> None:
-        self.group.reduce_grads, self.group.all_reduce_grads, self.group.reduce_scatter_unused_params = sync
+        module = self.modules[0]
+        module.set_requires_gradient_sync(sync.reduce, recurse=False)
+        module.set_requires_all_reduce(sync.all_reduce, recurse=False)
+        if _sets(_UNUSED):
+            module.set_reduce_scatter_unused_params(sync.unused, recurse=False)
 
     @property
     def fills_unused(self) -> bool:
         """The installed torch can give a parameter without a gradient zeros."""
         return _sets(_UNUSED)
 
-    def _option(self, name: str, setter: str) -> Any:
+    def _option(self, kept: str) -> Any:
         """What FSDP2 keeps of an option; None in a torch without the option."""
-        return getattr(self.group, name) if _sets(setter) else None
+        return getattr(self.group, kept) if _sets(_OPTIONS[kept]) else None
+
+    def require_waiting(self) -> None:
+        """Raise `UsageError` unless the installed torch has the names by which FSDP2 reduces without a backward pass."""
+        for name in (_REDUCES, _POLICY):
+            require_name(name, "gradient_sync", 'Write gradient_sync="micro_batch".')
 
     def trainable(self) -> Iterator[Private]:
         """Its trainable parameters, as FSDP2 has them."""
@@ -130,12 +173,20 @@ class Unit:
     def held(self) -> list[Tensor]:
         """The gradients that are not reduced: one for each parameter that has one, or one of all."""
         found = [gradient for each in self.group.fsdp_params for gradient in unreduced(each)]
-        partial = self.group._partial_reduce_output
+        partial = self.group._partial_reduce_output if self._has_partial() else None
         return found if partial is None else [*found, partial]
+
+    def _has_partial(self) -> bool:
+        """True if FSDP2 may keep a sum that is not all-reduced."""
+        if self.copies == 1:
+            return False
+        require_name(_PARTIAL, "module", "Call fully_shard with a mesh of one dimension.")
+        return True
 
     def drop(self) -> None:
         """Forget the gradients that are not reduced."""
-        self.group._partial_reduce_output = None
+        if self._has_partial():
+            self.group._partial_reduce_output = None
         for each in self.group.fsdp_params:
             drop(each)
 
@@ -149,7 +200,7 @@ class Unit:
 
     def after_forward(self, hook: Callable[..., None]) -> list[RemovableHandle]:
         """Have `hook` called after the forward pass of each of its modules: from the first one on `whole_parameters` has them all."""
-        return [module.register_forward_hook(hook) for module in self.group.modules]
+        return [module.register_forward_hook(hook) for module in self.modules]
 
     def whole_parameters(self) -> list[tuple[Private, Tensor]]:
         """The trainable parameters that were gathered once: as FSDP2 has them, and whole, as autograd accumulates into them."""
@@ -158,13 +209,13 @@ class Unit:
 
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of `module` and of what is in it."""
-    return _units(_states(module.modules()))
+    return _units(module.modules())
 
 
 def units_holding(parameters: Sequence[Tensor]) -> list[Unit]:
     """The units that have any of `parameters`, whatever the module."""
     own = set(map(id, parameters))
-    return [unit for unit in _units(_states(_modules())) if any(id(each) in own for each in unit.parameters)]
+    return [unit for unit in _units(_modules()) if any(id(each) in own for each in unit.parameters)]
 
 
 def _modules() -> list[nn.Module]:
@@ -186,12 +237,13 @@ def reduce(units: Sequence[Unit]) -> None:
     for unit in reversed(units):
         unit.group.post_backward()
     # The first state of a module that has run is the outermost one, whose pass ends those of all in it.
-    modules = (module for unit in units for module in unit.group.modules)
-    for root in {id(root): root for state in _states(modules) for root in state._state_ctx.all_states[:1]}.values():
-        if hasattr(root, "_root_post_backward_final_callback"):
-            _reduce_under(root)
-        elif torch.accelerator.is_available():
+    states = [unit.modules[0]._get_fsdp_state() for unit in units]
+    if not all(exists(name) for name in _PASS_END):
+        if torch.accelerator.is_available():
             torch.accelerator.synchronize()
+        return
+    for root in {id(root): root for state in states for root in state._state_ctx.all_states[:1]}.values():
+        _reduce_under(root)
 
 
 def _reduce_under(root: Private) -> None:
@@ -222,33 +274,32 @@ def drop(parameter: Private) -> None:
 
 def _sums_apart(parameter: Private) -> bool:
     """True where FSDP2 keeps the sum of micro-batches apart; from torch 2.15 on it is the whole parameter's ``.grad``."""
-    return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
+    return "unsharded_accumulated_grad" in vars(parameter)
 
 
-def _units(states: Iterable[Private]) -> list[Unit]:
-    groups = {id(group): group for state in states for group in _groups(state)}
-    return [Unit(group) for group in groups.values() if group.fsdp_params]
+def _units(modules: Iterable[nn.Module]) -> list[Unit]:
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    found = dict[int, Unit]()
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            _require_names()
+            groups = getattr(module._get_fsdp_state(), _groups_name())
+            for group in groups if isinstance(groups, (list, tuple)) else [groups]:
+                if group is not None and group.fsdp_params:
+                    found.setdefault(id(group), Unit(group, [])).modules.append(module)
+    return list(found.values())
 
 
-def _groups(state: Private) -> list[Private]:
-    """The groups of a module, of which an older torch has one or none."""
-    if hasattr(state, "_fsdp_param_groups"):
-        groups: list[Private] = state._fsdp_param_groups
-        return groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-_UNUSED = "set_reduce_scatter_unused_params"
+@cache
+def _require_names() -> None:
+    for name, cost in lost().items():
+        if cost is _REFUSED:
+            require_name(name, "optimizer", "Use DistributedDataParallel in place of fully_shard.")
 
 
 def _sets(setter: str) -> bool:
     """True if FSDP2 of the installed torch has the option of this public method."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return hasattr(FSDPModule, setter)
-
-
-def _states(modules: Iterable[nn.Module]) -> Iterator[Private]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
+    return exists(_MODULE + setter)

@@ -14,8 +14,6 @@ from torch.optim import lr_scheduler
 import gradaccum
 from gradaccum_torch import AccumulatingOptimizer, GatedScheduler
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 def make(steps: int | None = 2) -> tuple[torch.nn.Parameter, AccumulatingOptimizer]:
     parameter = torch.nn.Parameter(torch.ones(2))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradaccum
+from conformance_tests.framework_tests.torch_versions import has_torch
 from gradaccum_torch import backward, coupled_backward, verify_loss_scaling
 from gradaccum_torch.torch_private import keep_own
 
@@ -170,6 +171,7 @@ def test_loss_scaling_of_static_memory() -> None:
     assert (report.linear, report.culprits) == (True, ())
 
 
+@pytest.mark.skipif(not has_torch("2.8"), reason="torch before 2.8 counts one or two users more of each storage: gradaccum copies")
 def test_ordinary_gradients_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where the backward pass returns one tensor for two parameters, which autograd copies itself."""
     model, shift = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 4)), nn.Parameter(torch.zeros(4))

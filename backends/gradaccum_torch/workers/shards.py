@@ -105,7 +105,7 @@ def _divisor(unit: Unit) -> float:
     factor = unit.divide_factor
     if factor is None:
         return float(unit.shards * unit.copies)
-    if unit.shards == 1 and unit.only_sums:
+    if unit.shards == 1:  # Where FSDP2 only sums, it is a division of its own, which that mesh has twice.
         found = "one beside a shard dimension of size 1, where torch divides by it twice"
         fix = "Leave set_gradient_divide_factor out."
         raise explain(UsageError, "set_gradient_divide_factor", expected="no factor on this mesh", found=found, fix=fix)
