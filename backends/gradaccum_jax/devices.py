@@ -15,7 +15,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from gradaccum.kit import Scalar
-from gradaccum_jax.types import Array
+from gradaccum_jax.types import Array, typeof
 
 _partitioned: Any = core.Primitive("partitioned")
 
@@ -27,7 +27,6 @@ def partitioned() -> Scalar:
 
 def explicitly_sharded(leaf: Array) -> bool:
     """Whether the type of `leaf` says how it is sharded (``AxisType.Explicit``): JAX then refuses reshapes that would gather it."""
-    typeof: Any = jax.typeof
     return any(axis is not None for axis in typeof(leaf).sharding.spec)
 
 

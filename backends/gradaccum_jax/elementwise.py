@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from gradaccum.kit import Scalar
-from gradaccum_jax.types import Array, DType
+from gradaccum_jax.types import Array, DType, typeof
 
 
 def plus(a: Array, b: Array) -> Array:
@@ -25,7 +24,6 @@ def plus(a: Array, b: Array) -> Array:
 def fills(value: Callable[[Array], Scalar]) -> Callable[[Array], Array]:
     """A function of an array that gives one filled with ``value(array)``, of its type; one for all arrays of a type."""
     made: dict[Any, Array] = {}
-    typeof: Any = jax.typeof
 
     def fill(leaf: Array) -> Array:
         kind = typeof(leaf)

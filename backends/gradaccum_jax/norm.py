@@ -27,7 +27,7 @@ from gradaccum.kit import Scalar
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.devices import explicitly_sharded, partitioned
 from gradaccum_jax.folds import sum_of
-from gradaccum_jax.types import Array, DType, Leaves, Tree
+from gradaccum_jax.types import Array, DType, Leaves, Tree, typeof
 from gradaccum_jax.workers.shard_axes import ShardAxes, shards_of
 
 WRITES_SQUARES = jax.__version_info__ < (0, 10)
@@ -59,7 +59,6 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> tu
 
 
 def _grouped(leaves: Leaves, shard_axes: ShardAxes) -> Groups:
-    typeof: Any = jax.typeof
     groups: dict[Any, Leaves] = {}
     for place, leaf in enumerate(leaves):
         groups.setdefault(typeof(leaf) if _together(leaf) else place, []).append(leaf)

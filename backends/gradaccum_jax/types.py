@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 Array = Any
 """A `jax.Array`, concrete or traced, or what JAX takes for one: a NumPy array, a Python number."""
 
@@ -37,3 +39,6 @@ Axes = frozenset[str]
 
 Extra = dict[str, Any]
 """Keyword arguments that are passed on to the inner optimizer."""
+
+typeof: Any = jax.typeof
+"""`jax.typeof`, whose annotations a type checker does not take."""

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradaccum import UsageError
 from gradaccum.kit import Options, Scalar, explain
-from gradaccum_jax.types import Array, Axes, Gradients, Params, Tree
+from gradaccum_jax.types import Array, Axes, Gradients, Params, Tree, typeof
 
 ADDS_PARTS_RIGHT = jax.__version_info__ >= (0, 10)
 """JAX 0.7 takes such types inside one `jax.jit` only, not across its boundary, and a loop that adds up parts gives a wrong sum there."""
@@ -154,12 +154,10 @@ def _in_parts(leaf: Array, axes: Axes) -> Array:
 
 def _spec(leaf: Array) -> Any:
     """That of its type; None for what is no array, such as a function in an equinox model."""
-    typeof: Any = jax.typeof
     return getattr(typeof(leaf).sharding, "spec", None) if hasattr(leaf, "dtype") else None
 
 
 def _mesh(leaf: Array) -> Any:
-    typeof: Any = jax.typeof
     return typeof(leaf).sharding.mesh
 
 

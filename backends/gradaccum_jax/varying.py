@@ -7,20 +7,28 @@ starts as True on all devices and is then measured on each has more axes at the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import jax
 from jax import lax
 
 from gradaccum.kit import Scalar
-from gradaccum_jax.types import Array, Axes, Leaves, Params
+from gradaccum_jax.types import Array, Axes, Leaves, Params, typeof
 
 T = TypeVar("T")
+
+if hasattr(jax, "shard_map"):
+    shard_map: Any = jax.shard_map
+else:
+    from jax.experimental.shard_map import shard_map as _older
+
+    shard_map = partial(_older, check_rep=False)
+"""`jax.shard_map`. JAX before 0.6.1 has an older one, whose check of replication has no rule for much that gradaccum calls."""
 
 
 def axes_of(value: Array) -> Axes:
     """The manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`, and of what is no array."""
-    typeof: Any = jax.typeof
     if not isinstance(value, (jax.Array, jax.core.AbstractValue)):
         return frozenset()
     kind = value if isinstance(value, jax.core.AbstractValue) else typeof(value)

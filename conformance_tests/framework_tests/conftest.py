@@ -19,9 +19,6 @@ NEWEST_JAX = (0, 10)
 _TOPICS = ("auto_size", "coupled", "large_batch_aux", "large_batch_update", "linearity", "recompute", "recompute_modules")
 NEWEST_ALONE = {f"test_jax_{topic}.py" for topic in (*_TOPICS, "large_batch_program", "sharded_cross_entropy", "sharding", "verification")}
 """They call what JAX has had unchanged for long."""
-FIRST_SHARD_MAP = (0, 6, 1)
-OF_SHARD_MAP = {"test_jax_workers.py", "test_jax_explicit_mesh.py"}
-"""All of their tests need `jax.shard_map` or `jax.set_mesh`."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -32,9 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         waiting += _further_cases([item for item in briefly if item.path.name.startswith("test_jax")])
     for item in waiting:
         item.add_marker(pytest.mark.deep)
-    if _jax_version() < FIRST_SHARD_MAP:
-        for item in (item for item in items if item.path.name in OF_SHARD_MAP):
-            item.add_marker(pytest.mark.skip(reason="this JAX has no jax.shard_map, and a mesh axis is refused by name there"))
 
 
 def _graphs(own: list[pytest.Function]) -> list[pytest.Function]:
@@ -52,7 +46,7 @@ def _further_cases(own: list[pytest.Function]) -> list[pytest.Function]:
 
 def _jax_version() -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in version("jax").split(".")[:3])
+        return tuple(int(part) for part in version("jax").split(".")[:2])
     except PackageNotFoundError:
         return NEWEST_JAX
 

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gradaccum
 import gradaccum_jax
 from conformance_tests.framework_tests.jax_large_batch import close, data, errors, mean_loss, model, numbers
+from conformance_tests.framework_tests.jax_versions import shard_map
 from conformance_tests.framework_tests.refusing import refused
 
 jax.config.update("jax_enable_x64", True)
@@ -45,8 +46,7 @@ def collectives(compiled: Any) -> list[str]:
 
 def inside(function: Any, batch: int = 2) -> Any:
     """`function` of replicated parameters and a spread batch, on each device."""
-    lift: Any = jax.shard_map
-    return jax.jit(lift(function, mesh=MESH, in_specs=(WHOLE, *[SPREAD] * batch), out_specs=WHOLE))
+    return jax.jit(shard_map(function, mesh=MESH, in_specs=(WHOLE, *[SPREAD] * batch), out_specs=WHOLE))
 
 
 def one_reduction_per_call() -> None:
@@ -120,31 +120,43 @@ def derivative_of_the_loss() -> None:
             close(made, jax.grad(lambda params, part=part: loss(params, x, y, tokens)[part])(model()))
 
 
+def wide_loss(w: Any, x: Any, y: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ w).sum(1) - y) ** 2)
+
+
+def wide_data() -> tuple[Any, Any, Any]:
+    """Parameters with a row for each device, and a batch for them."""
+    x, y = data(ITEMS)
+    return jnp.asarray(numbers(DEVICES, 3)), np.tile(x, (1, DEVICES))[:, :DEVICES], y
+
+
 def sharded_parameters() -> None:
     """Parameters that are sharded as the batch is would be gathered: refused where JAX tells, and named what shards the gradients too."""
-    x, y = data(ITEMS)
-    x = np.tile(x, (1, DEVICES))[:, :DEVICES]
-    loss = lambda w, x, y: jnp.mean((jnp.tanh(x @ w).sum(1) - y) ** 2)  # noqa: E731
-    w = jnp.asarray(numbers(DEVICES, 3))
-    wanted = jax.value_and_grad(loss)(w, x, y)
+    w, x, y = wide_data()
+    wanted = jax.value_and_grad(wide_loss)(w, x, y)
     explicit = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
     for mesh, wrapped in ((MESH, lambda f: f), (explicit, lambda f: f), (explicit, jax.jit)):
-        call = gradaccum_jax.value_and_grad(loss, steps=3, mesh=mesh, axis_name="data")
+        call = gradaccum_jax.value_and_grad(wide_loss, steps=3, mesh=mesh, axis_name="data")
         with refused(gradaccum.UsageError, "argument 0: expected parameters that are replicated along ('data',)", "all_gather", "jax.jit"):
             wrapped(call)(jax.device_put(w, NamedSharding(mesh, SPREAD)), x, y)
         close(wrapped(call)(w, jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "data"))), y), wanted)
-    (sharded,) = spread(w)
-    alone = jax.jit(gradaccum_jax.value_and_grad(loss, steps=3))(sharded, *spread(x, y))
+
+
+def without_an_axis() -> None:
+    """Parameters and batch are sharded, and the call is told no axis: XLA partitions it, or the user gathers the parameters."""
+    w, x, y = wide_data()
+    wanted = jax.value_and_grad(wide_loss)(w, x, y)
+    given = spread(w, x, y)
+    alone = jax.jit(gradaccum_jax.value_and_grad(wide_loss, steps=3))(*given)
     close(alone, wanted)
     assert not alone[1].sharding.is_fully_replicated
 
     def gathering(w: Any, x: Any, y: Any) -> Any:
-        whole = lambda w, x, y: loss(jax.lax.all_gather(w, "data", tiled=True), x, y)  # noqa: E731
+        whole = lambda w, x, y: wide_loss(jax.lax.all_gather(w, "data", tiled=True), x, y)  # noqa: E731
         value, gradient = gradaccum_jax.value_and_grad(whole, steps=3)(w, x, y)
         return jax.lax.pmean(value, "data"), gradient / DEVICES
 
-    lift: Any = jax.shard_map
-    close(jax.jit(lift(gathering, mesh=MESH, in_specs=SPREAD, out_specs=(WHOLE, SPREAD)))(sharded, *spread(x, y)), wanted)
+    close(jax.jit(shard_map(gathering, mesh=MESH, in_specs=SPREAD, out_specs=(WHOLE, SPREAD)))(*given), wanted)
 
 
 def weights_and_aux() -> None:
@@ -228,6 +240,7 @@ def refusals() -> None:
 
 if __name__ == "__main__":
     checks = (one_reduction_per_call, in_parts_of_a_program, explicit_mesh, weights_and_aux, keys_differ_between_devices, shared_window)
-    for check in (*checks, arrays_from_anywhere, derivative_of_the_loss, sharded_parameters, coupled, refusals):
+    checks += (arrays_from_anywhere, derivative_of_the_loss, sharded_parameters, coupled, refusals)
+    for check in (without_an_axis, *(checks if hasattr(jax, "shard_map") else ())):  # gradaccum refuses a mesh axis by name before
         check()
         print(check.__name__, "holds")

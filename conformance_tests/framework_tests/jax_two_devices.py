@@ -19,6 +19,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
+from conformance_tests.framework_tests import jax_versions
 
 AXIS = "devices"
 KIND = jax.sharding.PartitionSpec(AXIS)
@@ -32,7 +33,7 @@ def shard_map(function: Callable[..., Any]) -> Callable[..., Any]:
         made = function(*jax.tree.map(lambda leaf: leaf[0], trees))
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], made)
 
-    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=KIND, out_specs=KIND, check_vma=False))
+    return jax.jit(jax_versions.shard_map(one, mesh=mesh, in_specs=KIND, out_specs=KIND, check_vma=False))
 
 
 LIFTS: dict[str, Lift] = {"pmap": lambda function: jax.pmap(function, axis_name=AXIS), "shard_map": shard_map}

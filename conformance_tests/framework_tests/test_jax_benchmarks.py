@@ -19,6 +19,7 @@ from benchmarks.contestants.bert import LARGE, TINY, WAYS
 from benchmarks.contestants.jax_mlp import STEPS, batches, make_params
 from benchmarks.jax_counts import copies, updates_per_window
 from benchmarks.questions import jax_ensemble, jax_memory, jax_split, jax_streaming
+from conformance_tests.framework_tests.jax_versions import needs_microbatch
 
 WIDTH, WINDOWS = 16, 3
 
@@ -44,7 +45,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("case", "members"),
     [
-        (lambda: jax_streaming.streaming("small", WIDTH, whole=True), 0),
+        pytest.param(lambda: jax_streaming.streaming("small", WIDTH, whole=True), 0, marks=needs_microbatch),
         (lambda: jax_streaming.clipping("small", WIDTH), 0),
         pytest.param(lambda: jax_ensemble.ensemble("small", WIDTH), jax_ensemble.MEMBERS, marks=pytest.mark.deep),
     ],
@@ -79,6 +80,7 @@ def test_copies_are_counted_by_shape() -> None:
     assert copies(text, {(2, 3), (3, 2)}) == 2
 
 
+@needs_microbatch
 def test_splitting_contestants_agree() -> None:
     params, x = make_params(WIDTH), jnp.concatenate(batches(WIDTH))
     losses, gradients = zip(*(jax.jit(way)(params, x) for way in jax_split.ways().values()), strict=True)

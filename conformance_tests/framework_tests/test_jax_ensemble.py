@@ -15,6 +15,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
+from conformance_tests.framework_tests.jax_versions import shard_map
 from gradaccum_jax.control_flow import once
 
 MEMBERS, MICRO_BATCHES = 3, 9
@@ -161,5 +162,5 @@ def test_ensemble_may_reduce_over_mesh() -> None:
         return jax.vmap(tx.update)(params, jax.vmap(tx.init)(params), params)[0]
 
     kind = jax.sharding.PartitionSpec("devices")
-    sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=kind, out_specs=kind, check_vma=False))
+    sharded = jax.jit(shard_map(step, mesh=mesh, in_specs=kind, out_specs=kind, check_vma=False))
     np.testing.assert_array_equal(sharded(params), -params)

@@ -213,7 +213,7 @@ def strict(steps: Any) -> Any:
     def update(updates: Any, state: Any, params: Any = None, *, scale: Any = 1.0) -> Any:
         return jax.tree.map(lambda u: -scale * u, updates), state
 
-    return gradaccum.wrap(optax.GradientTransformationExtraArgs(optax.init_empty_state, update), steps=steps)
+    return gradaccum.wrap(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update), steps=steps)
 
 
 @pytest.mark.parametrize("value", [None, 3.0], ids=["untold", "told"])

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 
 import gradaccum
+from conformance_tests.framework_tests.jax_versions import shard_map
 from gradaccum_jax import verify_loss_scaling
 
+MESH, ROWS = jax.sharding.Mesh(jax.devices()[:1], ("devices",)), jax.sharding.PartitionSpec("devices")
 PARAMS = {"w": jnp.asarray([1.0, 2.0, 3.0]), "index": jnp.asarray(1)}
 
 
@@ -49,6 +51,7 @@ PLACES = {
     "scan": scanned,
     "cond": in_a_branch,
     "vmap": lambda function, x: jax.vmap(function)(x),
+    "shard_map": lambda function, x: shard_map(function, mesh=MESH, in_specs=ROWS, out_specs=ROWS)(x),
 }
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import gradaccum
+from conformance_tests.framework_tests.jax_versions import needs_shard_map
 from gradaccum_jax import sharded_cross_entropy
 
 SCRIPT = Path(__file__).with_name("jax_sharded_cross_entropy.py")
@@ -21,6 +22,7 @@ SECONDS = 300
 """A deadlock would last for ever; the script takes a few seconds."""
 
 
+@needs_shard_map
 def test_four_devices() -> None:
     run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
@@ -51,6 +53,7 @@ def test_bad_input(name: str, arguments: tuple[Any, Any], options: dict[str, Any
         sharded_cross_entropy(*arguments, **{"axis_name": "model"} | options)
 
 
+@needs_shard_map
 @pytest.mark.parametrize("lift", [lambda f: f, jax.jit, lambda f: jax.vmap(f, axis_name="model")], ids=["eager", "jit", "vmap"])
 def test_outside_of_shard_map(lift: Any) -> None:
     with pytest.raises(gradaccum.UsageError, match=r"^axis_name: expected an axis of"):

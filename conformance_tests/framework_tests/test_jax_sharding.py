@@ -12,10 +12,13 @@ import pytest
 
 pytest.importorskip("optax", reason="optax is not installed")
 
+from conformance_tests.framework_tests.jax_versions import needs_shard_map
+
 START = """
 import re
 import jax, jax.numpy as jnp, numpy as np, optax
 import gradaccum, gradaccum_jax
+from conformance_tests.framework_tests.jax_versions import shard_map
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 mesh = Mesh(np.array(jax.devices()), ("d",))
@@ -47,11 +50,11 @@ def reduced(w, g):
     return train(tx, w, jax.lax.pmean(g[:, 0], "d"))
 for tx in OPTIMIZERS:
     expected = np.stack([jax.jit(lambda w, g: train(tx, w, g))(W[i], G[:, i]) for i in range(8)])
-    made = jax.jit(jax.shard_map(ensemble, mesh=mesh, in_specs=spec, out_specs=P("d")))(W, G)
+    made = jax.jit(shard_map(ensemble, mesh=mesh, in_specs=spec, out_specs=P("d")))(W, G)
     np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-6)
-    made = jax.jit(jax.shard_map(alone, mesh=mesh, in_specs=spec, out_specs=P("d")))(W[:4], G[:, :4])
+    made = jax.jit(shard_map(alone, mesh=mesh, in_specs=spec, out_specs=P("d")))(W[:4], G[:, :4])
     np.testing.assert_allclose(made, expected[:4], rtol=1e-5, atol=1e-6)
-    made = jax.jit(jax.shard_map(reduced, mesh=mesh, in_specs=(P(), P(None, "d")), out_specs=P()))(W[0], G[:, :4])
+    made = jax.jit(shard_map(reduced, mesh=mesh, in_specs=(P(), P(None, "d")), out_specs=P()))(W[0], G[:, :4])
     expected = jax.jit(lambda w, g: train(tx, w, g))(W[0], G[:, :4].mean(1))
     np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-6)
 """
@@ -119,6 +122,7 @@ def test_sharded_ensemble_needs_no_collective() -> None:
     run_on_four_devices(ENSEMBLE)
 
 
+@needs_shard_map
 def test_shards_have_one_norm() -> None:
     """Parameters are sharded inside ``shard_map``: what a window decides is what one device with all of them would."""
     script = Path(__file__).with_name("jax_shards.py")

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("optax", reason="optax is not installed")
 
+from conformance_tests.framework_tests.jax_versions import needs_shard_map
 from conformance_tests.framework_tests.jax_workers import NAMES
 
 SECONDS = 500
@@ -31,7 +32,7 @@ NEWEST_ALONE = (
 )
 """The checks that the oldest JAX leaves out: see this folder's conftest."""
 
-pytestmark = pytest.mark.xdist_group("jax_workers")
+pytestmark = [pytest.mark.xdist_group("jax_workers"), needs_shard_map]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from gradaccum import ArgumentTypeError, AutoMicroBatchSize
 from gradaccum.kit import explain, unknown_limit_error
 from gradaccum_jax.large_batch.batch import is_constant, make_batch
 from gradaccum_jax.large_batch.splitting import Source, Splitting
-from gradaccum_jax.types import Array, Tree
+from gradaccum_jax.types import Array, Tree, typeof
 
 _NUMBERS: Iterator[int] = itertools.count()
 
@@ -148,7 +148,6 @@ def _type_of(leaf: Array) -> Hashable:
     """What a compiled program is compiled for: of a constant its value, of data its type."""
     if is_constant(leaf):
         return type(leaf), leaf
-    typeof: Any = jax.typeof
     return typeof(leaf), getattr(leaf, "sharding", None)
 
 

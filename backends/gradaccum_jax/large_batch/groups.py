@@ -12,7 +12,7 @@ Users who want one body pad the batch, and give the padding no weight inside of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax import lax
 from gradaccum import UsageError
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax.large_batch.batch import Batch
-from gradaccum_jax.types import Array, Tree
+from gradaccum_jax.types import Array, Tree, typeof
 
 C = TypeVar("C")
 
@@ -124,7 +124,6 @@ def _joined(groups: list[Group], stacked: list[Array]) -> Array:
 
 
 def _flat(rows: Array) -> Array:
-    typeof: Any = jax.typeof
     if typeof(rows).sharding.spec[1:2] not in ((), (None,)):
         fix = "Call it in a jax.shard_map with axis_name=, or make the mesh with AxisType.Auto, whose rows XLA puts together."
         raise explain(UsageError, "batch", expected="rows that are whole on each device", found=f"rows of type {typeof(rows)}", fix=fix)

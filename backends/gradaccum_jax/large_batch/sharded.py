@@ -20,6 +20,7 @@ from gradaccum_jax.large_batch.batch import Batch, is_cut
 from gradaccum_jax.large_batch.merging import ROWS
 from gradaccum_jax.large_batch.splitting import Splitting
 from gradaccum_jax.types import Tree
+from gradaccum_jax.varying import shard_map
 from gradaccum_jax.workers.crossing import placed
 
 _FIX = "Write mesh = jax.make_mesh((4,), ('data',)) and axis_name='data'."
@@ -68,10 +69,9 @@ def over_mesh(local: Callable[..., Any], mesh: Mesh, axis_names: tuple[str, ...]
         leaves = [spec(*[None] * int(axis or 0), axis_names) if is_cut(axis) else whole for axis in batch.axes]
         weights = None if batch.item_weights is None else over
         specs = (whole, dataclasses.replace(batch, leaves=leaves, item_weights=weights))
-        lift: Any = jax.shard_map
         given, structure = jax.tree.flatten((by, batch))
         per_leaf = [whole] * len(jax.tree.leaves(by)) + leaves + ([] if weights is None else [weights])
         given = jax.tree.unflatten(structure, placed(given, mesh, per_leaf, axis_names))
-        return lift(local, mesh=mesh, in_specs=specs, out_specs=((whole, rows), whole), axis_names=set(axis_names))(*given)
+        return shard_map(local, mesh=mesh, in_specs=specs, out_specs=((whole, rows), whole), axis_names=set(axis_names))(*given)
 
     return run

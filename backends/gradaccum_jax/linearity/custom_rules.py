@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.extend import core
 
 from gradaccum_jax.linearity.errors import is_float, report, unscaled_gradients
 from gradaccum_jax.types import Array
-from gradaccum_jax.varying import axes_of
+from gradaccum_jax.varying import axes_of, shard_map
 
 Program = Any
 """A `jax.extend.core.Jaxpr` or ``ClosedJaxpr``."""
@@ -73,14 +73,14 @@ def _is_linear(found: Found) -> bool:
 
 def _on_mesh(function: Callable[..., Any], inputs: list[Any], outputs: list[Any], mesh: Any) -> Callable[..., Any]:
     """`function` of each device's own values, as one of arrays with an axis before all others where devices differ."""
-    spec, lift = cast(Any, jax.sharding.PartitionSpec), cast(Any, jax.shard_map)
+    spec: Any = jax.sharding.PartitionSpec
     specs = [[spec(axes) if (axes := _axes(variable)) else spec() for variable in variables] for variables in (inputs, outputs)]
 
     def body(*given: Array) -> list[Array]:
         made = function(*(leaf[0] if _axes(variable) else leaf for leaf, variable in zip(given, inputs, strict=True)))
         return [leaf[None] if _axes(variable) else leaf for leaf, variable in zip(made, outputs, strict=True)]
 
-    lifted: Callable[..., Any] = jax.jit(lift(body, mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1]))
+    lifted: Callable[..., Any] = jax.jit(shard_map(body, mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1]))
     return lifted
 
 

@@ -19,6 +19,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.state import find_states
 from gradaccum_jax.types import Array, Tree
+from gradaccum_jax.varying import shard_map
 from gradaccum_jax.workers.checks import require_names
 from gradaccum_jax.workers.crossing import Made, Spec, entered, leaving, placed, spec_of
 from gradaccum_jax.workers.kinds import copies_of_params
@@ -79,9 +80,8 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
             return made[-1].leaves
 
         def lifted(function: Step, out_specs: list[Spec]) -> Step:
-            lift: Any = jax.shard_map
-            function = lift(function, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(axes))
-            return function
+            lift: Step = shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(axes))
+            return lift
 
         # First for the types of what comes out alone, as jax.shard_map wants to be told them.
         jax.eval_shape(lifted(lambda *local: body(*local)[:0], []), *leaves)
