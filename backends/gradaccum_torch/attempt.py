@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum_torch.hooks import NO_HOOKS, all_step_post_hooks, step_post_hooks
 from gradaccum_torch.tensors import GRAD
-from gradaccum_torch.torch_private import NO_HOOKS, all_step_post_hooks, is_sharded, step_post_hooks, version
+from gradaccum_torch.torch_private import is_sharded, version
 from gradaccum_torch.versions import Versions
 
 StepReturn = Any

@@ -15,17 +15,9 @@ from typing import Any
 import torch
 
 from gradaccum_torch.entry import StateDict
+from gradaccum_torch.hooks import hook_tables, load_post_hooks, load_pre_hooks, save_post_hooks, save_pre_hooks
 from gradaccum_torch.masters import Group
-from gradaccum_torch.torch_private import (
-    LocalVariables,
-    hook_tables,
-    load_post_hooks,
-    load_pre_hooks,
-    model_state_caller,
-    save_post_hooks,
-    save_pre_hooks,
-    unscaling_caller,
-)
+from gradaccum_torch.torch_private import LocalVariables, model_state_caller, unscaling_caller
 
 OptimizerState = Any
 """``optimizer.state``: a mapping from each parameter to what the optimizer keeps for it."""

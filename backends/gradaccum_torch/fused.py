@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum_torch.hooks import all_step_pre_hooks, step_pre_hooks
 from gradaccum_torch.masters import Group
 from gradaccum_torch.tensors import DTYPE, operand
-from gradaccum_torch.torch_private import DIVIDES_BY_GRAD_SCALE, all_step_pre_hooks, step_pre_hooks
+from gradaccum_torch.torch_private import DIVIDES_BY_GRAD_SCALE
 
 _FLOAT32 = {torch.float32}
 _REAL = (Tensor, torch.nn.Parameter)

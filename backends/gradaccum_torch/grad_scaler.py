@@ -210,7 +210,7 @@ def link_scaler(options: Options, device: torch.device) -> ScalerLink | None:
     if scaler is None or not scaler.is_enabled():
         return None
     for name in SCALER:
-        require_name(name, "loss_scale", 'Write loss_scale="dynamic" in place of the scaler.')
+        require_name(name, "loss_scale", "Write loss_scale=gradaccum.DynamicLossScale() in place of the scaler.")
     return ScalerLink(scaler, device)
 
 

@@ -1,17 +1,20 @@
-"""A look at ``.grad`` right after autograd has accumulated into it, for as long as the owner of the hooks lives.
+"""Hooks: a look at ``.grad`` right after autograd has accumulated into it, for as long as the owner lives; and those of optimizers.
 
-torch keeps a hook on its parameter, and the hook keeps what it refers to. So the hooks are taken off when their owner is freed.
+torch keeps a hook on its parameter, and the hook keeps what it refers to. So the hooks are taken off when their owner is freed. An
+optimizer keeps its hooks in tables, and torch shows the table to whoever registers a hook.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 Hook = Callable[[Tensor], None]
@@ -77,3 +80,44 @@ def delivering_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
 def _remove_all(handles: dict[int, RemovableHandle]) -> None:
     for handle in handles.values():
         handle.remove()
+
+
+Table = OrderedDict[int, Callable[..., Any]]
+"""The hooks of an optimizer by number."""
+NO_HOOKS: Table = OrderedDict()
+
+
+def hook_tables() -> dict[str, Table]:
+    """Empty tables of hooks under the names by which an optimizer keeps them."""
+    fresh = torch.optim.SGD([torch.empty(0, device="cpu")])
+    return {name: table for name, table in vars(fresh).items() if isinstance(table, OrderedDict)}
+
+
+def _table_of(register: Callable[[Callable[..., None]], RemovableHandle]) -> Table:
+    """Where `register` puts hooks."""
+    handle = register(lambda *_: None)
+    handle.remove()
+    return cast(Table, handle.hooks_dict_ref())
+
+
+def _table(register: str) -> Callable[[torch.optim.Optimizer], Table]:
+    """An optimizer that never calls ``Optimizer.__init__``, as torch_optimizer's Lookahead, has no table: it runs no hook."""
+
+    def table(optimizer: torch.optim.Optimizer) -> Table:
+        try:
+            return _table_of(getattr(optimizer, register))
+        except AttributeError:
+            return NO_HOOKS
+
+    return table
+
+
+step_pre_hooks, step_post_hooks = map(_table, ("register_step_pre_hook", "register_step_post_hook"))
+save_pre_hooks, save_post_hooks = map(_table, ("register_state_dict_pre_hook", "register_state_dict_post_hook"))
+load_pre_hooks, load_post_hooks = map(_table, ("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"))
+"""One optimizer's hooks by number."""
+
+all_step_pre_hooks = _table_of(register_optimizer_step_pre_hook)
+"""The hooks before each step of any optimizer: a fused kernel must not divide a gradient that such a hook reads undivided."""
+all_step_post_hooks = _table_of(register_optimizer_step_post_hook)
+"""The hooks after each step of any optimizer: where such a hook raises, the update was made all the same."""

@@ -1,16 +1,15 @@
 """Every private name of torch that this package uses, and what a torch without the name costs the user.
 
-The rest of the package imports from here, so that a new torch is checked in one place. `LOST` has the names that have a fallback. Where a
-name is used for each parameter or each micro-batch, it is bound as it is: no Python function is put around it. Three names that torch looks
-for on the wrapped optimizer must stay where they are: ``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and ``grad_scale`` and
-``found_inf``, which a scaler sets.
+The rest of the package imports from here, so that a new torch is checked in one place. Every name has a fallback or is refused by name,
+which `LOST` tells; without ``Tensor._version`` alone the import raises. Where a name is used for each parameter or each micro-batch, it is
+bound as it is: no Python function is put around it. Three names that torch looks for on the wrapped optimizer must stay where they are:
+``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and ``grad_scale`` and ``found_inf``, which a scaler sets.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, wraps
@@ -23,12 +22,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import UsageError
-from gradaccum.kit import explain, leaves_of, with_leaves
+from gradaccum.kit import explain
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -67,12 +65,6 @@ def _names_in(owner: Any) -> Iterator[tuple[Any, ...]]:
             yield code.co_names + code.co_consts
 
 
-def _require(name: str) -> None:
-    """Raise `ImportError` unless the installed torch has `name`, for which there is no fallback."""
-    if not exists(name):
-        raise ImportError(f"gradaccum_torch needs {name.replace(':', '.')}, a private name that torch {torch.__version__} lacks")
-
-
 def _found(name: str, lost: str, otherwise: Any = None) -> Any:
     """The object of this name, or `otherwise`."""
     LOST[name] = lost
@@ -86,7 +78,8 @@ def require_name(name: str, argument: str, fix: str) -> None:
         raise explain(UsageError, argument, expected=f"a torch that has {name.replace(':', '.')}", found=found, fix=fix)
 
 
-_require("torch:Tensor._version")
+if not exists("torch:Tensor._version"):
+    raise ImportError(f"gradaccum_torch needs torch.Tensor._version, a private name that torch {torch.__version__} lacks")
 version: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written into. Nothing else tells an outside change of ``.grad``, nor how far an update came that raised."""
 
@@ -112,23 +105,34 @@ foreach_mul_ = _foreach("mul_", "Clipping takes a call for each tensor, which is
 foreach_sub_ = _foreach("sub_", "Master weights are compared with a call for each tensor, which is slower.")
 foreach_copy_ = _foreach("copy_", "Master weights are rounded with a call for each tensor, which is slower.")
 
-_require("torch.nn:Module._parameters")
-_require("torch.nn:Module._buffers")
+TABLES = _PARAMETERS, _BUFFERS = "torch.nn:Module._parameters", "torch.nn:Module._buffers"
+LOST[_PARAMETERS] = "`recompute` raises."
+LOST[_BUFFERS] = "`recompute` raises, and a call of a large batch leaves a buffer that was None as it is after a first pass."
 parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")
-buffers_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
-"""A module's own tables, to put other tensors in for the time of a replay: nothing public puts one where a parameter is."""
+"""A module's own table, to put other tensors in for the time of a replay: nothing public puts one where a parameter is."""
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's own table, as `parameters_of`, or a copy without the buffers that are None."""
+    return module._buffers if exists(_BUFFERS) else dict(module.named_buffers(recurse=False, remove_duplicate=False))
+
 
 MODES = "torch.utils._python_dispatch:_disable_current_modes"
 without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _found(MODES, "`recompute` refuses ``policy=``.")
 """Runs operations that a policy of recomputation must not count."""
 
 
+DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
+DispatchMode: Any = _found(DISPATCH, "`gradaccum.verify` raises.", object)
+"""Shows the operations that draw random numbers."""
+
+
 def writes(operation: Any) -> bool:
-    """True if `operation` writes into what it is given. Without the schema torch refuses such an operation, late, where it is kept."""
-    return bool(getattr(getattr(operation, "_schema", None), "is_mutable", False))
+    """True if `operation` writes into what it is given, or may, where torch does not tell."""
+    return bool(getattr(getattr(operation, "_schema", None), "is_mutable", True))
 
 
-_found("torch.ops:aten.add.Tensor._schema", "A policy that keeps a draw in place is refused in the backward pass only.")
+LOST["torch.ops:aten.add.Tensor._schema"] = "A policy that keeps a draw raises."
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -136,71 +140,15 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, "_base", None)
 
 
-_found("torch:Tensor._base", "Where a large batch is split by memory, a layer's transposed weight counts as kept.")
-
-
-_FLATTEN, _UNFLATTEN = "torch.utils._pytree:tree_flatten", "torch.utils._pytree:tree_unflatten"
-_COPIES = "A function that is recomputed gets copies of the dataclasses in its arguments."
-LOST.update({_FLATTEN: _COPIES, _UNFLATTEN: _COPIES})
-
-
-def flatten_nest(nest: Any) -> tuple[list[Any], Any]:
-    """The leaves of a nest, of which autograd notices each tensor, and what `unflatten_nest` needs."""
-    if exists(_FLATTEN) and exists(_UNFLATTEN):
-        leaves, structure = resolve_name(_FLATTEN)(nest)
-        return leaves, structure
-    return [leaf.value for leaf in leaves_of(nest)], nest
-
-
-def unflatten_nest(leaves: Iterable[Any], structure: Any) -> Any:
-    """The nest that `flatten_nest` took apart, with `leaves` in place of its own."""
-    if exists(_FLATTEN) and exists(_UNFLATTEN):
-        return resolve_name(_UNFLATTEN)(leaves, structure)
-    return with_leaves(structure, iter(leaves))
-
-
-STEP_HOOK_TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-STATE_HOOK_TABLES = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-"""Where an optimizer keeps its hooks."""
-for _name in (*STEP_HOOK_TABLES, *STATE_HOOK_TABLES):
-    LOST[f"torch.optim:Optimizer.{_name}"] = "A wrapped optimizer takes no hook: its ``register_..._hook`` raises."
-
-NO_HOOKS: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-
-
-def _table(name: str) -> Callable[[torch.optim.Optimizer], OrderedDict[int, Callable[..., Any]]]:
-    """An optimizer that never calls ``Optimizer.__init__``, as torch_optimizer's Lookahead, has no table: it runs no hook."""
-    return lambda optimizer: getattr(optimizer, name, NO_HOOKS)
-
-
-step_pre_hooks, step_post_hooks = map(_table, STEP_HOOK_TABLES)
-save_pre_hooks, save_post_hooks, load_pre_hooks, load_post_hooks = map(_table, STATE_HOOK_TABLES)
-"""One optimizer's hooks by number."""
-
-UNKNOWN: Mapping[int, Any] = {-1: None}
-"""In place of hooks that cannot be seen, so that nobody takes them for none."""
-_SLOWER = "A fused optimizer's division is a pass of its own, which is slower."
-all_step_pre_hooks: Mapping[int, Any] = _found("torch.optim.optimizer:_global_optimizer_pre_hooks", _SLOWER, UNKNOWN)
-"""The hooks before each step of any optimizer: a fused kernel must not divide a gradient that such a hook reads undivided."""
-if not exists(f"torch.optim:Optimizer.{STEP_HOOK_TABLES[0]}"):
-    all_step_pre_hooks = UNKNOWN
-_LATER = "Each update registers a hook of its own, which is slower."
-all_step_post_hooks: Mapping[int, Any] = _found("torch.optim.optimizer:_global_optimizer_post_hooks", _LATER, UNKNOWN)
-"""The hooks after each step of any optimizer: where such a hook raises, the update was made all the same."""
+LOST["torch:Tensor._base"] = "Where a large batch is split by memory, a layer's transposed weight counts as kept."
 
 DIVIDES_BY_GRAD_SCALE = "_step_supports_amp_scaling"
 """True on an optimizer whose ``step`` divides by ``optimizer.grad_scale``, as a fused one's does."""
-LOST[f"torch.optim:Adam.{DIVIDES_BY_GRAD_SCALE}"] = _SLOWER
+LOST[f"torch.optim:Adam.{DIVIDES_BY_GRAD_SCALE}"] = "A fused optimizer's division is a pass of its own, which is slower."
 LOST[f"torch.amp:GradScaler.{DIVIDES_BY_GRAD_SCALE}"] = "``scaler.step(opt)`` is refused; write ``opt.step()``."
 
-_require("torch.autograd:Variable._execution_engine.queue_callback")
-when_backward_ends: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-"""Has a function called as the running backward pass ends; torch forgets it if the pass raises. Outside of a pass it raises."""
+_ENGINE = "torch.autograd:Variable._execution_engine.queue_callback"
+LOST[_ENGINE] = "A backward pass that raised is not noticed."
 
 
 def is_leaf_node(node: Node) -> bool:
@@ -208,9 +156,13 @@ def is_leaf_node(node: Node) -> bool:
     return bool(node.name() == "torch::autograd::AccumulateGrad")
 
 
-_USERS = "The first gradient of each parameter in a window is copied, which is slower."
-storage_users: Callable[[int], int] = _found("torch:_C._storage_Use_Count", _USERS, lambda _: sys.maxsize)
-"""How many tensors and other objects hold a storage: `keep_own` asks what the next backward pass writes over."""
+_USERS = "torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata"
+LOST.update(dict.fromkeys(_USERS, "The first gradient of each parameter in a window is copied, which is slower."))
+
+
+def storage_users(storage: Any) -> int:
+    """How many tensors and other objects hold a storage: `keep_own` asks what the next backward pass writes over."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) if all(map(exists, _USERS)) else sys.maxsize
 
 
 def keep_own(leaf: Tensor) -> None:
@@ -224,7 +176,7 @@ def keep_own(leaf: Tensor) -> None:
         return
     if type(gradient) is Tensor:
         storage = None if gradient.is_sparse else gradient.untyped_storage()
-        own = storage is not None and storage.resizable() and storage_users(storage._cdata) <= 2  # The gradient and `storage`.
+        own = storage is not None and storage.resizable() and storage_users(storage) <= 2  # The gradient and `storage`.
     else:  # FSDP's shards are parts of one tensor that nobody else writes.
         own = not is_sharded(gradient) or local(gradient).untyped_storage().resizable()
     # torch.compile loads this module for graphs. Those that it warms up or records return memory that looks like any other.
@@ -232,17 +184,22 @@ def keep_own(leaf: Tensor) -> None:
         leaf.grad = gradient.clone()
 
 
-def hook_tables() -> dict[str, OrderedDict[int, Callable[..., Any]]]:
-    """Empty tables of hooks, as ``torch.optim.Optimizer.__init__`` makes them."""
-    return {name: OrderedDict() for name in (*STEP_HOOK_TABLES, *STATE_HOOK_TABLES)}
+_VALUES = "torch:Tensor._values"
+LOST[_VALUES] = "Sparse gradients raise."
 
 
 def elements(gradient: Tensor) -> Tensor:
     """The numbers of a gradient as a dense tensor that shares its memory; a sparse gradient's are those of its entries.
 
     Public ``values()`` refuses a sum that torch has not marked as coalesced.
+
+    Raises:
+        UsageError: `gradient` is sparse, and the installed torch lacks the name.
     """
-    return gradient._values() if gradient.is_sparse else gradient
+    if not gradient.is_sparse:
+        return gradient
+    require_name(_VALUES, "gradients", "Write nn.Embedding(..., sparse=False).")
+    return gradient._values()
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -282,13 +239,15 @@ def at_the_end_of_backward(function: Callable[[], None]) -> bool:
     if compiled is not None and getattr(compiled, "in_compiled_autograd_region", True):
         return False
     try:
-        when_backward_ends(function)
-    except RuntimeError:
+        torch.autograd.Variable._execution_engine.queue_callback(function)  # Torch forgets it if the pass raises.
+    except (AttributeError, RuntimeError):
         return False
     return True
 
 
 LOST["torch._dynamo.compiled_autograd:in_compiled_autograd_region"] = "With compiled autograd, a backward pass that raised is not noticed."
+
+LOST["torch._dynamo:OptimizedModule._orig_mod"] = "A large batch beside a compiled module hooks all modules, of which torch warns."
 
 FRAMES = "torch._C._dynamo:eval_frame"
 _frames = _found(FRAMES, "A compiled training step has a graph break at each parameter, which is slower.")
@@ -332,7 +291,7 @@ def note_step_called(optimizer: torch.optim.Optimizer) -> None:
 SCALER = tuple(
     f"torch.amp:GradScaler.{each}" for each in ("_growth_tracker", "_get_scale_async", "_per_optimizer_states", "_found_inf_per_device")
 )
-LOST.update(dict.fromkeys(SCALER, '``loss_scale=`` takes no `torch.amp.GradScaler`; write ``loss_scale="dynamic"``.'))
+LOST.update(dict.fromkeys(SCALER, "``loss_scale=`` takes no `torch.amp.GradScaler`; write ``loss_scale=gradaccum.DynamicLossScale()``."))
 
 
 def tracker_of(scaler: torch.amp.GradScaler) -> Tensor:
@@ -528,7 +487,7 @@ def are_flattened(parameters: Collection[Tensor]) -> bool:
     """True if some of `parameters` are torch's FSDP1's, whose norm would be that of each worker's part."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or exists(_FLATTENED):
-        return any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters)
+        return any(getattr(parameter, resolve_name(_FLATTENED), False) for parameter in parameters)
     own = set(map(id, parameters))
     return any(not own.isdisjoint(map(id, module.parameters())) for module in _alive(fsdp.FullyShardedDataParallel))
 

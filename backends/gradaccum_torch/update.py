@@ -15,10 +15,10 @@ from gradaccum.kit import explain, half_made_error
 from gradaccum_torch.attempt import Attempt, StepReturn
 from gradaccum_torch.closure import Skipped
 from gradaccum_torch.fused import Dividing, can_divide
+from gradaccum_torch.hooks import step_post_hooks, step_pre_hooks
 from gradaccum_torch.masters import Parameters
 from gradaccum_torch.norm import same_norms
 from gradaccum_torch.strategy import Strategy
-from gradaccum_torch.torch_private import step_post_hooks, step_pre_hooks
 
 
 class Update:

@@ -125,7 +125,7 @@ class _Call:
         before = Before(self.reached, self.large.devices())
         try:
             with collector.kept():
-                collector.expect(parameters_of(self.reached))
+                collector.expect(trained_by(self.reached))
                 returned = self._accumulate(micro_batches, shares, collector, agreed)
         except BaseException:
             if not collector.delivered():
@@ -154,7 +154,7 @@ class _Call:
         return loss.detach().clone()  # The next micro-batch's may come in the same memory, from the replay of a CUDA graph.
 
 
-def parameters_of(reached: Reached) -> list[Tensor]:
+def trained_by(reached: Reached) -> list[Tensor]:
     """The trainable parameters of modules, each once."""
-    held = {id(each): each for module in reached.modules for each in module._parameters.values() if each is not None and each.requires_grad}
+    held = {id(each): each for module in reached.modules for each in module.parameters(recurse=False) if each.requires_grad}
     return list(held.values())

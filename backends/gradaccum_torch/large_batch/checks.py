@@ -31,7 +31,7 @@ def require_alone(modules: Iterable[nn.Module]) -> None:
         UsageError: one is.
     """
     for module in modules:
-        if isinstance(module, DistributedDataParallel) or any(is_sharded(each) for each in module._parameters.values() if each is not None):
+        if isinstance(module, DistributedDataParallel) or any(map(is_sharded, module.parameters(recurse=False))):
             found = f"a {type(module).__name__} that several workers train"
             fix = "Write optimizer=gradaccum.wrap(optimizer, steps=None, module=module): the sum is then reduced as the wrapper does it."
             raise explain(UsageError, "optimizer", expected="a wrapped optimizer beside workers", found=found, fix=fix)

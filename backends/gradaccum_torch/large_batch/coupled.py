@@ -16,7 +16,7 @@ from torch import Tensor
 from gradaccum import ArgumentTypeError, AutoMicroBatchSize
 from gradaccum.kit import Division, Nest, explain, make_division
 from gradaccum_torch.large_batch.auto import has_nothing_to_share, run_divided, share_nothing
-from gradaccum_torch.large_batch.backward import parameters_of
+from gradaccum_torch.large_batch.backward import trained_by
 from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split
 from gradaccum_torch.large_batch.checks import require_alone, require_coupled_optimizer, require_function
 from gradaccum_torch.large_batch.coupling import CoupledInGrad, CoupledInWindow, Coupler
@@ -111,7 +111,7 @@ class _CoupledCall:
         before = Before(self.reached, self.large.devices())
         try:
             with coupler.kept():
-                coupler.expect(parameters_of(self.reached))
+                coupler.expect(trained_by(self.reached))
                 loss = self._two_passes(micro_batches, coupler, before, agreed)
         except BaseException:
             if not coupler.delivered():

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from gradaccum_torch.torch_private import buffers_of
+
 _DEPTH = 6
 """How many objects deep the look goes: a closure over a trainer over a list of models is three."""
 _ATOMS = (Tensor, str, bytes, int, float, complex, type(None), torch.device, torch.dtype, torch.optim.Optimizer)
@@ -120,23 +122,22 @@ class Buffers:
     """The buffers of `modules` as they are now: which tensors, and copies of what is in them."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._noted: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        self._noted: list[tuple[nn.Module, str, Tensor | None]] = []
         self._copies: list[Tensor | None] = []
         for module in modules:
-            if module._buffers:
-                self.note(module)
+            self.note(module)
 
     def note(self, module: nn.Module) -> None:
         """Those of one more module."""
-        new = [(module._buffers, name, tensor) for name, tensor in module._buffers.items()]
+        new = [(module, name, tensor) for name, tensor in buffers_of(module).items()]
         self._copies += [None if tensor is None else tensor.detach().clone() for _, _, tensor in new]
         self._noted += new
 
     def put_back(self) -> None:
         """Make every buffer the tensor that it was, with what was in it."""
-        for (table, name, tensor), copied in zip(self._noted, self._copies, strict=True):
-            if table.get(name) is not tensor:
-                table[name] = tensor
+        for (module, name, tensor), copied in zip(self._noted, self._copies, strict=True):
+            if getattr(module, name, None) is not tensor:
+                setattr(module, name, tensor)
             if tensor is not None and copied is not None:
                 # A batch norm's kernel moves its statistics without counting a write, so versions cannot tell; nor is one counted here.
                 tensor.data.copy_(copied)
@@ -151,7 +152,7 @@ class Before:
     """
 
     def __init__(self, reached: Reached, devices: Iterable[torch.device]) -> None:
-        own = (each.device for module in reached.modules for each in module._parameters.values() if each is not None)
+        own = (each.device for module in reached.modules for each in module.parameters(recurse=False))
         self._reached, self._devices = reached, {*devices, *own}
         self._random, self._buffers = self.random_state(), Buffers(reached.modules)
 
@@ -162,7 +163,7 @@ class Before:
         Not beside a module that `torch.compile` made, which warns of every hook on all modules; nor from inside of compiled code, where
         there is no call to be seen.
         """
-        if any("_orig_mod" in module._modules for module in self._reached.modules):
+        if any(hasattr(module, "_orig_mod") for module in self._reached.modules):
             yield
             return
         thread, known = threading.get_ident(), set(map(id, self._reached.modules))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.torch_private import MODES, require_name
+from gradaccum_torch.torch_private import MODES, TABLES, require_name
 
 _OPERATION = type(torch.ops.aten.add.Tensor)
 """An operation of ``torch.ops`` with its overload."""
@@ -18,8 +18,11 @@ _OPERATION = type(torch.ops.aten.add.Tensor)
 def require_options(policy: object, preserve_rng_state: object) -> None:
     """Raises ArgumentTypeError: `policy` is neither a list of operations nor a function, or the flag is no bool.
 
-    UsageError: a policy is given to a torch in which the library's own operations cannot be hidden from it.
+    UsageError: in the installed torch no replay can put parameters and buffers into a module, or no policy can be kept from seeing the
+    library's own operations.
     """
+    for name in TABLES:
+        require_name(name, "recompute", "Write torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False).")
     if not isinstance(preserve_rng_state, bool):
         fix = "Write preserve_rng_state=True, or leave it out."
         raise explain(ArgumentTypeError, "preserve_rng_state", expected="a bool", got=preserve_rng_state, fix=fix)

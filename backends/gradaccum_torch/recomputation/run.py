@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradaccum.kit import leaves_of, with_leaves
 from gradaccum_torch.recomputation.checks import changed_argument_error
 from gradaccum_torch.recomputation.policy import Policy, selective_contexts
 from gradaccum_torch.recomputation.surroundings import Surroundings
-from gradaccum_torch.torch_private import flatten_nest, unflatten_nest, version
+from gradaccum_torch.torch_private import version
 
 MOVES_TWICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """The compiler moves the buffers of a recomputed part in both runs. Measured: torch 2.6 does, torch 2.13 does not."""
@@ -53,13 +54,13 @@ def run(function: Callable[..., Any], modules: Iterable[nn.Module], args: tuple[
             # Dynamo leaves this call out of its graph, and under fullgraph=True refuses it. It cannot trace how a UsageError is made.
             raise RuntimeError("before torch 2.13 the compiler moves the buffers of a recomputed part twice: leave fullgraph=True out")
         return _compiled(function, args, kwargs, rules)
-    leaves, structure = flatten_nest((args, kwargs))
+    leaves = [leaf.value for leaf in leaves_of((args, kwargs))]
     surroundings = Surroundings(modules, rules.policy is not None)
     before = [version(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
 
     def of_leaves(*leaves: Any) -> Any:
-        args, kwargs = unflatten_nest(leaves, structure)
-        return function(*args, **kwargs)
+        again: Any = with_leaves((args, kwargs), iter(leaves))
+        return function(*again[0], **again[1])
 
     contexts = functools.partial(_contexts, surroundings, rules.policy)
     out = checkpoint(of_leaves, *leaves, use_reentrant=False, context_fn=contexts, preserve_rng_state=rules.preserve_rng_state)

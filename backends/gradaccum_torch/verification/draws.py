@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradaccum_torch.torch_private import DispatchMode
 from gradaccum_torch.verification.rows import Axis, NoAxis, axis_between, rows
 
 NOT_PER_ITEM = ("randperm",)
@@ -41,7 +41,7 @@ class Draw(NamedTuple):
         return self.numbers.numel() > 1 and bool((self.numbers != self.numbers.flatten()[0]).any())
 
 
-class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Drawing(DispatchMode):  # type: ignore[misc]
     """While it is open, random operations are noted, and replaced where a recording has their numbers.
 
     Args:
@@ -49,7 +49,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, replay: Callable[[int, Draw], Tensor | None] = lambda number, draw: None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.draws: list[Draw] = []
         self.generators: dict[torch.Generator, Tensor] = {}
         """Generators that were handed to an operation, and their states before."""
@@ -69,7 +69,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._drawn(func, args, made, before)
 
     def _drawn(self, func: Any, args: Sequence[Any], made: Any, state: bytes) -> Any:
-        name = func._schema.name.removeprefix("aten::")
+        name = func.name().removeprefix("aten::").partition(".")[0]
         numbers = made[1] if name == "native_dropout" else made if isinstance(made, Tensor) else made[0]
         draw = Draw(name, _place(), numbers.detach().clone())
         number = self._begun.setdefault(state, len(self._begun))
