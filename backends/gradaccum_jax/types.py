@@ -6,6 +6,7 @@ numbers beside them. `Scalar` is `gradaccum.kit`'s.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -42,3 +43,6 @@ Extra = dict[str, Any]
 
 typeof: Any = jax.typeof
 """`jax.typeof`, whose annotations a type checker does not take."""
+
+reshard: Any = getattr(jax.sharding, "reshard", None) or import_module("jax.experimental.shard").reshard
+"""`jax.sharding.reshard`, which JAX 0.5 and 0.6 have in `jax.experimental.shard` alone."""

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradaccum import UsageError
 from gradaccum.kit import Options, Scalar, explain
-from gradaccum_jax.types import Array, Axes, Gradients, Params, Tree, typeof
+from gradaccum_jax.types import Array, Axes, Gradients, Params, Tree, reshard, typeof
 
 ADDS_PARTS_RIGHT = jax.__version_info__ >= (0, 10)
 """JAX 0.7 takes such types inside one `jax.jit` only, not across its boundary, and a loop that adds up parts gives a wrong sum there."""
@@ -164,6 +164,5 @@ def _mesh(leaf: Array) -> Any:
 def _typed(leaf: Array, *, mesh: Any = None, like: Array = None, **axes: Axes) -> Array:
     """`leaf` sharded as it is, or as `like` is, with these reduced and unreduced axes and no others."""
     partitions = _spec(leaf if like is None else like).partitions
-    library: Any = jax
     spec: Any = PartitionSpec
-    return library.reshard(leaf, NamedSharding(mesh or _mesh(leaf), spec(*partitions, **axes)))
+    return reshard(leaf, NamedSharding(mesh or _mesh(leaf), spec(*partitions, **axes)))

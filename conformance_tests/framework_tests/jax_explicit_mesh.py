@@ -20,6 +20,8 @@ import pytest
 
 import gradaccum
 import gradaccum_jax
+from conformance_tests.framework_tests.jax_versions import on_mesh
+from gradaccum_jax.types import reshard
 
 P: Any = jax.sharding.PartitionSpec
 LIBRARY: Any = jax
@@ -266,7 +268,7 @@ def check_too_old() -> None:
     """JAX 0.7 lets no such array out of `jax.jit`, and a loop that adds up parts gives seven times the sum: named, not summed wrongly."""
     tx = gradaccum.wrap(optax.sgd(0.5), steps=3)
     spec = {"reduced": {"data"}}
-    with jax.set_mesh(DATA):
+    with on_mesh(DATA):
         params, x = parameters({name: jax.NamedSharding(DATA, P()) for name in WHOLE}), jnp.asarray(BATCHES[0])
         state = tx.init(params)
 
@@ -277,7 +279,7 @@ def check_too_old() -> None:
         with pytest.raises(gradaccum.UsageError, match=r"^grads: expected .*JAX 0\.\d.*gradaccum_jax\.data_parallel"):
             jax.jit(step)(jax.device_put(x, jax.NamedSharding(DATA, P("data", None))))
         with pytest.raises(gradaccum.UsageError, match=r"^params: expected .*JAX 0\.\d"):
-            jax.jit(lambda params: tx.init(jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, P(None, None, **spec)), params)))(params)
+            jax.jit(lambda params: tx.init(jax.tree.map(lambda leaf: reshard(leaf, P(None, None, **spec)), params)))(params)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gradaccum
 import gradaccum_jax
 from conformance_tests.framework_tests.jax_large_batch import close, data, errors, mean_loss, model, numbers
-from conformance_tests.framework_tests.jax_versions import shard_map
+from conformance_tests.framework_tests.jax_versions import on_mesh, shard_map
 from conformance_tests.framework_tests.refusing import refused
 
 jax.config.update("jax_enable_x64", True)
@@ -81,14 +81,13 @@ def explicit_mesh() -> None:
     """The types of the batch say how it is sharded."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
     x, y = data(ITEMS)
-    library: Any = jax
-    with library.set_mesh(mesh) if hasattr(jax, "set_mesh") else library.sharding.use_mesh(mesh):
+    with on_mesh(mesh):
         given = [jax.device_put(leaf, NamedSharding(mesh, SPREAD)) for leaf in (x, y)]
         made = jax.jit(gradaccum_jax.value_and_grad(mean_loss, steps=3, mesh=mesh, axis_name="data"))(model(), *given)
-        close(made, jax.value_and_grad(mean_loss)(model(), x, y))
         whole = jax.device_put(np.ones((x.shape[1], 4), x.dtype), NamedSharding(mesh, WHOLE))
         with refused(gradaccum.UsageError, "batch: expected rows that are whole on each device", "shard_map", "AxisType.Auto"):
             gradaccum_jax.coupled_value_and_grad(lambda w, x: x @ w, lambda z: z.mean(), steps=2)(whole, given[0])
+    close(made, jax.value_and_grad(mean_loss)(model(), x, y))
 
 
 def arrays_from_anywhere() -> None:

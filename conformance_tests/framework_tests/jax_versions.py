@@ -22,3 +22,9 @@ def shard_map(function: Callable[..., Any], **options: Any) -> Callable[..., Any
     from jax.experimental.shard_map import shard_map as older
 
     return older(function, check_rep=False, **{name: value for name, value in options.items() if name != "check_vma"})
+
+
+def on_mesh(mesh: Any) -> Any:
+    """The context in which `mesh` is set."""
+    library: Any = jax
+    return library.set_mesh(mesh) if hasattr(jax, "set_mesh") else library.sharding.use_mesh(mesh)

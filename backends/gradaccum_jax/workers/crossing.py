@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.state import AccumulationState, find_states
-from gradaccum_jax.types import Array, Axes, Tree
+from gradaccum_jax.types import Array, Axes, Tree, reshard, typeof
 from gradaccum_jax.unreduced import axes_reduced
 from gradaccum_jax.varying import axes_of, vary
 from gradaccum_jax.workers.kinds import require_shared
@@ -19,8 +19,6 @@ from gradaccum_jax.workers.replicated import replicated
 
 Spec = Any
 """A `jax.sharding.PartitionSpec`."""
-_LIBRARY: Any = jax
-"""JAX, where its stubs lack a name."""
 
 
 class Made(NamedTuple):
@@ -54,9 +52,9 @@ def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: list[Spec], axes
         return leaves
 
     def place(leaf: Array, spec: Spec) -> Array:
-        wanted, own = ([_named(entry, axes) for entry in _entries(each)] for each in (spec, _LIBRARY.typeof(leaf).sharding.spec))
+        wanted, own = ([_named(entry, axes) for entry in _entries(each)] for each in (spec, typeof(leaf).sharding.spec))
         wanted += [()] * (len(own) - len(wanted))
-        return leaf if own == wanted and not axes_reduced(leaf) else _LIBRARY.sharding.reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
+        return leaf if own == wanted and not axes_reduced(leaf) else reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
 
     return [place(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
 
@@ -72,7 +70,7 @@ def require_unsharded(params: Tree, name: str, axes: tuple[str, ...]) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not isinstance(leaf, jax.Array):
             continue
-        sharding: Any = (_LIBRARY.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf).sharding
+        sharding: Any = (typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf).sharding
         found = {axis for entry in _entries(getattr(sharding, "spec", ())) for axis in _named(entry, axes) if sharding.mesh.shape[axis] > 1}
         if found:
             fix = (

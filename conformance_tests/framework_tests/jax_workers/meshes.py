@@ -11,6 +11,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
+from conformance_tests.framework_tests.jax_versions import on_mesh
 from conformance_tests.framework_tests.jax_workers.common import P, over
 from conformance_tests.framework_tests.jax_workers.programs import collectives
 
@@ -72,8 +73,9 @@ def explicit_axes() -> None:
     require_large_batch(train(jax.make_mesh((4, 1), ("data", "model"), axis_types=(kinds.Explicit, kinds.Auto)), "data", START)[0])
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kinds.Explicit,))
     require_large_batch(train(mesh, "data", START)[0])
-    with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
-        require_large_batch(train(mesh, "data", jax.device_put(START, jax.sharding.NamedSharding(mesh, P())))[0])
+    with on_mesh(mesh):
+        params, _ = train(mesh, "data", jax.device_put(START, jax.sharding.NamedSharding(mesh, P())))
+    require_large_batch(params)
     mesh, shapes = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kinds.Explicit,) * 2), {"w": P(None, "model"), "b": P("model")}
     given = {name: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, shapes[name])) for name, leaf in START.items()}
     params, _ = train(mesh, "data", given)
