@@ -167,7 +167,7 @@ def arithmetic() -> None:
 
     batches = batches_of()
     for options in ({}, {"loss_scale": gradaccum.DynamicLossScale(2.0**4)}, {"separate_sums": True}):
-        for inner, clip in ((adam, 0.5), (adam, None), (sgd, 0.01)):
+        for inner, clip in ((adam, 0.5), (adam, None), (sgd, 0.01), (sgd, None)):
             model, twin = model_of(), model_of(1)
             opt, other = (gradaccum.wrap(inner(each.parameters()), steps=2, clip_norm=clip, **options) for each in (model, twin))
             for x in batches[:3]:
@@ -501,13 +501,13 @@ def compiled_autograd() -> None:
 def compiled_module() -> None:
     import torch
 
-    from gradaccum_torch import backward
+    from gradaccum_torch import coupled_backward
 
     model, other = model_of(), model_of()
     compiled, x = torch.compile(model, backend="eager"), batches_of()[:4].reshape(16, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        backward(lambda part: compiled(part).square().mean(), x, steps=4)
+        coupled_backward(compiled, lambda out: out.square().mean(), x, steps=4)
     other(x).square().mean().backward()
     assert all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
