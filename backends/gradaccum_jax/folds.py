@@ -27,8 +27,8 @@ def all_of(flags: list[Scalar]) -> Scalar:
 
 
 @jax.custom_jvp
-def sum_of(values: Array) -> Scalar:
-    """The sum of a vector, compensated (Neumaier, 1974): as good as rounded once; inf or NaN where an element is."""
+def sum_of(values: Array) -> Array:
+    """The sum along the first axis, compensated (Neumaier, 1974): as good as rounded once; inf or NaN where an element is."""
     nothing = jnp.zeros((), values.dtype)
     total, lost = lax.reduce((values, jnp.zeros_like(values)), (nothing, nothing), _add, (0,))
     return jnp.where(jnp.isfinite(total), total + lost, total)
@@ -36,7 +36,7 @@ def sum_of(values: Array) -> Scalar:
 
 @sum_of.defjvp
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Scalar, Scalar]:
-    return sum_of(*primals), jnp.sum(*tangents)
+    return sum_of(*primals), jnp.sum(*tangents, axis=0)
 
 
 def _add(a: Pair, b: Pair) -> Pair:
