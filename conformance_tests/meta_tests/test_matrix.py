@@ -50,6 +50,13 @@ def test_the_floor_of_the_metadata_is_a_row(framework: str) -> None:
         assert one.name == "numpy" or spelt & measured, one
 
 
+@pytest.mark.parametrize("cell", [cell for cell in MEASURED if cell.whole and cell.name in rows()], ids=lambda cell: cell.name)
+def test_own_tests_were_run_at_the_ends(cell: Cell) -> None:
+    """A row of a whole cell that left them out was made with ``--brief``."""
+    columns = rows()[cell.name].split(" | ")
+    assert re.match(r"\d+ passed", columns[6]), columns
+
+
 def test_a_failure_is_shown() -> None:
     steps = {"import": (True, "3.0 torch 0"), "suite": (False, "1 failed, 2 passed")}
     assert "1 failed, 2 passed" in table([Result("torch-0-py3", "3.0", "torch 0", "2026-01-01", steps=steps)])
