@@ -128,10 +128,10 @@ def _shard_group(
         require_parameters(module, [*module.parameters(), *within], parameters)
         require_same_options(options, *map(mesh.get_group, range(mesh.ndim)), gradient_sync=sync)
     shards = Shards(optimizer, units)
-    deferred = None
     if sync != "micro_batch":
         require_deferrable(units, parameters, options, sync, module)
-        deferred = Deferred(units, mesh, sync)
+    shards.require_averages()
+    deferred = Deferred(units, mesh, sync) if sync != "micro_batch" else None
     return ShardGroup(mesh, shards, options.reduction == "sum", deferred)
 
 

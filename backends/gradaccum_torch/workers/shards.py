@@ -46,7 +46,14 @@ class Shards:
             found = "parameters of a part of the model that reduces each micro-batch"
             raise explain(ArgumentValueError, "param_group", expected="parameters that gradient_sync= waits for", found=found, fix=fix)
         self._units = units
+        self.require_averages()
         self.note()
+
+    def require_averages(self) -> None:
+        """Raise `UsageError` where the installed torch adds up gradients that FSDP2 averages."""
+        if any(unit.is_summed_by_gloo for unit in self._units):
+            found = f"torch {torch.__version__}, in which gloo adds up what FSDP2 averages"
+            raise explain(UsageError, "optimizer", expected="torch 2.11 or newer for FSDP2 on a CPU", found=found, fix="Install it.")
 
     def note(self) -> None:
         """A window begins: its gradients have the divisors that are set now."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 import gradaccum
@@ -159,6 +160,8 @@ def backward_pass_that_raises(rank: int) -> None:
     def fail(_: torch.Tensor) -> None:
         raise ZeroDivisionError
 
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        return  # FSDP2 of an older torch stays in the midst of its pass.
     for _, model, opt in each_way():
         train(model, opt, rank, 1)
         out = model(batches(rank)[0][0])
@@ -194,7 +197,8 @@ def found_settings_come_back(rank: int) -> None:
     way = Way("window", (2,))
     model = sharded(way)
     model.set_requires_all_reduce(False)
-    model.first.set_reduce_scatter_unused_params(True)
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        model.first.set_reduce_scatter_unused_params(True)
     found = [unit.sync for unit in units_of(model)]
     opt = wrap(model, way)
     again = wrap(model, way)
@@ -234,6 +238,8 @@ def user_s_own_switches(rank: int) -> None:
 @check
 def sum_that_fsdp_dropped_is_missed(rank: int) -> None:
     way = Way("all_reduce_per_window", (2, 1))
+    if way not in WAYS:
+        return  # The other ways leave FSDP2 nothing that this call drops.
     model = sharded(way)
     opt = wrap(model, way)
     learn(model, opt, batches(rank)[0])
