@@ -23,8 +23,8 @@ from gradaccum_torch.recomputation.policy import Policy, selective_contexts
 from gradaccum_torch.recomputation.surroundings import Surroundings
 from gradaccum_torch.torch_private import version
 
-MOVES_TWICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""The compiler moves the buffers of a recomputed part in both runs. Measured: torch 2.6 does, torch 2.13 does not."""
+MOVES_TWICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
+"""The compiler moves the buffers of a recomputed part in both runs. Measured: torch 2.8 does, torch 2.11 does not."""
 
 
 class Rules(NamedTuple):
@@ -52,7 +52,7 @@ def run(function: Callable[..., Any], modules: Iterable[nn.Module], args: tuple[
     if torch.compiler.is_compiling():
         if MOVES_TWICE and any(len(list(module.buffers())) for module in modules):
             # Dynamo leaves this call out of its graph, and under fullgraph=True refuses it. It cannot trace how a UsageError is made.
-            raise RuntimeError("before torch 2.13 the compiler moves the buffers of a recomputed part twice: leave fullgraph=True out")
+            raise RuntimeError("before torch 2.11 the compiler moves the buffers of a recomputed part twice: leave fullgraph=True out")
         return _compiled(function, args, kwargs, rules)
     leaves = [leaf.value for leaf in leaves_of((args, kwargs))]
     surroundings = Surroundings(modules, rules.policy is not None)
