@@ -156,13 +156,16 @@ def is_leaf_node(node: Node) -> bool:
     return bool(node.name() == "torch::autograd::AccumulateGrad")
 
 
-_USERS = "torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata"
-LOST.update(dict.fromkeys(_USERS, "The first gradient of each parameter in a window is copied, which is slower."))
+for _name in ("torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata"):
+    LOST[_name] = "The first gradient of each parameter in a window is copied, which is slower."
 
 
 def storage_users(storage: Any) -> int:
     """How many tensors and other objects hold a storage: `keep_own` asks what the next backward pass writes over."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) if all(map(exists, _USERS)) else sys.maxsize
+    try:
+        return int(torch._C._storage_Use_Count(storage._cdata))
+    except AttributeError:
+        return sys.maxsize
 
 
 def keep_own(leaf: Tensor) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from conformance_tests.framework_tests.torch_renamed import SCENARIOS, TOGETHER, Hidden  # noqa: E402
+from conformance_tests.framework_tests.torch_lacking import SCENARIOS, TOGETHER  # noqa: E402
+from conformance_tests.framework_tests.torch_renamed import Hidden  # noqa: E402
 from gradaccum_torch import torch_private  # noqa: E402
 
 
