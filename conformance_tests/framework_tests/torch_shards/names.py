@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,3 +82,7 @@ def private_names_that_torch_lacks(rank: int) -> None:
                 model = sharded(way)
                 train(model, wrap(model, way), rank)
                 require_equal(model, reference)
+                gc.collect()
+        if trains:
+            default = fsdp_private.Sync(True, True, False)
+            assert all(unit.sync == default for unit in fsdp_private.units_of(model)), f"{name}: let go, and waits"
