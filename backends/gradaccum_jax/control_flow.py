@@ -68,9 +68,11 @@ def named_axes(closed: Traced) -> Axes:
 def _runner(jaxpr: Any, leaves: Leaves) -> Run:
     """The traced function. It holds no array and no tracer, because the rules below outlive the trace that makes them."""
     axes = [axes_of(leaf) for leaf in leaves]
+    # A program of JAX 0.12 holds its constants' values, which may be tracers. So the constants become arguments.
+    program = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
 
     def run(constants: Leaves, leaves: Leaves) -> Leaves:
-        made = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))(*leaves)
+        made = core.jaxpr_as_fun(program)(*constants, *leaves)
         return [vary(leaf, own) for leaf, own in zip(made, axes, strict=True)]
 
     return run
