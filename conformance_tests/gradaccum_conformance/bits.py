@@ -61,10 +61,15 @@ def bits_of(harness: Harness, run: str) -> list[str]:
 
 def environment(harness: Harness) -> str:
     """What the bits depend on besides gradaccum, on one line."""
-    asked = {extra: {one.package for one in requirements_of("gradaccum") if one.extra == extra} for extra in (harness.name, "conformance")}
-    versions = [f"{package} {installed_version(package)}" for package in sorted(asked[harness.name] - asked["conformance"]) or ["numpy"]]
     probe = hash_of(harness.gradient(MODEL, make_weights(MODEL), micro_batches()[0], dtype="float32"))
-    return f"{harness.name}: {', '.join(versions)}; {platform.machine()}; probe {probe}"
+    return f"{versions(harness.name)}; probe {probe}"
+
+
+def versions(backend: str) -> str:
+    """The backend, the versions of its framework and the kind of machine, on one line."""
+    asked = {extra: {one.package for one in requirements_of("gradaccum") if one.extra == extra} for extra in (backend, "conformance")}
+    installed = [f"{package} {installed_version(package)}" for package in sorted(asked[backend] - asked["conformance"]) or ["numpy"]]
+    return f"{backend}: {', '.join(installed)}; {platform.machine()}"
 
 
 def hash_of(arrays: Arrays) -> str:

@@ -1,0 +1,52 @@
+"""The record is what the code is: public names and refusals everywhere, counts where the versions are those that they were taken with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance_tests.record import counts, names, refusals
+from conformance_tests.record.facts import changes, file_of, read, write
+from gradaccum import available_backends
+
+BACKENDS = [name for name in available_backends() if name != "numpy"]
+ADVICE = "Look at each line. If all are meant, write them: python -m conformance_tests.record --write"
+LOSING = """
+def check(value):
+    expected, fix = f"at least {value}", "Write 3."
+    if value:
+        raise explain(UsageError, "steps", expected=expected, got=value, fix=fix)
+    raise TypeError("no number: 3")
+    raise other_error(value)
+"""
+
+
+def test_public_names_are_those_of_the_record() -> None:
+    assert list(changes(read(file_of("names")), names.found(BACKENDS))) == [], ADVICE
+
+
+def test_refusals_are_those_of_the_record() -> None:
+    assert list(changes(read(file_of("refusals")), refusals.found())) == [], ADVICE
+
+
+@pytest.mark.parametrize("framework", [name for name in BACKENDS if counts.environment(name) in read(file_of("counts"))])
+def test_counts_are_those_of_the_record(framework: str) -> None:
+    """In a process of its own, whose caches are empty."""
+    command = [sys.executable, "-m", "conformance_tests.record", "--part", "counts", "--backend", framework]
+    done = subprocess.run(command, cwd=counts.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr[-3000:]}\n{ADVICE}"
+
+
+def test_refusals_are_read() -> None:
+    expected = ["UsageError | steps: expected at least {}", "TypeError | no number", "other_error"]
+    assert sorted(refusals.refusals(LOSING)) == sorted(expected)
+
+
+def test_a_lost_fact_is_a_removed_line(tmp_path: Path) -> None:
+    file = tmp_path / "facts.txt"
+    write({"torch": ["b", "a | c"], "jax 1": ["d"]}, file)
+    assert read(file) == {"jax 1": ["d"], "torch": ["a | c", "b"]}
+    assert list(changes(read(file), {"torch": ["b", "e"], "jax 2": ["f"]})) == ["- torch | a | c", "+ torch | e"]

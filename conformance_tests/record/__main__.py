@@ -1,0 +1,64 @@
+"""``python -m conformance_tests.record`` tells what differs from the record, ``--write`` writes the record anew.
+
+The golden bits, which the suite holds, are compared too. A part of another environment stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradaccum import available_backends
+from gradaccum_conformance import bits
+
+from . import counts, names, refusals
+from .facts import Facts, changes, file_of, read, write
+
+PARTS = ("bits", "names", "refusals", "counts")
+
+
+def found(part: str, backends: list[str]) -> tuple[Path, Facts]:
+    """The file of a part, and its facts here and now."""
+    if part == "names":
+        return file_of(part), names.found(backends)
+    if part == "refusals":
+        return file_of(part), refusals.found()
+    if part == "counts":
+        return file_of(part), counts.found(backends)
+    facts: Facts = {}
+    for (place, run), hashes in bits.found(backends):
+        facts.setdefault(place, []).append(f"{run} | {' '.join(hashes)}")
+    return bits.FILE, facts
+
+
+def main(
+    part: Annotated[list[str], typer.Option(help="A part; repeat the option for several. Default: all.")] = [],  # noqa: B006
+    backend: Annotated[list[str], typer.Option(help="A backend; repeat the option for several. Default: all that are installed.")] = [],  # noqa: B006
+    rewrite: Annotated[bool, typer.Option("--write", help="Write the record anew.")] = False,
+) -> None:
+    """Compare the record with the code, or write it anew."""
+    os.environ.setdefault("GLOG_v", "4")
+    backends = backend or [name for name in available_backends() if name != "numpy"]
+    if unknown := set(part) - set(PARTS):
+        raise typer.BadParameter(f"expected some of {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
+    differs = False
+    for each in part or PARTS:
+        file, facts = found(each, backends)
+        held = read(file)
+        for section in sorted(facts.keys() - held.keys()):
+            print(f"not held: {section}")
+        for line in changes(held, facts):
+            differs = True
+            print(line)
+        if rewrite:
+            write(held | facts, file)
+            print(f"Written: {file}")
+    raise typer.Exit(int(differs and not rewrite))
+
+
+if __name__ == "__main__":
+    sys.exit(typer.run(main))
