@@ -4,8 +4,6 @@
 `gradaccum.kit`. Importing this package imports the standard library only.
 """
 
-from gradaccum.auto_size import AutoMicroBatchSize
-from gradaccum.batch_size import effective_batch_size, scaled_learning_rate
 from gradaccum.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -16,15 +14,14 @@ from gradaccum.errors import (
     UsageError,
 )
 from gradaccum.linearity import LinearityReport
-from gradaccum.loss_scale import DynamicLossScale, LossScale, StaticLossScale
-from gradaccum.registry import available_backends, load_backend, registered_backends
-from gradaccum.result import StepResult
-from gradaccum.schedule import until_weight
+from gradaccum.options import DynamicLossScale, LossScale, StaticLossScale, until_weight
+from gradaccum.registry import available_backends, load_backend, registered_backends, wrap
+from gradaccum.splitting import AutoMicroBatchSize
+from gradaccum.state import StepResult
+from gradaccum.statistics import effective_batch_size, scaled_learning_rate
 from gradaccum.verification import Cause, MissingPackageError, VerificationReport, verify
 from gradaccum.watching import Watch
-from gradaccum.window_loop import windows
-from gradaccum.window_reading import Window, Windows
-from gradaccum.wrapping import wrap
+from gradaccum.window_loop import Window, Windows, windows
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import math
+import operator
+from collections.abc import Collection
+from typing import SupportsFloat, SupportsIndex, TypeVar, cast
 
 
 class GradAccumError(Exception):
@@ -49,3 +52,69 @@ def explain(kind: type[E], argument: str, *, expected: str, fix: str, got: objec
     """
     given = f"{got!r} ({type(got).__name__})" if found is None else found
     return kind(f"{argument}: expected {expected}; got {given}. {fix}")
+
+
+# Checks of plain arguments. A bool is no number here, and NaN is no value.
+
+
+def require_int(argument: str, value: object, *, at_least: int, fix: str | None = None) -> int:
+    """`value` if it is an int of at least `at_least`; integer scalars of a framework count, bools and traced values do not."""
+    expected, fix = f"an int >= {at_least}", fix or f"Write for example {argument}={max(at_least, 4)}."
+    try:
+        number = None if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
+    except TypeError:
+        number = None
+    if number is None:
+        raise explain(ArgumentTypeError, argument, expected=expected, got=value, fix=fix)
+    if number < at_least:
+        raise explain(ArgumentValueError, argument, expected=expected, got=value, fix=fix)
+    return int(number)
+
+
+def require_number(
+    argument: str,
+    value: object,
+    *,
+    above: float,
+    below: float = math.inf,
+    or_equal: bool = False,
+    allow_infinity: bool = False,
+    fix: str | None = None,
+) -> float:
+    """`value` as a float if it lies in (above, below), or [above, below) with `or_equal`."""
+    bound = ">=" if or_equal else ">"
+    limit = "" if below == math.inf else f" and < {below:g}"
+    expected = f"a {'' if allow_infinity else 'finite '}number {bound} {above:g}{limit}"
+    fix = fix or f"Write for example {argument}={above + 1 if below == math.inf else (above + below) / 2:g}."
+    try:
+        number = None if isinstance(value, (bool, str)) else float(cast(SupportsFloat, value))
+    except TypeError:  # An array of several numbers, or a value that is being traced.
+        number = None
+    if number is None:
+        raise explain(ArgumentTypeError, argument, expected=expected, got=value, fix=fix)
+    large_enough = number >= above if or_equal else number > above
+    small_enough = number < below or (allow_infinity and number == math.inf)
+    if not (large_enough and small_enough):
+        raise explain(ArgumentValueError, argument, expected=expected, got=value, fix=fix)
+    return number
+
+
+def require_bool(argument: str, value: object) -> bool:
+    """`value` if it is True or False."""
+    if isinstance(value, bool):
+        return value
+    raise explain(ArgumentTypeError, argument, expected="True or False", got=value, fix=f"Write {argument}=True.")
+
+
+def require_choice(argument: str, value: object, choices: Collection[str]) -> str:
+    """`value` if it is one of `choices`."""
+    if isinstance(value, str) and value in choices:
+        return value
+    kind = ArgumentValueError if isinstance(value, str) else ArgumentTypeError
+    names = ", ".join(repr(choice) for choice in choices)
+    raise explain(kind, argument, expected=f"one of {names}", got=value, fix=f"Write {argument}={next(iter(choices))!r}.")
+
+
+def require_weight(weight: object) -> float:
+    """A micro-batch's weight as a float: a finite number >= 0."""
+    return require_number("weight", weight, above=0, or_equal=True)

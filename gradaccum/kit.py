@@ -11,27 +11,40 @@
 - `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: what the core asks for in return.
 """
 
-from gradaccum._validation import require_bool, require_weight
-from gradaccum.auto_size import free_frames, require_micro_batch_size, too_small_error, unknown_limit_error
-from gradaccum.class_shards import require_classes, require_loss_options, require_shard_sizes
-from gradaccum.errors import explain
+from gradaccum.errors import explain, require_bool, require_weight
 from gradaccum.linearity import ROUNDINGS, SCALES, comparable, linearity_report, relative_error
-from gradaccum.loss_scale import ScalerDriver, ScaleRule
-from gradaccum.merging import KINDS, MergingOps, concatenate_error, finished, kinds_of, merged, require_kind, share
-from gradaccum.nests import ITEMS, Leaf, Nest, children_of, is_column, leaves_of, mapped, mark_lists, spread, with_leaves
-from gradaccum.noise_scale import (
-    Noise,
-    NoiseFields,
-    first_seen,
-    forget_window,
-    is_first,
-    joined_noise,
-    no_noise,
-    noise_scale,
-    noise_shares,
-    window_seen,
+from gradaccum.nests import (
+    ITEMS,
+    KINDS,
+    Leaf,
+    MergingOps,
+    Nest,
+    children_of,
+    concatenate_error,
+    finished,
+    is_column,
+    kinds_of,
+    leaves_of,
+    mapped,
+    mark_lists,
+    merged,
+    require_kind,
+    share,
+    spread,
+    with_leaves,
 )
-from gradaccum.options import Options, Reduction, make_options, require_reduction
+from gradaccum.options import (
+    Options,
+    Reduction,
+    ScalerDriver,
+    ScaleRule,
+    Schedule,
+    UntilWeight,
+    is_known,
+    make_options,
+    require_reduction,
+    require_steps,
+)
 from gradaccum.refusals import (
     accumulate_dtype_error,
     half_made_error,
@@ -39,32 +52,63 @@ from gradaccum.refusals import (
     moving_weight_error,
     optimizer_error,
     rate_bits,
+    require_classes,
+    require_loss_options,
     require_same_rates,
+    require_shard_sizes,
     shared_until_weight_error,
     torn_window_error,
     update_due_error,
     wrapped_twice_error,
 )
 from gradaccum.registry import Backend, DeviceBackend, GatingBackend
-from gradaccum.resuming import FORMAT, Terms, code_of, decode_terms, encode_terms, redistributed, require_format, resumed, terms_of
-from gradaccum.schedule import Schedule, UntilWeight, is_known, require_steps
-from gradaccum.segments import segment_cuts
+from gradaccum.saving import (
+    FORMAT,
+    Terms,
+    code_of,
+    decode_terms,
+    described,
+    encode_terms,
+    redistributed,
+    require_format,
+    resumed,
+    status,
+    terms_of,
+)
 from gradaccum.splitting import (
     Cut,
     Division,
     aux_shape_error,
     cuts,
     divided,
+    free_frames,
     item_weights_error,
     make_division,
     packed,
     require_item_weights,
     require_items,
+    require_micro_batch_size,
     require_one_size,
     scalar_loss_error,
+    segment_cuts,
+    too_small_error,
+    unknown_limit_error,
 )
 from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, has_exact_inverse, initial_state, largest_number
-from gradaccum.status import described, status
+from gradaccum.statistics import (
+    Noise,
+    NoiseFields,
+    add_loss,
+    first_seen,
+    forget_window,
+    is_first,
+    joined_noise,
+    no_noise,
+    noise_scale,
+    noise_shares,
+    window_loss,
+    window_seen,
+)
 from gradaccum.transitions import (
     Decision,
     Fields,
@@ -96,9 +140,7 @@ from gradaccum.verification import (
     examine,
     item_axis,
 )
-from gradaccum.watching.listeners import Handle, Listeners
-from gradaccum.watching.window import Listener
-from gradaccum.window_loss import add_loss, window_loss
+from gradaccum.watching.watch import Handle, Listener, Listeners
 
 __all__ = [
     "FIELD_DTYPES",

@@ -1,13 +1,283 @@
-"""The options of an accumulation, validated once, here, for every backend."""
+"""The options of an accumulation, validated once, here, for every backend: a window's length, its loss scale, and the rest."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Real
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
-from gradaccum._validation import require_bool, require_choice, require_number
-from gradaccum.errors import ArgumentValueError, explain
-from gradaccum.loss_scale import ScalerDriver, ScaleRule, scale_rule
-from gradaccum.schedule import Schedule, make_schedule
+from gradaccum.errors import ArgumentTypeError, ArgumentValueError, explain, require_bool, require_choice, require_int, require_number
+from gradaccum.state import Scalar
+
+# How long a window is: so many micro-batches, or until a weight is reached; a constant, pairs, a function, or the caller's decision.
+
+
+Sizes = int | tuple[tuple[int, int], ...] | Callable[[Scalar], Scalar]
+"""A size for each optimizer step: a constant, pairs, or a function."""
+
+
+@dataclass(frozen=True)
+class UntilWeight:
+    """A window that ends when its weight reaches `weight`; see `until_weight`."""
+
+    weight: Sizes
+
+    def __repr__(self) -> str:
+        return f"until_weight({self.weight!r})"
+
+
+Schedule = Sizes | UntilWeight | None
+"""`steps` as the options hold it."""
+_LARGEST = 2**31 - 1
+"""Compiled states and checkpoints hold a size as an int32."""
+
+
+class _Argument(NamedTuple):
+    """What an argument that holds sizes is called, and how it is written."""
+
+    name: str
+    expected: str
+    fix: str
+    fix_pairs: str
+
+
+_STEPS = _Argument(
+    "steps",
+    "an int >= 1, pairs (first optimizer_step, steps), a callable of optimizer_step, until_weight(...), or None",
+    "Write for example steps=4.",
+    "Write steps=[(0, 4), (1000, 8)].",
+)
+_WEIGHT = _Argument(
+    "weight",
+    "an int >= 1, pairs (first optimizer_step, weight) or a callable of optimizer_step",
+    "Write steps=until_weight(524_288).",
+    "Write steps=until_weight([(0, 65_536), (1000, 524_288)]).",
+)
+
+
+def until_weight(weight: object) -> UntilWeight:
+    """``steps=until_weight(524_288)``: a window ends with the micro-batch by which its weight, in items or tokens, reaches that number.
+
+    The micro-batches' weights are those that the optimizer is given with them, 1 each if none is given. A window may so hold more than the
+    number, by less than its last micro-batch; its gradient is divided by what it holds. The weight of a window is a float32 (a float64
+    beside float64 sums): beyond 2^24 it counts in steps of 2, 4, ..., and loses a micro-batch that is lighter than half a step.
+
+    Args:
+        weight: an int >= 1 and < 2^31; or, as for ``steps``, pairs ``(first optimizer_step, weight)`` or a callable of the optimizer step.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: it is none of these.
+
+    Examples:
+        >>> until_weight(524_288)
+        until_weight(524288)
+    """
+    return UntilWeight(_make_sizes(weight, _WEIGHT))
+
+
+def is_known(schedule: Schedule) -> bool:
+    """Whether the sizes can be known without calling anything."""
+    return not callable(schedule.weight if isinstance(schedule, UntilWeight) else schedule)
+
+
+def make_schedule(steps: object) -> Schedule:
+    """The checked form of the user's ``steps=``.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: it is none of the five forms.
+    """
+    return steps if steps is None or isinstance(steps, UntilWeight) else _make_sizes(steps, _STEPS)
+
+
+def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int | UntilWeight:
+    """What a callable gave for `optimizer_step`, as an int >= 1 and < 2^31, or an `UntilWeight` of one.
+
+    Each backend asks this wherever the value is known: when it wraps, for step 0, and for each window outside compiled code. Compiled
+    code cannot raise: there a size below 1 makes each micro-batch one that is not finite, so that no update is made and the result says so.
+
+    Args:
+        size: as `gradaccum.kit.steps_at` gives it.
+        optimizer_step: updates before the window.
+        schedule: the one that was asked. Only an `UntilWeight` may give one: a backend looks at the schedule for what ends a window.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: it is none.
+    """
+    if isinstance(schedule, UntilWeight):
+        argument, fix = f"until_weight(...)({optimizer_step})", "Return the weight of that window, in whole items."
+        return UntilWeight(_require_size(argument, cast(UntilWeight, size).weight, fix))
+    fix = "Return the number of micro-batches of that window."
+    if isinstance(size, UntilWeight):
+        fix = "Return the weight alone, and write steps=until_weight(...) of the callable."
+    return _require_size(f"steps({optimizer_step})", size, fix)
+
+
+def _make_sizes(sizes: object, argument: _Argument) -> Sizes:
+    """The checked form of a number, pairs or a callable."""
+    if callable(sizes):
+        return cast(Callable[[Scalar], Scalar], sizes)
+    # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but not by its value.
+    if isinstance(sizes, Iterable) and not isinstance(sizes, (str, bytes)) and getattr(sizes, "shape", None) != ():
+        return _make_pairs(sizes, argument)
+    if isinstance(sizes, bool) or not hasattr(sizes, "__index__"):
+        raise explain(ArgumentTypeError, argument.name, expected=argument.expected, got=sizes, fix=argument.fix)
+    return _require_size(argument.name, sizes, argument.fix)
+
+
+def _require_size(argument: str, size: object, fix: str) -> int:
+    number = require_int(argument, size, at_least=1, fix=fix)
+    if number > _LARGEST:
+        fix = "Count in larger units: give each micro-batch's weight in thousands of tokens, for example."
+        raise explain(ArgumentValueError, argument, expected=f"an int <= {_LARGEST}", got=size, fix=fix)
+    return number
+
+
+def _make_pairs(sizes: Iterable[object], argument: _Argument) -> tuple[tuple[int, int], ...]:
+    name, fix, pairs = argument.name, argument.fix_pairs, []
+    for pair in sizes:
+        if not isinstance(pair, Iterable) or len(values := tuple(pair)) != 2:
+            raise explain(ArgumentTypeError, name, expected=argument.expected, got=pair, fix=fix)
+        first = require_int(f"{name} (first optimizer_step)", values[0], at_least=0, fix=fix)
+        by_weight = isinstance(values[1], UntilWeight)
+        pairs.append((first, _require_size(name, values[1], _WEIGHT.fix_pairs if by_weight else fix)))
+    starts = [first for first, _ in pairs]
+    if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+        raise explain(ArgumentValueError, name, expected="pairs that begin at optimizer_step 0 and go up", got=pairs, fix=fix)
+    return tuple(pairs)
+
+
+# Loss scaling: how the scale starts and by which rule it moves. `gradaccum.transitions` moves it.
+#
+# Defaults are `torch.amp.GradScaler`'s (init 2^16, growth 2, backoff 0.5, interval 2000); the floor of 1 is
+# `jmp.DynamicLossScale`'s (`min_loss_scale`).
+
+
+class ScaleRule(NamedTuple):
+    """The constants of the transition. A scale that never moves is the rule with both factors 1 and an interval of 1."""
+
+    init_scale: float = 1.0
+    growth_factor: float = 1.0
+    backoff_factor: float = 1.0
+    growth_interval: int = 1
+    min_scale: float = 0.0
+    max_scale: float = math.inf
+
+
+@dataclass(frozen=True)
+class StaticLossScale:
+    """A loss scale that never changes.
+
+    Args:
+        scale: a finite number > 0.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: `scale` is not such a number.
+    """
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        require_number("scale", self.scale, above=0)
+
+    def rule(self) -> ScaleRule:
+        return ScaleRule(init_scale=float(self.scale))
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that backs off after an overflow and grows after clean windows; it moves only between windows.
+
+    Args:
+        init_scale: the first scale, > 0.
+        growth_factor: multiplies it after `growth_interval` clean windows, > 1.
+        backoff_factor: multiplies it after a window with an overflow, in (0, 1).
+        growth_interval: clean windows between two growths, an int >= 1.
+        min_scale: the floor, > 0 and at most `init_scale`.
+        max_scale: the ceiling, at least `init_scale`; inf is float32's own: a growth that would leave its range is not made.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument is not as above.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    max_scale: float = math.inf
+
+    def __post_init__(self) -> None:
+        require_number("init_scale", self.init_scale, above=0)
+        require_number("growth_factor", self.growth_factor, above=1)
+        require_number("backoff_factor", self.backoff_factor, above=0, below=1)
+        require_int("growth_interval", self.growth_interval, at_least=1)
+        require_number("min_scale", self.min_scale, above=0)
+        require_number("max_scale", self.max_scale, above=0, allow_infinity=True)
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise explain(
+                ArgumentValueError,
+                "init_scale",
+                expected=f"a number between min_scale={self.min_scale} and max_scale={self.max_scale}",
+                got=self.init_scale,
+                fix="Move the limit or the initial scale.",
+            )
+
+    def rule(self) -> ScaleRule:
+        return ScaleRule(
+            float(self.init_scale),
+            float(self.growth_factor),
+            float(self.backoff_factor),
+            self.growth_interval,
+            float(self.min_scale),
+            float(self.max_scale),
+        )
+
+
+LossScale = StaticLossScale | DynamicLossScale
+"""The rules that every backend takes as ``loss_scale=``, beside a number."""
+
+
+@runtime_checkable
+class ScalerDriver(Protocol):
+    """A backend that takes its framework's own loss scaler as ``loss_scale=`` and drives it once per window."""
+
+    scaler_kind: str
+    """The scaler's type with an article, for messages: ``"a torch.amp.GradScaler"``."""
+
+    def scaler_rule(self, scaler: object) -> ScaleRule | None:
+        """The rule by which `scaler` moves now; None if it is another kind of object."""
+        ...
+
+
+def scale_rule(loss_scale: object, driver: ScalerDriver | None = None) -> tuple[ScaleRule, Any]:
+    """The rule of what the user gave as ``loss_scale=``, and the framework's own scaler if it is one, else None.
+
+    No loss scale is a scale of 1 that never moves.
+
+    Raises:
+        ArgumentTypeError: it is neither None, a number, a rule of gradaccum's nor a scaler that `driver` takes.
+        ArgumentValueError: a number that is not finite or not above 0.
+    """
+    if loss_scale is None:
+        return ScaleRule(), None
+    if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
+        return loss_scale.rule(), None
+    if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool):
+        return ScaleRule(init_scale=require_number("loss_scale", loss_scale, above=0)), None
+    rule = None if driver is None else driver.scaler_rule(loss_scale)
+    if rule is None:
+        raise _loss_scale_error(loss_scale, "" if driver is None else f" or {driver.scaler_kind}")
+    return rule, loss_scale
+
+
+def _loss_scale_error(got: object, or_own: str) -> ArgumentTypeError:
+    expected = f"None, a number > 0, gradaccum.StaticLossScale, gradaccum.DynamicLossScale{or_own}"
+    fix = "Write loss_scale=gradaccum.DynamicLossScale(), with the factors and the interval of a scaler that it replaces."
+    return explain(ArgumentTypeError, "loss_scale", expected=expected, got=got, fix=fix)
+
 
 Reduction = Literal["mean", "sum", "item_mean"]
 OnOverflow = Literal["skip_window", "drop_micro_batch", "ignore"]

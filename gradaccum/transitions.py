@@ -20,13 +20,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from gradaccum.schedule import UntilWeight
+from gradaccum.options import UntilWeight
 from gradaccum.state import Scalar
 
 if TYPE_CHECKING:
-    from gradaccum.loss_scale import ScaleRule
-    from gradaccum.options import Options
-    from gradaccum.schedule import Schedule
+    from gradaccum.options import Options, ScaleRule, Schedule
 
 Fields = tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Scalar, Scalar]
 """A state as a plain tuple, in the order of the fields of `State` (which is one)."""

@@ -13,11 +13,8 @@ from typing import Any
 import pytest
 
 from gradaccum import __version__
-from gradaccum.doctor.diagnosis import Diagnosis
-from gradaccum.doctor.environment import Environment, Owner
-from gradaccum.doctor.probing import Probe
-from gradaccum.doctor.rules import findings_of
-from gradaccum.doctor.versions import Requirement, requirements_of, satisfies
+from gradaccum.doctor.diagnosis import Diagnosis, findings_of
+from gradaccum.doctor.environment import Environment, Owner, Probe, Requirement, requirements_of, satisfies
 
 from .example import python_path
 
@@ -262,8 +259,8 @@ def test_doctor_imports_no_framework() -> None:
     """Into its own process, which a broken one would end."""
     code = """
 import sys
-from gradaccum import doctor
-doctor.main(["--backend", "numpy"])
+from gradaccum.doctor import diagnosis
+diagnosis.main(["--backend", "numpy"])
 print(sorted({"torch", "jax", "mindspore", "numpy", "rich"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ import gradaccum
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import ROUNDING_LIMIT, Column, Layer, Subject, examine
 from gradaccum.verification.causes import KINDS
-from gradaccum.verification.partitions import partitions
+from gradaccum.verification.measuring import partitions
 
 from .plain_subject import (
     COUNTS,

@@ -267,7 +267,7 @@ def test_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) ->
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(import_module("gradaccum.watching.packages"), "import_module", missing)
+    monkeypatch.setattr(import_module("gradaccum.watching.writers"), "import_module", missing)
     with pytest.raises(MissingPackageError, match="Run: pip install"):
         make()
 

@@ -1,12 +1,9 @@
 """Is accumulation right for MY loss? `verify` tells, and says why not."""
 
-from gradaccum.verification.dispatch import VerifyingBackend, verify
 from gradaccum.verification.examining import examine
-from gradaccum.verification.loss_function import HostRandom, as_loss
-from gradaccum.verification.measuring import ROUNDING_LIMIT
-from gradaccum.verification.partitions import item_axis
-from gradaccum.verification.report import Cause, MissingPackageError, VerificationReport
-from gradaccum.verification.subject import Column, Conditions, Layer, Precision, Run, Subject
+from gradaccum.verification.measuring import ROUNDING_LIMIT, item_axis
+from gradaccum.verification.report import Cause, MissingPackageError, VerificationReport, VerifyingBackend, verify
+from gradaccum.verification.subject import Column, Conditions, HostRandom, Layer, Precision, Run, Subject, as_loss
 
 __all__ = [
     "ROUNDING_LIMIT",

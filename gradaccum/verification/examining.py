@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from gradaccum._validation import require_int
-from gradaccum.errors import ArgumentValueError, explain
+from gradaccum.errors import ArgumentValueError, explain, require_int
 from gradaccum.options import require_reduction
 from gradaccum.splitting import require_items
-from gradaccum.verification import causes, terms
+from gradaccum.verification import causes, experiments
 from gradaccum.verification.experiments import (
     TRAINING,
     Finding,
@@ -20,13 +19,13 @@ from gradaccum.verification.experiments import (
     missing_gradients,
     repeatable,
     replayed,
+    right_weights,
     separate,
     stateless,
 )
 from gradaccum.verification.measuring import ROUNDING_LIMIT, Bench, Way, moved
 from gradaccum.verification.report import Cause, VerificationReport
 from gradaccum.verification.subject import Conditions, Subject
-from gradaccum.verification.weights import right_weights
 
 
 def examine(subject: Subject, steps: object, reduction: object = "mean") -> VerificationReport:
@@ -95,7 +94,7 @@ class _Examination:
         if not moved(self._errors):
             self._note_missing(missing)
             return
-        if not missing and terms.by_place(self._bench, self._conditions, moved(self._errors)):
+        if not missing and experiments.by_place(self._bench, self._conditions, moved(self._errors)):
             self._causes += [] if any(cause.kind == "shared_randomness" for cause in self._causes) else [causes.numbers_by_place()]
             return
         self._take(separate(self._bench, self._conditions, {name: missing[name] for name in moved(self._errors) if name in missing}))
@@ -118,12 +117,12 @@ class _Examination:
         if infinite:
             self._causes.append(causes.not_finite_part(list(infinite), times))
             names = tuple(name for name in names if name not in infinite)
-        counted, explained = terms.counted_terms(self._bench, conditions, names)
+        counted, explained = experiments.counted_terms(self._bench, conditions, names)
         self._causes += [counted] if counted is not None else []
         left = tuple(name for name in names if name not in explained)
         absent = [name for name in left if name in missing]
         fitted = [name for name in self._bench.subject.names if name not in explained and name not in infinite]
-        several = terms.several_counts(self._bench, conditions, fitted) if left else None
+        several = experiments.several_counts(self._bench, conditions, fitted) if left else None
         if several is not None:
             self._causes.append(several)
         elif absent:

@@ -6,9 +6,18 @@ raises in the middle. Gradients are opaque here: arrays or tensors in float64 th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+import pickle
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from gradaccum.errors import ArgumentTypeError, explain
 
 Gradient: TypeAlias = Any
 """The gradient of one parameter in float64: an array or a tensor of the parameter's shape, dense."""
@@ -129,3 +138,196 @@ class Subject(Protocol):
     def custom_rules(self) -> Sequence[str]:
         """Names of custom derivatives that do not carry the gradient that they are handed."""
         ...
+
+
+# A loss function as `verify` calls it, what it refers to, and the random generators of Python and NumPy that it may draw from.
+#
+# One convention holds: ``loss_fn(model, *batch)``. Two others are everybody's habit and are recognised by the number of arguments: the
+# usual criterion, ``criterion(output, *targets)``, and a function that closes over its model, ``loss_fn(*batch)``.
+
+
+DEPTH = 3
+"""How far the walk goes from a loss function or a layer: a trainer must not drag in all that it has."""
+OUTPUTS = ("input", "inputs", "output", "outputs", "out", "logits", "pred", "preds", "prediction", "predictions", "y_pred", "y_hat")
+"""Names that the first argument of a criterion has, where its number of arguments does not tell."""
+FRAMEWORKS = ("torch", "torchvision", "mindspore", "jax", "optax")
+NOBODYS = 0x5EED0
+"""Beside the seeds that users write, so that other numbers are drawn than the user's own seed gives."""
+LossFunction = Callable[..., Any]
+
+
+def as_loss(
+    loss_fn: Any, model: Any, batch: tuple[Any, ...], is_model: Callable[[object], bool] | None
+) -> tuple[LossFunction, tuple[Any, ...]]:
+    """Return the loss in the convention ``loss_fn(model, *batch)``, and the batch as its arguments.
+
+    Args:
+        loss_fn: in any of the three conventions.
+        model: what is verified.
+        batch: the arguments after the model. A list as the only one, as a loader yields it, is taken apart where `loss_fn` asks for that.
+        is_model: tells whether an object is the model, or wraps it; None: the framework's model cannot be called.
+
+    Raises:
+        ArgumentTypeError: `loss_fn` is no function, or takes another number of arguments.
+    """
+    expected = "a function loss_fn(model, *batch)" if is_model else "a function loss_fn(params, *batch)"
+    fix = "Write verify(model, lambda model, x, y: criterion(model(x), y), (x, y))."
+    if is_model is None:
+        fix = "Write verify(params, lambda params, x, y: criterion(apply(params, x), y).mean(), (x, y))."
+    if not callable(loss_fn):
+        raise explain(ArgumentTypeError, "loss_fn", expected=expected, got=loss_fn, fix=fix)
+    listed = batch[0] if len(batch) == 1 and isinstance(batch[0], list) else []
+    if listed and (not _takes(loss_fn, 2) or (_is_usual(loss_fn) and _takes(loss_fn, len(listed)))):
+        batch = tuple(listed)
+    shorter = _takes(loss_fn, len(batch))
+    if _takes(loss_fn, len(batch) + 1) and not (shorter and _is_criterion(loss_fn)):
+        return loss_fn, batch
+    if not shorter or is_model is None:
+        found = f"one that does not take {len(batch) + 1} arguments" if not shorter else f"a criterion, which takes {len(batch)} arguments"
+        raise explain(ArgumentTypeError, "loss_fn", expected=f"{expected}, {len(batch) + 1} arguments", found=found, fix=fix)
+    if any(is_model(value) for _, value in reached(loss_fn)):
+        return lambda model, *arguments: loss_fn(*arguments), batch
+    return lambda model, x, *targets: loss_fn(model(x), *targets), batch
+
+
+def _takes(loss_fn: Any, number: int) -> bool:
+    """True if `loss_fn` can be called with that many arguments."""
+    try:
+        _signature(loss_fn).bind(*[None] * number)
+    except TypeError:
+        return False
+    return True
+
+
+def _signature(loss_fn: Any) -> inspect.Signature:
+    """The signature; of a compiled function, which has none, any number of arguments."""
+    try:
+        return inspect.signature(_body(loss_fn))
+    except ValueError:
+        return inspect.signature(lambda *arguments: None)
+
+
+def _body(loss_fn: Any) -> Any:
+    """The method of a layer that its call runs."""
+    return getattr(loss_fn, "forward", getattr(loss_fn, "construct", loss_fn))
+
+
+def _is_criterion(loss_fn: Any) -> bool:
+    """True of a function that takes defaults after ``(output, *targets)``, so that the number of arguments does not tell."""
+    return _is_usual(loss_fn) or next(iter(_signature(loss_fn).parameters), "") in OUTPUTS
+
+
+def _is_usual(loss_fn: Any) -> bool:
+    """True of a layer, and of a framework's own function."""
+    function = inspect.unwrap(loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn)
+    return _body(function) is not function or str(getattr(function, "__module__", "")).partition(".")[0] in FRAMEWORKS
+
+
+def reached(*roots: object) -> Iterator[tuple[str, object]]:
+    """What functions close over, read as globals or are bound to, and the attributes of objects: each once, with its name."""
+    seen: dict[int, object] = {}
+    waiting = [("loss_fn", root, DEPTH) for root in roots]
+    while waiting:
+        name, value, left = waiting.pop()
+        if id(value) not in seen:
+            seen[id(value)] = value
+            yield name, value
+            waiting += [(inner, part, left - 1) for inner, part in _parts(value)] if left else []
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, functools.partial):
+        yield from (("func", value.func), *(("argument", given) for given in value.args), *value.keywords.items())
+    elif isinstance(value, types.MethodType):
+        yield from (("self", value.__self__), ("func", value.__func__))
+    elif isinstance(value, types.FunctionType):
+        names = dict.fromkeys(name for code in _codes(value.__code__) for name in code.co_names)
+        yield from ((name, value.__globals__[name]) for name in names if name in value.__globals__)
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # Nothing was assigned to the variable yet.
+                yield name, cell.cell_contents
+        yield from (("default", given) for given in value.__defaults__ or ())
+        yield from vars(value).items()
+    elif isinstance(value, dict):
+        yield from ((str(key), entry) for key, entry in value.items())
+    elif not isinstance(value, type | types.ModuleType) and isinstance(getattr(value, "__dict__", None), dict):
+        yield from vars(value).items()
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function and of the functions and comprehensions in it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
+
+
+class HostRandom:
+    """The random generators of Python and NumPy: the global ones, and those that the loss or its model refers to.
+
+    What they draw is no tensor with rows of items, so an item cannot be given its numbers again: each micro-batch gets the same numbers.
+    That is right for a number that is drawn once per micro-batch, and for no other: `per_item` tells.
+
+    Args:
+        roots: the loss function and the layers of the model.
+    """
+
+    def __init__(self, *roots: object) -> None:
+        numpy = sys.modules.get("numpy")
+        everybodys = [("random", random)] + ([] if numpy is None else [("numpy.random", numpy.random)])
+        self._generators: list[tuple[str, Any]] = everybodys + [pair for pair in reached(*roots) if _is_generator(pair[1])]
+        self._before = [_state(generator) for _, generator in self._generators]
+
+    def begin(self, seed: int = 0) -> None:
+        """Put the user's states back; with a `seed` other than 0 continue with other numbers."""
+        for (_, generator), before in zip(self._generators, self._before, strict=True):
+            _set_state(generator, before)
+            if seed and hasattr(generator, "seed"):
+                generator.seed(NOBODYS + seed)
+            elif seed:
+                generator.bit_generator.state = type(generator.bit_generator)(NOBODYS + seed).state
+
+    def states(self) -> list[bytes]:
+        """The state of each generator now."""
+        return [pickle.dumps(_state(generator)) for _, generator in self._generators]
+
+    def per_item(self, large: Sequence[bytes], small: Sequence[bytes]) -> list[str]:
+        """The generators from which a loss drew more numbers for more items.
+
+        Args:
+            large: the states after the large batch.
+            small: the states after a smaller one, from the same beginning.
+        """
+        pairs = zip(self._generators, large, small, strict=True)
+        return [f"{name}, a number for each item" for (name, _), one, other in pairs if one != other]
+
+    def seeded(self, one: Sequence[bytes], other: Sequence[bytes]) -> list[str]:
+        """The generators that the loss seeds.
+
+        Args:
+            one: the states after the large batch.
+            other: the states after the large batch from another beginning.
+        """
+        pairs = zip(self._generators, one, other, strict=True)
+        return [f"{name}, which the loss seeds" for (name, _), a, b in pairs if a == b]
+
+
+def _is_generator(value: object) -> bool:
+    """A generator of the operating system has no state."""
+    numpys = type(value).__module__.startswith("numpy.random") and type(value).__name__ in ("Generator", "RandomState")
+    return numpys or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom))
+
+
+def _state(generator: Any) -> Any:
+    if hasattr(generator, "getstate"):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "setstate"):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state

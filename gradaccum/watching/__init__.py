@@ -5,10 +5,7 @@ that reads its `StepResult` itself; a wrapped optimizer of torch or MindSpore ha
 library only: rich and TensorBoard are imported when their listener is made.
 """
 
-from gradaccum.watching.json_lines import JsonLines
-from gradaccum.watching.progress import RichProgress
-from gradaccum.watching.tensorboard import TensorBoard
-from gradaccum.watching.watch import Watch
-from gradaccum.watching.window import ClosedWindow, Listener
+from gradaccum.watching.watch import ClosedWindow, Listener, Watch
+from gradaccum.watching.writers import JsonLines, RichProgress, TensorBoard
 
 __all__ = ["ClosedWindow", "JsonLines", "Listener", "RichProgress", "TensorBoard", "Watch"]

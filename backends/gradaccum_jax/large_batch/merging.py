@@ -1,6 +1,6 @@
 """The other outputs of a loss function (aux) over all micro-batches: merged in the loop's carry, or stacked as rows.
 
-The arithmetic is `gradaccum.merging`'s. What JAX adds: a loop's carry has one type from the start, so a maximum starts from the neutral
+The arithmetic is `gradaccum.nests`'s. What JAX adds: a loop's carry has one type from the start, so a maximum starts from the neutral
 element, and a micro-batch of weight 0 is left out of a weighted mean by select, because 0 x NaN is NaN.
 """
 

@@ -76,7 +76,7 @@ def value_and_grad(
         split: the user's own function in place of axes and cuts: ``split(*batch)`` returns the micro-batches, each a tuple of arguments or
             the only one; ``split(*batch, steps=steps)`` where `steps` is given. `axes` then tells where their items and keys are.
         aux: a prefix of the aux, how each leaf merges: "sum", "mean", "weighted_mean", "max", "min" or "concatenate" (in the order of the
-            items). See `gradaccum.merging.KINDS`.
+            items). See `gradaccum.nests.KINDS`.
         accumulate_dtype: dtype of the sum; float32 for half precision unless given, else the gradient's own. The gradient has the dtype of
             its parameter, cast once.
         allow_int: as in `jax.value_and_grad`: integers have a float0 as their gradient.

@@ -1,24 +1,73 @@
-"""The gradient noise scale: how large a batch is still worth it, from the gradients that a window sums anyway.
+"""Numbers beside an update: the window's loss, the gradient noise scale, and the learning rate of a larger batch.
 
-The noise scale is tr(Sigma) / |G|^2, in items: Sigma is the covariance of one item's gradient, G the true gradient. Batches far below it
-are noise, and batches far above it repeat themselves (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, equation 2.8).
-
-Two squared norms of batches of different size tell both parts (there, appendix A.1): that of a mean gradient of w items is
-|G|^2 + tr(Sigma) / w on average. The small batch is the window's first micro-batch, and the large one is the window. So a window costs one
-norm more and no second buffer. The quotient of two averages is not the average of quotients, so both parts have running means. These begin
-at 0, which cancels in the quotient. Each function is a transition in the sense of `gradaccum.transitions`: it has one source everywhere.
+The loss of a window is that of one large batch: the losses of its micro-batches are combined as their gradients are. The functions are
+transitions in the sense of `gradaccum.transitions`: they have the same source everywhere. A loss that nobody told is NaN, and makes the
+window's NaN.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from gradaccum.options import DECAY
 from gradaccum.state import Scalar
+from gradaccum.transitions import contribution
 
 if TYPE_CHECKING:
     from gradaccum.options import Options
     from gradaccum.transitions import Fields, Where
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradaccum.options import DECAY
+
+if TYPE_CHECKING:
+    from gradaccum.options import Options
+    from gradaccum.transitions import Fields, Where
+import math
+from typing import Literal
+
+from gradaccum.errors import require_choice, require_int, require_number
+
+
+def add_loss(total: Scalar, loss: Scalar, weight: Scalar, adds: Scalar, options: Options, where: Where) -> Scalar:
+    """The sum of the open window's losses after a micro-batch; a dropped one, or one of weight 0, is no part of it.
+
+    Args:
+        total: as before it; 0 at the window's start.
+        loss: the micro-batch's, a scalar, not scaled; NaN if it was not told.
+        weight: its weight, a scalar.
+        adds: bool: `gradaccum.kit.usable` of it.
+        options: the validated options.
+        where: the backend's `Where`.
+    """
+    return where(adds, total + contribution(weight, options) * loss, total)
+
+
+def window_loss(total: Scalar, state: Fields, options: Options, where: Where) -> Scalar:
+    """The loss of the window that ends: the weighted mean, the sum or the item mean by `reduction`; NaN for a window of weight 0.
+
+    Args:
+        total: from `add_loss`; of all workers, if several share the window.
+        state: the state that was decided on.
+        options: the validated options.
+        where: the backend's `Where`.
+    """
+    weight = state[3]
+    one = 0 * weight + 1
+    loss = total if options.reduction == "sum" else total / where(weight > 0, weight, one)
+    return where(weight > 0, loss, float("nan") + one)  # NaN times one would have the derivative NaN.
+
+
+# The gradient noise scale: how large a batch is still worth it, from the gradients that a window sums anyway.
+#
+# The noise scale is tr(Sigma) / |G|^2, in items: Sigma is the covariance of one item's gradient, G the true gradient. Batches far below it
+# are noise, and batches far above it repeat themselves (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, equation
+# 2.8).
+#
+# Two squared norms of batches of different size tell both parts (there, appendix A.1): that of a mean gradient of w items is |G|^2 +
+# tr(Sigma) / w on average. The small batch is the window's first micro-batch, and the large one is the window. So a window costs one norm
+# more and no second buffer. The quotient of two averages is not the average of quotients, so both parts have running means. These begin at
+# 0, which cancels in the quotient. Each function is a transition in the sense of `gradaccum.transitions`: it has one source everywhere.
+
 
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 """Squared norms beyond these, and what is computed from them, may leave float32's range. A window that has such a one is left out."""
@@ -149,3 +198,44 @@ def noise_scale(noise: NoiseFields, where: Where) -> Scalar:
 
 def _in_range(square: Scalar) -> Scalar:
     return (square > SMALLEST) & (square < LARGEST)
+
+
+# The batch that an update is made of, and the learning rate that goes with it.
+
+
+Rule = Literal["linear", "sqrt"]
+RULES = ("linear", "sqrt")
+
+
+def effective_batch_size(per_device: int, steps: int, world_size: int = 1) -> int:
+    """Items in one update: ``per_device * steps * world_size``.
+
+    Args:
+        per_device: items in a micro-batch on one device, an int >= 1.
+        steps: micro-batches in a window, an int >= 1.
+        world_size: devices that hold different items, an int >= 1.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument is no such int.
+    """
+    per_device = require_int("per_device", per_device, at_least=1)
+    return per_device * require_int("steps", steps, at_least=1) * require_int("world_size", world_size, at_least=1)
+
+
+def scaled_learning_rate(base: float, effective: int, reference: int = 256, rule: Rule = "linear") -> float:
+    """The learning rate for a batch of `effective` items, where `base` was right for one of `reference`.
+
+    Args:
+        base: the learning rate for the reference batch, > 0.
+        effective: items in one update; see `effective_batch_size`.
+        reference: items in one update of the recipe that `base` comes from. 256 is that of Goyal et al.
+        rule: ``"linear"``: ``base * effective / reference`` (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1, for SGD with
+            a warmup); ``"sqrt"``: ``base * sqrt(effective / reference)``, which keeps the variance of an update (Krizhevsky, "One weird
+            trick for parallelizing convolutional neural networks", 2014, section 5), usual for Adam.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument is not as above.
+    """
+    base = require_number("base", base, above=0)
+    ratio = require_int("effective", effective, at_least=1) / require_int("reference", reference, at_least=1)
+    return base * (ratio if require_choice("rule", rule, RULES) == "linear" else math.sqrt(ratio))

@@ -1,0 +1,213 @@
+"""Ready-made listeners: lines of JSON, a progress bar, curves.
+
+A listener imports the package that it needs as the listener is made, so that the core needs none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from importlib import import_module
+from types import TracebackType
+from typing import IO, Any
+
+from gradaccum.errors import ArgumentTypeError, UsageError, explain, require_int
+from gradaccum.verification.report import MissingPackageError
+from gradaccum.watching.watch import ClosedWindow
+
+
+def imported(listener: str, *modules: str, install: str) -> Any:
+    """The first of `modules` that is installed.
+
+    Raises:
+        MissingPackageError: none is; the error names what to `install`.
+    """
+    missing: list[ModuleNotFoundError] = []
+    for module in modules:
+        try:
+            return import_module(module)
+        except ModuleNotFoundError as error:
+            missing.append(error)
+    expected, fix = " or ".join(map(repr, modules)), f"Run: pip install {install}; or pass any function of one ClosedWindow."
+    raise explain(MissingPackageError, listener, expected=expected, found="none installed", fix=fix) from missing[-1]
+
+
+# One JSON object per closed window, one per line: for pandas, jq, a spreadsheet, or the next program.
+
+
+class JsonLines:
+    """Writes each window as a line ``{"optimizer_step": 17, "applied": true, ...}`` with the fields of a `ClosedWindow`.
+
+    Every line is valid JSON: inf and NaN, which JSON has not, are written as null, as JavaScript's ``JSON.stringify`` does; ``overflow``
+    tells why. Each line is flushed, so a killed run loses none. A path is appended to, so a resumed run goes on in its file. The windows
+    after the last checkpoint are closed again and stand there twice, and the later line counts. If a crash has broken off the last line,
+    that line is ended first, so that only it is lost.
+
+    Args:
+        target: a path, or a text file that is open for writing, which stays the caller's to close.
+
+    Raises:
+        ArgumentTypeError: `target` is neither.
+        OSError: the path cannot be written.
+    """
+
+    def __init__(self, target: str | os.PathLike[str] | IO[str]) -> None:
+        self._own = isinstance(target, (str, os.PathLike))
+        if isinstance(target, (str, os.PathLike)):
+            broken_off = _ends_in_mid_line(target)
+            self._file: IO[str] = open(target, "a", encoding="utf-8")  # noqa: SIM115 - it lives as long as the listener
+            self._file.write("\n" if broken_off else "")
+        elif callable(getattr(target, "write", None)):
+            self._file = target
+        else:
+            raise explain(
+                ArgumentTypeError, "target", expected="a path or an open text file", got=target, fix='Write JsonLines("run.jsonl").'
+            )
+
+    def __call__(self, window: ClosedWindow) -> None:
+        """Write one line."""
+        self._file.write(json.dumps({name: _writable(value) for name, value in window._asdict().items()}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file, if this opened it."""
+        if self._own:
+            self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def _writable(value: float) -> float | None:
+    """`value`; None, JSON's null, for one that JSON cannot write."""
+    return value if math.isfinite(value) else None
+
+
+def _ends_in_mid_line(path: str | os.PathLike[str]) -> bool:
+    """Whether there is such a file, and its last line has no end."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:  # No file, or an empty one.
+        return False
+
+
+# A bar of rich that moves with each update, and tells loss, norm, scale and skipped windows beside it.
+
+
+class RichProgress:
+    """A `rich.progress.Progress` over the updates of a run, shown inside its ``with`` block.
+
+        with RichProgress(total_updates=1000) as progress:
+            opt.add_listener(progress)
+            ...
+
+    The bar stands at ``optimizer_step``, so it is right in a resumed run too. Skipped windows do not move it; it counts those that it
+    heard of. After the block it is no longer drawn.
+
+    Args:
+        total_updates: how many updates the run makes, an int >= 1.
+        description: the text before the bar.
+        console: the `rich.console.Console` to draw on, in place of rich's own.
+
+    Raises:
+        MissingPackageError: rich is not installed.
+        ArgumentTypeError, ArgumentValueError: `total_updates` is no int >= 1.
+    """
+
+    def __init__(self, total_updates: int, *, description: str = "updates", console: Any = None) -> None:
+        total = require_int("total_updates", total_updates, at_least=1)
+        rich = imported("RichProgress", "rich.progress", install="rich")
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
+        self._progress = rich.Progress(*columns, rich.TextColumn("{task.fields[said]}", markup=False), console=console)
+        self._task = self._progress.add_task(description, total=total, said="")
+        self._skipped = 0
+        self._entered = False
+
+    def __call__(self, window: ClosedWindow) -> None:
+        """Move the bar.
+
+        Raises:
+            UsageError: nothing is drawn yet.
+        """
+        if not self._entered:
+            fix = "Write with RichProgress(total_updates=1000) as progress: ... around the loop."
+            raise explain(UsageError, "RichProgress", expected="to be entered before a window closes", found="no with block", fix=fix)
+        self._skipped += window.skipped
+        self._progress.update(self._task, completed=window.optimizer_step, said=self._said(window))
+
+    def __enter__(self) -> RichProgress:
+        """Begin to draw."""
+        self._progress.start()
+        self._entered = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def _said(self, window: ClosedWindow) -> str:
+        said = [] if math.isnan(window.loss) else [f"loss {window.loss:.4g}"]
+        said += [] if math.isnan(window.grad_norm) else [f"norm {window.grad_norm:.4g}"]
+        said += [f"scale {window.loss_scale:.10g}"] if window.loss_scale != 1 else []
+        said += [f"{self._skipped} skipped"] if self._skipped else []
+        return ", ".join(said)
+
+
+# The numbers of each closed window as TensorBoard's curves, over the updates of the run.
+
+
+_CURVES = ("loss", "grad_norm", "loss_scale", "weight", "micro_batches", "seconds", "skipped", "noise_scale")
+
+
+class TensorBoard:
+    """Writes each number of a window by ``writer.add_scalar(tag, value, optimizer_step)``.
+
+    The tags are ``gradaccum/loss``, ``grad_norm``, ``loss_scale``, ``weight``, ``micro_batches``, ``seconds``, ``skipped`` (0 or 1)
+    and ``noise_scale``. A NaN, which mostly is a number that nobody told, has no point. A skipped window
+    stands at the step of the update before it.
+
+    Args:
+        writer: a writer of `torch.utils.tensorboard`, of tensorboardX, or any other object with their ``add_scalar``, which stays the
+            caller's to close; or a directory, for a writer of this listener's own.
+        prefix: what each tag begins with.
+
+    Raises:
+        MissingPackageError: `writer` is a directory, and neither package is installed.
+        ArgumentTypeError: `writer` is neither.
+    """
+
+    def __init__(self, writer: Any, *, prefix: str = "gradaccum/") -> None:
+        self._own = isinstance(writer, (str, os.PathLike))
+        if not self._own and not callable(getattr(writer, "add_scalar", None)):
+            expected, fix = "an object with add_scalar, or a directory", 'Write TensorBoard("runs/1") or TensorBoard(SummaryWriter()).'
+            raise explain(ArgumentTypeError, "writer", expected=expected, got=writer, fix=fix)
+        self._writer, self._prefix = _opened(os.fspath(writer)) if self._own else writer, prefix
+
+    def __call__(self, window: ClosedWindow) -> None:
+        """Write one point of each curve."""
+        for name in _CURVES:
+            value = float(getattr(window, name))
+            if not math.isnan(value):
+                self._writer.add_scalar(f"{self._prefix}{name}", value, window.optimizer_step)
+
+    def close(self) -> None:
+        """Write what is left and close the writer, if this opened it."""
+        if self._own:
+            self._writer.close()
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def _opened(directory: str) -> Any:
+    """A writer into `directory`."""
+    package = imported("TensorBoard", "torch.utils.tensorboard", "tensorboardX", install="tensorboard torch, or tensorboardX")
+    return package.SummaryWriter(directory)
