@@ -142,21 +142,44 @@ def test_errors_alone_show_a_hook():
     assert report.errors["weight"] > 0.9
 
 
-@pytest.mark.parametrize("dtype", [ms.float16, ms.float64], ids=["float16", "float64"])
+OTHERS = {"float16": (ms.float16, 2.0**-12), "large float16": (ms.float16, 2.0**4), "float64": (ms.float64, 2.0**-12)}
+
+
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(("part", "linear"), [(Doubling, True), (IgnoringCell, False)])
-def test_culprits_in_other_dtypes_are_named(dtype, part, linear):
-    """float16 gradients vanish at small scales and overflow at large ones; the check holds neither against the loss."""
-    weight, cell, small = Parameter(Tensor(np.linspace(0.5, 1.0, 3), dtype), name="weight"), part(), Tensor(2.0**-12, dtype)
-    report = verify_loss_scaling(lambda x: ops.square(cell(weight * x * small)).sum(), weight, X.astype(dtype))
+def test_culprits_in_other_dtypes_are_named(other, part, linear):
+    """float16 gradients vanish at small scales and overflow at large ones, as do their squares: the check blames the loss for neither."""
+    dtype, factor = OTHERS[other]
+    weight, cell, factor = Parameter(Tensor(np.linspace(0.5, 1.0, 3), dtype), name="weight"), part(), Tensor(factor, dtype)
+    report = verify_loss_scaling(lambda x: ops.square(cell(weight * x * factor)).sum(), weight, X.astype(dtype))
     assert (report.linear, report.culprits) == (linear, () if linear else ("IgnoringCell",)), str(report)
 
 
-@pytest.mark.parametrize(("part", "linear"), [(Doubling, True), (IgnoringCell, False)])
-def test_culprits_in_bfloat16_are_named(part, linear):
-    weight, cell = Parameter(Tensor(np.linspace(0.5, 1.0, 3), ms.bfloat16), name="weight"), part()
-    x = Tensor(np.ones(3), ms.bfloat16)  # cast before the product: MindSpore 2.7 multiplies no bfloat16 on a CPU
+class RoughCell(nn.Cell):
+    """At every other power of two the gradient is off by 2^-7, a unit in bfloat16's last place."""
+
+    def construct(self, x):
+        return x * 2
+
+    def bprop(self, x, out, dout):
+        return (dout * 2 * (1 + 2.0**-7 * (ops.floor(ops.log2(dout)) % 2)),)
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype", "linear"),
+    [
+        (Doubling, ms.bfloat16, True),
+        (IgnoringCell, ms.bfloat16, False),
+        pytest.param(RoughCell, ms.bfloat16, True, id="within bfloat16's rounding"),
+        pytest.param(RoughCell, ms.float32, False, id="beyond float32's rounding"),
+    ],
+)
+def test_culprits_in_bfloat16_are_named(part, dtype, linear):
+    weight, cell = Parameter(Tensor(np.linspace(0.5, 1.0, 3), dtype), name="weight"), part()
+    x = Tensor(np.ones(3), dtype)  # cast before the product: MindSpore 2.7 multiplies no bfloat16 on a CPU
     report = verify_loss_scaling(lambda x: cell(weight.astype(ms.float32) * x.astype(ms.float32)).mean(), weight, x)
-    assert (report.linear, report.culprits) == (linear, () if linear else ("IgnoringCell",)), str(report)
+    assert (report.linear, report.culprits) == (linear, () if linear else (part.__name__,)), str(report)
+    assert (report.errors["weight"] > 0) == (part is not Doubling), str(report)
 
 
 @pytest.mark.parametrize(("part", "linear"), [(Doubling, True), (IgnoringCell, False)])

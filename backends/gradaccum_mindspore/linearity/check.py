@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gradaccum import ArgumentValueError, LinearityReport
 from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report
-from gradaccum_mindspore.linearity.custom_rules import is_float, is_linear, norm
+from gradaccum_mindspore.linearity.custom_rules import is_float, is_linear, norm, wide
 from gradaccum_mindspore.linearity.watching import Met, watched
 from gradaccum_mindspore.recorded import forgotten_on_error
 from gradaccum_mindspore.types import DType
@@ -72,8 +72,7 @@ def _unscaled_gradients(
         met.rewind()
         with forgotten_on_error():
             _, gradients = ms.value_and_grad(lambda *values, s=factor: fn(*values) * s, None, list(parameters))(*inputs)
-        pairs = zip(parameters, gradients, strict=True)
-        yield {p.name: g.astype(ms.float32 if g.dtype == ms.bfloat16 else g.dtype).asnumpy().astype(np.float64) / scale for p, g in pairs}
+        yield {each.name: wide(gradient) / scale for each, gradient in zip(parameters, gradients, strict=True)}
 
 
 def _is_finite(gradients: Gradients) -> bool:

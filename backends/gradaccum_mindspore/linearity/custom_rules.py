@@ -35,9 +35,8 @@ def is_linear(custom: Custom, tolerance: float) -> bool:
     gradient = ops.GradOperation(get_all=True, sens_param=True)(_of_tensors(custom))
     rng = np.random.default_rng(0)
     upstream = _like(custom.output, rng)
-    once, twice = (gradient(*tensors, _times(upstream, factor)) for factor in (1.0, 2.0))
-    pairs = [(_wide(a), _wide(b)) for a, b in zip(once, twice, strict=True)]
-    return all(relative_error(b / 2, a, norm) <= tolerance for a, b in pairs)
+    once, twice = ([wide(each) for each in gradient(*tensors, _times(upstream, factor))] for factor in (1.0, 2.0))
+    return all(relative_error(b / 2, a, norm) <= tolerance for a, b in zip(once, twice, strict=True))
 
 
 def is_float(value: object) -> bool:
@@ -48,6 +47,12 @@ def is_float(value: object) -> bool:
 def norm(gradient: NDArray[np.float64]) -> float:
     """Its 2-norm."""
     return float(np.linalg.norm(gradient))
+
+
+def wide(gradient: Tensor) -> NDArray[np.float64]:
+    """Its numbers in float64."""
+    values: NDArray[np.float64] = gradient.asnumpy().astype(np.float64)
+    return values
 
 
 def _of_tensors(custom: Custom) -> Callable[..., Any]:
@@ -71,9 +76,3 @@ def _times(upstream: Output, factor: float) -> Output:
     if isinstance(upstream, tuple):
         return tuple(_times(part, factor) for part in upstream)
     return upstream * Tensor(factor, upstream.dtype)
-
-
-def _wide(gradient: Tensor) -> NDArray[np.float64]:
-    wide = gradient.astype(ms.float32) if gradient.dtype == ms.bfloat16 else gradient
-    values: NDArray[np.float64] = wide.asnumpy().astype(np.float64)
-    return values
