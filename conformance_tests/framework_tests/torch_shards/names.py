@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,22 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_shards.common import Way, alone, check, require_equal, sharded, train, windows_of, wrap
+from conformance_tests.framework_tests.torch_shards.common import (
+    Way,
+    alone,
+    build,
+    check,
+    mesh_of,
+    require_equal,
+    sharded,
+    train,
+    windows_of,
+    wrap,
+)
 from gradaccum_torch import fsdp_private, torch_private
 
 
@@ -22,11 +36,9 @@ class Hidden:
 
     def __init__(self, owner: type, attribute: str) -> None:
         self.value, self.attribute = vars(owner).get(attribute), attribute
-        self.looked_for = 0
 
     def __get__(self, instance: object, owner: type) -> Any:
         if sys._getframe(1).f_globals is vars(fsdp_private):
-            self.looked_for += 1
             raise AttributeError(self.attribute)
         if instance is not None and self.attribute in vars(instance):
             return vars(instance)[self.attribute]
@@ -59,30 +71,77 @@ def without(name: str) -> Iterator[None]:
     fsdp_private._require_names.cache_clear()
 
 
+FLAT, WINDOW, HYBRID = Way("micro_batch", (2,)), Way("window", (2,)), Way("micro_batch", (2, 1))
+Ways = tuple[list[Way], list[Way]]
+_NEEDED = ("_get_fsdp_state", "fsdp_params", "mesh_info", "mesh", "shard_mesh_dim", "sharded_param", "_unsharded_param")
+_PASS_END = ("_root_post_backward_final_callback", "_state_ctx", "all_states", "is_last_backward")
+_SETTINGS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
+REFUSES: dict[str, Ways] = {
+    **dict.fromkeys((*_NEEDED, "gradient_divide_factor", "_all_reduce_hook"), ([FLAT], [])),
+    **dict.fromkeys(("post_backward", "mp_policy"), ([WINDOW], [FLAT])),
+    "_partial_reduce_output": ([HYBRID], [WINDOW, FLAT]),
+    **dict.fromkeys((*_PASS_END, *_SETTINGS, "_module_state_mapping", "_fsdp_param_groups"), ([], [WINDOW])),
+}
+"""By private name: the ways that are refused where torch lacks the name, and those that train."""
+OLDER: dict[str, Ways] = {"_fsdp_param_group": ([FLAT], [])}
+"""In place of `_fsdp_param_groups` in an older torch."""
+SETTERS = {
+    "gradient_divide_factor": "set_gradient_divide_factor",
+    "_all_reduce_hook": "set_all_reduce_hook",
+    "reduce_scatter_unused_params": "set_reduce_scatter_unused_params",
+}
+"""The public method without which nobody needs the name."""
+
+
+def refuses() -> dict[str, Ways]:
+    """`REFUSES` in the installed torch."""
+    unset = {kept for kept, setter in SETTERS.items() if not hasattr(FSDPModule, setter)}
+    if not hasattr(sharded(FLAT)._get_fsdp_state(), "_fsdp_param_groups"):
+        return {name: ways for name, ways in {**REFUSES, **OLDER}.items() if name not in unset | {"_fsdp_param_groups"}}
+    return {name: ways for name, ways in REFUSES.items() if name not in unset}
+
+
 @check
 def private_names_that_torch_lacks(rank: int) -> None:
-    window, micro_batch, hybrid = Way("window", (2,)), Way("micro_batch", (2,)), Way("micro_batch", (2, 1))
     reference, _ = alone(windows_of())
-    for name, cost in fsdp_private.lost().items():
+    names = {re.split("[.:]", name)[-1]: name for name in fsdp_private.lost()}
+    assert names.keys() == refuses().keys()
+    for attribute, (refused_ways, trained) in refuses().items():
+        name = names[attribute]
         assert torch_private.exists(name), name
-        if "`fully_shard`" in cost:
-            refuses, trains = [micro_batch], list[Way]()
-        elif "gradient_sync=" in cost:
-            refuses, trains = [window], [micro_batch]
-        elif "two dimensions" in cost:
-            refuses, trains = [hybrid], [window, micro_batch]
-        else:
-            refuses, trains = [], [window]
         with without(name):
-            for way in refuses:
+            for way in refused_ways:
                 model = sharded(way)
                 with refused(gradaccum.UsageError, name.rpartition(":")[2]):
                     train(model, wrap(model, way), rank)
-            for way in trains:
+            for way in trained:
                 model = sharded(way)
                 train(model, wrap(model, way), rank)
                 require_equal(model, reference)
                 gc.collect()
-        if trains:
+        if trained:
             default = fsdp_private.Sync(True, True, False)
             assert all(unit.sync == default for unit in fsdp_private.units_of(model)), f"{name}: let go, and waits"
+
+
+@check
+def parameters_on_two_meshes(rank: int) -> None:
+    """One module then has two units; torch raises where only the name with one unit is left."""
+    common: Any = resolve_name("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        return  # An older torch has one mesh for each module.
+
+    def two_units() -> Any:
+        model = build()
+        other = common.ShardPlacementResult(None, common.HSDPMeshInfo(mesh_of((2, 1)), shard_mesh_dim=1, replicate_mesh_dim=0))
+        own = set(map(id, model.first.parameters()))
+        fully_shard(model, mesh=mesh_of((2,)), shard_placement_fn=lambda parameter: other if id(parameter) in own else None)
+        return model
+
+    for way in (FLAT, WINDOW):
+        model = two_units()
+        train(model, wrap(model, way), rank)
+        require_equal(model, alone(windows_of())[0])
+    (groups,) = (name for name in fsdp_private.lost() if name.endswith("._fsdp_param_groups"))
+    with without(groups), refused(AssertionError, "1 param group"):
+        wrap(two_units(), FLAT)
