@@ -125,6 +125,17 @@ def private_names_that_torch_lacks(rank: int) -> None:
 
 
 @check
+def pass_of_fsdp_ends_with_the_window(rank: int) -> None:
+    """FSDP2 lets go of its last unit's buffer at the end of each of three backward passes, and at that of the window."""
+    state, name = resolve_name("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"), "_root_post_backward_final_callback"
+    model = sharded(WINDOW)
+    opt = wrap(model, WINDOW)
+    with mock.patch.object(state, name, autospec=True, side_effect=getattr(state, name)) as ended:
+        train(model, opt, rank, 3)
+    assert ended.call_count == 4, ended.call_count
+
+
+@check
 def parameters_on_two_meshes(rank: int) -> None:
     """One module then has two units; torch raises where only the name with one unit is left."""
     common: Any = resolve_name("torch.distributed.fsdp._fully_shard._fsdp_common")
