@@ -41,8 +41,18 @@ def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
     return lists + sum(event.count for event in profiler.key_averages() if event.key == "aten::_local_scalar_dense")
 
 
-@pytest.mark.parametrize("place", STRATEGIES)
-@pytest.mark.parametrize(("scale", "through_scaler"), [*((scale, False) for scale in SCALES), ("a GradScaler", True)])
+SCALINGS = [*((scale, False) for scale in SCALES), ("a GradScaler", True)]
+USUAL = [*((place, *SCALINGS[2]) for place in STRATEGIES), *(("masters", *scaling) for scaling in SCALINGS)]
+
+
+@pytest.mark.parametrize(
+    ("place", "scale", "through_scaler"),
+    [
+        pytest.param(place, *scaling, marks=() if (place, *scaling) in USUAL else pytest.mark.deep)
+        for place in STRATEGIES
+        for scaling in SCALINGS
+    ],
+)
 def test_only_window_ends_wait(place: str, scale: str, through_scaler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for the device once at the end of a window and never inside it."""
     monkeypatch.setattr(window, "as_told", lambda loss: loss.detach().clone())  # As a loss on an accelerator is kept.

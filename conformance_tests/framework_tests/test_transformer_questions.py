@@ -23,9 +23,8 @@ def test_utilization_needs_a_known_peak() -> None:
     assert rates(TINY, "NVIDIA H200")["MFU"] == TINY.window_flops / 989e12
 
 
-@pytest.mark.parametrize(
-    ("question", "framework"), [("torch_transformer", "torch"), pytest.param("jax_transformer", "optax", marks=pytest.mark.deep)]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize(("question", "framework"), [("torch_transformer", "torch"), ("jax_transformer", "optax")])
 def test_questions_run_tiny(question: str, framework: str) -> None:
     pytest.importorskip(framework, reason=f"needs {framework}")
     for case in import_module(f"benchmarks.questions.{question}").cases(quick=True):

@@ -6,6 +6,7 @@ Loaded with ``-p gradaccum_conformance.plugin``, never by an entry point: it mus
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from gradaccum_conformance.harness import Harness, LargeBatchHarness
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.no_skips import NoSkips
+from gradaccum_conformance.runner import ONE_THREAD
 from gradaccum_conformance.workers import plugin as workers
 from gradaccum_conformance.xfails import Xfails
+
+os.environ.update({**ONE_THREAD, **os.environ})  # Before a framework is imported.
 
 ERRORS = "gradaccum_errors"
 CHOSEN = pytest.StashKey[list[str]]()

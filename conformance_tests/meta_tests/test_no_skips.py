@@ -25,7 +25,7 @@ def run(folder, code: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "distributed"])
+@pytest.mark.parametrize("workers", deep_but([("-n", "1")], [(), ("-n", "1")]), ids=["alone", "distributed"])
 @pytest.mark.parametrize("code", deep_but((SKIPS["test"],), SKIPS.values()), ids=SKIPS)
 def test_skip_fails_the_run(tmp_path, code: str, workers: tuple[str, ...]) -> None:
     assert run(tmp_path, code, *workers).returncode == 0
