@@ -49,7 +49,7 @@ class Cell:
     python: str = ""
     """A version, ``"3.12"``; empty: the newest that this machine has and the framework has wheels for."""
     whole: bool = False
-    """Run the framework's own tests too: at both ends of a range."""
+    """Run the framework's own tests too: at both ends of a range. The README's command runs those of torch 2.13 and MindSpore 2.10."""
     extras: str = "conformance"
     """What of gradaccum's own extras is installed beside the framework's."""
 
@@ -69,11 +69,11 @@ CELLS = (
     Cell("jax", ("jax==0.5.3", "optax==0.2.4"), "3.11", whole=True),
     Cell("jax", ("jax==0.6.2", "optax==0.2.6"), "3.12"),
     Cell("jax", ("jax==0.7.1", "optax==0.2.8"), "3.11"),
-    Cell("jax", ("jax==0.10.2", "optax==0.2.8"), "3.11", whole=True, extras="conformance,ecosystem"),
+    Cell("jax", ("jax==0.10.2", "optax==0.2.8"), "3.11", extras="conformance,ecosystem"),
     Cell("jax", ("jax==0.12.0.1", "optax==0.2.8"), "3.13", whole=True, extras="conformance,ecosystem"),
     Cell("mindspore", ("mindspore==2.7.0",), "3.11", whole=True),
     Cell("mindspore", ("mindspore==2.9.0",), "3.12"),
-    Cell("mindspore", ("mindspore==2.10.0",), "3.11", whole=True),
+    Cell("mindspore", ("mindspore==2.10.0",), "3.11"),
     Cell("mindspore", ("mindspore==2.10.0",), "3.12"),
     Cell("resolver", ("levanter>=1.2.dev0", "gradaccum[jax]"), "3.12"),
     Cell("resolver", ("verl", "torch==2.11.0", "gradaccum[torch]"), "3.12"),
