@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from gradaccum.doctor import diagnosis
+from gradaccum import doctor
 
 
 def main() -> None:
     """Run the command line, or say what to install."""
     if sys.argv[1:2] == ["doctor"]:
-        sys.exit(diagnosis.main(sys.argv[2:]))
+        sys.exit(doctor.main(sys.argv[2:]))
     try:
         cli = import_module("gradaccum_conformance.cli")
     except ModuleNotFoundError as error:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gradaccum import DynamicLossScale, available_backends
-from gradaccum.doctor.environment import installed_version, requirements_of
+from gradaccum.doctor import installed_version, requirements_of
 from gradaccum_conformance.demo.batches import LARGE_BATCH, MICRO_BATCH, cut
 from gradaccum_conformance.harness import Harness, Option, Setup
 from gradaccum_conformance.loading import load_harness

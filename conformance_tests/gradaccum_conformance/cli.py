@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from gradaccum import BackendNotFoundError
-from gradaccum.doctor.diagnosis import LIMIT
-from gradaccum.doctor.diagnosis import main as run_doctor
+from gradaccum.doctor import LIMIT
+from gradaccum.doctor import main as run_doctor
 from gradaccum_conformance.demo.command import run_demo
 from gradaccum_conformance.report.command import run_conformance
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from gradaccum import __version__
-from gradaccum.doctor.diagnosis import Diagnosis, findings_of
-from gradaccum.doctor.environment import Environment, Owner, Probe, Requirement, requirements_of, satisfies
+from gradaccum.doctor import Environment, Probe, Requirement, findings_of, report, requirements_of, satisfies
 
 from .example import python_path
 
@@ -27,16 +26,11 @@ ASKED = (
     Requirement("pytest", "<9.2,>=8.3", "conformance"),
     Requirement("pytest", "<9.2,>=8.3", "numpy"),
 )
-WORKS = Probe("torch", "works", ("cpu",), "", 1.0)
+WORKS = Probe("torch", "works", devices=("cpu",))
 HEALTHY = Environment(
-    python="3.11.7",
-    system="Linux",
-    settings={},
     running="0.1.0",
     versions={"gradaccum": "0.1.0", "torch": "2.13.0+cpu", "numpy": "2.3.1"},
     requirements={"gradaccum": ASKED, "jax": (Requirement("jaxlib", "<=0.7.1,>=0.7.1", ""),)},
-    twice={},
-    owners=(Owner("gradaccum.backends", "torch", "gradaccum_torch:backend", "gradaccum"),),
     probes=(WORKS,),
 )
 
@@ -51,8 +45,7 @@ def test_healthy_environment_has_no_finding() -> None:
     assert findings_of(having(mindspore="2.10.0", numpy="1.26.4", jax="0.7.1", jaxlib="0.7.1", pytest="9.1.2", pytest_xdist="3.8.0")) == ()
 
 
-RIVAL = Owner("gradaccum.backends", "torch", "rival:backend", "rival")
-GPU = Probe("jax", "works", ("cuda:0 (NVIDIA H200)",), "", 1.0)
+GPU = Probe("jax", "works", devices=("cuda:0 (NVIDIA H200)",))
 BAD: dict[str, tuple[Environment, tuple[str, ...]]] = {
     "numpy 2 with MindSpore": (having(mindspore="2.10.0"), ("numpy", "2.3.1", "np.float32(2)", "pip install 'numpy<2'")),
     "another MindSpore": (having(mindspore="2.6.0", numpy="1.26.4"), ("mindspore", "2.6.0", "pip install 'mindspore<2.11,>=2.7'")),
@@ -60,14 +53,12 @@ BAD: dict[str, tuple[Environment, tuple[str, ...]]] = {
     "torch before its release": (having(torch="2.13.0rc1"), ("torch", "2.13.0rc1")),
     "pytest 9.2 with xdist": (having(pytest="9.2.0", pytest_xdist="3.8.0"), ("pytest", "9.2.0", "groups", "pip install 'pytest<9.2")),
     "another jaxlib": (having(jax="0.7.1", jaxlib="0.8.0"), ("jaxlib", "0.8.0", "jax 0.7.1 asks", "pip install 'jaxlib<=0.7.1")),
-    "two owners": (HEALTHY._replace(owners=(*HEALTHY.owners, RIVAL)), ("two owners", "rival:backend", "Uninstall")),
-    "torn installation": (HEALTHY._replace(twice={"numpy": ("1.26.4", "2.3.1")}), ("1.26.4 and 2.3.1", "Remove")),
     "stale metadata": (HEALTHY._replace(running="0.2.0"), ("0.2.0", "0.1.0", "pip install")),
     "not installed": (HEALTHY._replace(versions={"torch": "2.13.0"}), ("not installed", "pip install -e .")),
-    "import that raises": (HEALTHY._replace(probes=(WORKS, Probe("jax", "fails", (), "ImportError: no", 0.1))), ("jax", "ImportError: no")),
-    "import that crashes": (HEALTHY._replace(probes=(WORKS, Probe("jax", "crashes", (), "exit code -11", 0.1))), ("jax", "exit code -11")),
-    "import that hangs": (HEALTHY._replace(probes=(WORKS, Probe("jax", "hangs", (), "stage", 9.0))), ("jax", "in time", "--limit")),
-    "no backend": (HEALTHY._replace(probes=(Probe("jax", "missing", (), "optax", 0.0),)), ("none works", "gradaccum[torch]")),
+    "import that raises": (HEALTHY._replace(probes=(WORKS, Probe("jax", "fails", "ImportError: no"))), ("jax", "ImportError: no")),
+    "import that crashes": (HEALTHY._replace(probes=(WORKS, Probe("jax", "crashes", "exit code -11"))), ("jax", "exit code -11")),
+    "import that hangs": (HEALTHY._replace(probes=(WORKS, Probe("jax", "hangs", "stage"))), ("jax", "in time", "--limit")),
+    "no backend": (HEALTHY._replace(probes=(Probe("jax", "missing", "optax"),)), ("none works", "gradaccum[torch]")),
 }
 
 
@@ -77,10 +68,8 @@ def test_bad_combination_is_named(name: str) -> None:
     environment, words = BAD[name]
     (finding,) = findings_of(environment)
     assert finding.kind == "problem"
-    diagnosis = Diagnosis(environment, (finding,))
-    assert not diagnosis.healthy
-    assert all(word in str(diagnosis) for word in words), str(diagnosis)
-    assert json.loads(diagnosis.to_json())["findings"] == [finding._asdict()]
+    text = report(environment, (finding,))
+    assert all(word in text for word in words), text
 
 
 def test_bounds_bind_only_their_users() -> None:
@@ -94,15 +83,12 @@ def test_bounds_bind_only_their_users() -> None:
     [
         (HEALTHY._replace(probes=(WORKS, GPU)), "cpu only, although jax sees cuda:0"),
         (HEALTHY._replace(probes=(WORKS._replace(lacking=(("torch:Tensor._gone", "It is slower."),)),)), "lacks torch.Tensor._gone"),
-        (having(rich="13.0")._replace(requirements={"typer": (Requirement("rich", ">=14", ""),)}), ""),
     ],
 )
-def test_note_leaves_the_exit_code(environment: Environment, words: str) -> None:
-    environment = environment._replace(versions={**environment.versions, "typer": "0.15"})
+def test_worth_a_note(environment: Environment, words: str) -> None:
     (finding,) = findings_of(environment)
     assert finding.kind == "note"
     assert words in finding.what
-    assert Diagnosis(environment, (finding,)).healthy
 
 
 @pytest.mark.parametrize(
@@ -110,16 +96,11 @@ def test_note_leaves_the_exit_code(environment: Environment, words: str) -> None
     [
         ("2.13.0+cpu", ">=2.13", True),
         ("2.9.1", ">=2.13", False),
-        ("2.10.3", "==2.10.*", True),
-        ("2.1", "==2.10.*", False),
-        ("2.1", "!=2.10.*", True),
-        ("2", "==2.0.*", True),
         ("1.26.4", ">=1.26,<2", True),
         ("2.0.0", "<2", False),
         ("2.0.0rc1", "<2", True),
         ("2.0", "==2.0.0", True),
         ("1.4.9", "~=1.4.2", True),
-        ("1.5.0", "~=1.4.2", False),
         ("3.8.0", "!=3.8", False),
         ("3.8", "nonsense", True),
         ("3.8", "", True),
@@ -192,9 +173,9 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         ("leaving", "works", ""),
         ("raising", "fails", "RuntimeError: built for another numpy"),
         ("absent", "fails", "no_such_framework"),
-        ("crashing", "crashes", "exit code 7 while it was being imported. Its last words: a library is missing"),
-        ("hanging", "hangs", "it was being imported"),
-        ("waiting", "hangs", "it is imported, and was asked for its devices"),
+        ("crashing", "crashes", "exit code 7. Its last words: a library is missing"),
+        ("hanging", "hangs", "It said nothing"),
+        ("waiting", "hangs", ""),
     ],
 )
 def test_backend_is_probed(toys: tuple[Path, dict[str, Any], float], name: str, outcome: str, words: str) -> None:
@@ -259,8 +240,8 @@ def test_doctor_imports_no_framework() -> None:
     """Into its own process, which a broken one would end."""
     code = """
 import sys
-from gradaccum.doctor import diagnosis
-diagnosis.main(["--backend", "numpy"])
+from gradaccum import doctor
+doctor.main(["--backend", "numpy"])
 print(sorted({"torch", "jax", "mindspore", "numpy", "rich"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

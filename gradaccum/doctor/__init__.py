@@ -1,1 +1,0 @@
-"""``gradaccum doctor``: is this environment one in which gradaccum works?"""
