@@ -82,6 +82,17 @@ def test_fused_division_equals_dividing_first(name: str, options: dict[str, Any]
     assert not {"grad_scale", "found_inf"} & set(vars(mine.optimizer))
 
 
+def test_wider_sum_is_divided_before_it_is_narrowed() -> None:
+    """The kernel would divide what was rounded to float32 already."""
+    first, second = parameters(), parameters()
+    mine, other = (gradaccum.wrap(OPTIMIZERS["SGD"](ps), steps=3, accumulate_dtype=torch.float64) for ps in (first, second))
+    for _ in range(3):
+        run(mine, first)
+        with looked_at(other, "wrapper"):
+            run(other, second)
+    assert all(map(torch.equal, first, second))
+
+
 @pytest.mark.parametrize("by", ["wrapper", "inner", "global"])
 def test_pre_hook_sees_divided_gradient(by: str) -> None:
     ps, plain = parameters(), parameters()

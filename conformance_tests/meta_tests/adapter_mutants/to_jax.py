@@ -125,4 +125,17 @@ MUTANTS = (
         "0 * own.weight",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
+    Mutant(
+        "reduce_each_micro_batch",
+        "window, norm, finite = once(at_end, add_up, ",
+        "window, norm, finite = add_up(",
+        OWN + "test_jax_workers.py::test_four_devices",
+        "one_reduction_per_window",
+    ),
+    Mutant(
+        "leave_the_last_updates_in_the_sum",
+        "held = sums.emptied(state.accumulator, fields[0] == 0)",
+        "held = sums.emptied(state.accumulator, fields[0] < 0)",
+        SUITE + "test_optimizers.py",
+    ),
 )

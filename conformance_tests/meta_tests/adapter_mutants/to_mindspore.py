@@ -100,4 +100,11 @@ MUTANTS = (
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
         "pynative",
     ),
+    Mutant(
+        "leave_the_sums_of_a_closed_window",
+        "        self.clear()\n        self.storage.knowledge.push(known)\n",
+        "        self.storage.knowledge.push(known)\n",
+        SUITE + "test_optimizers.py",
+        "pynative",
+    ),
 )

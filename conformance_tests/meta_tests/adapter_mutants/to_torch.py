@@ -229,4 +229,16 @@ MUTANTS = (
         "        if True:\n            self._parameters.zero_grad",
         OWN + "test_torch_loop.py::test_usual_loop_equals_large_batch",
     ),
+    Mutant(
+        "miss_writes_into_gradients",
+        "return gradient is not self.gradient or (gradient is not None and version(gradient) != self.version)",
+        "return gradient is not self.gradient",
+        OWN + "test_torch_watch.py::test_clip_is_seen_without_the_smallest",
+    ),
+    Mutant(
+        "divide_in_a_kernel_of_another_dtype",
+        "can_divide(self._inner, divisor) and strategy.hands_over_whole()",
+        "can_divide(self._inner, divisor)",
+        OWN + "test_torch_fused.py::test_wider_sum_is_divided_before_it_is_narrowed",
+    ),
 )
