@@ -10,12 +10,12 @@ that need the reduced gradient are refused.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 
 from gradaccum import UsageError
 from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.types import Axes
+from gradaccum_jax.varying import every
 
 
 def require_equal_parts(options: Options, axes: Axes, weight: Scalar) -> None:
@@ -60,8 +60,3 @@ def agree(apply: Scalar, overflow: Scalar, at_end: Scalar, axes: Axes) -> tuple[
         return jnp.where(own[0], every(own[0], axes), False), jnp.where(own[1], True, ~every(~own[1], axes))
 
     return once(at_end, ask, (apply, overflow))
-
-
-def every(flag: Scalar, axes: Axes) -> Scalar:
-    """Whether `flag` holds on every device along `axes`."""
-    return lax.pmin(flag.astype(jnp.int32), tuple(sorted(axes))) > 0  # type: ignore[no-untyped-call]

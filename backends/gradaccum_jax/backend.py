@@ -9,12 +9,12 @@ import jax
 import optax
 
 from gradaccum import VerificationReport
-from gradaccum.kit import Options, UntilWeight, optimizer_error, shared_until_weight_error, wrapped_twice_error
-from gradaccum_jax import verification
+from gradaccum.kit import Options, UntilWeight, shared_until_weight_error
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.masters import on_masters, without_masters
-from gradaccum_jax.optimizer import Accumulation
+from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.sizes import probe
+from gradaccum_jax.verification import check
 from gradaccum_jax.workers.checks import require_names
 from gradaccum_jax.workers.shard_axes import require_shard_axes
 
@@ -30,11 +30,11 @@ class JaxBackend:
 
     def verifies(self, model: object) -> bool:
         """Whether `model` is a tree with arrays of JAX's, or NumPy's, in it."""
-        return verification.verifies(model)
+        return check.verifies(model)
 
     def verify(self, model: object, loss_fn: Callable[..., Any], batch: object, steps: int, **options: Any) -> VerificationReport:
         """See `gradaccum_jax.verify`."""
-        return verification.verify(model, loss_fn, batch, steps, **options)
+        return check.verify(model, loss_fn, batch, steps, **options)
 
     def wrap(
         self, optimizer: object, options: Options, *, axis_name: object = None, shard_axes: object = None
@@ -66,21 +66,6 @@ class JaxBackend:
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
         wrapped = Accumulation(held, checked, names, require_shard_axes(shard_axes))
         return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
-
-
-def require_transformation(optimizer: object) -> optax.GradientTransformation:
-    """`optimizer` if it is an optax transformation and not wrapped already.
-
-    Raises:
-        ArgumentTypeError: it is not one, or it is wrapped.
-    """
-    if not isinstance(optimizer, optax.GradientTransformation):
-        fix = "Pass for example optax.adamw(1e-3); instead of an optax.MultiSteps, pass the optimizer inside it."
-        raise optimizer_error("an optax.GradientTransformation", optimizer, fix)
-    owner = getattr(optimizer.update, "__self__", None)
-    if isinstance(owner, Accumulation) or hasattr(owner, "has_updated"):  # MultiSteps.gradient_transformation(), optax's too
-        raise wrapped_twice_error(owner)
-    return optimizer
 
 
 backend = JaxBackend()

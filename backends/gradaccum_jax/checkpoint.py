@@ -21,7 +21,7 @@ from gradaccum_jax.optimizer import require_accumulation
 from gradaccum_jax.state import AccumulationState, fields_of
 from gradaccum_jax.trees import plain, unique
 from gradaccum_jax.types import Array, Params, Tree
-from gradaccum_jax.workers.layout import mapped
+from gradaccum_jax.workers.kinds import mapped
 
 _RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
 NO_LEAVES: Mapping[str, float] = {}

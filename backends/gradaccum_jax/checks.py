@@ -11,7 +11,7 @@ import optax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Options, Scalar, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
-from gradaccum_jax.masters import is_half
+from gradaccum_jax.dtypes import is_half
 from gradaccum_jax.state import AccumulationState
 from gradaccum_jax.trees import unique
 from gradaccum_jax.types import Array, DType, InnerState, Params, Tree

@@ -19,8 +19,8 @@ from gradaccum_jax.state import AccumulationState, fields_of
 from gradaccum_jax.types import Tree
 from gradaccum_jax.untold import meant
 from gradaccum_jax.update import Update
+from gradaccum_jax.varying import everywhere
 from gradaccum_jax.workers.reduction import Window, all_reduce
-from gradaccum_jax.workers.shard_axes import everywhere
 
 Look = Callable[[Fields, Tree], tuple[Scalar, Scalar]]
 """The norm of a window's sum, and whether all of it is finite and fits the gradient's dtype."""

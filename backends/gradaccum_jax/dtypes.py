@@ -99,3 +99,9 @@ def _leaves_like(params: Params, accumulator: Tree) -> Leaves:
     structures: list[Any] = [jax.tree.structure(tree, is_leaf=is_none) for tree in (params, accumulator)]
     known = jax.tree.leaves(params, is_leaf=is_none) if structures[0] == structures[1] else [None] * len(held)
     return [p for p, leaf in zip(known, held, strict=True) if leaf is not None]
+
+
+def is_half(leaf: Array) -> bool:
+    """True if `leaf` is real and narrower than float32: float16, bfloat16, every float8 and below."""
+    dtype = jnp.result_type(leaf)
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4

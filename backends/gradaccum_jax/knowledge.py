@@ -30,7 +30,7 @@ from gradaccum_jax.state import AccumulationState, fields_of, like
 from gradaccum_jax.sums import passing
 from gradaccum_jax.types import DType, Tree
 from gradaccum_jax.untold import UNTOLD, kept, meant
-from gradaccum_jax.workers.shard_axes import ShardAxes
+from gradaccum_jax.varying import ShardAxes
 
 Firsts = tuple[Scalar, ...]
 """The first micro-batches of a window: their weight, the mean of their squared norms by weight, and how many devices had one. Empty where

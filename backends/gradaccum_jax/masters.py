@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from gradaccum_jax.dtypes import is_half
 from gradaccum_jax.state import the_state
 from gradaccum_jax.trees import is_none, plain
 from gradaccum_jax.types import Array, DType, InnerState, Leaves, Params, Tree, Updates
@@ -21,12 +22,6 @@ from gradaccum_jax.types import Array, DType, InnerState, Leaves, Params, Tree, 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24
 """How many float16 subnormals lie in an interval of length 1."""
-
-
-def is_half(leaf: Array) -> bool:
-    """True if `leaf` is real and narrower than float32: float16, bfloat16, every float8 and below."""
-    dtype = jnp.result_type(leaf)
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 
 def masters_of(params: Params) -> Tree:

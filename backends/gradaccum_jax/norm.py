@@ -29,7 +29,7 @@ from gradaccum_jax.control_flow import once
 from gradaccum_jax.devices import explicitly_sharded, partitioned
 from gradaccum_jax.folds import sum_of
 from gradaccum_jax.types import Array, DType, Leaves, Tree, typeof
-from gradaccum_jax.workers.shard_axes import ShardAxes, shards_of
+from gradaccum_jax.varying import ShardAxes, shards_of
 
 WRITES_SQUARES = jax.__version_info__ < (0, 10)
 SMALL = 2**14

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from gradaccum import ArgumentTypeError
-from gradaccum.kit import Options, Scalar, ends, explain, initial_state
+from gradaccum.kit import Options, Scalar, ends, explain, initial_state, optimizer_error, wrapped_twice_error
 from gradaccum_jax import knowledge, sums, window
 from gradaccum_jax.alignment import align
 from gradaccum_jax.checks import as_loss, as_weight, require_arrays, require_knowledge, require_params, require_plain, require_state
@@ -31,7 +31,7 @@ from gradaccum_jax.trees import plain
 from gradaccum_jax.types import Extra, Gradients, InnerState, Params, Tree, Updates
 from gradaccum_jax.unreduced import as_given, require_whole, whole
 from gradaccum_jax.update import Update
-from gradaccum_jax.varying import vary_like
+from gradaccum_jax.varying import ShardAxes, vary_like
 from gradaccum_jax.window import MicroBatch
 from gradaccum_jax.workers.kinds import (
     require_axes,
@@ -43,7 +43,7 @@ from gradaccum_jax.workers.kinds import (
     shared_window,
 )
 from gradaccum_jax.workers.replicated import replicated
-from gradaccum_jax.workers.shard_axes import ShardAxes, like_params, require_in_scope, require_told
+from gradaccum_jax.workers.shard_axes import like_params, require_in_scope, require_told
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,3 +252,18 @@ def require_accumulation(tx: object) -> Accumulation:
         return owner
     fix = "Pass what gradaccum.wrap returned; of an optax.chain that holds it, pass it and its own part of the chain's state."
     raise explain(ArgumentTypeError, "tx", expected="a wrapped optimizer", found=f"a {type(tx).__name__} that is not wrapped", fix=fix)
+
+
+def require_transformation(optimizer: object) -> optax.GradientTransformation:
+    """`optimizer` if it is an optax transformation and not wrapped already.
+
+    Raises:
+        ArgumentTypeError: it is not one, or it is wrapped.
+    """
+    if not isinstance(optimizer, optax.GradientTransformation):
+        fix = "Pass for example optax.adamw(1e-3); instead of an optax.MultiSteps, pass the optimizer inside it."
+        raise optimizer_error("an optax.GradientTransformation", optimizer, fix)
+    owner = getattr(optimizer.update, "__self__", None)
+    if isinstance(owner, Accumulation) or hasattr(owner, "has_updated"):  # MultiSteps.gradient_transformation(), optax's too
+        raise wrapped_twice_error(owner)
+    return optimizer

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from gradaccum.kit import Scalar
@@ -69,3 +70,27 @@ def settled(predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves) 
         if wanted == [axes_of(leaf) for leaf in leaves]:
             return closed, leaves
         leaves = [vary(leaf, axes) for leaf, axes in zip(leaves, wanted, strict=True)]
+
+
+def every(flag: Scalar, axes: Axes) -> Scalar:
+    """Whether `flag` holds on every device along `axes`."""
+    return lax.pmin(flag.astype(jnp.int32), tuple(sorted(axes))) > 0  # type: ignore[no-untyped-call]
+
+
+ShardAxes = tuple[str, ...] | None
+"""The axes along which parameters are sharded; None: nobody said."""
+
+
+def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
+    """The axes along which the devices hold parts of `leaf`."""
+    return tuple(sorted(axes_of(leaf) & frozenset(shard_axes or ())))
+
+
+def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
+    """Whether `flag` holds on every device that has a part of the model: a bool scalar."""
+    axes = shards_of(flag, shard_axes)
+    return every(flag, frozenset(axes)) if axes else flag
+
+
+KNOWS_AXES = hasattr(jax, "shard_map")
+"""JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, where a value's type does not say along which axes devices differ."""

@@ -31,8 +31,8 @@ from gradaccum_jax.state import AccumulationState, current_terms, fields_of, wit
 from gradaccum_jax.types import Gradients, Updates
 from gradaccum_jax.untold import kept
 from gradaccum_jax.update import Traced, Update
-from gradaccum_jax.varying import axes_of, vary
-from gradaccum_jax.workers.shard_axes import ShardAxes, everywhere, require_told
+from gradaccum_jax.varying import ShardAxes, axes_of, everywhere, vary
+from gradaccum_jax.workers.shard_axes import require_told
 
 
 class MicroBatch(NamedTuple):

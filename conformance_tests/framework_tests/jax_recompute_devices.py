@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gradaccum
+import gradaccum_jax
 from conformance_tests.framework_tests.jax_versions import shard_map
-from gradaccum_jax import large_batch
-from gradaccum_jax.recomputation import recompute
+from gradaccum_jax import recompute
 
 MESH = jax.make_mesh((2,), ("data",))
 SPREAD, WHOLE = PartitionSpec("data"), PartitionSpec()
@@ -36,16 +36,16 @@ def loss(weight: Any, x: Any) -> Any:
 def test_each_device_has_its_part() -> None:
     """A limit for some items of one device: the size is that of its part, and the numbers are those of that size."""
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=120_000)
-    found = large_batch.value_and_grad(loss, micro_batch_size=sizes, mesh=MESH, axis_name="data")(WEIGHT, X)
+    found = gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes, mesh=MESH, axis_name="data")(WEIGHT, X)
     assert sizes.size is not None
     assert sizes.size < 16
-    expected = large_batch.value_and_grad(loss, micro_batch_size=sizes.size, mesh=MESH, axis_name="data")(WEIGHT, X)
+    expected = gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes.size, mesh=MESH, axis_name="data")(WEIGHT, X)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_whole_part_fits() -> None:
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=10**9)
-    large_batch.value_and_grad(loss, micro_batch_size=sizes, mesh=MESH, axis_name="data")(WEIGHT, X)
+    gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes, mesh=MESH, axis_name="data")(WEIGHT, X)
     assert sizes.size == 16
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 import gradaccum
-from gradaccum_jax import large_batch
+import gradaccum_jax
 from gradaccum_jax.large_batch import auto
 
 ITEMS, WIDTH = 16, 64
@@ -35,7 +35,7 @@ def loss(params: Any, x: Any) -> Any:
 
 def need(size: int) -> int:
     """The bytes that a program of this size asks for, by a second door."""
-    step = large_batch.value_and_grad(loss, micro_batch_size=size)
+    step = gradaccum_jax.value_and_grad(loss, micro_batch_size=size)
     stats = jax.jit(step).lower(PARAMS, BATCH).compile().memory_analysis()
     assert stats is not None
     return int(stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.generated_code_size_in_bytes)
@@ -85,10 +85,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, fail: Any) -> None:
 
 def test_decides_before_running(between: int, compiled_sizes: list[int]) -> None:
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=between)
-    step = large_batch.value_and_grad(loss, micro_batch_size=sizes)
+    step = gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes)
     found = step(PARAMS, BATCH)
     assert (compiled_sizes, sizes.size) == ([16, 8, 4], 4)
-    assert_same_bits(found, large_batch.value_and_grad(loss, micro_batch_size=4)(PARAMS, BATCH))
+    assert_same_bits(found, gradaccum_jax.value_and_grad(loss, micro_batch_size=4)(PARAMS, BATCH))
     step(PARAMS, BATCH + 1)  # The choice and its program are remembered.
     assert compiled_sizes == [16, 8, 4]
     step(PARAMS, BATCH[:8])
@@ -100,7 +100,7 @@ def test_decides_before_running(between: int, compiled_sizes: list[int]) -> None
 
 def test_whole_batch_where_it_fits() -> None:
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=need(16))
-    found = large_batch.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
+    found = gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
     assert sizes.size == 16
     assert_same_bits(found, jax.jit(jax.value_and_grad(loss))(PARAMS, BATCH))
 
@@ -108,14 +108,14 @@ def test_whole_batch_where_it_fits() -> None:
 def test_items_of_one_do_not_fit() -> None:
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=1)
     with pytest.raises(gradaccum.UsageError, match=r"one item to fit.* 1 bytes"):
-        large_batch.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH[:2])
+        gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH[:2])
     assert sizes.size is None
 
 
 def test_unknown_limit() -> None:
     """A CPU states none."""
     with pytest.raises(gradaccum.ArgumentValueError, match=r"AutoMicroBatchSize\(memory_limit"):
-        large_batch.value_and_grad(loss, micro_batch_size="auto")(PARAMS, BATCH)
+        gradaccum_jax.value_and_grad(loss, micro_batch_size="auto")(PARAMS, BATCH)
 
 
 def test_limit_of_the_device(between: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +130,12 @@ def test_limit_of_the_device(between: int, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(auto, "_devices_of", lambda arguments: {Device()})
     sizes = gradaccum.AutoMicroBatchSize()
-    large_batch.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
+    gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
     assert sizes.size == 4
     stats["bytes_in_use"] = 0
     stats["bytes_limit"] = need(16)
     sizes.forget()
-    large_batch.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
+    gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
     assert sizes.size == 16
 
 
@@ -154,9 +154,9 @@ def test_exhausted_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
     failing(monkeypatch, fail)
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=10**9)
-    found = large_batch.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
+    found = gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
     assert (seen, sizes.size) == ([(16, False), (8, False), (4, False)], 4)
-    assert_same_bits(found, large_batch.value_and_grad(loss, micro_batch_size=4)(PARAMS, BATCH))
+    assert_same_bits(found, gradaccum_jax.value_and_grad(loss, micro_batch_size=4)(PARAMS, BATCH))
 
 
 def test_exhausted_later_halves_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_exhausted_later_halves_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     failing(monkeypatch, fail)
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=10**9)
-    step = large_batch.value_and_grad(loss, micro_batch_size=sizes)
+    step = gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes)
     step(PARAMS, BATCH)
     most[0] = 5
     step(PARAMS, BATCH)
@@ -181,7 +181,7 @@ def test_exhausted_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
         raise jax.errors.JaxRuntimeError(EXHAUSTED)
 
     failing(monkeypatch, fail)
-    step = large_batch.value_and_grad(loss, micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**9))
+    step = gradaccum_jax.value_and_grad(loss, micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**9))
     with pytest.raises(gradaccum.UsageError, match="one item") as caught:
         step(PARAMS, BATCH[:2])
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
@@ -198,7 +198,7 @@ def test_other_errors_pass(error: BaseException, monkeypatch: pytest.MonkeyPatch
     failing(monkeypatch, fail)
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=10**9)
     with pytest.raises(type(error)) as caught:
-        large_batch.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
+        gradaccum_jax.value_and_grad(loss, micro_batch_size=sizes)(PARAMS, BATCH)
     assert caught.value is error
     assert (seen, sizes.size) == ([16], None)
 
@@ -213,9 +213,9 @@ def test_real_exhaustion() -> None:
         return loss(params, x)
 
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=2**62)
-    found = large_batch.value_and_grad(hungry, micro_batch_size=sizes)(PARAMS, BATCH)
+    found = gradaccum_jax.value_and_grad(hungry, micro_batch_size=sizes)(PARAMS, BATCH)
     assert sizes.size == 4
-    assert_same_bits(found, large_batch.value_and_grad(loss, micro_batch_size=4)(PARAMS, BATCH))
+    assert_same_bits(found, gradaccum_jax.value_and_grad(loss, micro_batch_size=4)(PARAMS, BATCH))
 
 
 def test_window_of_an_optimizer(between: int) -> None:
@@ -223,9 +223,9 @@ def test_window_of_an_optimizer(between: int) -> None:
     tx = gradaccum.wrap(optax.adam(0.1), steps=None, clip_norm=1.0)
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=between)
     state = tx.update(jax.grad(loss)(PARAMS, BATCH[:3]), tx.init(PARAMS), PARAMS, weight=3)[1]
-    found = large_batch.value_and_update(loss, tx, micro_batch_size=sizes)(PARAMS, state, BATCH)
+    found = gradaccum_jax.value_and_update(loss, tx, micro_batch_size=sizes)(PARAMS, state, BATCH)
     assert sizes.size is not None
-    assert_same_bits(found, large_batch.value_and_update(loss, tx, micro_batch_size=sizes.size)(PARAMS, state, BATCH))
+    assert_same_bits(found, gradaccum_jax.value_and_update(loss, tx, micro_batch_size=sizes.size)(PARAMS, state, BATCH))
     assert found[2].optimizer_step == 1
 
 
@@ -238,14 +238,14 @@ def test_coupled_losses(between: int) -> None:
         return jax.nn.logsumexp(rows @ rows.T)
 
     sizes = gradaccum.AutoMicroBatchSize(memory_limit=between)
-    found = large_batch.coupled_value_and_grad(outputs, coupled, micro_batch_size=sizes)(PARAMS, BATCH)
+    found = gradaccum_jax.coupled_value_and_grad(outputs, coupled, micro_batch_size=sizes)(PARAMS, BATCH)
     assert sizes.size in (1, 2, 4, 8)
-    assert_same_bits(found, large_batch.coupled_value_and_grad(outputs, coupled, micro_batch_size=sizes.size)(PARAMS, BATCH))
+    assert_same_bits(found, gradaccum_jax.coupled_value_and_grad(outputs, coupled, micro_batch_size=sizes.size)(PARAMS, BATCH))
 
 
 def test_plain_values_and_trees_of_one_shape() -> None:
     """They are constants of the program: each value has a program of its own, and each tree."""
-    step = large_batch.value_and_grad(
+    step = gradaccum_jax.value_and_grad(
         lambda params, x, how: params * jnp.mean(x) * (how["double"] + 1 if "double" in how else 7),
         micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**9),
     )
@@ -254,7 +254,7 @@ def test_plain_values_and_trees_of_one_shape() -> None:
 
 
 def test_traced_call() -> None:
-    step = large_batch.value_and_grad(loss, micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**9))
+    step = gradaccum_jax.value_and_grad(loss, micro_batch_size=gradaccum.AutoMicroBatchSize(memory_limit=10**9))
     with pytest.raises(gradaccum.ArgumentTypeError, match=r"outside of jax\.jit"):
         jax.jit(step)(PARAMS, BATCH)
 

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import gradaccum
 from conformance_tests.framework_tests import jax_chain as chain
-from gradaccum_jax.recomputation import recompute
+from gradaccum_jax import recompute
 
 KEY = jax.random.key(3, impl="rbg")
 """Of the generator that XLA compiles fastest."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import gradaccum
-from gradaccum_jax.recomputation import recompute
+from gradaccum_jax import recompute
 
 POLICIES = jax.checkpoint_policies
 

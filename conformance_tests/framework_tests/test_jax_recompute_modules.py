@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import gradaccum
-from gradaccum_jax.recomputation import recompute
+from gradaccum_jax import recompute
 
 nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
 linen = pytest.importorskip("flax.linen", reason="flax is not installed")

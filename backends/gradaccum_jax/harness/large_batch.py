@@ -23,12 +23,12 @@ from gradaccum_conformance import (
     mirrored,
     outputs_of,
 )
+from gradaccum_jax import coupled_value_and_grad, value_and_grad, value_and_update
 from gradaccum_jax.harness.couplings import COUPLINGS
 from gradaccum_jax.harness.models import forward, total_loss
 from gradaccum_jax.harness.program import Program, x64
 from gradaccum_jax.harness.session import JaxSession, to_numpy
 from gradaccum_jax.harness.workers import JaxWorkers
-from gradaccum_jax.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
 
 
 class JaxLargeBatch(JaxWorkers, LargeBatchHarness):

@@ -3,9 +3,3 @@
 `value_and_grad` stands in for `jax.value_and_grad`; `value_and_update` makes a whole window of a wrapped optimizer;
 `coupled_value_and_grad` is for losses that compare items across the batch.
 """
-
-from gradaccum_jax.large_batch.coupled import coupled_value_and_grad
-from gradaccum_jax.large_batch.value_and_grad import value_and_grad
-from gradaccum_jax.large_batch.value_and_update import value_and_update
-
-__all__ = ["coupled_value_and_grad", "value_and_grad", "value_and_update"]

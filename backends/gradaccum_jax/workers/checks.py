@@ -5,80 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
-from gradaccum_jax.varying import axes_of
-
-KNOWS_AXES = hasattr(jax, "shard_map")
-"""JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, where a value's type does not say along which axes devices differ."""
-
-
-def require_arrays(logits_shard: Any, labels: Any) -> None:
-    """Refuse anything but floating logits ``(*batch, classes of one device)`` and integer labels ``(*batch)``.
-
-    Raises:
-        ArgumentTypeError: one is no array, or of another kind of dtype.
-        ArgumentValueError: their shapes do not belong together, or there is no class at all.
-    """
-    for name, value in (("logits_shard", logits_shard), ("labels", labels)):
-        if not hasattr(value, "dtype") or not hasattr(value, "astype"):
-            raise explain(ArgumentTypeError, name, expected="an array", got=value, fix=f"Write jnp.asarray({name}).")
-    if not jnp.issubdtype(logits_shard.dtype, jnp.floating):
-        fix = "Pass what the last layer gives, before any softmax."
-        raise explain(ArgumentTypeError, "logits_shard", expected="a floating dtype", found=f"{logits_shard.dtype}", fix=fix)
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        fix = "Pass the number of each item's class. Probabilities of all classes are not supported."
-        raise explain(ArgumentTypeError, "labels", expected="an integer dtype", found=f"{labels.dtype}", fix=fix)
-    if logits_shard.ndim == 0 or labels.shape != logits_shard.shape[:-1]:
-        expected = "shape (*batch) for logits of shape (*batch, classes of one device)"
-        found = f"shape {labels.shape} for logits of shape {logits_shard.shape}"
-        fix = "Put the classes last: jnp.moveaxis(logits_shard, 1, -1). Every device passes the labels of all items."
-        raise explain(ArgumentValueError, "labels", expected=expected, found=found, fix=fix)
-    if logits_shard.shape[-1] == 0:
-        fix = "Pad the class weights to a multiple of the devices, and say num_classes=."
-        raise explain(ArgumentValueError, "logits_shard", expected="one class at least", found=f"shape {logits_shard.shape}", fix=fix)
-
-
-def require_axis(axis_name: Any, logits_shard: Any) -> int:
-    """The number of devices along the axis `axis_name`, over which `logits_shard` is sharded.
-
-    Without ``check_vma`` JAX hands the backward of a replicated loss one gradient inside `jax.shard_map` and a fraction of it outside, and
-    nothing tells which: gradients would be right by a factor of the number of devices only.
-
-    Raises:
-        ArgumentTypeError: `axis_name` is no name.
-        UsageError: no such axis is in scope, its `jax.shard_map` does not check what is replicated, or the logits are replicated.
-    """
-    if not isinstance(axis_name, str):
-        fix = "Write axis_name='model', as in jax.make_mesh."
-        raise explain(ArgumentTypeError, "axis_name", expected="the name of a mesh axis", got=axis_name, fix=fix)
-    require_checked(
-        axis_name, "Call it in a function under jax.shard_map; outside there is optax.softmax_cross_entropy_with_integer_labels."
-    )
-    if axis_name not in axes_of(logits_shard):
-        fix = f"Shard the class weights: in_specs=PartitionSpec({axis_name!r}, None) for shape (classes, features)."
-        raise explain(UsageError, "logits_shard", expected=f"logits sharded along {axis_name!r}", found="replicated ones", fix=fix)
-    return int(lax.axis_size(axis_name))
-
-
-def require_classes(num_classes: Any, held: int) -> int:
-    """The number of classes that are no padding, of those that the devices hold.
-
-    Raises:
-        ArgumentTypeError: `num_classes` is no int.
-        ArgumentValueError: it is not in [1, held].
-    """
-    if num_classes is None:
-        return held
-    expected, fix = f"an int in [1, {held}]", "Pass the number of classes without padding, or None."
-    if isinstance(num_classes, bool) or not isinstance(num_classes, int):
-        raise explain(ArgumentTypeError, "num_classes", expected=expected, got=num_classes, fix=fix)
-    if not 1 <= num_classes <= held:
-        raise explain(ArgumentValueError, "num_classes", expected=expected, got=num_classes, fix=fix)
-    return num_classes
+from gradaccum_jax.varying import KNOWS_AXES, axes_of
 
 
 def require_checked(axis_name: str, fix: str) -> None:

@@ -13,8 +13,7 @@ from gradaccum_jax.state import AccumulationState, find_states
 from gradaccum_jax.types import Array, Axes, Tree, reshard, typeof
 from gradaccum_jax.unreduced import axes_reduced
 from gradaccum_jax.varying import axes_of, vary
-from gradaccum_jax.workers.kinds import require_shared
-from gradaccum_jax.workers.layout import mapped
+from gradaccum_jax.workers.kinds import mapped, require_shared
 from gradaccum_jax.workers.replicated import replicated
 
 Spec = Any

@@ -163,3 +163,19 @@ def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> Accumulati
     if not axes:
         return state
     return by_kind(state, own=lambda leaf: vary(leaf, frozenset(axes)), shared=lambda leaf: replicated(leaf, axes))
+
+
+def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
+    """`tree` with `own` and `shared` of the leaves of an `AccumulationState`, and `other` of the leaves outside of one."""
+
+    def node(part: Any) -> Any:
+        if not isinstance(part, AccumulationState):
+            return other(part)
+        return by_kind(part, own, shared)
+
+    return jax.tree.map(node, tree, is_leaf=is_state)
+
+
+def is_state(part: object) -> bool:
+    """Whether `part` is the state of a wrapped optimizer."""
+    return isinstance(part, AccumulationState)

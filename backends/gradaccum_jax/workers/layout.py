@@ -6,8 +6,6 @@ the first device. With an axis of their own the fields say what they are: any ch
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -18,23 +16,7 @@ from gradaccum_jax.dtypes import is_key
 from gradaccum_jax.state import AccumulationState, fields_of, find_states
 from gradaccum_jax.types import Array, Tree
 from gradaccum_jax.untold import kept, meant
-from gradaccum_jax.workers.kinds import OWN, OnLeaf, by_kind
-
-
-def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
-    """`tree` with `own` and `shared` of the leaves of an `AccumulationState`, and `other` of the leaves outside of one."""
-
-    def node(part: Any) -> Any:
-        if not isinstance(part, AccumulationState):
-            return other(part)
-        return by_kind(part, own, shared)
-
-    return jax.tree.map(node, tree, is_leaf=is_state)
-
-
-def is_state(part: object) -> bool:
-    """Whether `part` is the state of a wrapped optimizer."""
-    return isinstance(part, AccumulationState)
+from gradaccum_jax.workers.kinds import OWN, is_state
 
 
 def devices_of(state: AccumulationState) -> int | None:

@@ -16,15 +16,12 @@ import jax
 import optax
 
 from gradaccum import ArgumentTypeError, UsageError
-from gradaccum.kit import Options, Scalar, explain
-from gradaccum_jax.agreement import every
+from gradaccum.kit import Options, explain
 from gradaccum_jax.types import Array, Axes, InnerState, Params, Tree
-from gradaccum_jax.varying import axes_of, vary
+from gradaccum_jax.varying import ShardAxes, axes_of, vary
 from gradaccum_jax.workers.checks import require_checked
 
 T = TypeVar("T")
-ShardAxes = tuple[str, ...] | None
-"""The axes along which parameters are sharded; None: nobody said."""
 _FIX = "Write gradaccum.wrap(..., shard_axes={axes!r}) if the devices hold shards of one model, shard_axes=() if each has its own."
 
 
@@ -72,17 +69,6 @@ def require_told(tree: Tree, known: Axes, shard_axes: ShardAxes, options: Option
     if differing and (asked or any(own != differing for own in axes)):
         found, fix = f"parameters that differ from device to device along {sorted(differing)}", _FIX.format(axes=tuple(sorted(differing)))
         raise explain(UsageError, "shard_axes", expected="the axes that shard parameters", found=found, fix=fix)
-
-
-def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
-    """The axes along which the devices hold parts of `leaf`."""
-    return tuple(sorted(axes_of(leaf) & frozenset(shard_axes or ())))
-
-
-def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
-    """Whether `flag` holds on every device that has a part of the model: a bool scalar."""
-    axes = shards_of(flag, shard_axes)
-    return every(flag, frozenset(axes)) if axes else flag
 
 
 def like_params(inner: optax.GradientTransformation, held: InnerState, params: Params) -> Any:
