@@ -11,12 +11,11 @@ import optax
 from gradaccum import VerificationReport
 from gradaccum.kit import Options, UntilWeight, shared_until_weight_error
 from gradaccum_jax.checks import require_dtype
-from gradaccum_jax.masters import on_masters, without_masters
 from gradaccum_jax.optimizer import Accumulation, require_transformation
-from gradaccum_jax.sizes import probe
+from gradaccum_jax.parameters import on_masters, without_masters
 from gradaccum_jax.verification import check
-from gradaccum_jax.workers.checks import require_names
-from gradaccum_jax.workers.shard_axes import require_shard_axes
+from gradaccum_jax.window import probe
+from gradaccum_jax.workers.group import require_names, require_shard_axes
 
 
 class JaxBackend:

@@ -1,4 +1,4 @@
-"""Run a function once or not at all, decided on the device.
+"""Run a function once or not at all, decided on the device; trace it once; jit it where its arguments can be traced.
 
 Masking runs the function always and keeps the result sometimes: the inner optimizer would cost its full price in every micro-batch.
 `lax.cond` avoids that, but `jax.vmap` turns it into both branches and a select once the predicate is batched. So `once` is a `lax.cond`
@@ -21,15 +21,44 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.extend import core
 
 from gradaccum.kit import Scalar
-from gradaccum_jax.devices import partitioned
-from gradaccum_jax.jitted import traced_once
-from gradaccum_jax.types import Array, Axes, DType, Leaves
-from gradaccum_jax.varying import axes_of, settled, vary
+from gradaccum_jax.arrays import Array, Axes, DType, Leaves, Tree
+from gradaccum_jax.sharding import axes_of, partitioned, traced_with_axes, vary
+
+# Call the jitted form of a function where its arguments can be traced, else the function itself.
+#
+# Called op by op from Python, the loop and the conditional of a step would compile anew in every micro-batch. The jitted form compiles them
+# once. Under `jax.jit` it is inlined and costs nothing.
+
+
+_TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
+
+
+def call_jitted(jitted: Callable[..., Any], plain: Callable[..., Any], *arguments: Tree) -> Any:
+    """``jitted(*arguments)``, or ``plain(*arguments)`` if one of their leaves is a function, a flag or another static value."""
+    traceable = all(isinstance(leaf, _TRACEABLE) for leaf in jax.tree.leaves(arguments))
+    with jax.numpy_dtype_promotion("standard"):  # Sums are wider than gradients by design; a user's "strict" would refuse to mix them.
+        return jitted(*arguments) if traceable else plain(*arguments)
+
+
+def traced_once(function: Callable[..., Any], like: Tree) -> Callable[..., Any]:
+    """`function` as one equation of the program that is traced, however often it is called with arguments of the same types.
+
+    JAX evaluates the program of a loop's body several times on its way to the compiler, one equation after the other. It traces the jitted
+    form once, and the compiler inlines it.
+
+    Args:
+        function: of arrays. What it closes over is an input of the equation if it is traced.
+        like: if none of its leaves is traced, `function` is returned as it is: the arrays that it closes over would become constants of the
+            equation, compiled anew in each call.
+    """
+    return jax.jit(function) if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(like)) else function
+
 
 T = TypeVar("T")
 Traced = Any
@@ -54,7 +83,7 @@ def once(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     def flat(*leaves: Array) -> Leaves:
         return jax.tree.leaves(function(jax.tree.unflatten(structure, leaves)))
 
-    closed, leaves = settled(predicate, traced_once(flat, predicate), leaves)
+    closed, leaves = traced_with_axes(predicate, traced_once(flat, predicate), leaves)
     run, constants = _runner(closed.jaxpr, leaves), [jnp.asarray(constant) for constant in closed.consts]
     decided = _conditional if _has_no_rule(closed) else _batchable
     return cast(T, jax.tree.unflatten(structure, decided(run, predicate, constants, leaves)))

@@ -16,16 +16,13 @@ import optax
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import Fields, Scalar, UntilWeight, accumulate, close, ends, explain, make_options, usable
 from gradaccum_jax import sums
-from gradaccum_jax.alignment import align
-from gradaccum_jax.checks import require_dtype, require_plain
-from gradaccum_jax.dtypes import cast_like, handed, standard, strong, takes_part
-from gradaccum_jax.jitted import call_jitted
+from gradaccum_jax.arrays import Array, DType, Extra, Gradients, Params, Tree, Updates, cast_like, handed, standard, strong, takes_part
+from gradaccum_jax.checks import align, require_dtype, require_plain
+from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.optimizer import require_transformation
-from gradaccum_jax.sizes import check_known, probe, size_at
-from gradaccum_jax.types import Array, DType, Extra, Gradients, Params, Tree, Updates
-from gradaccum_jax.unreduced import refuse_parts
+from gradaccum_jax.sharding import every, refuse_parts
 from gradaccum_jax.update import Update
-from gradaccum_jax.varying import every
+from gradaccum_jax.window import check_known, probe, size_at
 
 SkipFunction = Callable[[Updates, Scalar, Params], tuple[Scalar, Tree]]
 """``f(updates, gradient_step, params) -> (skip, skip_state)``."""

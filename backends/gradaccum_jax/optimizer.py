@@ -18,32 +18,16 @@ import optax
 
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import Options, Scalar, ends, explain, initial_state, optimizer_error, wrapped_twice_error
-from gradaccum_jax import knowledge, sums, window
-from gradaccum_jax.alignment import align
-from gradaccum_jax.checks import as_loss, as_weight, require_arrays, require_knowledge, require_params, require_plain, require_state
-from gradaccum_jax.dtypes import handed, strong
-from gradaccum_jax.jitted import call_jitted
-from gradaccum_jax.masters import in_place_of
-from gradaccum_jax.misplaced import require_placeable
-from gradaccum_jax.sizes import check_known, size_at
+from gradaccum_jax import statistics, sums, window
+from gradaccum_jax.arrays import Extra, Gradients, InnerState, Params, Tree, Updates, handed, plain, strong
+from gradaccum_jax.checks import align, as_loss, as_weight, require_arrays, require_params, require_plain, require_state, require_statistics
+from gradaccum_jax.control_flow import call_jitted
+from gradaccum_jax.parameters import in_place_of
+from gradaccum_jax.sharding import ShardAxes, as_given, replicated, require_whole, vary_like, whole
 from gradaccum_jax.state import AccumulationState, event_of, fields_of, first_terms, fresh, with_event
-from gradaccum_jax.trees import plain
-from gradaccum_jax.types import Extra, Gradients, InnerState, Params, Tree, Updates
-from gradaccum_jax.unreduced import as_given, require_whole, whole
-from gradaccum_jax.update import Update
-from gradaccum_jax.varying import ShardAxes, vary_like
-from gradaccum_jax.window import MicroBatch
-from gradaccum_jax.workers.kinds import (
-    require_axes,
-    require_own,
-    require_own_loss,
-    require_same_params,
-    require_shared,
-    same_extra,
-    shared_window,
-)
-from gradaccum_jax.workers.replicated import replicated
-from gradaccum_jax.workers.shard_axes import like_params, require_in_scope, require_told
+from gradaccum_jax.update import Update, require_placeable
+from gradaccum_jax.window import MicroBatch, check_known, size_at
+from gradaccum_jax.workers import group
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +35,7 @@ class Accumulation:
     """An inner optimizer and the validated options; `init` and `update` are those of the transformation."""
 
     inner: optax.GradientTransformationExtraArgs
-    """The wrapped optimizer under `masters.on_masters` or `masters.without_masters`."""
+    """The wrapped optimizer under `parameters.on_masters` or `parameters.without_masters`."""
     options: Options
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window."""
@@ -62,16 +46,16 @@ class Accumulation:
         """The state before the first micro-batch; one accumulator, in the structure of `params`.
 
         Raises:
-            ArgumentTypeError: the inner optimizer accumulates too, or cannot stand inside a wrapper: see `misplaced`. Or a parameter is no
+            ArgumentTypeError: the inner optimizer accumulates too, or cannot stand inside a wrapper: see `update`. Or a parameter is no
                 array.
             ArgumentValueError: JAX has ``accumulate_dtype`` switched off.
             UsageError: with ``axis_name``: no such axis is in scope, or the parameters differ along it. Or some parameters are sharded by
                 `jax.shard_map`, and ``shard_axes`` is not given.
         """
         require_arrays(params, "params")
-        require_axes(self.axes)
-        require_told(params, frozenset(self.axes), self.shard_axes)
-        require_same_params(params, self.axes)
+        group.require_axes(self.axes)
+        group.require_told(params, frozenset(self.axes), self.shard_axes)
+        group.require_same_params(params, self.axes)
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = self._inner_state(whole(params))
         require_plain(inner_state)
@@ -79,9 +63,9 @@ class Accumulation:
         fields = initial_state(self.options.scale_rule.init_scale)
         dtype = sums.weight_dtype(accumulator)
         trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": first_terms(self.options)}
-        known = knowledge.fresh(self.options, dtype)
+        known = statistics.fresh(self.options, dtype)
         state = vary_like(params, fresh(fields, dtype, **trees, **known), frozenset(self.shard_axes or ()))
-        return shared_window(state, self.axes)
+        return group.shared_window(state, self.axes)
 
     def update(
         self, grads: Tree, state: AccumulationState, params: Params = None, *, weight: Scalar = None, value: Scalar = None, **extra: Any
@@ -107,16 +91,16 @@ class Accumulation:
                 device: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``. Or, with ``axis_name``: no such axis is in scope, the
                 gradients or `value` are reduced already, something else differs from device to device, or the inner optimizer reduces too.
             UsageError: `value` differs between devices that have one state. Or the inner optimizer reads ``grad`` or another argument of
-                `misplaced.OF_A_BATCH` in a window of several micro-batches.
+                `update.OF_A_BATCH` in a window of several micro-batches.
         """
         self.check(state, params, extra)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         require_whole(aligned, self.options)
-        require_own(aligned, state.accumulator, self.axes)
+        group.require_own(aligned, state.accumulator, self.axes)
         dtype = jnp.result_type(state.weight)
         micro_batch = MicroBatch(aligned, as_weight(weight, dtype), as_loss(value, dtype))
-        require_own_loss(micro_batch.loss, state, self.axes)
+        group.require_own_loss(micro_batch.loss, state, self.axes)
         stepped: tuple[Updates, AccumulationState] = call_jitted(self._jitted_update, self._update, micro_batch, state, params, extra)
         return stepped
 
@@ -128,8 +112,8 @@ class Accumulation:
 
     def discard(self, state: AccumulationState) -> AccumulationState:
         """Forget the open window; see `gradaccum_jax.discard`."""
-        require_axes(self.axes)
-        require_knowledge(held := require_state(state), self.options)
+        group.require_axes(self.axes)
+        require_statistics(held := require_state(state), self.options)
         return window.discard(held)
 
     def check(self, state: object, params: Params, extra: Extra) -> None:
@@ -139,13 +123,13 @@ class Accumulation:
             ArgumentTypeError, ArgumentValueError, UsageError: see `update`.
         """
         held = require_state(state)
-        require_knowledge(held, self.options)
-        require_in_scope(self.shard_axes)
+        require_statistics(held, self.options)
+        group.require_in_scope(self.shard_axes)
         if self.axes:
-            require_axes(self.axes)
-            require_shared(held, self.axes)
-            require_same_params(params, self.axes)
-            same_extra(extra, self.axes)
+            group.require_axes(self.axes)
+            group.require_shared(held, self.axes)
+            group.require_same_params(params, self.axes)
+            group.same_extra(extra, self.axes)
         if self.options.master_weights:
             require_params(params, held.masters)
 
@@ -163,12 +147,12 @@ class Accumulation:
         """
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         require_whole(aligned, self.options)
-        require_own(aligned, state.accumulator, self.axes)
+        group.require_own(aligned, state.accumulator, self.axes)
         return window.add(state, MicroBatch(aligned, weight, loss), None, self.options, self.shard_axes)[0]
 
     def _inner_state(self, params: Params) -> InnerState:
         held = strong(self.inner.init(params))
-        return like_params(self.inner, held, params) if self.shard_axes else held
+        return group.like_params(self.inner, held, params) if self.shard_axes else held
 
     @cached_property
     def _jitted_update(self) -> Callable[..., Any]:
@@ -199,7 +183,7 @@ class Accumulation:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
         held = replicated(whole(params), self.axes)
         part = gradients is not None and self.options.steps not in (1, None)
-        return Update(self.inner.update, dtypes, held, same_extra(extra, self.axes), self.axes, self.shard_axes, part)
+        return Update(self.inner.update, dtypes, held, group.same_extra(extra, self.axes), self.axes, self.shard_axes, part)
 
 
 def flush(

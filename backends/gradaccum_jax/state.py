@@ -12,27 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import ArgumentTypeError, StepResult
-from gradaccum.kit import (
-    Fields,
-    Noise,
-    Options,
-    Scalar,
-    State,
-    UntilWeight,
-    code_of,
-    encode_terms,
-    explain,
-    is_known,
-    noise_scale,
-    select,
-    status,
-    steps_at,
-    terms_of,
-)
-from gradaccum_jax.types import Array, DType, InnerState, Tree
-from gradaccum_jax.untold import meant
-from gradaccum_jax.varying import axes_of, vary
+from gradaccum import ArgumentTypeError, StepResult, kit
+from gradaccum.kit import Fields, Noise, Options, Scalar, State, UntilWeight, explain
+from gradaccum_jax.arrays import Array, DType, InnerState, Tree
+from gradaccum_jax.sharding import axes_of, vary
 
 STEPS = 4
 """The place of ``steps`` among the codes of `AccumulationState.terms`."""
@@ -68,15 +51,15 @@ class AccumulationState(NamedTuple):
     """bool: the last event closed a window that had overflowed, or dropped its micro-batch."""
     last_grad_norm: Scalar
     """dtype of `weight`: global 2-norm of the last closed window's gradient before clipping; inf if it overflowed; 0 before any;
-    `untold.UNTOLD` if nothing asked for it."""
+    `UNKNOWN` if nothing asked for it."""
     masters: Tree = None
     """With ``master_weights=True`` the tree of the parameters: float32 masters of the half-precision ones, None for the others."""
     terms: Array = None
     """int32, shape (5,): format, reduction, on_overflow, kind of loss scale and steps of the open window: `gradaccum.kit.encode_terms`."""
     loss: Scalar = None
-    """dtype of `weight`: the open window's losses, added up as `gradaccum.kit.add_loss` does; `untold.UNTOLD` if one was not told."""
+    """dtype of `weight`: the open window's losses, added up as `gradaccum.kit.add_loss` does; `UNKNOWN` if one was not told."""
     last_loss: Scalar = None
-    """dtype of `weight`: the last closed window's loss, unscaled; `untold.UNTOLD` before any, and where it was not told."""
+    """dtype of `weight`: the last closed window's loss, unscaled; `UNKNOWN` before any, and where it was not told."""
     noise: Noise | None = None
     """With ``noise_scale=`` a `gradaccum.kit.Noise` of scalars of the dtype of `weight`; else None."""
 
@@ -92,7 +75,7 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 def first_terms(options: Options) -> Array:
     """The terms before the first micro-batch, when a callable ``steps`` has not been asked: int32, shape (5,)."""
     steps = options.steps
-    return current_terms(options, steps_at(steps, 0, select) if is_known(steps) else None)
+    return current_terms(options, kit.steps_at(steps, 0, kit.select) if kit.is_known(steps) else None)
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
@@ -104,9 +87,9 @@ def current_terms(options: Options, steps: Scalar) -> Array:
         options: the optimizer's.
         steps: the size of the window, traced or not, or an `UntilWeight` of it; None: the caller closes it, or it is not known yet.
     """
-    codes = encode_terms(terms_of(options._replace(steps=None), 0))
+    codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     known = jnp.asarray(codes, jnp.int32)
-    return known if steps is None else jnp.where(np.arange(len(codes)) == STEPS, jnp.asarray(code_of(steps), jnp.int32), known)
+    return known if steps is None else jnp.where(np.arange(len(codes)) == STEPS, jnp.asarray(kit.code_of(steps), jnp.int32), known)
 
 
 def event_of(state: AccumulationState) -> tuple[Scalar, Scalar, Scalar]:
@@ -178,11 +161,11 @@ def result(state: Tree) -> StepResult:
         applied=jnp.asarray(found.last_applied),
         skipped=jnp.asarray(found.last_skipped),
         overflow=_on_any_device(found),
-        grad_norm=meant(found.last_grad_norm),
+        grad_norm=as_read(found.last_grad_norm),
         loss_scale=jnp.asarray(found.loss_scale),
         micro_step=jnp.asarray(found.micro_step),
         optimizer_step=jnp.asarray(found.optimizer_step),
-        loss=meant(found.last_loss),
+        loss=as_read(found.last_loss),
         noise_scale=_noise_scale(found),
     )
 
@@ -209,12 +192,12 @@ def describe(state: Tree) -> str:
     code = 0 if found.terms is None else int(jnp.reshape(found.terms, (-1, 5))[0, STEPS])
     weight = float(found.weight) if code < 0 else 0.0
     fields = State(micro_step, optimizer_step, skipped, weight, False, float(found.loss_scale), 0)
-    return status(fields, UntilWeight(-code) if code < 0 else code or None)
+    return kit.status(fields, UntilWeight(-code) if code < 0 else code or None)
 
 
 def _noise_scale(state: AccumulationState) -> Array:
     with jax.debug_nans(False):  # unknown is no accident
-        return jnp.full_like(state.last_loss, jnp.nan) if state.noise is None else noise_scale(state.noise, jnp.where)
+        return jnp.full_like(state.last_loss, jnp.nan) if state.noise is None else kit.noise_scale(state.noise, jnp.where)
 
 
 def _on_any_device(state: AccumulationState) -> Array:
@@ -234,3 +217,24 @@ def scale_loss(loss: Scalar, state: Tree) -> Scalar:
         ArgumentTypeError: `state` holds no accumulation's state, or several.
     """
     return loss * jnp.asarray(the_state(state).loss_scale)
+
+
+# Numbers that nobody knows, as the state stores them: the loss of a window that was given none, the norm of a window that nobody measured.
+#
+# They are NaN wherever anything is computed. But ``jax_debug_nans`` stops at each NaN that leaves a jitted function, and a state leaves one
+# in every micro-batch. So the state stores the lowest float32 in a NaN's place, which is no sum of losses.
+
+
+UNKNOWN = float(jnp.finfo(jnp.float32).min)
+"""Exact in float64 too."""
+
+
+def as_stored(number: Scalar) -> Scalar:
+    """`number` as the state stores it."""
+    return jnp.where(jnp.isnan(number), UNKNOWN, number)
+
+
+def as_read(number: Scalar) -> Scalar:
+    """Return what the `number` that a state stores means: itself, or NaN."""
+    with jax.debug_nans(False):  # this NaN is no accident
+        return jnp.where(number == UNKNOWN, jnp.nan, number)

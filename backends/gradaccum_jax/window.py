@@ -6,33 +6,26 @@ These are pure functions of the state. Only the device knows whether a window en
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gradaccum.kit import (
-    Fields,
-    Options,
-    Scalar,
-    accumulate,
-    contribution,
-    is_known,
-    measures,
-    usable,
-)
+from gradaccum import ArgumentTypeError, kit
+from gradaccum.kit import Decision, Fields, Options, Scalar, accumulate, contribution, decide, divisor, is_known, joined, measures, usable
 from gradaccum.kit import close as close_fields
 from gradaccum.kit import discard as discard_fields
-from gradaccum_jax import knowledge, sums, unreduced
-from gradaccum_jax.agreement import agree, require_equal_parts, require_no_reduction
-from gradaccum_jax.deciding import decide_on
-from gradaccum_jax.sizes import number_of
-from gradaccum_jax.state import AccumulationState, current_terms, fields_of, with_event, with_fields
-from gradaccum_jax.types import Gradients, Updates
-from gradaccum_jax.untold import kept
-from gradaccum_jax.update import Traced, Update
-from gradaccum_jax.varying import ShardAxes, axes_of, everywhere, vary
-from gradaccum_jax.workers.shard_axes import require_told
+from gradaccum_jax import sharding, statistics, sums
+from gradaccum_jax.arrays import Gradients, Tree, Updates
+from gradaccum_jax.control_flow import once
+from gradaccum_jax.sharding import ShardAxes, axes_of, everywhere, vary
+from gradaccum_jax.state import AccumulationState, as_read, as_stored, current_terms, fields_of, with_event, with_fields
+from gradaccum_jax.statistics import Firsts
+from gradaccum_jax.sums import measure
+from gradaccum_jax.update import Traced, Update, agree, require_equal_parts, require_no_reduction
+from gradaccum_jax.workers.group import Window, all_reduce, require_told
 
 
 class MicroBatch(NamedTuple):
@@ -81,7 +74,7 @@ def add(
     counted = with_fields(state, accumulate(fields, weight, finite, jnp.where))
     terms = vary(current_terms(options, steps), axes_of(state.terms))
     counted = counted._replace(accumulator=total, terms=terms)
-    return knowledge.add(counted, loss, weight, adds, options, shard_axes), ~harmless if dropping else False
+    return statistics.add(counted, loss, weight, adds, options, shard_axes), ~harmless if dropping else False
 
 
 def close(
@@ -109,9 +102,9 @@ def close(
         The updates (zeros if none was made) and the state.
     """
     parts = state.accumulator
-    state = state._replace(accumulator=unreduced.total(parts, at_end))
+    state = state._replace(accumulator=sharding.parts_added(parts, at_end))
     decision, whole = decide_on(state, update, options, at_end)
-    loss = knowledge.loss_of(whole.loss, whole.fields, options)
+    loss = statistics.loss_of(whole.loss, whole.fields, options)
     update = update.told(loss) if tells else update
     traced, held = _traced(state, update, options, decision.divisor, weight), (state.inner_state, state.masters)
     axes = traced.axes if measures(options) else frozenset()  # without a measurement, all devices decide alike
@@ -120,9 +113,9 @@ def close(
     fields = _where(at_end, close_fields(whole.fields, apply, overflow, options, jnp.where), fields_of(state))
     # On its way out of `data_parallel` a device's sum gets a leading axis, for which XLA would copy it; a select is written in place.
     total = sums.emptied(total, at_end) if update.axes else total
-    total = unreduced.cleared(parts, total, at_end)
-    norm = jnp.asarray(jnp.where(at_end, kept(decision.grad_norm), state.last_grad_norm), jnp.result_type(state.last_grad_norm))
-    state = knowledge.close(state, loss, whole.firsts, decision.grad_norm, whole.fields, options, at_end)
+    total = sharding.parts_cleared(parts, total, at_end)
+    norm = jnp.asarray(jnp.where(at_end, as_stored(decision.grad_norm), state.last_grad_norm), jnp.result_type(state.last_grad_norm))
+    state = statistics.close(state, loss, whole.firsts, decision.grad_norm, whole.fields, options, at_end)
     ended = with_fields(state, fields)._replace(accumulator=total, inner_state=held[0], masters=held[1], last_grad_norm=norm)
     return updates, with_event(ended, apply, at_end & ~apply, jnp.where(at_end, overflow, dropped))
 
@@ -141,19 +134,19 @@ def keep(
         weight: as for `close`.
         tells: as for `close`.
     """
-    never = never if state.noise is None else never & (state.weight >= 0)  # always so, but see `knowledge.add`
+    never = never if state.noise is None else never & (state.weight >= 0)  # always so, but see `statistics.add`
     update = update.told(jnp.zeros_like(state.loss)) if tells else update
     parts = state.accumulator
-    state = state._replace(accumulator=jax.tree.map(unreduced.empty_total, parts))
+    state = state._replace(accumulator=jax.tree.map(sharding.empty_whole, parts))
     traced = _traced(state, update, options, jnp.ones_like(state.weight), weight)
     updates, total = update.keep(state.accumulator, traced.updates, never)
-    total = unreduced.cleared(parts, total, never)
+    total = sharding.parts_cleared(parts, total, never)
     return updates, with_event(state._replace(accumulator=total), False, False, dropped)
 
 
 def discard(state: AccumulationState) -> AccumulationState:
     """Forget the window: no update, nothing counted, the loss scale untouched."""
-    emptied = knowledge.discard(with_fields(state, discard_fields(fields_of(state))))
+    emptied = statistics.discard(with_fields(state, discard_fields(fields_of(state))))
     return with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False)
 
 
@@ -167,3 +160,121 @@ def _traced(state: AccumulationState, update: Update, options: Options, divisor:
 
 def _where(condition: Scalar, a: Fields, b: Fields) -> Fields:
     return tuple(jnp.where(condition, new, old) for new, old in zip(a, b, strict=True))
+
+
+# The end of a window: the norm of its sum, and the decision on it.
+#
+# With ``on_overflow="ignore"`` and no option that asks for the norm, nothing is measured: the decision is made of scalars alone.
+
+
+Look = Callable[[Fields, Tree], tuple[Scalar, Scalar]]
+"""The norm of a window's sum, and whether all of it is finite and fits the gradient's dtype."""
+Held = tuple[Window, Scalar, Scalar]
+"""A window, and what `Look` says of it."""
+
+
+class Whole(NamedTuple):
+    """The window that is decided on: that of all devices that share it."""
+
+    fields: Fields
+    total: Tree
+    """Its sum."""
+    loss: Scalar
+    """The sum of its losses."""
+    firsts: Firsts
+    """What is known of its first micro-batches."""
+
+
+def decide_on(state: AccumulationState, update: Update, options: Options, at_end: Scalar) -> tuple[Decision, Whole]:
+    """Decide on the window: the decision, and what it is about. Where the window goes on, nothing is measured."""
+    dtype, measuring = jnp.result_type(state.weight), measures(options)
+    start = (jnp.full((), 0 if measuring else jnp.nan, dtype), jnp.asarray(True))
+
+    def look(fields: Fields, accumulator: Tree) -> tuple[Scalar, Scalar]:
+        norm, finite = measure(accumulator, dtype, update.shard_axes)
+        fitting = sums.fits(accumulator, divisor(fields, options, jnp.where), update.dtypes.like)
+        return norm, finite & everywhere(fitting, update.shard_axes)
+
+    if update.axes:
+        whole, norm, finite = _join(state, look if measuring else lambda *_: start, update, at_end)
+    else:
+        whole = Whole(fields_of(state), state.accumulator, as_read(state.loss), statistics.firsts_of(state))
+        norm, finite = once(at_end, lambda _: look(whole.fields, whole.total), start) if measuring else start
+    decision = Decision(*decide(whole.fields, norm, finite, options, jnp.where, float(jnp.finfo(dtype).max)))
+    if measuring and options.on_overflow == "ignore":
+        # Never below 0. Nothing else tells XLA to measure the sum before the optimizer's updates take its place: see `statistics.add`.
+        decision = decision._replace(divisor=jnp.where(norm < 0, norm, decision.divisor))
+    return decision, whole
+
+
+def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) -> tuple[Whole, Scalar, Scalar]:
+    """Where the window ends, what all devices have, and what `look` says of it. Elsewhere this device's own sum.
+
+    Everything but the sum starts with numbers that are the same on all devices, so that its type says so at the end too.
+    """
+    fields, nothing = fields_of(state), jnp.zeros((), jnp.result_type(state.weight))
+    own = Window(state.accumulator, state.weight, state.overflow, as_read(state.loss), statistics.addends(state))
+
+    def add_up(held: Held) -> Held:
+        whole = all_reduce(own._replace(accumulator=held[0].accumulator), update.axes)
+        return whole, *look(joined(fields, whole.weight, whole.overflow), whole.accumulator)
+
+    empty = Window(state.accumulator, nothing, jnp.asarray(False), nothing, tuple(nothing for _ in own.firsts))
+    window, norm, finite = once(at_end, add_up, (empty, nothing, jnp.asarray(True)))
+    fields = joined(fields, window.weight, window.overflow)
+    return Whole(fields, window.accumulator, window.loss, statistics.averaged(window.firsts, state)), norm, finite
+
+
+# How long a window is, where a callable in ``steps`` says it: its value is checked as far as it is known.
+#
+# A concrete value is checked as in every backend. Of a traced one only the dtype is known. If it turns out below 1, each micro-batch counts
+# as not finite, so that no update is made and the result says so.
+
+
+def size_at(schedule: kit.Schedule, optimizer_step: Scalar) -> Scalar:
+    """The size of the window that follows update number `optimizer_step`, an int32 scalar, traced or not; or an `UntilWeight` of it.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: a callable gave no int >= 1, or, traced, no integer scalar.
+    """
+    size = kit.steps_at(schedule, optimizer_step, jnp.where)
+    if is_known(schedule):
+        return size
+    number = number_of(size) if isinstance(schedule, kit.UntilWeight) else size
+    if not isinstance(number, jax.core.Tracer):
+        return kit.require_steps(size, _number(optimizer_step), schedule)
+    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
+        found, fix = f"one of dtype {number.dtype} and shape {number.shape}", "Cast what it returns: .astype(jnp.int32)."
+        raise kit.explain(ArgumentTypeError, "steps(optimizer_step)", expected="an integer scalar", found=found, fix=fix)
+    return size
+
+
+def number_of(size: Scalar) -> Scalar:
+    """The number in what `size_at` gives."""
+    return size.weight if isinstance(size, kit.UntilWeight) else size
+
+
+def probe(schedule: kit.Schedule) -> None:
+    """Check the first window's size, before anything is traced. It asks with NumPy's 0, because `wrap` alone starts no device.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: see `size_at`.
+    """
+    if not is_known(schedule):
+        with jax.ensure_compile_time_eval():
+            size_at(schedule, np.zeros((), np.int32))
+
+
+def check_known(schedule: kit.Schedule, optimizer_step: Scalar) -> None:
+    """Check the open window's size where a loop outside `jax.jit` knows it. Only for a callable it waits for the last update.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: see `size_at`.
+    """
+    if not is_known(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
+        size_at(schedule, jnp.asarray(optimizer_step))
+
+
+def _number(optimizer_step: Scalar) -> int:
+    """The step for an error's text; a name in its place if it is traced."""
+    return cast(int, "optimizer_step") if isinstance(optimizer_step, jax.core.Tracer) else int(np.asarray(optimizer_step))

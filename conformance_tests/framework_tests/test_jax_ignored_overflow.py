@@ -14,7 +14,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from gradaccum_jax import deciding
+from gradaccum_jax import window
 
 PARAMS = {"w": jnp.ones((4, 4)), "half": jnp.ones(3, jnp.float16)}
 
@@ -40,8 +40,8 @@ def test_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, options: dict[str,
     unasked = program(**options)
     assert conditionals(unasked) == 1
     assert conditionals(program(**options, clip_norm=1.0)) > 1
-    monkeypatch.setattr(deciding, "measure", None)
-    monkeypatch.setattr(deciding.sums, "fits", None)
+    monkeypatch.setattr(window, "measure", None)
+    monkeypatch.setattr(window.sums, "fits", None)
     program(**options)
 
 

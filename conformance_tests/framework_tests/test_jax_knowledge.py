@@ -16,8 +16,8 @@ import gradaccum
 import gradaccum_jax
 from benchmarks.jax_counts import copies
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_jax import knowledge
-from gradaccum_jax.knowledge import measure
+from gradaccum_jax import statistics
+from gradaccum_jax.statistics import measure
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5])}
 RNG = np.random.default_rng(3)
@@ -143,7 +143,7 @@ def test_only_the_first_micro_batch_is_measured(monkeypatch: pytest.MonkeyPatch)
         jax.debug.callback(lambda _: runs.append(1), made[0])
         return made
 
-    monkeypatch.setattr(knowledge, "measure", counting)
+    monkeypatch.setattr(statistics, "measure", counting)
     tx = gradaccum.wrap(optax.sgd(0.1), steps=3, noise_scale=True)
     step, state = jax.jit(tx.update), tx.init(PARAMS)
     for count in (1, 1, 1, 2, 2, 2):

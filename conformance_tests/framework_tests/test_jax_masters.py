@@ -16,7 +16,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from gradaccum_jax.masters import in_place_of
+from gradaccum_jax.parameters import in_place_of
 
 HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 by_half = pytest.mark.parametrize("name", HALVES)

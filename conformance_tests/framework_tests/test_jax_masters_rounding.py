@@ -14,7 +14,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from gradaccum_jax.masters import distance, rounded
+from gradaccum_jax.parameters import distance, rounded
 
 HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 LARGEST_RATIO = {"float16": 4092, "bfloat16": 32764}

@@ -88,7 +88,7 @@ def test_misuse_is_refused(make: Any, error: type[Exception]) -> None:
 
 
 def test_a_mesh_axis_is_refused_by_a_jax_whose_types_do_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradaccum_jax.workers.checks.KNOWS_AXES", False)
+    monkeypatch.setattr("gradaccum_jax.workers.group.KNOWS_AXES", False)
     for call in (
         lambda: gradaccum.wrap(optax.sgd(0.1), steps=2, axis_name="data"),
         lambda: gradaccum_jax.value_and_grad(lambda p, x: p * x, steps=2, axis_name="data"),

@@ -12,7 +12,7 @@ pytest.importorskip("optax", reason="optax is not installed")
 import jax
 import jax.numpy as jnp
 
-from gradaccum_jax.norm import MOST_TOGETHER, SMALL, measure, square_sum
+from gradaccum_jax.sums import MOST_TOGETHER, SMALL, measure, square_sum
 
 LARGEST = float(np.finfo(np.float32).max)
 SHAPES = [(), (1,), (7,), (1000,), (3, 5), (32, 48), (50257,), (3, 3, 16, 8), (2, 1031), (4, 131101), (1024, 1024)]

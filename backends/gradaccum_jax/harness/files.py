@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum_jax.checkpoint import by_path
+from gradaccum_jax.saving import by_path
 
 
 def write(file: Path, tree: dict[str, Any]) -> None:

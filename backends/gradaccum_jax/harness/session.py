@@ -15,10 +15,10 @@ from gradaccum.kit import FIELD_DTYPES, State
 from gradaccum_conformance import Captured, Dtype, Fault, Harness, Loss, Model, Session, Setup
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Array, Arrays, Batch
-from gradaccum_jax.checkpoint import check_state, rebuild
 from gradaccum_jax.harness.files import read, write
 from gradaccum_jax.harness.models import total_loss
 from gradaccum_jax.harness.program import Program, needs_x64, program, x64
+from gradaccum_jax.saving import check_state, rebuild
 from gradaccum_jax.state import AccumulationState, result
 from gradaccum_jax.sums import clear
 

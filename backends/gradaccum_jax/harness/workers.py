@@ -22,14 +22,14 @@ from gradaccum_conformance import Captured, Dtype, Loss, Model, Optimizer, Setup
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Arrays, Batch
 from gradaccum_jax import data_parallel
-from gradaccum_jax.checkpoint import check_state
 from gradaccum_jax.harness.files import read, write
 from gradaccum_jax.harness.models import forward
 from gradaccum_jax.harness.program import Program, needs_x64, x64
 from gradaccum_jax.harness.session import FILE, JaxHarness, JaxSession, sums_of, to_numpy
 from gradaccum_jax.optimizer import discard
+from gradaccum_jax.saving import check_state
 from gradaccum_jax.state import result, scale_loss
-from gradaccum_jax.workers.kinds import mapped
+from gradaccum_jax.workers.group import mapped
 
 AXIS = "workers"
 LONGEST = 8

@@ -11,7 +11,9 @@ that the user gives all of them.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,9 +21,9 @@ import numpy as np
 
 from gradaccum import ArgumentTypeError, AutoMicroBatchSize
 from gradaccum.kit import explain, unknown_limit_error
-from gradaccum_jax.large_batch.batch import is_constant, make_batch
-from gradaccum_jax.large_batch.splitting import Source, Splitting
-from gradaccum_jax.types import Array, Tree, typeof
+from gradaccum_jax.arrays import Array, Tree, typeof
+from gradaccum_jax.control_flow import call_jitted
+from gradaccum_jax.large_batch.batch import Source, Splitting, is_constant, make_batch
 
 _NUMBERS: Iterator[int] = itertools.count()
 
@@ -159,3 +161,30 @@ def _require_concrete(given: Tree, batch: Tree) -> None:
         fix = "Call it outside of jax.jit, as it compiles itself, with arrays; or write a number of items."
         found = f"a traced one: {traced[0]}" if traced else f"a {type(others[0]).__name__}"
         raise explain(ArgumentTypeError, "micro_batch_size", expected="concrete arrays beside an automatic size", found=found, fix=fix)
+
+
+# What every call does that takes a large batch: compile itself, for the sizes of micro-batch that are asked for, and run.
+
+
+class Call(ABC):
+    """A function of what it is given beside its batch, and of the batch."""
+
+    splitting: Splitting
+
+    @abstractmethod
+    def _run(self, given: Any, source: Source) -> Any:
+        """What the call returns of a batch that is cut."""
+
+    def _of_batch(self, given: Any, batch: tuple[Tree, ...]) -> Any:
+        """The same of a batch, cut as its splitting says, or into the largest micro-batches that fit."""
+        if self._fitting:
+            return self._fitting(given, batch)
+        return call_jitted(self._jitted, self._run, given, self.splitting.source(batch))
+
+    @cached_property
+    def _fitting(self) -> Fitting | None:
+        return fitting(self._jitted, self.splitting)
+
+    @cached_property
+    def _jitted(self) -> Callable[..., Any]:
+        return jax.jit(self._run)

@@ -21,18 +21,13 @@ from jax import lax
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Scalar, concatenate_error, explain, make_options
 from gradaccum_jax import sums
+from gradaccum_jax.arrays import Array, DType, Params, Tree, takes_part
 from gradaccum_jax.checks import require_dtype
-from gradaccum_jax.dtypes import takes_part
 from gradaccum_jax.large_batch import gradients
-from gradaccum_jax.large_batch.call import Call
-from gradaccum_jax.large_batch.gradients import Differentiation
-from gradaccum_jax.large_batch.groups import Group, MicroBatch, in_order, over
-from gradaccum_jax.large_batch.loop import axes_in, copies, first_number
-from gradaccum_jax.large_batch.splitting import Source, Splitting, groups_in, make_splitting
-from gradaccum_jax.large_batch.weights import Weight
-from gradaccum_jax.types import Array, DType, Params, Tree
-from gradaccum_jax.workers.checks import require_names
-from gradaccum_jax.workers.kinds import require_axes, require_same_params
+from gradaccum_jax.large_batch.auto import Call
+from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, Splitting, Weight, groups_in, in_order, make_splitting, over
+from gradaccum_jax.large_batch.gradients import Differentiation, axes_in, copies, first_number
+from gradaccum_jax.workers.group import require_axes, require_names, require_same_params
 
 
 def coupled_value_and_grad(

@@ -8,22 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Options, Scalar, aux_shape_error, contribution, divisor, explain, scalar_loss_error
+from gradaccum import ArgumentTypeError, ArgumentValueError, kit
+from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax import sums
+from gradaccum_jax.arrays import Array, Axes, DType, Tree, is_variable, takes_part
 from gradaccum_jax.checks import require_arrays
-from gradaccum_jax.dtypes import takes_part
-from gradaccum_jax.trees import is_variable
-from gradaccum_jax.types import Array, DType, Tree
-from gradaccum_jax.unreduced import axes_reduced
-from gradaccum_jax.varying import axes_of
+from gradaccum_jax.large_batch.batch import (
+    Group,
+    MicroBatch,
+    Source,
+    Weight,
+    groups_in,
+    in_order,
+    items_in,
+    known_items,
+    largest_in,
+    over,
+    spread_over,
+    weight_of,
+)
+from gradaccum_jax.sharding import axes_of, axes_reduced, vary
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,7 @@ def add(held: list[Array], gradients: list[Array], weight: Scalar, options: Opti
         options: with the reduction.
     """
     known = isinstance(weight, int | float)
-    factor = contribution(weight, options) if options.reduction == "mean" and not (known and weight == 1) else None
+    factor = kit.contribution(weight, options) if options.reduction == "mean" and not (known and weight == 1) else None
     given = jnp.asarray(factor, sums.weight_dtype(held)) if factor is not None and known else factor
     made: list[Array] = sums.add(held, gradients, given, True if known else weight != 0, jnp.asarray(True))
     return made
@@ -177,7 +188,7 @@ def finish(held: list[Array], weight: Scalar, by: tuple[Tree, ...], options: Opt
 def denominator(weight: Scalar, options: Options) -> Scalar:
     """What the sums are divided by: 1 for "sum", else the weight, or 1 where that is 0."""
     nothing = 0 * weight
-    return divisor((nothing, nothing, nothing, weight, nothing != 0, nothing + 1, nothing), options, jnp.where)
+    return kit.divisor((nothing, nothing, nothing, weight, nothing != 0, nothing + 1, nothing), options, jnp.where)
 
 
 def _reduced(total: Array, axes: tuple[str, ...]) -> Array:
@@ -192,15 +203,349 @@ def _quotient(total: Array, divides: Scalar, leaf: Array) -> Array:
 
 def _parted(made: Any) -> tuple[Scalar, Tree]:
     if not isinstance(made, tuple) or len(made) != 2:
-        raise aux_shape_error(f"one that returns a {type(made).__name__}", declared=True)
+        raise kit.aux_shape_error(f"one that returns a {type(made).__name__}", declared=True)
     return made
 
 
 def _scalar(loss: Any) -> Scalar:
     if isinstance(loss, tuple | list | dict):
-        raise aux_shape_error(f"one that returns a {type(loss).__name__}", declared=False)
+        raise kit.aux_shape_error(f"one that returns a {type(loss).__name__}", declared=False)
     if loss is None or np.shape(loss) != () or not (hasattr(loss, "dtype") or isinstance(loss, float)):
-        raise scalar_loss_error("nothing" if loss is None else f"one of shape {np.shape(loss)}")
+        raise kit.scalar_loss_error("nothing" if loss is None else f"one of shape {np.shape(loss)}")
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise scalar_loss_error(f"one of dtype {jnp.result_type(loss)}")
+        raise kit.scalar_loss_error(f"one of dtype {jnp.result_type(loss)}")
     return jnp.asarray(loss)
+
+
+# The other outputs of a loss function (aux) over all micro-batches: merged in the loop's carry, or stacked as rows.
+#
+# The arithmetic is `gradaccum.nests`'s. What JAX adds: a loop's carry has one type from the start, so a maximum starts from the neutral
+# element, and a micro-batch of weight 0 is left out of a weighted mean by select, because 0 x NaN is NaN.
+
+
+ROWS = "concatenate"
+MEANS = ("mean", "weighted_mean")
+EXTREMES = ("max", "min")
+
+
+class JaxOps:
+    """`gradaccum.kit.MergingOps` for JAX."""
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        """Element by element; NaN where either is."""
+        return jnp.maximum(a, b)
+
+    def minimum(self, a: Array, b: Array) -> Array:
+        """Element by element; NaN where either is."""
+        return jnp.minimum(a, b)
+
+    def widened(self, value: Array) -> Array:
+        """float32 for half precision, JAX's default integer for booleans, else as it is."""
+        return value.astype(_sum_dtype(value.dtype))
+
+
+OPS = JaxOps()
+
+
+class Merging(NamedTuple):
+    """How one aux merges: known from its shape, before anything runs."""
+
+    kinds: tuple[str, ...]
+    """One of `gradaccum.kit.KINDS` for each leaf."""
+    like: tuple[Any, ...]
+    """Shape and dtype of each leaf in a micro-batch."""
+    structure: Any
+    """The tree that the leaves are those of."""
+
+    def start(self) -> list[Array]:
+        """The merged leaves before the first micro-batch, without those that are rows."""
+        return [_neutral(kind, leaf) for kind, leaf in zip(self.kinds, self.like, strict=True) if kind != ROWS]
+
+    def add(self, held: list[Array], aux: Tree, items: Scalar, weight: Scalar) -> tuple[list[Array], list[Array]]:
+        """One micro-batch more: the merged leaves, and its rows.
+
+        Args:
+            held: the merged leaves so far.
+            aux: the micro-batch's.
+            items: its number of items, a real number; None where nobody knows and no leaf asks.
+            weight: its weight, a real scalar.
+        """
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(aux)]
+        given = [(kind, leaf) for kind, leaf in zip(self.kinds, leaves, strict=True) if kind != ROWS]
+        added = [kit.merged(kind, old, _share(kind, leaf, items, weight), OPS) for old, (kind, leaf) in zip(held, given, strict=True)]
+        return added, [leaf for kind, leaf in zip(self.kinds, leaves, strict=True) if kind == ROWS]
+
+    def over_devices(self, held: list[Array], axes: tuple[str, ...]) -> list[Array]:
+        """The maxima and minima of all devices; sums are reduced with the gradients."""
+        reduce: dict[str, Any] = {"max": lax.pmax, "min": lax.pmin}
+        kinds = [kind for kind in self.kinds if kind != ROWS]
+        return [reduce[kind](leaf, axes) if kind in reduce else leaf for kind, leaf in zip(kinds, held, strict=True)]
+
+    def is_sum(self) -> list[bool]:
+        """For each merged leaf whether devices add theirs up."""
+        return [kind not in EXTREMES for kind in self.kinds if kind != ROWS]
+
+    def finish(self, held: list[Array], rows: list[Array], items: Scalar, weight: Scalar) -> Tree:
+        """The aux of the large batch, floats in the dtypes that the loss function returned.
+
+        Args:
+            held: the merged leaves of all micro-batches.
+            rows: the rows of all micro-batches, in order.
+            items: the number of items in the batch, or None.
+            weight: its weight; 1 if that is 0.
+        """
+        merged_leaves, row_leaves = iter(held), iter(rows)
+        made = [
+            next(row_leaves) if kind == ROWS else _as_given(kit.finished(kind, next(merged_leaves), items, weight), kind, leaf.dtype)
+            for kind, leaf in zip(self.kinds, self.like, strict=True)
+        ]
+        return jax.tree.unflatten(self.structure, made)
+
+    @property
+    def counts_items(self) -> bool:
+        """Whether some leaf asks for the number of items."""
+        return "mean" in self.kinds
+
+
+def make_merging(declared: Tree, aux: Tree) -> Merging:
+    """The merging of `aux`, a tree of shapes and dtypes, by the user's declaration, a prefix of it.
+
+    Raises:
+        ArgumentValueError: a kind is unknown, the declaration has another structure, a leaf without an axis is to be concatenated, or one
+            that is no number is to be merged otherwise.
+    """
+    kinds, held = spread_over(declared, aux, "aux"), jax.tree_util.tree_flatten_with_path(aux)
+    for kind, (path, leaf) in zip(kinds, held[0], strict=True):
+        kit.require_kind(kind)
+        _require_mergeable(kind, f"aux{jax.tree_util.keystr(path)}", leaf)
+    return Merging(tuple(kinds), tuple(leaf for _, leaf in held[0]), held[1])
+
+
+def check_declared(declared: Tree) -> None:
+    """Refuse an unknown kind before anything is traced.
+
+    Raises:
+        ArgumentValueError: it is none of `gradaccum.kit.KINDS`.
+    """
+    for kind in jax.tree.leaves(declared):
+        kit.require_kind(kind)
+
+
+def _require_mergeable(kind: str, path: str, leaf: Array) -> None:
+    if kind == ROWS and leaf.shape == ():
+        raise kit.concatenate_error(path, "a scalar")
+    if kind != ROWS and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        fix = "Declare 'concatenate' for this leaf, or leave it out of aux."
+        raise explain(ArgumentValueError, path, expected=f"numbers to merge by {kind!r}", found=f"dtype {leaf.dtype}", fix=fix)
+
+
+def _share(kind: str, leaf: Array, items: Scalar, weight: Scalar) -> Array:
+    if kind not in MEANS:
+        return kit.share(kind, leaf, items, weight, OPS)
+    by = items if kind == "mean" else weight
+    given = kit.share(kind, leaf if takes_part(leaf) else leaf.astype(_float()), items, weight, OPS)
+    return jnp.where(by == 0, jnp.zeros_like(given), given).astype(_mean_dtype(leaf.dtype))
+
+
+def _neutral(kind: str, like: Any) -> Array:
+    """What a merge starts from: 0, or the number that every other one is above or below."""
+    if kind in MEANS:
+        return jnp.zeros(like.shape, _mean_dtype(like.dtype))
+    if kind == "sum":
+        return jnp.zeros(like.shape, _sum_dtype(like.dtype))
+    return jnp.full(like.shape, _extreme(kind, like.dtype), like.dtype)
+
+
+def _extreme(kind: str, dtype: DType) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return kind == "min"
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max
+    return -np.inf if kind == "max" else np.inf
+
+
+def _sum_dtype(dtype: DType) -> DType:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jax.dtypes.canonicalize_dtype(jnp.int64)
+    return jnp.dtype("float32") if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+
+
+def _mean_dtype(dtype: DType) -> DType:
+    return _sum_dtype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else _float()
+
+
+def _float() -> DType:
+    return jax.dtypes.canonicalize_dtype(jnp.float64)
+
+
+def _as_given(leaf: Array, kind: str, dtype: DType) -> Array:
+    return leaf.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) and kind not in EXTREMES else leaf
+
+
+# One program over all micro-batches of a large batch: the loss, the weight and the aux are added up here, the gradients by the caller.
+
+
+G = TypeVar("G")
+
+
+class Question(NamedTuple):
+    """What the user asks about every micro-batch."""
+
+    differentiation: Differentiation
+    weight: Weight
+    aux: Tree
+    """How aux merges; "sum" where there is none."""
+    options: Options
+    """With the reduction."""
+    axis_names: tuple[str, ...] = ()
+    """The mesh axes whose devices share the batch."""
+
+
+class Gathering(NamedTuple, Generic[G]):
+    """What becomes of the micro-batches' gradients."""
+
+    start: G
+    add: Callable[[G, list[Array], Scalar, Scalar], G]
+    """``add(held, gradients, weight, loss)``; a Python number as the weight where the program knows it."""
+    relative: bool
+    """Whether weights may be counted in units of the largest micro-batch, so that most of them are 1 and cost nothing."""
+    axes: Axes = frozenset()
+    """The manual mesh axes along which each device has gradients of its own, to be reduced later."""
+    scale: Scalar = None
+    """What the loss is multiplied by before differentiation."""
+
+
+class Made(NamedTuple, Generic[G]):
+    """What all micro-batches came to."""
+
+    held: G
+    weight: Scalar
+    """The weight of the large batch, as `denominator` wants it."""
+    loss: Scalar
+    """That of the large batch."""
+    aux: Tree
+
+
+class Own(NamedTuple):
+    """What is added up here."""
+
+    weight: Scalar
+    loss: Scalar
+    aux: list[Array]
+
+
+class Carry(NamedTuple, Generic[G]):
+    """What goes from one micro-batch to the next."""
+
+    held: G
+    own: Own
+
+
+def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gathering[G]) -> Made[G]:
+    """Run all micro-batches.
+
+    Args:
+        question: what is asked about each.
+        by: the arguments to differentiate by, of this device.
+        source: the batch, cut.
+        gathering: what becomes of the gradients.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: the loss function, the aux or a weight is not as it was declared.
+    """
+    groups, axes = groups_in(source), axes_in(by, source, question.axis_names)
+    first, by = first_number(groups, question.axis_names), copies(by, gathering.axes)
+    sample = groups[0].take(jax.tree.map(lambda leaf: leaf[0], groups[0].places), jnp.int32(0))
+    like, aux = jax.eval_shape(lambda by: question.differentiation.value(by, sample.arguments), by)
+    merging = make_merging(question.aux, aux)
+    counting = _Counting(question, merging, _unit(question, merging, source, relative=gathering.relative), weight_dtype(by, like))
+
+    def body(carry: Carry[G], micro_batch: MicroBatch) -> tuple[Carry[G], list[Array]]:
+        loss, aux, gradients = question.differentiation.value_and_gradients(by, micro_batch.arguments, gathering.scale)
+        weight = counting.weight(micro_batch)
+        own, rows = counting.add(carry.own, loss, aux, micro_batch, weight)
+        return Carry(gathering.add(carry.held, gradients, weight, loss), copies(own, axes)), rows
+
+    nothing = jnp.zeros((), counting.dtype)
+    start = Carry(gathering.start, copies(Own(nothing, jnp.zeros((), sums.sum_dtype(like, None)), merging.start()), axes))
+    (held, own), rows = over(groups, body, start, first)
+    own = counting.known(_over_devices(own, merging, question.axis_names), source)
+    items = _all_items(source, question.axis_names) if merging.counts_items else None
+    loss = (own.loss / denominator(own.weight, question.options)).astype(like.dtype)
+    by_weight = jnp.where(own.weight == 0, 1, own.weight)
+    return Made(held, own.weight, loss, merging.finish(own.aux, in_order(groups, rows), items, by_weight))
+
+
+class _Counting(NamedTuple):
+    """How a micro-batch counts."""
+
+    question: Question
+    merging: Merging
+    unit: int | None
+    dtype: DType
+
+    def weight(self, micro_batch: MicroBatch) -> Scalar:
+        return weight_of(micro_batch, self.question.weight, self.unit, self.dtype)
+
+    def known(self, own: Own, source: Source) -> Own:
+        """`own` of all devices, with a constant as the weight where the user gives none: XLA then counts nothing in the loop."""
+        if self.question.weight is not None or self.unit is None:
+            return own
+        return own._replace(weight=jnp.asarray(_all_items(source, self.question.axis_names) / self.unit, self.dtype))
+
+    def add(self, held: Own, loss: Scalar, aux: Tree, micro_batch: MicroBatch, weight: Scalar) -> tuple[Own, list[Array]]:
+        """Loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
+        items = known_items(micro_batch.items) if self.merging.counts_items else None
+        merged, rows = self.merging.add(held.aux, aux, items, weight)
+        dtype = held.loss.dtype
+        own, always = jnp.asarray(weight, dtype), jnp.asarray(True)
+        total = kit.add_loss(held.loss, loss.astype(dtype), own, own != 0, self.question.options, sums.passing(always))
+        return Own((held.weight + weight).astype(self.dtype), total, merged), rows
+
+
+def weight_dtype(by: tuple[Tree, ...], loss: Array) -> DType:
+    """float64 if a parameter or the loss is float64, else float32."""
+    wide = any(jnp.result_type(leaf) in ("float64", "complex128") for leaf in (*jax.tree.leaves(by), loss))
+    return jnp.dtype("float64" if wide else "float32")
+
+
+def axes_in(by: Tree, source: Source, axis_names: tuple[str, ...]) -> Axes:
+    """The manual mesh axes along which anything here may differ from device to device."""
+    return frozenset(axis_names).union(*(axes_of(leaf) for leaf in jax.tree.leaves((by, source))))
+
+
+def copies(tree: G, axes: Axes) -> G:
+    """`tree` as copies that may differ along `axes`: else `jax.grad` would reduce over the devices in every micro-batch."""
+    made: G = jax.tree.map(lambda leaf: vary(leaf, axes), tree) if axes else tree
+    return made
+
+
+def _unit(question: Question, merging: Merging, source: Source, *, relative: bool) -> int | None:
+    counts_items = "weighted_mean" in merging.kinds or question.options.noise_decay is not None
+    if question.options.reduction == "sum" and not counts_items:
+        return None
+    return known_items(largest_in(source)) if relative and question.weight is None and question.options.reduction == "mean" else 1
+
+
+def first_number(groups: list[Group], axis_names: tuple[str, ...]) -> Scalar:
+    """The number of this device's first micro-batch among those of all devices."""
+    count = sum(len(group.numbers) for group in groups)
+    return lax.axis_index(axis_names) * count if axis_names else 0
+
+
+def _all_items(source: Source, axis_names: tuple[str, ...]) -> int:
+    return known_items(items_in(source)) * (lax.axis_size(axis_names) if axis_names else 1)
+
+
+def _over_devices(own: Own, merging: Merging, axis_names: tuple[str, ...]) -> Own:
+    """Weight, loss and merged aux of all devices; the gradients are the caller's."""
+    if not axis_names:
+        return own
+    summed = [leaf for leaf, is_sum in zip(own.aux, merging.is_sum(), strict=True) if is_sum]
+    library: Any = lax
+    # One by one: JAX 0.7 does not transpose a psum of several arrays where only some have a derivative.
+    weight, loss, *made = (library.psum(leaf, axis_names) for leaf in (own.weight, own.loss, *summed))
+    given = iter(made)
+    extremes = merging.over_devices(own.aux, axis_names)
+    aux = [next(given) if is_sum else leaf for leaf, is_sum in zip(extremes, merging.is_sum(), strict=True)]
+    return own._replace(weight=weight, loss=loss, aux=aux)

@@ -12,17 +12,13 @@ import optax
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Scalar, explain
-from gradaccum_jax.dtypes import takes_part
-from gradaccum_jax.large_batch.call import Call
-from gradaccum_jax.large_batch.gradients import Differentiation
-from gradaccum_jax.large_batch.loop import Gathering, Question, run
-from gradaccum_jax.large_batch.splitting import Source, Splitting, make_splitting
+from gradaccum_jax.arrays import Array, Extra, Params, Tree, plain, takes_part
+from gradaccum_jax.large_batch.auto import Call
+from gradaccum_jax.large_batch.batch import Source, Splitting, Weight, make_splitting
+from gradaccum_jax.large_batch.gradients import Differentiation, Gathering, Question, run
 from gradaccum_jax.large_batch.value_and_grad import as_declared
-from gradaccum_jax.large_batch.weights import Weight
 from gradaccum_jax.optimizer import Accumulation, require_accumulation
 from gradaccum_jax.state import AccumulationState
-from gradaccum_jax.trees import plain
-from gradaccum_jax.types import Array, Extra, Params, Tree
 
 
 def value_and_update(

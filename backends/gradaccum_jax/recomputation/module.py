@@ -16,7 +16,7 @@ import jax
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_jax.types import Tree
+from gradaccum_jax.arrays import Tree
 
 Layer = Callable[..., Any]
 """A function, an nnx module, or a bound method of one."""

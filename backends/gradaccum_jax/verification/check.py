@@ -12,9 +12,8 @@ import numpy as np
 
 from gradaccum import VerificationReport
 from gradaccum.kit import as_loss, examine, item_weights_error, require_weight
-from gradaccum_jax.types import Array, Params, Tree
-from gradaccum_jax.verification.batch import Batch, make_batch
-from gradaccum_jax.verification.parameters import make_parameters
+from gradaccum_jax.arrays import Array, Params, Tree
+from gradaccum_jax.verification.batch import Batch, make_batch, make_parameters
 from gradaccum_jax.verification.subject import JaxSubject, Weight
 
 

@@ -7,14 +7,15 @@ gives the rows of its items. Numbers that follow an item's own values, such as a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+import os
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.extend import core
 
-from gradaccum_jax.types import Array
-from gradaccum_jax.verification.program import Around, Equation, Program, Step, bind, inner
+from gradaccum_jax.arrays import Array
 
 DRAWING = ("random_bits", "random_split", "random_fold_in", "random_seed")
 
@@ -107,3 +108,106 @@ class Replay:
         made = bind(step.eqn, values) if given is None else [given]
         self.drawn += made
         return made
+
+
+# A loss as the program that JAX traced, run equation by equation.
+#
+# The check has to stand between the equations of a loss that it did not write: to give the items of a micro-batch the random numbers that
+# they met in the large batch, and to see where an item's value begins to depend on the other items. Calls of jitted and rematerialised
+# functions are run as part of the program. Loops, branches and functions with derivatives of their own are run as one equation each.
+
+
+Equation = Any
+"""A `jax.extend.core.JaxprEqn`."""
+Hook = Callable[["Step", list[Array]], list[Array]]
+"""Runs one equation on the values of its inputs."""
+
+CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib", "flax", "optax", "haiku", "equinox"))
+"""Folders whose frames are not the user's."""
+
+
+class Around(NamedTuple):
+    """What an equation stands in."""
+
+    stack: str = ""
+    """The modules, as the library names them: ``Net/BatchNorm_0``; empty without any."""
+    frame: str = ""
+    """The user's function and line that called the innermost call; newer JAX keeps no frame of the user's inside of its own functions."""
+
+    def within(self, eqn: Equation) -> Around:
+        """What the equations inside of the call `eqn` stand in; for another equation, what it stands in itself."""
+        own = str(eqn.source_info.name_stack)
+        return Around("/".join(part for part in (self.stack, own) if part), _frame(eqn) or self.frame)
+
+
+class Step(NamedTuple):
+    """One equation on the way through a program."""
+
+    eqn: Equation
+    around: Around
+
+    @property
+    def place(self) -> str:
+        """Where it stands: the module, or the user's function and line."""
+        return self.around.stack or self.around.frame or str(self.eqn.primitive.name)
+
+
+class Program:
+    """The equations of a function of flat arguments.
+
+    Args:
+        closed: what `jax.make_jaxpr` made of it.
+    """
+
+    def __init__(self, closed: Any) -> None:
+        self.closed = closed
+
+    def run(self, arguments: Sequence[Array], hook: Hook | None = None) -> list[Array]:
+        """Its results, with every equation run by `hook`. Can be differentiated and jitted."""
+        return _run(self.closed.jaxpr, self.closed.consts, arguments, hook or (lambda step, values: bind(step.eqn, values)), Around())
+
+
+def bind(eqn: Equation, values: Sequence[Array]) -> list[Array]:
+    """The results of one equation. Older JAX hands functions as arguments, apart from the parameters; newer JAX as parameters."""
+    found = eqn.primitive.get_bind_params(eqn.params)
+    functions, parameters = found if isinstance(found, tuple) else ((), found)
+    results = eqn.primitive.bind(*functions, *values, **parameters)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def inner(eqn: Equation) -> tuple[Any, Sequence[Array]] | None:
+    """The jaxpr and the constants of a call that is run as part of the program; None of another equation."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    found = next(value for value in eqn.params.values() if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)))
+    return (found.jaxpr, found.consts) if isinstance(found, core.ClosedJaxpr) else (found, ())
+
+
+def _run(jaxpr: Any, consts: Sequence[Array], arguments: Sequence[Array], hook: Hook, around: Around) -> list[Array]:
+    values: dict[Any, Array] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+    def read(variable: Any) -> Array:
+        return variable.val if isinstance(variable, core.Literal) else values[variable]
+
+    for eqn in jaxpr.eqns:
+        given, within, called = [read(variable) for variable in eqn.invars], around.within(eqn), inner(eqn)
+        made = hook(Step(eqn, within), given) if called is None else _run(*called, given, hook, within)
+        values.update(zip(eqn.outvars, made, strict=True))
+    return [read(variable) for variable in jaxpr.outvars]
+
+
+def _frame(eqn: Equation) -> str:
+    """The user's innermost function at work when the equation was traced; "" where the traceback holds none."""
+    trace = getattr(eqn.source_info, "traceback", None)
+    for frame in trace.frames if trace is not None else ():
+        if not any(library in frame.file_name for library in LIBRARIES):
+            function = frame.function_name.rpartition("<locals>.")[2]
+            return f"{function} at {os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
+
+
+def trace(function: Callable[..., Array], *arguments: Any) -> Program:
+    """The program of `function`, with products of float32 in full precision: on an accelerator JAX's default rounds them more coarsely."""
+    with jax.default_matmul_precision("highest"):
+        return Program(jax.make_jaxpr(function)(*arguments))

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradaccum.kit import ROUNDING_LIMIT, Layer, item_axis
-from gradaccum_jax.types import Array
+from gradaccum_jax.arrays import Array
 from gradaccum_jax.verification.batch import is_key
-from gradaccum_jax.verification.draws import Replay, rows
-from gradaccum_jax.verification.program import Program, Step
+from gradaccum_jax.verification.draws import Program, Replay, Step, rows
 
 Given = tuple[Program, list[Array], dict[int, Array]]
 """A program, its arguments, and random numbers in place of the drawn ones."""

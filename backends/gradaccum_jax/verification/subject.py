@@ -16,13 +16,11 @@ import numpy as np
 from jax.extend import core
 
 from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, item_axis, scalar_loss_error
-from gradaccum_jax.linearity.custom_rules import non_linear_rules
-from gradaccum_jax.types import Array, Tree
-from gradaccum_jax.verification.batch import Batch, folded, is_float, is_key, perturbed
-from gradaccum_jax.verification.draws import Draw, Replay, draws_of, rows
+from gradaccum_jax.arrays import Array, Tree
+from gradaccum_jax.linearity.check import non_linear_rules
+from gradaccum_jax.verification.batch import Batch, Parameters, folded, is_float, is_key, perturbed
+from gradaccum_jax.verification.draws import Draw, Program, Replay, draws_of, rows, trace
 from gradaccum_jax.verification.layers import mixing_layers
-from gradaccum_jax.verification.parameters import Parameters
-from gradaccum_jax.verification.program import Program, trace
 
 SEEDED = 1_000_000
 """Beyond the number of any micro-batch: a key of another seed is no key of a micro-batch."""

@@ -23,8 +23,8 @@ from jax import Array, lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain, require_loss_options
-from gradaccum_jax.varying import axes_of, vary
-from gradaccum_jax.workers.checks import require_checked
+from gradaccum_jax.sharding import axes_of, vary
+from gradaccum_jax.workers.group import require_checked
 
 Saved = tuple[Array, Array, Array, Array, Array | None]
 """The logits' shard, the index of each target in it, the maxima, the sums, and the width without padding."""

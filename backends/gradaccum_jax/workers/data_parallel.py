@@ -8,8 +8,8 @@ returns is checked: all but these sums must be the same on all devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,11 @@ from jax.extend import core
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
-from gradaccum_jax.state import find_states
-from gradaccum_jax.types import Array, Tree
-from gradaccum_jax.varying import shard_map
-from gradaccum_jax.workers.checks import require_names
-from gradaccum_jax.workers.crossing import Made, Spec, entered, leaving, placed, spec_of
-from gradaccum_jax.workers.kinds import copies_of_params
+from gradaccum_jax.arrays import Array, Axes, Tree, reshard, typeof
+from gradaccum_jax.sharding import axes_of, axes_reduced, replicated, shard_map, vary
+from gradaccum_jax.state import AccumulationState, find_states
+from gradaccum_jax.workers.group import copies_of_params, mapped, require_names, require_shared
 from gradaccum_jax.workers.layout import require_layout
-from gradaccum_jax.workers.origins import require_replicated
 
 Step = Callable[..., Any]
 
@@ -118,3 +115,336 @@ def _require_arguments(args: tuple[Tree, ...], devices: int) -> None:
             name, expected = f"batch{jax.tree_util.keystr(path)}", f"an array whose first axis {devices} devices divide"
             fix = "Pad the last items and give the padding no weight. What all devices share, the step can close over."
             raise explain(ArgumentValueError, name, expected=expected, found=f"one of shape {shape}", fix=fix)
+
+
+# The arguments of a step on their way into `jax.shard_map`, and its results on their way out.
+
+
+Spec = Any
+"""A `jax.sharding.PartitionSpec`."""
+
+
+class Made(NamedTuple):
+    """What a step returned, ready to leave `jax.shard_map`."""
+
+    structure: Any
+    leaves: list[Array]
+    specs: list[Spec]
+
+
+def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
+    """How the devices share argument number `index`, leaf by leaf: parameters and state by its fields, the batch split."""
+    split, whole = _specs(axes)
+    tree = (
+        jax.tree.map(lambda _: split, arg) if index > 1 else mapped(arg, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole)
+    )
+    return jax.tree.leaves(tree)
+
+
+def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: list[Spec], axes: tuple[str, ...]) -> list[Array]:
+    """Return the leaves typed by `specs` on a mesh whose types tell how arrays are shared (``AxisType.Explicit``, the default from 0.9 on).
+
+    Args:
+        leaves: the arguments' leaves.
+        mesh: their mesh.
+        specs: one for each leaf; with the axes of the batch.
+        axes: along other axes a leaf stays sharded as it is.
+    """
+    spread = {name for spec in specs for entry in spec for name in _named(entry, axes)}
+    if any(kind != jax.sharding.AxisType.Explicit for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in spread):
+        return leaves
+
+    def place(leaf: Array, spec: Spec) -> Array:
+        wanted, own = ([_named(entry, axes) for entry in _entries(each)] for each in (spec, typeof(leaf).sharding.spec))
+        wanted += [()] * (len(own) - len(wanted))
+        return leaf if own == wanted and not axes_reduced(leaf) else reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+    return [place(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+
+
+def require_unsharded(params: Tree, name: str, axes: tuple[str, ...]) -> None:
+    """Raise if parameters are sharded along the axes of the batch: `jax.shard_map` would gather them, and return replicated gradients.
+
+    An array knows how it is sharded, a tracer does so on an explicit mesh only.
+
+    Raises:
+        UsageError: one is sharded so; names it.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not isinstance(leaf, jax.Array):
+            continue
+        sharding: Any = (typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf).sharding
+        found = {axis for entry in _entries(getattr(sharding, "spec", ())) for axis in _named(entry, axes) if sharding.mesh.shape[axis] > 1}
+        if found:
+            fix = (
+                "Leave mesh and axis_name out: XLA partitions the call under jax.jit. Or do so in a jax.shard_map of your own, "
+                "and gather each parameter in the loss function (FSDP): jax.lax.all_gather(p, axis_name, tiled=True)."
+            )
+            where, expected = f"{name}{jax.tree_util.keystr(path)}", f"parameters that are replicated along {axes}"
+            raise explain(UsageError, where, expected=expected, found=f"one that is sharded along {sorted(found)}", fix=fix)
+
+
+def _entries(spec: Any) -> Any:
+    """Return the entries of a PartitionSpec; JAX refuses to iterate over one that is typed ``reduced``."""
+    return getattr(spec, "partitions", spec)
+
+
+def _named(entry: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return which of `axes` an entry of a PartitionSpec names."""
+    return tuple(axis for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis in axes)
+
+
+def entered(args: tuple[Tree, ...], axes: tuple[str, ...]) -> list[Tree]:
+    """The arguments as the step of one device wants them: parameters that it can differentiate by alone, its own sums."""
+    kept = [_own(arg) for arg in args[:2]]
+    return [
+        *(mapped(arg, own=_same, shared=_same, other=lambda leaf: vary(leaf, frozenset(axes))) for arg in kept[:1]),
+        *kept[1:],
+        *args[2:],
+    ]
+
+
+def leaving(made: Any, given: list[Tree], axes: tuple[str, ...]) -> Made:
+    """What the step `made` of the arguments `given`: all of it replicated but for what differs, which gets a leading axis.
+
+    Raises:
+        UsageError: it is not (params, state, *rest), or the state is not one that the devices share.
+    """
+    kept, rest = _parts(made, given)
+    for state in find_states(kept):
+        _require_shared_window(state, axes)
+    over, (split, whole) = frozenset(axes), _specs(axes)
+    leaves = mapped(kept, own=_stacked, shared=_same, other=lambda leaf: replicated(jnp.asarray(leaf), axes, known=False))
+    specs = mapped(kept, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole)
+    differing = jax.tree.map(lambda leaf: bool(axes_of(leaf) & over), rest)
+    leaves = [*leaves, *jax.tree.map(lambda leaf, differs: _stacked(leaf) if differs else leaf, rest, differing)]
+    specs = [*specs, *jax.tree.map(lambda differs: split if differs else whole, differing)]
+    return Made(jax.tree.structure(made), jax.tree.leaves(leaves), jax.tree.leaves(specs))
+
+
+def _parts(made: Any, given: list[Tree]) -> tuple[list[Tree], list[Tree]]:
+    """What must be the same on all devices, and the rest."""
+    if len(given) == 1:
+        if find_states(made):
+            return [made], []
+        fix = "Pass tx.init, or a step with a state as its second argument."
+        found = f"a {type(made).__name__} without one"
+        raise explain(UsageError, "what step(params) returned", expected="the state of a wrapped optimizer", found=found, fix=fix)
+    if type(made) is tuple and len(made) > 1 and [_form(item) for item in made[:2]] == [_form(item) for item in given[:2]]:
+        return list(made[:2]), list(made[2:])
+    expected, found = "a tuple (params, state, *rest)", "something else, or parameters or a state of another form than the arguments"
+    fix = "Return both as they came in, with the updates applied: return optax.apply_updates(params, updates), state, loss."
+    raise explain(UsageError, "what step returned", expected=expected, found=found, fix=fix)
+
+
+def _form(tree: Tree) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [jnp.shape(leaf) for leaf in leaves]
+
+
+def _require_shared_window(state: AccumulationState, axes: tuple[str, ...]) -> None:
+    fix = f"Write tx = gradaccum.wrap(optimizer, steps=4, axis_name={axes[0] if len(axes) == 1 else axes!r})."
+    require_shared(state, axes, fix)
+    over: Axes = frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1)
+    if over - axes_of(state.weight):
+        expected, found = f"the state of an optimizer with axis_name {axes}", "one of an optimizer without it"
+        raise explain(UsageError, "state", expected=expected, found=found, fix=fix)
+
+
+def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
+    """One entry for each device along its first axis; the same on all."""
+    spec: Any = jax.sharding.PartitionSpec
+    return spec(axes), spec()
+
+
+def _own(tree: Tree) -> Tree:
+    return mapped(tree, own=lambda leaf: leaf[0], shared=_same, other=_same)
+
+
+def _stacked(leaf: Array) -> Array:
+    return jnp.asarray(leaf)[None]
+
+
+def _same(leaf: Array) -> Array:
+    return leaf
+
+
+# The results of a step that differ from device to device, where JAX's types cannot tell.
+#
+# Parameters enter a step as copies, which are the same on all devices but of a type that may differ. The other way round, JAX types as the
+# same on all devices what a device's own predicate chose, and what a callback returned. So the step's program is read from its arguments to
+# its results, and types are not believed: what is made of a device's own batch, sums or place differs until a collective makes it the same.
+#
+# JAX renames the parameters of its primitives from version to version. So programs, axes and groups are found by what they are.
+
+
+COPIES = ("pvary", "pcast", "reduced_vary_cast", "name")
+"""The primitives that make a copy for each device of what is the same on all, and one whose parameter may be an axis's name by chance."""
+REDUCING = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced", "pbroadcast")
+"""The collectives that hand all devices along their axes the same; every other collective hands each device its own."""
+UNREAD = ("pure_callback", "io_callback", "new_ref", "array_ref", "empty_ref", "get", "swap", "freeze", "infeed")
+"""The primitives whose results this file does not follow, and takes for each device's own."""
+NONE: Axes = frozenset()
+Origins = list[Axes]
+"""For each value the mesh axes along which it may differ."""
+Specs = Sequence[Any]
+"""A `jax.sharding.PartitionSpec` for each value."""
+
+
+def require_replicated(program: Any, made: Tree, given: Specs, left: Specs, axes: tuple[str, ...]) -> None:
+    """Raise unless what leaves a step as replicated is the same on all devices.
+
+    Args:
+        program: the traced `jax.shard_map` of the step.
+        made: its results.
+        given: how each argument is split.
+        left: the same for each result.
+        axes: the names of the axes.
+
+    Raises:
+        UsageError: a result may differ, or parameters or an extra argument that an optimizer was given; names it. Or a collective runs on
+            some devices only.
+    """
+    over = frozenset(axes)
+    found = differing(program, [over if tuple(spec) else NONE for spec in given], over)
+    for (path, _), differs, spec in zip(jax.tree_util.tree_flatten_with_path(made)[0], found, left, strict=True):
+        if differs and not tuple(spec):
+            fix = "Change parameters by what tx.update returns; average all else over the devices: jax.lax.pmean(value, axis_name)."
+            raise _own_error(f"what step returned, {jax.tree_util.keystr(path)}", fix)
+
+
+def differing(jaxpr: Any, given: Origins, axes: Axes) -> Origins:
+    """Return for each result of a program along which of `axes` it may differ.
+
+    Args:
+        jaxpr: a `jax.extend.core.Jaxpr`, or a closed one.
+        given: the same for each argument.
+        axes: names of mesh axes.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    known = dict(zip(jaxpr.invars, given, strict=True))
+
+    def origin(atom: Any) -> Axes:
+        return NONE if isinstance(atom, core.Literal) else known.get(atom, NONE)
+
+    for equation in jaxpr.eqns:
+        known |= zip(equation.outvars, _made(equation, [origin(atom) for atom in equation.invars], axes), strict=True)
+    return [origin(atom) for atom in jaxpr.outvars]
+
+
+def _made(equation: Any, given: Origins, axes: Axes) -> Origins:
+    name, params, results = equation.primitive.name, equation.params, len(equation.outvars)
+    either = NONE.union(*given)
+    if name == "replicated":
+        if either and params["asked"]:
+            fix = "Give tx the parameters that the step was given, and average all else over the devices: jax.lax.pmean(value, axis_name)."
+            raise _own_error(params["asked"], fix)
+        return [either - axes if params["known"] else either]
+    if within := _programs(equation):
+        return _programmed(name, within, equation, given, axes)
+    if name in UNREAD:
+        return [axes] * results
+    if name in COPIES:
+        return [either] * results
+    if along := _names(params) & axes:
+        same = name in REDUCING and not any(_is_grouped(value) for value in params.values())
+        return [either - along if same else either | along] * results
+    # A value of a type that differs, made of none of such a type, tells the device's place.
+    placed = not any(axes_of(atom.aval) & axes for atom in equation.invars)
+    return [either | (axes_of(out.aval) & axes if placed else NONE) for out in equation.outvars]
+
+
+def _programs(equation: Any) -> list[Any]:
+    """Return the jaxprs that are parameters of an equation, in order."""
+    held = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
+    return [getattr(value, "jaxpr", value) for value in held if _is_program(value)]
+
+
+def _is_program(value: object) -> bool:
+    return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
+
+
+def _names(params: Any) -> Axes:
+    """Return the mesh axes of a collective: all words among its parameters, of which the caller takes those that are axes."""
+    held = [tuple(value) if isinstance(value, (set, frozenset)) else value for value in params.values()]
+    return frozenset(leaf for leaf in jax.tree.leaves(held) if isinstance(leaf, str))
+
+
+def _is_grouped(value: object) -> bool:
+    """True if a collective's parameter holds groups of devices: it reduces within each of them."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(group, (list, tuple)) for group in value)
+
+
+def _programmed(name: str, within: list[Any], equation: Any, given: Origins, axes: Axes) -> Origins:
+    """Return the same as `_made` of an equation that runs programs: a call, a scan, a loop, a conditional, or one that is not known."""
+    results, asks = len(equation.outvars), [program for program in within if _returns_bool(program)]
+    takes, returns = {len(program.invars) for program in within}, {len(program.outvars) for program in within}
+    if name == "cond" and takes == {len(given) - 1} and returns == {results}:
+        branches = [differing(branch, given[1:], axes) for branch in within]
+        return _chosen(given[0], within, [NONE.union(*one) for one in zip(*branches, strict=True)], axes)
+    if name == "while" and len(within) == 2 and len(asks) == 1:
+        return _looped(asks[0], within[within[0] is asks[0]], given, results, axes)
+    if len(within) == 1 and takes == {len(given)} and returns == {results}:
+        return _scanned(equation, within[0], given, axes) if name == "scan" else differing(within[0], given, axes)
+    # Such as a loop that carries one bool. Whatever it does, a result is made of its operands and of what its programs make.
+    either, before = NONE.union(*given), None
+    while either != before:
+        before = either
+        either = either.union(*(made for program in within for made in differing(program, [before] * len(program.invars), axes)))
+    return _chosen(either, within, [either] * results, axes)
+
+
+def _returns_bool(program: Any) -> bool:
+    return [(out.aval.shape, str(out.aval.dtype)) for out in program.outvars] == [((), "bool")]
+
+
+def _scanned(equation: Any, body: Any, given: Origins, axes: Axes) -> Origins:
+    """Return the same for the results of a scan. A scanned array has one axis more outside than in the body."""
+    carries = sum(_rank(out) == _rank(inner) for out, inner in zip(equation.outvars, body.outvars, strict=True))
+    last = sum(_rank(atom) == _rank(inner) for atom, inner in zip(equation.invars, body.invars, strict=True))
+    first = last - carries
+    while True:
+        made = differing(body, given, axes)
+        carried = [old | new for old, new in zip(given[first:last], made, strict=False)]
+        if carried == given[first:last]:
+            return made
+        given = [*given[:first], *carried, *given[last:]]
+
+
+def _looped(asks: Any, body: Any, given: Origins, results: int, axes: Axes) -> Origins:
+    """Return the same for the results of a while loop, whose operands are what `asks` reads, what the body reads, and what it carries."""
+    asked, carried = len(given) - results, given[len(given) - results :]
+    used = len(body.invars) - results
+    while True:
+        made = differing(body, [*given[asked - used : asked], *carried], axes)
+        made = [old | new for old, new in zip(carried, made, strict=True)]
+        if made == carried:
+            break
+        carried = made
+    (ends,) = differing(asks, [*given[: asked - used], *carried], axes)
+    return _chosen(ends, [body, asks], carried, axes)
+
+
+def _chosen(predicate: Axes, programs: Any, made: Origins, axes: Axes) -> Origins:
+    """Return `made` as differing along the axes along which devices choose differently which of `programs` runs, or how often.
+
+    Raises:
+        UsageError: one of the programs reduces over these axes: some devices would wait for ever for the others.
+    """
+    waits = predicate & {getattr(effect, "name", "") for program in programs for effect in program.effects}
+    if waits:
+        fix = "Take the collective out of the branch or loop, or decide by jax.lax.pmean or pmax, so that all devices decide alike."
+        expected = "the same collectives on all devices"
+        found = f"one over {sorted(waits)} in a branch or loop that each device decides on by itself"
+        raise explain(UsageError, "what step does", expected=expected, found=found, fix=fix)
+    return [differs | predicate for differs in made]
+
+
+def _rank(atom: Any) -> int:
+    return len(getattr(atom.aval, "shape", ()))
+
+
+def _own_error(name: str, fix: str) -> UsageError:
+    """Return the error for something made of a device's own batch, where all devices need the same."""
+    expected, found = "a value that is the same on all devices", "one that is made of a device's own batch or place, or by a callback"
+    return explain(UsageError, name, expected=expected, found=found, fix=fix)

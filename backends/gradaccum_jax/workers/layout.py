@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Noise, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
-from gradaccum_jax.dtypes import is_key
-from gradaccum_jax.state import AccumulationState, fields_of, find_states
-from gradaccum_jax.types import Array, Tree
-from gradaccum_jax.untold import kept, meant
-from gradaccum_jax.workers.kinds import OWN, is_state
+from gradaccum_jax.arrays import Array, Tree, is_key
+from gradaccum_jax.state import AccumulationState, as_read, as_stored, fields_of, find_states
+from gradaccum_jax.workers.group import OWN, is_state
 
 
 def devices_of(state: AccumulationState) -> int | None:
@@ -82,7 +80,7 @@ def _spread(state: AccumulationState, workers: int) -> AccumulationState:
         overflow=jnp.asarray([fields.overflow for fields in after]),
         last_overflow=jnp.broadcast_to(held.last_overflow.any(), (workers,)),
         accumulator=jax.tree.map(added, held.accumulator),
-        loss=kept(added(meant(held.loss))),
+        loss=as_stored(added(as_read(held.loss))),
         noise=held.noise if held.noise is None else _without_first(held.noise, workers),
     )
     return spread

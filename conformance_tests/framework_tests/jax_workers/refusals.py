@@ -14,7 +14,7 @@ import gradaccum
 import gradaccum_jax
 from conformance_tests.framework_tests.jax_workers.common import MESH, P, over
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_jax.varying import vary
+from gradaccum_jax.sharding import vary
 
 TX = gradaccum.wrap(optax.sgd(1.0), steps=2, axis_name="data")
 WHOLE = gradaccum.wrap(optax.sgd(1.0), steps=None, axis_name="data")

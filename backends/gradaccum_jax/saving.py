@@ -17,11 +17,10 @@ import optax
 
 from gradaccum import CheckpointError
 from gradaccum.kit import Options, Schedule, State, UntilWeight, decode_terms, encode_terms, explain, no_noise, resumed, terms_of
+from gradaccum_jax.arrays import Array, Params, Tree, plain, unique
 from gradaccum_jax.optimizer import require_accumulation
 from gradaccum_jax.state import AccumulationState, fields_of
-from gradaccum_jax.trees import plain, unique
-from gradaccum_jax.types import Array, Params, Tree
-from gradaccum_jax.workers.kinds import mapped
+from gradaccum_jax.workers.group import mapped
 
 _RESTORE = "Continue with the optimizer and the parameters that the checkpoint was made with."
 NO_LEAVES: Mapping[str, float] = {}

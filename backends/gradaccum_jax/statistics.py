@@ -1,7 +1,7 @@
-"""What a window knows besides its gradient: the loss of its micro-batches, and the gradient noise.
+"""The statistics of a window: the loss of its micro-batches, and the gradient noise.
 
 All of it is a few scalars of the state. Losses have the derivative that gradients have, at weight 0 too. A loss that nobody told is NaN,
-which the state keeps in its own way (see `untold`). The noise scale needs one norm more per window, that of the sum after its first
+which the state stores in its own way (see `state.UNKNOWN`). The noise scale needs one norm more per window, that of the sum after its first
 micro-batch: a conditional, which no other micro-batch enters. It is no part of any derivative.
 """
 
@@ -10,27 +10,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from gradaccum.kit import (
-    Fields,
-    Noise,
-    Options,
-    Scalar,
-    add_loss,
-    first_seen,
-    forget_window,
-    is_first,
-    joined_noise,
-    noise_shares,
-    window_loss,
-    window_seen,
-)
+from gradaccum import kit
+from gradaccum.kit import Fields, Noise, Options, Scalar
+from gradaccum_jax.arrays import DType, Tree
 from gradaccum_jax.control_flow import once
-from gradaccum_jax.norm import measure
-from gradaccum_jax.state import AccumulationState, fields_of, like
-from gradaccum_jax.sums import passing
-from gradaccum_jax.types import DType, Tree
-from gradaccum_jax.untold import UNTOLD, kept, meant
-from gradaccum_jax.varying import ShardAxes
+from gradaccum_jax.sharding import ShardAxes
+from gradaccum_jax.state import UNKNOWN, AccumulationState, as_read, as_stored, fields_of, like
+from gradaccum_jax.sums import measure, passing
 
 Firsts = tuple[Scalar, ...]
 """The first micro-batches of a window: their weight, the mean of their squared norms by weight, and how many devices had one. Empty where
@@ -45,7 +31,7 @@ def fresh(options: Options, dtype: DType) -> dict[str, Tree]:
         dtype: that of `AccumulationState.weight`.
     """
     noise = None if options.noise_decay is None else Noise(*(jnp.zeros((), dtype) for _ in Noise._fields))
-    return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), UNTOLD, dtype), "noise": noise}
+    return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), UNKNOWN, dtype), "noise": noise}
 
 
 def add(state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, options: Options, shard_axes: ShardAxes) -> AccumulationState:
@@ -60,9 +46,9 @@ def add(state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, op
         shard_axes: the mesh axes along which parameters are sharded.
     """
     if loss is None:
-        total = jnp.where(adds, UNTOLD, state.loss)
+        total = jnp.where(adds, UNKNOWN, state.loss)
     else:
-        total = kept(add_loss(meant(state.loss), loss, weight, adds, options, passing(adds | (weight == 0))))
+        total = as_stored(kit.add_loss(as_read(state.loss), loss, weight, adds, options, passing(adds | (weight == 0))))
     state = state._replace(loss=like(total, state.loss))
     if state.noise is None:
         return state
@@ -71,8 +57,8 @@ def add(state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, op
     def look(_: Scalar) -> Scalar:
         return measure(held, state.loss.dtype, shard_axes)[0]
 
-    norm = once(is_first(state.noise, fields), look, jnp.zeros_like(state.loss))
-    state = _with_noise(state, Noise(*first_seen(state.noise, fields, norm, jnp.where)))
+    norm = once(kit.is_first(state.noise, fields), look, jnp.zeros_like(state.loss))
+    state = _with_noise(state, Noise(*kit.first_seen(state.noise, fields, norm, jnp.where)))
     # Never below 0. The dependence tells XLA that the norm is taken before the window's end writes over the sum: else it copies the sum.
     return state._replace(weight=like(jnp.where(norm < 0, norm, state.weight), state.weight))
 
@@ -84,7 +70,7 @@ def firsts_of(state: AccumulationState) -> Firsts:
 
 def addends(state: AccumulationState) -> Firsts:
     """What devices add up for the window that they share: `gradaccum.kit.noise_shares`."""
-    return () if state.noise is None else noise_shares(state.noise, jnp.where)
+    return () if state.noise is None else kit.noise_shares(state.noise, jnp.where)
 
 
 def averaged(added: Firsts, state: AccumulationState) -> Firsts:
@@ -92,7 +78,7 @@ def averaged(added: Firsts, state: AccumulationState) -> Firsts:
     if state.noise is None:
         return ()
     weights, squares, count = added
-    return (*joined_noise(state.noise, weights, squares, jnp.where)[:2], count)
+    return (*kit.joined_noise(state.noise, weights, squares, jnp.where)[:2], count)
 
 
 def close(
@@ -109,24 +95,24 @@ def close(
         options: the optimizer's.
         at_end: bool scalar.
     """
-    last = like(jnp.where(at_end, kept(loss), state.last_loss), state.last_loss)
+    last = like(jnp.where(at_end, as_stored(loss), state.last_loss), state.last_loss)
     ended = state._replace(loss=like(jnp.where(at_end, 0, state.loss), state.loss), last_loss=last)
     if state.noise is None:
         return ended
     weight, square, count = firsts
-    seen = window_seen((weight, square, *state.noise[2:]), fields, grad_norm, options, jnp.where, count)
+    seen = kit.window_seen((weight, square, *state.noise[2:]), fields, grad_norm, options, jnp.where, count)
     return _with_noise(ended, Noise(*(jnp.where(at_end, new, old) for new, old in zip(seen, state.noise, strict=True))))
 
 
 def loss_of(total: Scalar, fields: Fields, options: Options) -> Scalar:
     """The loss of the window that ends, from the sum of all of its micro-batches: see `gradaccum.kit.window_loss`."""
-    return window_loss(total, fields, options, jnp.where)
+    return kit.window_loss(total, fields, options, jnp.where)
 
 
 def discard(state: AccumulationState) -> AccumulationState:
-    """The state with the open window's knowledge forgotten."""
+    """The state with the open window's statistics forgotten."""
     emptied = state._replace(loss=jnp.zeros_like(state.loss))
-    return emptied if state.noise is None else _with_noise(emptied, Noise(*forget_window(state.noise)))
+    return emptied if state.noise is None else _with_noise(emptied, Noise(*kit.forget_window(state.noise)))
 
 
 def _with_noise(state: AccumulationState, noise: Noise) -> AccumulationState:

@@ -1,18 +1,93 @@
-"""The dtypes that meet at the end of a window: those of parameters, gradients, sums, and of the inner optimizer's gradients.
+"""Arrays and trees as this package handles them: names for arguments, leaves, dtypes, elementwise operations, folds of many scalars.
 
-JAX promotes no float8 by itself: here float8 is narrower than every other float.
+A type checker takes most names for `Any`: JAX hands the same function arrays and tracers, and users hand it NumPy's arrays and Python's
+numbers beside them. `Scalar` is `gradaccum.kit`'s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradaccum_jax.trees import is_none
-from gradaccum_jax.types import Array, DType, Gradients, Leaves, Params, Tree
+Array = Any
+"""A `jax.Array`, concrete or traced, or what JAX takes for one: a NumPy array, a Python number."""
+
+DType = Any
+"""A dtype, or what `jnp.dtype` makes into one."""
+
+Tree = Any
+"""A pytree of arrays: dicts, lists, tuples, registered classes."""
+
+Params = Any
+"""The tree of the model's parameters; None where the caller gave none."""
+
+Updates = Any
+"""The tree of updates that `optax.apply_updates` adds to the parameters, or of their shapes and dtypes."""
+
+InnerState = Any
+"""The tree that the inner optimizer keeps; the pair (its own state, masters) under `parameters.on_masters` and `without_masters`."""
+
+Leaves = list[Array]
+"""The leaves of a tree, in JAX's order."""
+
+Gradients = list[Array]
+"""A micro-batch's gradients in the order of the accumulator's leaves, None for a parameter that took no part: see `checks.align`."""
+
+BY_ITEM = "stack them into arrays, or write split= a function"
+"""What to do where the elements of a list are the items: XLA cuts arrays alone."""
+
+Axes = frozenset[str]
+"""Names of mesh axes."""
+
+Extra = dict[str, Any]
+"""Keyword arguments that are passed on to the inner optimizer."""
+
+typeof: Any = jax.typeof
+"""`jax.typeof`, whose annotations a type checker does not take."""
+
+reshard: Any = getattr(jax.sharding, "reshard", None) or import_module("jax.experimental.shard").reshard
+"""`jax.sharding.reshard`, which JAX 0.5 and 0.6 have in `jax.experimental.shard` alone."""
+
+
+# Trees that other libraries and users build: flax nnx's variables, None in place of a leaf, two leaves under one path.
+
+
+def plain(tree: Tree) -> Tree:
+    """`tree` with the array of each flax nnx variable in the variable's place, as `flax.nnx.pure` does; other trees as they are.
+
+    A variable is known by an attribute, so flax need not be installed.
+    """
+    return jax.tree.map(lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable)
+
+
+def is_none(node: object) -> bool:
+    """Whether `node` is None: ``is_leaf=is_none`` keeps the place of a leaf that is not there."""
+    return node is None
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """`names` of leaves in their order, with a prime at each repeated one: a pytree node may report one key for several children."""
+    seen: dict[str, None] = {}
+    for name in names:
+        while name in seen:
+            name += "'"
+        seen[name] = None
+    return list(seen)
+
+
+def is_variable(node: object) -> bool:
+    """True if `node` is a variable of flax nnx."""
+    return hasattr(type(node), "raw_value")
+
+
+# The dtypes that meet at the end of a window: those of parameters, gradients, sums, and of the inner optimizer's gradients.
+#
+# JAX promotes no float8 by itself: here float8 is narrower than every other float.
 
 
 class Handed(NamedTuple):

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from gradaccum_jax.dtypes import is_half
+from gradaccum_jax.arrays import Array, DType, InnerState, Leaves, Params, Tree, Updates, is_half, is_none, plain
 from gradaccum_jax.state import the_state
-from gradaccum_jax.trees import is_none, plain
-from gradaccum_jax.types import Array, DType, InnerState, Leaves, Params, Tree, Updates
 
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 FLOAT16_SUBNORMALS = 2.0**24

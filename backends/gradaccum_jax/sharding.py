@@ -1,0 +1,342 @@
+"""Types that tell how devices differ: JAX's private corner, and where its versions differ.
+
+`jax.shard_map` keeps in a value's type the mesh axes along which the value differs from device to device. A loop or a conditional must
+return the types that it was given: shapes, dtypes and, under ``check_vma=True``, these axes. A flag that starts as True on all devices and
+is then measured on each has more axes at the end than at the start. So the axes are added before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gradaccum import UsageError
+from gradaccum.kit import Options, Scalar, explain
+from gradaccum_jax.arrays import Array, Axes, Gradients, Leaves, Params, Tree, reshard, typeof
+
+T = TypeVar("T")
+
+if hasattr(jax, "shard_map"):
+    shard_map: Any = jax.shard_map
+else:
+    from jax.experimental.shard_map import shard_map as _older
+
+    shard_map = partial(_older, check_rep=False)
+"""`jax.shard_map`. JAX before 0.6.1 has an older one, whose check of replication has no rule for much that gradaccum calls."""
+
+
+def axes_of(value: Array) -> Axes:
+    """The manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`, and of what is no array."""
+    if not isinstance(value, (jax.Array, jax.core.AbstractValue)):
+        return frozenset()
+    kind = value if isinstance(value, jax.core.AbstractValue) else typeof(value)
+    if hasattr(kind, "vma"):
+        return frozenset(kind.vma)
+    return frozenset(getattr(getattr(kind, "mat", None), "varying", ()))
+
+
+def vary(value: Array, axes: Axes) -> Array:
+    """`value`, varying along `axes` too: the same numbers with another type."""
+    missing = tuple(sorted(axes - axes_of(value)))
+    if not missing:
+        return value
+    library: Any = lax  # JAX 0.10 has the first name, 0.7 the second
+    return library.pcast(value, missing, to="varying") if hasattr(library, "pcast") else library.pvary(value, missing)
+
+
+def vary_like(params: Params, state: T, shared: Axes = frozenset()) -> T:
+    """`state`, each of its arrays varying along every axis that some parameter varies along, but for the `shared` ones.
+
+    Each device decides on its own window, so from the start the state may differ from device to device.
+    """
+    axes = frozenset[str]().union(*(axes_of(leaf) for leaf in jax.tree.leaves(params))) - shared
+    return cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state)) if axes else state
+
+
+def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves) -> tuple[Any, Leaves]:
+    """`function` traced, and `leaves` with all axes that its results may have where `predicate` decides whether it runs.
+
+    Args:
+        predicate: bool scalar.
+        function: of the leaves, returns as many.
+        leaves: arrays.
+    """
+    while True:
+        closed = jax.make_jaxpr(function)(*leaves)
+        wanted = [axes_of(leaf) | axes_of(made) | axes_of(predicate) for leaf, made in zip(leaves, closed.out_avals, strict=True)]
+        if wanted == [axes_of(leaf) for leaf in leaves]:
+            return closed, leaves
+        leaves = [vary(leaf, axes) for leaf, axes in zip(leaves, wanted, strict=True)]
+
+
+def every(flag: Scalar, axes: Axes) -> Scalar:
+    """Whether `flag` holds on every device along `axes`."""
+    return lax.pmin(flag.astype(jnp.int32), tuple(sorted(axes))) > 0  # type: ignore[no-untyped-call]
+
+
+ShardAxes = tuple[str, ...] | None
+"""The axes along which parameters are sharded; None: nobody said."""
+
+
+def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
+    """The axes along which the devices hold parts of `leaf`."""
+    return tuple(sorted(axes_of(leaf) & frozenset(shard_axes or ())))
+
+
+def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
+    """Whether `flag` holds on every device that has a part of the model: a bool scalar."""
+    axes = shards_of(flag, shard_axes)
+    return every(flag, frozenset(axes)) if axes else flag
+
+
+KNOWS_AXES = hasattr(jax, "shard_map")
+"""JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, where a value's type does not say along which axes devices differ."""
+
+
+# Whether a program is partitioned over several devices. JAX knows this only when it lowers the program.
+#
+# `jax.jit` traces a function without knowing how its arguments are sharded, and XLA partitions the program afterwards. Inside
+# `jax.shard_map` and `jax.pmap` each device has a program of its own, and nothing is partitioned.
+
+
+_partitioned: Any = core.Primitive("partitioned")
+
+
+def partitioned() -> Scalar:
+    """A bool scalar that is a constant of the lowered program: a conditional on it costs nothing when the program runs."""
+    return _partitioned.bind()
+
+
+def explicitly_sharded(leaf: Array) -> bool:
+    """Whether the type of `leaf` says how it is sharded (``AxisType.Explicit``): JAX then refuses reshapes that would gather it."""
+    return any(axis is not None for axis in typeof(leaf).sharding.spec)
+
+
+def _lowered(context: mlir.LoweringRuleContext) -> Any:
+    value = _is_partitioned(context.module_context.axis_context)
+    lower: Any = mlir.lower_fun
+    return lower(lambda: jnp.asarray(value), multiple_results=False)(context)
+
+
+def _is_partitioned(axes: object) -> bool:
+    if isinstance(axes, mlir.ShardingContext):
+        return bool(axes.num_devices > 1)
+    if isinstance(axes, mlir.SPMDAxisContext):
+        return bool(math.prod(size for name, size in axes.mesh.shape.items() if name not in axes.manual_axes) > 1)
+    return False
+
+
+_partitioned.def_impl(lambda: jnp.asarray(jax.device_count() > 1))
+_partitioned.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.dtype(bool)))
+mlir.register_lowering(_partitioned, _lowered)
+
+
+# Gradients whose type says that the devices' parts are not added up yet: ``unreduced`` axes of an explicit mesh.
+#
+# On such a mesh the gradient of a parameter typed ``reduced={"data"}`` is typed ``unreduced={"data"}``. Each device along "data" then holds
+# a part, and the value is the sum of the parts (JAX's documentation, "Autodiff and sharding"). Sums of parts are parts of the sum, so a
+# window adds up parts without any communication. The norm and the inner optimizer need the value. So the end of a window adds the parts up,
+# in a branch that no other micro-batch enters.
+#
+# A sum has the type that the gradient of its parameter has. Where the two differ nevertheless, the one that is whole becomes a part as
+# well: it stays on one device and is zero on the others, which needs no communication either.
+
+
+ADDS_PARTS_RIGHT = jax.__version_info__ >= (0, 10)
+"""JAX 0.7 takes such types inside one `jax.jit` only, not across its boundary, and a loop that adds up parts gives a wrong sum there."""
+FIX = "Reduce them before tx.update: jax.reshard(grads, PartitionSpec())."
+
+
+def axes_unreduced(leaf: Array) -> Axes:
+    """The axes of an explicit mesh along which `leaf` is in parts that are not added up."""
+    return frozenset(getattr(_spec(leaf), "unreduced", None) or ())
+
+
+def axes_reduced(leaf: Array) -> Axes:
+    """Return the axes of an explicit mesh over which the gradient of `leaf` is in parts."""
+    return frozenset(getattr(_spec(leaf), "reduced", None) or ())
+
+
+def whole(tree: Tree) -> Tree:
+    """`tree` with parts added up, which takes an all-reduce, and with ``reduced`` types made plain, which takes nothing."""
+    return jax.tree.map(lambda leaf: _typed(leaf) if axes_unreduced(leaf) | axes_reduced(leaf) else leaf, tree)
+
+
+def zeros_for(parameter: Array, dtype: Any) -> Array:
+    """Zeros of the type that the gradient of `parameter` has, in `dtype`."""
+    axes = axes_reduced(parameter)
+    if not axes:
+        return jnp.zeros_like(parameter, dtype=dtype)
+    _require_newer_jax("params")
+    return _typed(jnp.zeros_like(_typed(parameter), dtype=dtype), unreduced=axes)
+
+
+def zeros_like(leaf: Array) -> Array:
+    """Zeros of the type of `leaf`, a sum."""
+    return _empty_parts(leaf) if axes_unreduced(leaf) else jnp.zeros_like(leaf)
+
+
+def alike(a: Array, b: Array) -> tuple[Array, Array]:
+    """Both in parts along the axes along which one of them is."""
+    axes = axes_unreduced(a) | axes_unreduced(b)
+    return _in_parts(a, axes), _in_parts(b, axes)
+
+
+def factor_of(factor: Scalar, leaf: Array) -> Scalar:
+    """`factor` in the type in which JAX multiplies `leaf` by it."""
+    axes = axes_unreduced(leaf)
+    return _typed(factor, mesh=_mesh(leaf), reduced=axes) if axes else factor
+
+
+def parts_added(accumulator: Tree, at_end: Scalar) -> Tree:
+    """The sums with their parts added up where `at_end` holds, else zeros; sums that are not in parts as they are.
+
+    A `lax.cond`, also where the inner optimizer runs in a loop: XLA would add up the parts before the loop, in every micro-batch.
+    """
+    leaves, structure = jax.tree.flatten(accumulator)
+    parts = [leaf for leaf in leaves if axes_unreduced(leaf)]
+    if not parts:
+        return accumulator
+    made = iter(lax.cond(at_end, lambda: [_typed(leaf) for leaf in parts], lambda: [empty_whole(leaf) for leaf in parts]))
+    return jax.tree.unflatten(structure, [next(made) if axes_unreduced(leaf) else leaf for leaf in leaves])
+
+
+def empty_whole(leaf: Array) -> Array:
+    """Zeros of the type that `parts_added` gives a sum in parts; other sums as they are."""
+    return _typed(jnp.zeros(leaf.shape, leaf.dtype), mesh=_mesh(leaf), like=leaf) if axes_unreduced(leaf) else leaf
+
+
+def parts_cleared(accumulator: Tree, closed: Tree, at_end: Scalar) -> Tree:
+    """`closed`, the sums after the window, with sums in parts as `accumulator` has them: zeros where `at_end` holds."""
+
+    def clear(leaf: Array, after: Array) -> Array:
+        return jnp.where(at_end, zeros_like(leaf), leaf) if axes_unreduced(leaf) else after
+
+    return jax.tree.map(clear, accumulator, closed)
+
+
+def as_given(updates: Tree, params: Params) -> Tree:
+    """`updates` typed ``reduced`` where the parameters are, so that JAX adds the two."""
+    if not any(axes_reduced(leaf) for leaf in jax.tree.leaves(params)):
+        return updates
+    return jax.tree.map(lambda update, p: _typed(update, reduced=axes_reduced(p)), updates, params)
+
+
+def require_whole(gradients: Gradients, options: Options) -> None:
+    """Refuse gradients in parts where each micro-batch's value is needed, and where JAX adds up parts wrongly.
+
+    Raises:
+        UsageError: they are in parts, and micro-batches may be dropped or the noise scale is measured; or this JAX is too old.
+    """
+    if not _any_in_parts(gradients):
+        return
+    _require_newer_jax("grads")
+    if options.on_overflow == "drop_micro_batch":
+        expected = "gradients that are reduced, as each micro-batch is looked at by itself"
+        raise explain(UsageError, "on_overflow", expected=expected, found="'drop_micro_batch' with unreduced ones", fix=FIX)
+    if options.noise_decay is not None:
+        expected = "gradients that are reduced, as the first micro-batch's norm is measured"
+        raise explain(UsageError, "noise_scale", expected=expected, found="unreduced ones", fix=FIX)
+
+
+def refuse_parts(gradients: Gradients) -> None:
+    """Refuse gradients in parts, for `gradaccum_jax.MultiSteps`, whose mean and whose skip function are of whole ones.
+
+    Raises:
+        UsageError: they are in parts.
+    """
+    if _any_in_parts(gradients):
+        fix = "Write gradaccum.wrap(optimizer, steps=4), which takes them; or reduce them: jax.reshard(grads, PartitionSpec())."
+        raise explain(UsageError, "updates", expected="gradients that are reduced", found="unreduced ones", fix=fix)
+
+
+@partial(jax.jit, keep_unused=True)
+def _empty_parts(leaf: Array) -> Array:
+    """Jitted, because `gradaccum_jax.discard` may be called where no mesh is set: `leaf` then says which devices there are."""
+    return _typed(empty_whole(leaf), unreduced=axes_unreduced(leaf))
+
+
+def _any_in_parts(gradients: Gradients) -> bool:
+    return any(axes_unreduced(gradient) for gradient in gradients if gradient is not None)
+
+
+def _require_newer_jax(argument: str) -> None:
+    if not ADDS_PARTS_RIGHT:
+        expected = "no reduced or unreduced types, which JAX adds up rightly from 0.10 on"
+        fix = "Write gradaccum_jax.data_parallel(step, mesh, axis_name), or reduce the gradients before tx.update."
+        raise explain(UsageError, argument, expected=expected, found=f"such types in JAX {jax.__version__}", fix=fix)
+
+
+def _in_parts(leaf: Array, axes: Axes) -> Array:
+    return leaf if axes == axes_unreduced(leaf) else _typed(leaf, unreduced=axes)
+
+
+def _spec(leaf: Array) -> Any:
+    """That of its type; None for what is no array, such as a function in an equinox model."""
+    return getattr(typeof(leaf).sharding, "spec", None) if hasattr(leaf, "dtype") else None
+
+
+def _mesh(leaf: Array) -> Any:
+    return typeof(leaf).sharding.mesh
+
+
+def _typed(leaf: Array, *, mesh: Any = None, like: Array = None, **axes: Axes) -> Array:
+    """`leaf` sharded as it is, or as `like` is, with these reduced and unreduced axes and no others."""
+    partitions = _spec(leaf if like is None else like).partitions
+    spec: Any = PartitionSpec
+    return reshard(leaf, NamedSharding(mesh or _mesh(leaf), spec(*partitions, **axes)))
+
+
+# A value that is the same on all devices although its type says that it may differ.
+#
+# At a window's end the reduced sum takes the place of each device's own sum, in the same buffer. The loop that does it has one type for
+# both: that of values which vary. The numbers that are made of the reduced sum are the same on all devices, and only this package knows.
+# Without a word for that, the updates would need a second buffer of the model's size, or another collective.
+#
+# JAX has no such word. Here it is: a primitive that changes the type and nothing else.
+
+
+_replicated: Any = core.Primitive("replicated")
+
+
+def replicated(tree: T, axes: tuple[str, ...], *, known: bool = True, asked: str = "") -> T:
+    """`tree`, none of its arrays varying along `axes` by its type: the caller knows that they are the same along these.
+
+    Args:
+        tree: of arrays. It has no derivative.
+        axes: names of mesh axes; without any, `tree` is returned as it is.
+        known: the caller knows; otherwise `workers.data_parallel.differing` finds it out.
+        asked: the name by which `workers.data_parallel.differing` refuses the arrays if they differ.
+    """
+
+    def cast_type(leaf: Array) -> Array:
+        varying = tuple(sorted(axes_of(leaf) & frozenset(axes)))
+        asks = asked and isinstance(leaf, jax.Array)  # of a type that does not vary, too: it may have come from a branch
+        return _replicated.bind(leaf, axes=varying, known=known, asked=asked) if varying or asks else leaf
+
+    return cast(T, jax.tree.map(cast_type, tree)) if axes else tree
+
+
+def _type(operand: Any, *, axes: tuple[str, ...], **_: Any) -> Any:
+    if hasattr(operand, "vma"):  # JAX 0.7; the type of JAX 0.10 knows more ways than one to differ
+        return operand.update(vma=operand.vma - frozenset(axes))
+    return operand.update(manual_axis_type=operand.mat.update(varying=operand.mat.varying - frozenset(axes)))
+
+
+def _batched(operands: Any, dimensions: Any, **params: Any) -> Any:
+    return _replicated.bind(*operands, **params), dimensions[0]
+
+
+_replicated.def_abstract_eval(_type)
+_replicated.def_impl(lambda operand, **_: operand)
+mlir.register_lowering(_replicated, lambda _, operand, **params: [operand])
+batching.primitive_batchers[_replicated] = _batched

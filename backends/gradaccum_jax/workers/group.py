@@ -1,0 +1,364 @@
+"""Devices that share a window, or shards of one model: the one face that the window knows of its workers.
+
+In a shared window each device has the sum, the weight and the overflow flag of its own micro-batches. All else is the same everywhere:
+devices make the same calls, and decide on the same reduced gradient. A branch that only some of the devices take would wait in its
+collective for ever. So the types inside `jax.shard_map` are asked what differs from device to device, and nothing is left to trust.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum.kit import Noise, Options, Scalar, explain
+from gradaccum_jax.arrays import Array, Axes, Extra, Gradients, InnerState, Leaves, Params, Tree, takes_part
+from gradaccum_jax.sharding import KNOWS_AXES, ShardAxes, axes_of, explicitly_sharded, replicated, vary
+from gradaccum_jax.state import AccumulationState
+
+T = TypeVar("T")
+OnLeaf = Callable[[Array], Any]
+OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
+"""The fields of an `AccumulationState` that each device has for itself. Of `noise` it has the first micro-batch for itself."""
+_THERE = "Run it by gradaccum_jax.data_parallel(step, mesh, axis_name), tx.init too, or in a function under jax.shard_map."
+_RETURNED = "Pass what tx.init returned under the same axis, each field by its own PartitionSpec."
+_copied: ContextVar[bool] = ContextVar("copied", default=False)
+
+
+def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> AccumulationState:
+    """`state` with `own` of the arrays that each device has for itself, and `shared` of the others."""
+
+    def made(name: str, value: Tree) -> Tree:
+        if isinstance(value, Noise):
+            return Noise(*(own(part) if each.startswith("first") else shared(part) for each, part in value._asdict().items()))
+        return jax.tree.map(own if name in OWN else shared, value)
+
+    return AccumulationState(**{name: made(name, value) for name, value in state._asdict().items()})
+
+
+def require_axes(axes: tuple[str, ...]) -> None:
+    """The axes are those of the `jax.shard_map` around this call, which checks what is replicated.
+
+    Raises:
+        UsageError: they are not.
+    """
+    for axis in axes:
+        require_checked(axis, _THERE)
+
+
+@contextmanager
+def copies_of_params() -> Iterator[None]:
+    """Inside, parameters that may differ by their type are copies of one replicated tree: `data_parallel` made them."""
+    token = _copied.set(True)
+    try:
+        yield
+    finally:
+        _copied.reset(token)
+
+
+def require_same_params(params: Params, axes: tuple[str, ...]) -> None:
+    """The devices have the same parameters.
+
+    Raises:
+        UsageError: they may differ.
+    """
+    fix = "Pass the parameters as they came into jax.shard_map by in_specs=PartitionSpec(); let only what is differentiated vary."
+    same("params", params, axes, fix)
+
+
+def same_extra(extra: Extra, axes: tuple[str, ...]) -> Extra:
+    """The extra arguments of an inner optimizer, `same` on all devices."""
+    return same("", extra, axes, "Reduce it first, as in jax.lax.pmean(value, axis_name).")
+
+
+def same(name: str, tree: T, axes: tuple[str, ...], fix: str) -> T:
+    """`tree`, whose arrays are the same on all devices: by their types, or, where types cannot tell, by `data_parallel.differing`.
+
+    Raises:
+        UsageError: one of them may differ; names it. In `data_parallel` it does so when the step is traced to its end.
+    """
+    if _copied.get():
+        paths = jax.tree_util.tree_map_with_path
+        return cast(T, paths(lambda path, leaf: replicated(leaf, axes, asked=f"{name}{jax.tree_util.keystr(path)}"), tree))
+    require_same(name, tree, axes, fix)
+    return tree
+
+
+def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None:
+    """The arrays of `tree` are the same on all devices, by their types.
+
+    Raises:
+        UsageError: one of them may differ; names it.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if differing := axes_of(leaf) & frozenset(axes):
+            where, found = f"{name}{jax.tree_util.keystr(path)}", f"one that may differ along {sorted(differing)}"
+            raise explain(UsageError, where, expected="a value that is the same on all devices", found=found, fix=fix)
+
+
+def require_shared(state: AccumulationState, axes: tuple[str, ...], fix: str = _RETURNED) -> None:
+    """The fields that devices share are the same on all of them.
+
+    Raises:
+        UsageError: one may differ; names it.
+    """
+    require_same("state", by_kind(state, own=lambda _: None, shared=lambda leaf: leaf)._asdict(), axes, fix)
+
+
+def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) -> None:
+    """Every gradient is that of this device alone.
+
+    `jax.grad` inside `jax.shard_map` adds up the gradients of replicated parameters over the devices by itself, in every micro-batch.
+
+    Args:
+        gradients: aligned with the leaves of the accumulator.
+        accumulator: the tree of sums.
+        axes: the names of the axes.
+
+    Raises:
+        UsageError: one is the same on all devices: it has been reduced, and would be added up once more.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(accumulator)[0]]
+    spread = frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1)
+    for path, gradient in zip(paths, gradients, strict=True):
+        if gradient is not None and (reduced := spread - axes_of(gradient)):
+            name, found = f"grads{jax.tree_util.keystr(path)}", f"one that is reduced over {sorted(reduced)} already, as its type says"
+            cast = "jax.lax.pcast(params, axis_name, to='varying')" if hasattr(jax.lax, "pcast") else "jax.lax.pvary(params, axis_name)"
+            fix = f"Differentiate by copies of the parameters, {cast}; gradaccum_jax.data_parallel(step, mesh, axis_name) does so."
+            raise explain(UsageError, name, expected="the gradient of this device's own micro-batch", found=found, fix=fix)
+
+
+def require_own_loss(loss: Scalar, state: AccumulationState, axes: tuple[str, ...]) -> None:
+    """The micro-batch's loss belongs to the same devices as its state.
+
+    Args:
+        loss: a scalar array; None if it was not told.
+        state: the state before the micro-batch.
+        axes: the names of the axes whose devices share the window: each tells its own loss, and the window's end adds them up.
+
+    Raises:
+        UsageError: it is averaged over such an axis already, or differs along an axis where the devices have one state.
+    """
+    if loss is None:
+        return
+    if reduced := frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1) - axes_of(loss):
+        found, fix = f"one that is the same along {sorted(reduced)}, as its type says", "Pass the loss as it was before jax.lax.pmean."
+        raise explain(UsageError, "value", expected="the loss of this device's own micro-batch", found=found, fix=fix)
+    if differing := axes_of(loss) - axes_of(state.loss):
+        found, fix = (
+            f"one that may differ along {sorted(differing)}",
+            "Average it as the gradients are: jax.lax.pmean(loss, axis_name).",
+        )
+        raise explain(UsageError, "value", expected="one loss on all devices that have one state", found=found, fix=fix)
+
+
+def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
+    """A state that is the same on all devices, with the types of one that they share: its `OWN` fields may differ, the others not."""
+    if not axes:
+        return state
+    return by_kind(state, own=lambda leaf: vary(leaf, frozenset(axes)), shared=lambda leaf: replicated(leaf, axes))
+
+
+def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
+    """`tree` with `own` and `shared` of the leaves of an `AccumulationState`, and `other` of the leaves outside of one."""
+
+    def node(part: Any) -> Any:
+        if not isinstance(part, AccumulationState):
+            return other(part)
+        return by_kind(part, own, shared)
+
+    return jax.tree.map(node, tree, is_leaf=is_state)
+
+
+def is_state(part: object) -> bool:
+    """Whether `part` is the state of a wrapped optimizer."""
+    return isinstance(part, AccumulationState)
+
+
+# Parameters sharded by hand, inside `jax.shard_map`: the devices along ``shard_axes`` hold parts of one model.
+#
+# There one device does not see all of a window: it has the norm of its own shards, and no sign of an inf in the others. So the norm adds up
+# the squares of all shards, each element once, as JAX's types tell which arrays are sharded and which are copies. And all devices decide
+# alike at the end of a window.
+#
+# A type alone does not tell a shard from a model that each device has for itself, as in an ensemble. Where the difference matters, and
+# nobody said, this raises.
+
+
+_FIX = "Write gradaccum.wrap(..., shard_axes={axes!r}) if the devices hold shards of one model, shard_axes=() if each has its own."
+
+
+def require_shard_axes(value: object) -> ShardAxes:
+    """`value` as a tuple of names, None as it is.
+
+    Raises:
+        ArgumentTypeError: it is neither a name nor a tuple of names.
+    """
+    names = (value,) if isinstance(value, str) else value
+    if names is None or (isinstance(names, tuple) and all(isinstance(name, str) and name for name in names)):
+        return cast(ShardAxes, names)
+    expected, fix = "the name of a mesh axis, or a tuple of names", "Write shard_axes='model', as in jax.make_mesh."
+    raise explain(ArgumentTypeError, "shard_axes", expected=expected, got=value, fix=fix)
+
+
+def require_in_scope(shard_axes: ShardAxes) -> None:
+    """Refuse `shard_axes` outside of a `jax.shard_map` that knows what is sharded.
+
+    Raises:
+        UsageError: there is none around this call.
+    """
+    for axis in shard_axes or ():
+        require_checked(axis, "Call tx.update in a function under jax.shard_map. Under jax.jit alone, leave shard_axes out.")
+
+
+def require_told(tree: Tree, known: Axes, shard_axes: ShardAxes, options: Options | None = None) -> None:
+    """Refuse parameters, or sums, that may be shards, if nobody said whether they are.
+
+    Args:
+        tree: of arrays.
+        known: axes of which is known why arrays differ along them.
+        shard_axes: as given to `wrap`.
+        options: where a norm is asked for, a tree that differs from device to device throughout is refused too.
+
+    Raises:
+        UsageError: some arrays differ along an axis.
+    """
+    if shard_axes is not None:
+        return
+    axes = [axes_of(leaf) - known for leaf in jax.tree.leaves(tree)]
+    differing = frozenset[str]().union(*axes)
+    norms = () if options is None else (options.clip_norm, options.skip_norm, options.noise_decay)
+    asked = any(norm is not None for norm in norms)
+    if differing and (asked or any(own != differing for own in axes)):
+        found, fix = f"parameters that differ from device to device along {sorted(differing)}", _FIX.format(axes=tuple(sorted(differing)))
+        raise explain(UsageError, "shard_axes", expected="the axes that shard parameters", found=found, fix=fix)
+
+
+def like_params(inner: optax.GradientTransformation, held: InnerState, params: Params) -> Any:
+    """The inner optimizer's state, each array that belongs to a parameter sharded as the parameter is, by its type."""
+    return optax.tree_utils.tree_map_params(inner, _vary_like, held, params, is_leaf=lambda leaf: leaf is None)
+
+
+def _vary_like(leaf: Array, parameter: Array) -> Array:
+    return None if leaf is None else vary(leaf, axes_of(parameter))
+
+
+# The names of axes, and whether JAX's types tell what differs along them.
+
+
+def require_checked(axis_name: str, fix: str) -> None:
+    """Refuse an axis of which JAX does not know what differs along it.
+
+    Args:
+        axis_name: the name of a mesh axis.
+        fix: what to write where there is none.
+
+    Raises:
+        UsageError: no such axis is in scope, its `jax.shard_map` does not check what is replicated, or this JAX is too old for it.
+    """
+    _require_types()
+    try:
+        index = lax.axis_index(axis_name)
+    except NameError as error:
+        raise explain(UsageError, "axis_name", expected="an axis of the jax.shard_map around it", got=axis_name, fix=fix) from error
+    if axis_name not in axes_of(index) and lax.axis_size(axis_name) > 1:  # JAX may leave an axis of one device out of types
+        found, fix = "an axis of pmap, of vmap, or with check_vma=False", "Leave check_vma=True, the default of jax.shard_map."
+        raise explain(UsageError, "axis_name", expected="an axis of a jax.shard_map with check_vma=True", found=found, fix=fix)
+
+
+def require_names(axis_name: Any) -> tuple[str, ...]:
+    """`axis_name`, the name of a mesh axis or several names, as a tuple; None is no name.
+
+    Raises:
+        ArgumentTypeError: it is something else.
+        ArgumentValueError: there is no name in it, or one twice.
+        UsageError: this JAX is too old for an axis.
+    """
+    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    expected, fix = "the name of a mesh axis, or a tuple of names", "Write axis_name='data', as in jax.make_mesh."
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise explain(ArgumentTypeError, "axis_name", expected=expected, got=axis_name, fix=fix)
+    if axis_name is not None and (not names or not all(names) or len(set(names)) < len(names)):
+        raise explain(ArgumentValueError, "axis_name", expected=expected, got=axis_name, fix=fix)
+    if names:
+        _require_types()
+    return names
+
+
+def _require_types() -> None:
+    """Refuse a mesh axis on a JAX whose types do not say along which axes devices differ."""
+    if not KNOWS_AXES:
+        fix = "Install a newer one: pip install -U jax. Or leave axis_name, shard_axes and mesh out: XLA partitions the step under jax.jit."
+        found = f"JAX {jax.__version__}, whose types do not say what differs from device to device"
+        raise explain(UsageError, "axis_name", expected="a JAX that has jax.shard_map", found=found, fix=fix)
+
+
+# One sum over all devices for many arrays.
+#
+# All of it is one `jax.lax.psum`, of which XLA makes one collective; but on the CPU only from JAX 0.10 on. So small arrays of one type
+# travel as one array (shards and copies have two types), and large ones by themselves: to pack these would cost memory. XLA reduces into
+# new arrays on the CPU, so that a window's end wants room for one more sum there.
+
+
+LARGE_BYTES = 2**20
+"""From here on an array travels by itself, in place."""
+
+
+class Window(NamedTuple):
+    """What the devices add up at a window's end."""
+
+    accumulator: Tree
+    """The tree of sums."""
+    weight: Scalar
+    overflow: Scalar
+    """bool; added up: one of them is True."""
+    loss: Scalar
+    """The sum of the losses."""
+    firsts: tuple[Scalar, ...]
+    """What `statistics.addends` says of the first micro-batches."""
+
+
+def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
+    """The window of all devices along `axes`, from each device's `own`; the same on all of them."""
+    leaves, structure = jax.tree.flatten(own.accumulator)
+    moving = [leaf for leaf in leaves if takes_part(leaf)]  # the sum of an integer parameter is 0 on every device
+    numbers = [own.weight, own.overflow.astype(own.weight.dtype), own.loss, *own.firsts]
+    added = _added_up([*moving, *numbers], axes)
+    sums, (weight, overflows, loss, *firsts) = added[: len(moving)], added[len(moving) :]
+    held = iter(sums)
+    whole = [next(held) if takes_part(leaf) else replicated(leaf, axes) for leaf in leaves]
+    return Window(jax.tree.unflatten(structure, whole), weight, overflows > 0, loss, tuple(firsts))
+
+
+def _added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
+    packs: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        alone = leaf.nbytes >= LARGE_BYTES or explicitly_sharded(leaf)
+        packs.setdefault(index if alone else (leaf.dtype, axes_of(leaf)), []).append(index)
+    sums = lax.psum([_packed([leaves[index] for index in pack]) for pack in packs.values()], axes)  # type: ignore[no-untyped-call]
+    made = list(leaves)
+    for pack, total in zip(packs.values(), sums, strict=True):
+        for index, part in zip(pack, _unpacked(total, [leaves[index] for index in pack]), strict=True):
+            made[index] = part
+    return made
+
+
+def _packed(leaves: Leaves) -> Array:
+    return leaves[0] if len(leaves) == 1 else jnp.concatenate([leaf.ravel() for leaf in leaves])
+
+
+def _unpacked(total: Array, like: Leaves) -> Leaves:
+    if len(like) == 1:
+        return [total]
+    parts, start = [], 0
+    for leaf in like:
+        parts.append(total[start : start + leaf.size].reshape(leaf.shape))
+        start += leaf.size
+    return parts
