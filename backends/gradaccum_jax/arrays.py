@@ -6,6 +6,8 @@ numbers beside them. `Scalar` is `gradaccum.kit`'s.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -65,9 +67,8 @@ def plain(tree: Tree) -> Tree:
     return jax.tree.map(lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable)
 
 
-def is_none(node: object) -> bool:
-    """Whether `node` is None: ``is_leaf=is_none`` keeps the place of a leaf that is not there."""
-    return node is None
+is_none = functools.partial(operator.is_, None)
+"""True of None: ``is_leaf=is_none`` keeps the place of a leaf that is not there. No Python function, as JAX asks it of every node."""
 
 
 def unique(names: Iterable[str]) -> list[str]:
@@ -142,22 +143,19 @@ def standard(leaf: Array) -> Array:
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
     """`tree` in the dtypes of `like`, never weakly typed; a None in it becomes the leaf of `like`."""
-
-    def cast(leaf: Array, model: Array) -> Array:
-        return model if leaf is None else _strong(leaf, jnp.result_type(model))
-
-    return jax.tree.map(cast, tree, like, is_leaf=is_none)
+    return jax.tree.map(_cast, tree, like, is_leaf=is_none)
 
 
 def strong(tree: Tree) -> Tree:
     """`tree` as arrays of the same dtypes, none of them weakly typed: a scan's carry must not change type."""
-    return jax.tree.map(lambda leaf: _strong(leaf, jnp.result_type(leaf)), tree)
+    return cast_like(tree, tree)
 
 
-def _strong(leaf: Array, dtype: DType) -> Array:
-    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys
-        return leaf
-    return lax.convert_element_type(leaf, dtype)
+def _cast(leaf: Array, like: Array) -> Array:
+    if leaf is None:
+        return like
+    dtype = jnp.result_type(like)
+    return leaf if jnp.issubdtype(dtype, jax.dtypes.extended) else lax.convert_element_type(leaf, dtype)  # random keys stay
 
 
 def _promotable(dtype: DType) -> DType:

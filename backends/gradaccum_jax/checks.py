@@ -184,7 +184,9 @@ def align(gradients: Tree, accumulator: Tree, *, any_float: bool) -> Gradients:
 def _named(tree: Tree) -> tuple[Named, Tree]:
     """The leaves by path, None and float0 as None, and the structure."""
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
-    return [(jax.tree_util.keystr(path), _array(leaf)) for path, leaf in flat], structure
+    # A float0 is JAX's gradient of an integer parameter.
+    arrays = [None if getattr(leaf, "dtype", None) == jax.dtypes.float0 else leaf for _, leaf in flat]
+    return [(jax.tree_util.keystr(path), leaf) for (path, _), leaf in zip(flat, arrays, strict=True)], structure
 
 
 def _by_path(held: Named, given: Named) -> Leaves:
@@ -233,11 +235,6 @@ def _check_dtype(name: str, dtype: DType, held: Array, any_float: bool) -> None:
     same_kind = jnp.issubdtype(dtype, jnp.complexfloating) == jnp.issubdtype(held.dtype, jnp.complexfloating)
     if not (any_float and same_kind) and wider(dtype, held.dtype) != held.dtype:
         _refuse(name, f"a gradient of a dtype that {held.dtype} holds", f"one of dtype {dtype}")
-
-
-def _array(gradient: Array) -> Array:
-    """`gradient`; None for a float0, which is JAX's gradient of an integer parameter."""
-    return None if getattr(gradient, "dtype", None) == jax.dtypes.float0 else gradient
 
 
 def _refuse(name: str, expected: str, found: str, fix: str = FIX) -> NoReturn:

@@ -16,6 +16,8 @@ between the function's result and its argument.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -28,7 +30,7 @@ from jax.extend import core
 
 from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import Array, Axes, DType, Leaves, Tree
-from gradaccum_jax.sharding import axes_of, partitioned, traced_with_axes, vary
+from gradaccum_jax.sharding import axes_of, names_axes, partitioned, traced_with_axes, vary
 
 # Call the jitted form of a function where its arguments can be traced, else the function itself.
 #
@@ -41,7 +43,7 @@ _TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 def call_jitted(jitted: Callable[..., Any], plain: Callable[..., Any], *arguments: Tree) -> Any:
     """``jitted(*arguments)``, or ``plain(*arguments)`` if one of their leaves is a function, a flag or another static value."""
-    traceable = all(isinstance(leaf, _TRACEABLE) for leaf in jax.tree.leaves(arguments))
+    traceable = all(map(isinstance, jax.tree.leaves(arguments), itertools.repeat(_TRACEABLE)))
     with jax.numpy_dtype_promotion("standard"):  # Sums are wider than gradients by design; a user's "strict" would refuse to mix them.
         return jitted(*arguments) if traceable else plain(*arguments)
 
@@ -57,7 +59,7 @@ def traced_once(function: Callable[..., Any], like: Tree) -> Callable[..., Any]:
         like: if none of its leaves is traced, `function` is returned as it is: the arrays that it closes over would become constants of the
             equation, compiled anew in each call.
     """
-    return jax.jit(function) if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(like)) else function
+    return jax.jit(function) if any(map(isinstance, jax.tree.leaves(like), itertools.repeat(jax.core.Tracer))) else function
 
 
 T = TypeVar("T")
@@ -96,13 +98,13 @@ def named_axes(closed: Traced) -> Axes:
 
 def _runner(jaxpr: Any, leaves: Leaves) -> Run:
     """The traced function. It holds no array and no tracer, because the rules below outlive the trace that makes them."""
-    axes = [axes_of(leaf) for leaf in leaves]
+    axes = [axes_of(leaf) for leaf in leaves] if names_axes() else []
     # A program of JAX 0.12 holds its constants' values, which may be tracers. So the constants become arguments.
     program = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
 
     def run(constants: Leaves, leaves: Leaves) -> Leaves:
         made = core.jaxpr_as_fun(program)(*constants, *leaves)
-        return [vary(leaf, own) for leaf, own in zip(made, axes, strict=True)]
+        return [vary(leaf, own) for leaf, own in zip(made, axes, strict=True)] if axes else made
 
     return run
 
@@ -112,7 +114,7 @@ def _conditional(run: Run, predicate: Scalar, constants: Leaves, leaves: Leaves)
 
 
 def _batchable(run: Run, predicate: Scalar, constants: Leaves, leaves: Leaves) -> Leaves:
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, (predicate, constants, leaves))
+    dtypes = jax.tree.map(operator.attrgetter("dtype"), (predicate, constants, leaves))
 
     @custom_vmap
     def decided(predicate: Scalar, constants: Leaves, leaves: Leaves) -> Leaves:
@@ -181,6 +183,8 @@ def _has_no_rule(closed: Traced) -> bool:
 
     Under `jax.vmap` only the axes of a mesh still have their names. JAX refuses ordered effects in any rule but its own.
     """
+    if not closed.effects:
+        return False
     mesh: Any = jax.sharding.get_abstract_mesh()
     known = frozenset(getattr(mesh, "manual_axes", mesh.axis_names))
     return any("Ordered" in type(effect).__name__ for effect in closed.effects) or not named_axes(closed) <= known

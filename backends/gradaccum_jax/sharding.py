@@ -44,6 +44,12 @@ def axes_of(value: Array) -> Axes:
     return frozenset(getattr(getattr(kind, "mat", None), "varying", ()))
 
 
+def names_axes() -> bool:
+    """True inside of `jax.shard_map`: only there do types name axes along which devices differ, so elsewhere nobody needs to ask them."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    return bool(getattr(mesh, "manual_axes", mesh.axis_names))
+
+
 def vary(value: Array, axes: Axes) -> Array:
     """`value`, varying along `axes` too: the same numbers with another type."""
     missing = tuple(sorted(axes - axes_of(value)))
@@ -72,6 +78,8 @@ def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves:
     """
     while True:
         closed = jax.make_jaxpr(function)(*leaves)
+        if not names_axes():
+            return closed, leaves
         wanted = [axes_of(leaf) | axes_of(made) | axes_of(predicate) for leaf, made in zip(leaves, closed.out_avals, strict=True)]
         if wanted == [axes_of(leaf) for leaf in leaves]:
             return closed, leaves
@@ -89,7 +97,7 @@ ShardAxes = tuple[str, ...] | None
 
 def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
     """The axes along which the devices hold parts of `leaf`."""
-    return tuple(sorted(axes_of(leaf) & frozenset(shard_axes or ())))
+    return tuple(sorted(axes_of(leaf) & frozenset(shard_axes))) if shard_axes else ()
 
 
 def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
@@ -156,14 +164,16 @@ ADDS_PARTS_RIGHT = jax.__version_info__ >= (0, 10)
 FIX = "Reduce them before tx.update: jax.reshard(grads, PartitionSpec())."
 
 
-def axes_unreduced(leaf: Array) -> Axes:
-    """The axes of an explicit mesh along which `leaf` is in parts that are not added up."""
-    return frozenset(getattr(_spec(leaf), "unreduced", None) or ())
+def _axes_typed(kind: str, leaf: Array) -> Axes:
+    """Return the axes that the type of `leaf` names as of a kind; none of what is no array, such as a function in an equinox model."""
+    spec = getattr(typeof(leaf).sharding, "spec", None) if hasattr(leaf, "dtype") else None
+    return frozenset(getattr(spec, kind, None) or ())
 
 
-def axes_reduced(leaf: Array) -> Axes:
-    """Return the axes of an explicit mesh over which the gradient of `leaf` is in parts."""
-    return frozenset(getattr(_spec(leaf), "reduced", None) or ())
+axes_unreduced = partial(_axes_typed, "unreduced")
+"""The axes of an explicit mesh along which an array is in parts that are not added up."""
+axes_reduced = partial(_axes_typed, "reduced")
+"""The axes of an explicit mesh over which the gradient of an array is in parts."""
 
 
 def whole(tree: Tree) -> Tree:
@@ -187,8 +197,8 @@ def zeros_like(leaf: Array) -> Array:
 
 def alike(a: Array, b: Array) -> tuple[Array, Array]:
     """Both in parts along the axes along which one of them is."""
-    axes = axes_unreduced(a) | axes_unreduced(b)
-    return _in_parts(a, axes), _in_parts(b, axes)
+    own, other = axes_unreduced(a), axes_unreduced(b)
+    return (a, b) if own == other else (_in_parts(a, own | other), _in_parts(b, own | other))
 
 
 def factor_of(factor: Scalar, leaf: Array) -> Scalar:
@@ -226,7 +236,7 @@ def parts_cleared(accumulator: Tree, closed: Tree, at_end: Scalar) -> Tree:
 
 def as_given(updates: Tree, params: Params) -> Tree:
     """`updates` typed ``reduced`` where the parameters are, so that JAX adds the two."""
-    if not any(axes_reduced(leaf) for leaf in jax.tree.leaves(params)):
+    if not any(map(axes_reduced, jax.tree.leaves(params))):
         return updates
     return jax.tree.map(lambda update, p: _typed(update, reduced=axes_reduced(p)), updates, params)
 
@@ -266,7 +276,7 @@ def _empty_parts(leaf: Array) -> Array:
 
 
 def _any_in_parts(gradients: Gradients) -> bool:
-    return any(axes_unreduced(gradient) for gradient in gradients if gradient is not None)
+    return any(map(axes_unreduced, gradients))
 
 
 def _require_newer_jax(argument: str) -> None:
@@ -280,18 +290,13 @@ def _in_parts(leaf: Array, axes: Axes) -> Array:
     return leaf if axes == axes_unreduced(leaf) else _typed(leaf, unreduced=axes)
 
 
-def _spec(leaf: Array) -> Any:
-    """That of its type; None for what is no array, such as a function in an equinox model."""
-    return getattr(typeof(leaf).sharding, "spec", None) if hasattr(leaf, "dtype") else None
-
-
 def _mesh(leaf: Array) -> Any:
     return typeof(leaf).sharding.mesh
 
 
 def _typed(leaf: Array, *, mesh: Any = None, like: Array = None, **axes: Axes) -> Array:
     """`leaf` sharded as it is, or as `like` is, with these reduced and unreduced axes and no others."""
-    partitions = _spec(leaf if like is None else like).partitions
+    partitions = typeof(leaf if like is None else like).sharding.spec.partitions
     spec: Any = PartitionSpec
     return reshard(leaf, NamedSharding(mesh or _mesh(leaf), spec(*partitions, **axes)))
 

@@ -6,6 +6,7 @@ It is flat, and its fields have the names that they have in every backend. So a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from gradaccum import ArgumentTypeError, StepResult, kit
 from gradaccum.kit import Fields, Noise, Options, Scalar, State, UntilWeight, explain
 from gradaccum_jax.arrays import Array, DType, InnerState, Tree
-from gradaccum_jax.sharding import axes_of, vary
+from gradaccum_jax.sharding import axes_of, names_axes, vary
 
 STEPS = 4
 """The place of ``steps`` among the codes of `AccumulationState.terms`."""
@@ -99,7 +100,7 @@ def event_of(state: AccumulationState) -> tuple[Scalar, Scalar, Scalar]:
 
 def with_event(state: AccumulationState, applied: Scalar, skipped: Scalar, overflow: Scalar) -> AccumulationState:
     """`state` with the last call's result, three bool scalars."""
-    flags = [like(new, old) for new, old in zip((applied, skipped, overflow), event_of(state), strict=True)]
+    flags = _all_like((applied, skipped, overflow), event_of(state))
     return state._replace(last_applied=flags[0], last_skipped=flags[1], last_overflow=flags[2])
 
 
@@ -110,13 +111,19 @@ def fields_of(state: AccumulationState) -> Fields:
 
 def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
     """`state` with new values of the seven fields, each kept in its own type: a scan's carry must not change type."""
-    kept = [like(new, old) for old, new in zip(fields_of(state), fields, strict=True)]
-    return AccumulationState._make((*kept, *state[7:]))
+    return AccumulationState._make((*_all_like(fields, fields_of(state)), *state[7:]))
 
 
 def like(new: Scalar, old: Scalar) -> Array:
-    """`new` in the type of `old`, its dtype and the mesh axes along which it may differ."""
-    return vary(jnp.asarray(new, jnp.result_type(old)), axes_of(old))
+    """Cast `new` to the dtype of `old`, and mark it as varying along the same mesh axes."""
+    cast = jnp.asarray(new, jnp.result_type(old))
+    return vary(cast, axes_of(old)) if names_axes() else cast
+
+
+def _all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
+    """Cast each of `news` to the dtype of its old value, and mark it as varying along the same mesh axes."""
+    cast = [jnp.asarray(new, jnp.result_type(old)) for new, old in zip(news, olds, strict=True)]
+    return [vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=True)] if names_axes() else cast
 
 
 def find_states(tree: Tree) -> list[AccumulationState]:

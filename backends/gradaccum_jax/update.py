@@ -265,8 +265,9 @@ def require_same_structure(after: InnerState, before: InnerState) -> None:
     Raises:
         UsageError: it has.
     """
+    structure: Any = jax.tree.structure(after, is_leaf=is_none)  # a None stands for what `before` has there
     try:
-        jax.tree.map(lambda *_: None, after, before, is_leaf=is_none)  # a None stands for what `before` has there
+        structure.flatten_up_to(before)
     except ValueError as error:
         old, new = jax.tree.structure(before), str(jax.tree.structure(after))
         fix = "Its init must make what its update returns. If it only measures, as optax.monitor, call it outside of the wrapper."

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import ArgumentTypeError, kit
-from gradaccum.kit import Decision, Fields, Options, Scalar, accumulate, contribution, decide, divisor, is_known, joined, measures, usable
+from gradaccum.kit import Decision, Fields, Options, Scalar, accumulate, contribution, decide, divisor, explain, joined, measures, usable
 from gradaccum.kit import close as close_fields
 from gradaccum.kit import discard as discard_fields
 from gradaccum_jax import sharding, statistics, sums
 from gradaccum_jax.arrays import Gradients, Tree, Updates
 from gradaccum_jax.control_flow import once
-from gradaccum_jax.sharding import ShardAxes, axes_of, everywhere, vary
-from gradaccum_jax.state import AccumulationState, as_read, as_stored, current_terms, fields_of, with_event, with_fields
+from gradaccum_jax.sharding import ShardAxes, everywhere
+from gradaccum_jax.state import AccumulationState, as_read, as_stored, current_terms, fields_of, like, with_event, with_fields
 from gradaccum_jax.statistics import Firsts
 from gradaccum_jax.sums import measure
 from gradaccum_jax.update import Traced, Update, agree, require_equal_parts, require_no_reduction
@@ -64,7 +64,7 @@ def add(
     weight = weight if given else one
     dropping = options.on_overflow == "drop_micro_batch"
     finite = everywhere(sums.all_finite(gradients), shard_axes) if dropping else jnp.asarray(True)
-    finite = finite if is_known(options.steps) else finite & (number_of(steps) >= 1)
+    finite = finite if kit.is_known(options.steps) else finite & (number_of(steps) >= 1)
     # Only the running program knows this, as it looks at the total. XLA:CPU vectorises select(add), but compiles a bare in-place add to a
     # scalar loop.
     adds = usable(fields, weight, finite)
@@ -72,7 +72,7 @@ def add(
     held = sums.emptied(state.accumulator, fields[0] == 0)  # of what the last window left there
     total = sums.add(held, gradients, factor, adds, harmless)
     counted = with_fields(state, accumulate(fields, weight, finite, jnp.where))
-    terms = vary(current_terms(options, steps), axes_of(state.terms))
+    terms = like(current_terms(options, steps), state.terms)
     counted = counted._replace(accumulator=total, terms=terms)
     return statistics.add(counted, loss, weight, adds, options, shard_axes), ~harmless if dropping else False
 
@@ -159,7 +159,7 @@ def _traced(state: AccumulationState, update: Update, options: Options, divisor:
 
 
 def _where(condition: Scalar, a: Fields, b: Fields) -> Fields:
-    return tuple(jnp.where(condition, new, old) for new, old in zip(a, b, strict=True))
+    return tuple([jnp.where(condition, new, old) for new, old in zip(a, b, strict=True)])
 
 
 # The end of a window: the norm of its sum, and the decision on it.
@@ -238,14 +238,14 @@ def size_at(schedule: kit.Schedule, optimizer_step: Scalar) -> Scalar:
         ArgumentTypeError, ArgumentValueError: a callable gave no int >= 1, or, traced, no integer scalar.
     """
     size = kit.steps_at(schedule, optimizer_step, jnp.where)
-    if is_known(schedule):
+    if kit.is_known(schedule):
         return size
     number = number_of(size) if isinstance(schedule, kit.UntilWeight) else size
     if not isinstance(number, jax.core.Tracer):
         return kit.require_steps(size, _number(optimizer_step), schedule)
     if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
         found, fix = f"one of dtype {number.dtype} and shape {number.shape}", "Cast what it returns: .astype(jnp.int32)."
-        raise kit.explain(ArgumentTypeError, "steps(optimizer_step)", expected="an integer scalar", found=found, fix=fix)
+        raise explain(ArgumentTypeError, "steps(optimizer_step)", expected="an integer scalar", found=found, fix=fix)
     return size
 
 
@@ -260,7 +260,7 @@ def probe(schedule: kit.Schedule) -> None:
     Raises:
         ArgumentTypeError, ArgumentValueError: see `size_at`.
     """
-    if not is_known(schedule):
+    if not kit.is_known(schedule):
         with jax.ensure_compile_time_eval():
             size_at(schedule, np.zeros((), np.int32))
 
@@ -271,7 +271,7 @@ def check_known(schedule: kit.Schedule, optimizer_step: Scalar) -> None:
     Raises:
         ArgumentTypeError, ArgumentValueError: see `size_at`.
     """
-    if not is_known(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
+    if not kit.is_known(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
         size_at(schedule, jnp.asarray(optimizer_step))
 
 
