@@ -1,4 +1,4 @@
-"""The sum of a window and its arithmetic: zeros, add, divide, clear, and whether a quotient fits the parameter's dtype.
+"""The sum of a window and its arithmetic: zeros, add, divide, clear, the norm, and whether a quotient fits the parameter's dtype.
 
 The accumulator has the structure of the parameters. Gradients come as a list aligned with its leaves (`checks.align`), None for a
 parameter that took no part. Additions are plain elementwise expressions, so that XLA fuses them into one pass in place.
@@ -19,21 +19,10 @@ from jax import lax
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Scalar, Where, explain
+from gradaccum_jax import sharding
 from gradaccum_jax.arrays import Array, DType, Gradients, Leaves, Params, Tree, is_key, standard, takes_part, typeof, wider
 from gradaccum_jax.control_flow import once
-from gradaccum_jax.sharding import (
-    ShardAxes,
-    alike,
-    axes_of,
-    axes_unreduced,
-    explicitly_sharded,
-    factor_of,
-    partitioned,
-    shards_of,
-    vary,
-    zeros_for,
-    zeros_like,
-)
+from gradaccum_jax.sharding import ShardAxes, axes_of, axes_unreduced, explicitly_sharded, factor_of, partitioned, shards_of, vary
 
 
 def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
@@ -61,7 +50,7 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     """An empty accumulator for `params`: exact zeros, one array per leaf; None for random keys, and where `params` has None."""
 
     def empty(leaf: Array) -> Array:
-        return None if is_key(leaf) else vary(zeros_for(leaf, sum_dtype(leaf, accumulate_dtype)), axes_of(leaf))
+        return None if is_key(leaf) else vary(sharding.zeros_for(leaf, sum_dtype(leaf, accumulate_dtype)), axes_of(leaf))
 
     return jax.tree.map(empty, params)
 
@@ -86,7 +75,7 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, h
     def add_leaf(held: Array, gradient: Array) -> Array:
         if gradient is None:
             return held
-        held, gradient = alike(held, standard(gradient))
+        held, gradient = sharding.alike(held, standard(gradient))
         if factor is not None:
             return add_weighted(held, gradient, factor, adds, harmless)
         return pick(adds, plus(held, gradient), held)
@@ -157,7 +146,7 @@ def emptied(accumulator: Tree, where: Scalar) -> Tree:
 
 def clear(tree: Tree) -> Tree:
     """Exact zeros of the same shapes and dtypes."""
-    return jax.tree.map(zeros_like, tree)
+    return jax.tree.map(sharding.zeros_like, tree)
 
 
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:

@@ -61,8 +61,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_counter_at_discard",
-        "emptied = knowledge.discard(with_fields(state, discard_fields(fields_of(state))))",
-        "emptied = knowledge.discard(state)",
+        "emptied = statistics.discard(with_fields(state, discard_fields(fields_of(state))))",
+        "emptied = statistics.discard(state)",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
@@ -73,8 +73,8 @@ MUTANTS = (
     ),
     Mutant(
         "report_no_norm",
-        "jnp.where(at_end, kept(decision.grad_norm), state.last_grad_norm)",
-        "jnp.where(at_end, state.last_grad_norm, kept(decision.grad_norm))",
+        "jnp.where(at_end, as_stored(decision.grad_norm), state.last_grad_norm)",
+        "jnp.where(at_end, state.last_grad_norm, as_stored(decision.grad_norm))",
         SUITE + "test_clipping.py::test_norm_is_reported",
     ),
     Mutant(
@@ -118,6 +118,12 @@ MUTANTS = (
         "decide(whole.fields, norm, finite, options,",
         "decide((*whole.fields[:5], jnp.ones_like(whole.fields[5]), *whole.fields[6:]), norm, finite, options,",
         SUITE + "test_loss_scale.py::test_scale_leaves_no_trace",
+    ),
+    Mutant(
+        "ask_no_type_for_its_axes",
+        '    return bool(getattr(mesh, "manual_axes", mesh.axis_names))\n',
+        "    return False\n",
+        SUITE + "test_workers.py",
     ),
     Mutant(
         "forget_a_device_s_overflow",
