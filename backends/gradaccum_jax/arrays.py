@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
@@ -51,9 +50,6 @@ Extra = dict[str, Any]
 
 typeof: Any = jax.typeof
 """`jax.typeof`, whose annotations a type checker does not take."""
-
-reshard: Any = getattr(jax.sharding, "reshard", None) or import_module("jax.experimental.shard").reshard
-"""`jax.sharding.reshard`, which JAX 0.5 and 0.6 have in `jax.experimental.shard` alone."""
 
 
 # Trees that other libraries and users build: flax nnx's variables, None in place of a leaf, two leaves under one path.

@@ -30,7 +30,7 @@ from jax.extend import core
 
 from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import Array, Axes, DType, Leaves, Tree
-from gradaccum_jax.sharding import axes_of, names_axes, partitioned, traced_with_axes, vary
+from gradaccum_jax.sharding import axes_of, manual_axes, partitioned, traced_with_axes, vary
 
 # Call the jitted form of a function where its arguments can be traced, else the function itself.
 #
@@ -98,7 +98,7 @@ def named_axes(closed: Traced) -> Axes:
 
 def _runner(jaxpr: Any, leaves: Leaves) -> Run:
     """The traced function. It holds no array and no tracer, because the rules below outlive the trace that makes them."""
-    axes = [axes_of(leaf) for leaf in leaves] if names_axes() else []
+    axes = [axes_of(leaf) for leaf in leaves] if manual_axes() else []
     # A program of JAX 0.12 holds its constants' values, which may be tracers. So the constants become arguments.
     program = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
 
@@ -185,9 +185,7 @@ def _has_no_rule(closed: Traced) -> bool:
     """
     if not closed.effects:
         return False
-    mesh: Any = jax.sharding.get_abstract_mesh()
-    known = frozenset(getattr(mesh, "manual_axes", mesh.axis_names))
-    return any("Ordered" in type(effect).__name__ for effect in closed.effects) or not named_axes(closed) <= known
+    return any("Ordered" in type(effect).__name__ for effect in closed.effects) or not named_axes(closed) <= manual_axes()
 
 
 def _typed(value: Array, dtype: DType) -> Array:

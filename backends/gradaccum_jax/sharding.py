@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import jax
@@ -21,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradaccum import UsageError
 from gradaccum.kit import Options, Scalar, explain
-from gradaccum_jax.arrays import Array, Axes, Gradients, Leaves, Params, Tree, reshard, typeof
+from gradaccum_jax.arrays import Array, Axes, Gradients, Leaves, Params, Tree, typeof
 
 T = TypeVar("T")
 
@@ -34,6 +35,10 @@ else:
 """`jax.shard_map`. JAX before 0.6.1 has an older one, whose check of replication has no rule for much that gradaccum calls."""
 
 
+reshard: Any = getattr(jax.sharding, "reshard", None) or import_module("jax.experimental.shard").reshard
+"""`jax.sharding.reshard`, which JAX 0.5 and 0.6 have in `jax.experimental.shard` alone."""
+
+
 def axes_of(value: Array) -> Axes:
     """The manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`, and of what is no array."""
     if not isinstance(value, (jax.Array, jax.core.AbstractValue)):
@@ -44,10 +49,10 @@ def axes_of(value: Array) -> Axes:
     return frozenset(getattr(getattr(kind, "mat", None), "varying", ()))
 
 
-def names_axes() -> bool:
-    """True inside of `jax.shard_map`: only there do types name axes along which devices differ, so elsewhere nobody needs to ask them."""
+def manual_axes() -> Axes:
+    """Return the mesh axes of the `jax.shard_map` around this call. Without any, no type names an axis along which devices differ."""
     mesh: Any = jax.sharding.get_abstract_mesh()
-    return bool(getattr(mesh, "manual_axes", mesh.axis_names))
+    return frozenset(getattr(mesh, "manual_axes", mesh.axis_names))
 
 
 def vary(value: Array, axes: Axes) -> Array:
@@ -78,7 +83,7 @@ def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves:
     """
     while True:
         closed = jax.make_jaxpr(function)(*leaves)
-        if not names_axes():
+        if not manual_axes():
             return closed, leaves
         wanted = [axes_of(leaf) | axes_of(made) | axes_of(predicate) for leaf, made in zip(leaves, closed.out_avals, strict=True)]
         if wanted == [axes_of(leaf) for leaf in leaves]:

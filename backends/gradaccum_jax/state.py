@@ -16,7 +16,7 @@ import numpy as np
 from gradaccum import ArgumentTypeError, StepResult, kit
 from gradaccum.kit import Fields, Noise, Options, Scalar, State, UntilWeight, explain
 from gradaccum_jax.arrays import Array, DType, InnerState, Tree
-from gradaccum_jax.sharding import axes_of, names_axes, vary
+from gradaccum_jax.sharding import axes_of, manual_axes, vary
 
 STEPS = 4
 """The place of ``steps`` among the codes of `AccumulationState.terms`."""
@@ -117,13 +117,13 @@ def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
 def like(new: Scalar, old: Scalar) -> Array:
     """Cast `new` to the dtype of `old`, and mark it as varying along the same mesh axes."""
     cast = jnp.asarray(new, jnp.result_type(old))
-    return vary(cast, axes_of(old)) if names_axes() else cast
+    return vary(cast, axes_of(old)) if manual_axes() else cast
 
 
 def _all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
     """Cast each of `news` to the dtype of its old value, and mark it as varying along the same mesh axes."""
     cast = [jnp.asarray(new, jnp.result_type(old)) for new, old in zip(news, olds, strict=True)]
-    return [vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=True)] if names_axes() else cast
+    return [vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=True)] if manual_axes() else cast
 
 
 def find_states(tree: Tree) -> list[AccumulationState]:

@@ -21,7 +21,7 @@ import pytest
 import gradaccum
 import gradaccum_jax
 from conformance_tests.framework_tests.jax_versions import on_mesh
-from gradaccum_jax.arrays import reshard
+from gradaccum_jax.sharding import reshard
 
 P: Any = jax.sharding.PartitionSpec
 LIBRARY: Any = jax

@@ -17,8 +17,8 @@ from jax.extend import core
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
-from gradaccum_jax.arrays import Array, Axes, Tree, reshard, typeof
-from gradaccum_jax.sharding import axes_of, axes_reduced, replicated, shard_map, vary
+from gradaccum_jax.arrays import Array, Axes, Tree, typeof
+from gradaccum_jax.sharding import axes_of, axes_reduced, replicated, reshard, shard_map, vary
 from gradaccum_jax.state import AccumulationState, find_states
 from gradaccum_jax.workers.group import copies_of_params, mapped, require_names, require_shared
 from gradaccum_jax.workers.layout import require_layout

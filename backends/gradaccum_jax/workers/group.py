@@ -20,7 +20,7 @@ from jax import lax
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Noise, Options, Scalar, explain
 from gradaccum_jax.arrays import Array, Axes, Extra, Gradients, InnerState, Leaves, Params, Tree, takes_part
-from gradaccum_jax.sharding import KNOWS_AXES, ShardAxes, axes_of, explicitly_sharded, names_axes, replicated, vary
+from gradaccum_jax.sharding import KNOWS_AXES, ShardAxes, axes_of, explicitly_sharded, manual_axes, replicated, vary
 from gradaccum_jax.state import AccumulationState
 
 T = TypeVar("T")
@@ -232,7 +232,7 @@ def require_told(tree: Tree, known: Axes, shard_axes: ShardAxes, options: Option
     Raises:
         UsageError: some arrays differ along an axis.
     """
-    if shard_axes is not None or not names_axes():
+    if shard_axes is not None or not manual_axes():
         return
     axes = [axes_of(leaf) - known for leaf in jax.tree.leaves(tree)]
     differing = frozenset[str]().union(*axes)

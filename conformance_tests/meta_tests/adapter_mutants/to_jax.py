@@ -121,8 +121,8 @@ MUTANTS = (
     ),
     Mutant(
         "ask_no_type_for_its_axes",
-        '    return bool(getattr(mesh, "manual_axes", mesh.axis_names))\n',
-        "    return False\n",
+        'return frozenset(getattr(mesh, "manual_axes", mesh.axis_names))',
+        "return frozenset()",
         SUITE + "test_workers.py",
     ),
     Mutant(
