@@ -1,4 +1,4 @@
-"""Run a function once or not at all, decided on the device; trace it once; jit it where its arguments can be traced.
+"""Functions that run once or not at all, decided on the device; functions traced once; jitted calls where arguments can be traced.
 
 Masking runs the function always and keeps the result sometimes: the inner optimizer would cost its full price in every micro-batch.
 `lax.cond` avoids that, but `jax.vmap` turns it into both branches and a select once the predicate is batched. So `once` is a `lax.cond`

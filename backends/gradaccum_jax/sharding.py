@@ -115,7 +115,7 @@ KNOWS_AXES = hasattr(jax, "shard_map")
 """JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, where a value's type does not say along which axes devices differ."""
 
 
-# Whether a program is partitioned over several devices. JAX knows this only when it lowers the program.
+# Programs that XLA partitions over several devices. JAX knows them only when it lowers them.
 #
 # `jax.jit` traces a function without knowing how its arguments are sharded, and XLA partitions the program afterwards. Inside
 # `jax.shard_map` and `jax.pmap` each device has a program of its own, and nothing is partitioned.

@@ -225,7 +225,7 @@ def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) 
     return Whole(fields, window.accumulator, window.loss, statistics.averaged(window.firsts, state)), norm, finite
 
 
-# How long a window is, where a callable in ``steps`` says it: its value is checked as far as it is known.
+# The size of a window where a callable in ``steps`` says it. The size is checked as far as it is known.
 #
 # A concrete value is checked as in every backend. Of a traced one only the dtype is known. If it turns out below 1, each micro-batch counts
 # as not finite, so that no update is made and the result says so.

@@ -163,7 +163,7 @@ def _require_concrete(given: Tree, batch: Tree) -> None:
         raise explain(ArgumentTypeError, "micro_batch_size", expected="concrete arrays beside an automatic size", found=found, fix=fix)
 
 
-# What every call does that takes a large batch: compile itself, for the sizes of micro-batch that are asked for, and run.
+# The call that takes a large batch: it compiles itself for the sizes of micro-batch that are asked for, and runs.
 
 
 class Call(ABC):

@@ -1,4 +1,4 @@
-"""Whether a loss passes its incoming gradient on through every part, as loss scaling assumes.
+"""The check that a loss passes its incoming gradient on through every part, as loss scaling assumes.
 
 The check looks twice: the gradients of the whole loss at several scales tell whether something is wrong, the traced program tells where.
 """

@@ -139,7 +139,7 @@ def _positions(static_argnums: object, several: bool) -> tuple[int, ...]:
     return tuple(cast(Sequence[int], positions))
 
 
-# Run a function so that its activations are computed again for the gradient: `jax.checkpoint`, traced anew in every call.
+# The run of a function whose activations are computed again for the gradient: `jax.checkpoint`, traced anew in every call.
 #
 # `jax.checkpoint` remembers what it traced by the identity of the function. A function that reads something else the next time, a parameter
 # of an object say, would give the old values. So each call hands JAX a function of its own, as a call without recomputation would trace
