@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 LIMITS = {
     "gradaccum": Limits(28, 3_400, 9),
     "backends/gradaccum_torch": Limits(98, 7_550, 26),
-    "backends/gradaccum_jax": Limits(73, 4_450, 13),
+    "backends/gradaccum_jax": Limits(38, 4_100, 9),
     "backends/gradaccum_mindspore": Limits(82, 5_600, 15),
 }
 """The adapters' are without their harnesses, which only the suite imports."""
