@@ -123,7 +123,7 @@ MUTANTS = (
         "ask_no_type_for_its_axes",
         'return frozenset(getattr(mesh, "manual_axes", mesh.axis_names))',
         "return frozenset()",
-        SUITE + "test_workers.py",
+        SUITE + "test_workers.py::test_gradient_is_that_of_all_workers",
     ),
     Mutant(
         "forget_a_device_s_overflow",
