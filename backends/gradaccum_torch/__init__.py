@@ -1,13 +1,15 @@
 """The PyTorch adapter of gradaccum. ``gradaccum.wrap(optimizer, steps=4)`` finds it; nothing here needs to be imported for that."""
 
 from gradaccum_torch.backend import TorchBackend, backend
-from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum_torch.large_batch.backward import backward
+from gradaccum_torch.large_batch.coupled import coupled_backward
 from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.recomputation import recompute
+from gradaccum_torch.saving import redistributed
 from gradaccum_torch.scheduler import GatedScheduler
 from gradaccum_torch.verification import verify
-from gradaccum_torch.workers import redistributed, sharded_cross_entropy
+from gradaccum_torch.workers import sharded_cross_entropy
 
 __all__ = [
     "AccumulatingOptimizer",

@@ -9,13 +9,13 @@ import torch
 
 from gradaccum import VerificationReport
 from gradaccum.kit import Options, ScaleRule, optimizer_error, require_bool, wrapped_twice_error
-from gradaccum_torch import fsdp_private, torch_private
+from gradaccum_torch import private
 from gradaccum_torch.checks import require_accumulate_dtype, require_layouts, require_update_in_step
 from gradaccum_torch.grad_scaler import scaler_rule
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
-from gradaccum_torch.workers import workers_of
+from gradaccum_torch.workers.workers import workers_of
 
 
 class TorchBackend:
@@ -39,7 +39,7 @@ class TorchBackend:
 
     def lacking(self) -> dict[str, str]:
         """The private names that the installed torch lacks, with what that costs."""
-        return torch_private.lacking({**torch_private.LOST, **fsdp_private.lost()})
+        return private.lacking({**private.LOST, **private.lost_in_fsdp()})
 
     def wrap(
         self,

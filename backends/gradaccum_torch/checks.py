@@ -1,10 +1,11 @@
-"""Checks of a user's arguments: the optimizer, the accumulation dtype, the window's size."""
+"""Refusals of a user's arguments (the optimizer, the accumulation dtype, the window's size) and of calls that would make a window wrong."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from gradaccum import ArgumentTypeError
+from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import Options, UntilWeight, accumulate_dtype_error, explain, require_steps, select, steps_at
 
 
@@ -81,3 +82,106 @@ def require_update_in_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 _IN_STEP = "an optimizer that makes its update in step() from what is in .grad"
+
+
+def require_loss(loss: object) -> Tensor:
+    """`loss` if it is a tensor.
+
+    Raises:
+        ArgumentTypeError: it is not.
+    """
+    if not isinstance(loss, Tensor):
+        raise explain(ArgumentTypeError, "loss", expected="a torch.Tensor", got=loss, fix="Write opt.backward(loss).")
+    return loss
+
+
+# The errors for calls that would make an open window wrong. Each is raised before anything changed.
+
+
+def changed_gradients_error() -> UsageError:
+    """The error for gradients that are not what ``backward()`` left."""
+    return explain(
+        UsageError,
+        ".grad",
+        expected="the gradients as backward() accumulated them since the window began",
+        found="gradients that something else changed, such as clip_grad_norm_, scaler.unscale_, model.zero_grad() or an assignment",
+        fix="To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to clear, opt.zero_grad(); to log the norm, read "
+        "opt.result.grad_norm after the window's last step; in place of p.grad = g, torch.autograd.backward(parameters, gradients); to "
+        "change the window's gradient, opt.register_step_pre_hook(...), which runs once per update; for DistributedDataParallel, "
+        "gradaccum.wrap(optimizer, ..., module=parallel); under torch.distributed.pipelining, scale_grads=False. A loop that keeps .grad "
+        "for itself is right with gradaccum.wrap(optimizer, ..., separate_sums=True). The window cannot be mended: call opt.discard().",
+    )
+
+
+def unfinished_error(call: str) -> UsageError:
+    """The error for a call that comes between ``backward()`` and ``step()`` and would leave a micro-batch half counted."""
+    return explain(
+        UsageError,
+        call,
+        expected="to be called after step()",
+        found="a call between backward() and step() of a micro-batch in an open window",
+        fix="Call opt.step() first, or opt.discard() to drop the whole window. If that backward() was for something else, as a "
+        "GAN's generator or an adversarial input, keep it away from these parameters: loss.backward(inputs=list(generator.parameters())), "
+        "or write gradaccum.wrap(optimizer, ..., separate_sums=True), under which only step() takes what is in .grad. "
+        'To leave out micro-batches whose gradient is not finite, write on_overflow="drop_micro_batch".',
+    )
+
+
+def interrupted_error() -> UsageError:
+    """The error for going on after a backward pass that raised when some of its gradients had arrived."""
+    return explain(
+        UsageError,
+        "backward()",
+        expected="to deliver a micro-batch's gradients or none",
+        found="a backward pass that raised, such as out of memory, when it had delivered a part of them",
+        fix="Call opt.discard() to drop the window, which holds that part. In the first micro-batch of a window opt.zero_grad() does, and "
+        "opt.backward(loss), in place of loss.backward(), takes that part out by itself.",
+    )
+
+
+def cast_in_window_error() -> UsageError:
+    """The error for parameters whose dtype was changed in an open window."""
+    return explain(
+        UsageError,
+        "model.to(dtype)",
+        expected="a call between two windows",
+        found="parameters that were cast in an open window, and its partial sum with them",
+        fix="Call opt.flush() before it. The window cannot be mended: call opt.discard().",
+    )
+
+
+def not_scaled_error(arrived: bool) -> UsageError:
+    """The error for a micro-batch without the loss scale or the weight; `arrived`: autograd has delivered gradients for it."""
+    return explain(
+        UsageError,
+        "loss",
+        expected="to be multiplied by the loss scale and the weight before it is differentiated",
+        found="a micro-batch with a plain backward()" if arrived else "a step() without opt.backward(loss) before it",
+        fix="Write opt.backward(loss) in place of loss.backward(), and opt.backward(loss, weight=0) for a micro-batch that adds "
+        "nothing. To start the window anew call opt.discard().",
+    )
+
+
+def multiplied_error() -> UsageError:
+    """The error for gradients from the ``backward`` of another wrapped optimizer, which are multiplied by a factor of that one."""
+    return explain(
+        UsageError,
+        "loss",
+        expected="one that this optimizer was given, or one that nothing multiplies",
+        found="gradients from another wrapped optimizer's backward(loss), which multiplied the loss by its weight or its loss scale",
+        fix='One loss for several optimizers: wrap them with reduction="sum", divide the loss by the window\'s total '
+        "(gradaccum.windows) and give no weight. If these gradients are not wanted here, write "
+        "opt.backward(loss, inputs=list(generator.parameters())), or call zero_grad() of this optimizer before its own backward(). "
+        "To start the window anew call opt.discard().",
+    )
+
+
+def other_weight_error(weight: float, earlier: float) -> UsageError:
+    """The error for losses of one micro-batch that have two weights."""
+    return explain(
+        UsageError,
+        "weight",
+        expected=f"{earlier:g}, the weight of an earlier loss of the same micro-batch",
+        got=weight,
+        fix="Call opt.step() after each micro-batch, or give all its losses one weight.",
+    )

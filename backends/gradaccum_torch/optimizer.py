@@ -2,41 +2,64 @@
 
 These are the calls that a user makes. `Window` counts and closes; a `Strategy` stores the sum; `Sentinels` notice outside changes; `Update`
 runs the inner optimizer. A call that raises does so before anything changed.
+
+Groups, state and defaults are the inner optimizer's own objects, read through properties: loading a state replaces groups and state, and a
+learning-rate scheduler writes into the groups. The hooks are this optimizer's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MethodType, TracebackType
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from gradaccum import StepResult
-from gradaccum.kit import Handle, Listener, Options, described, require_weight
-from gradaccum_torch.attempt import StepReturn
-from gradaccum_torch.checkpoint import Loads, load, save
-from gradaccum_torch.checks import known_window_size
-from gradaccum_torch.closure import Loss, is_plain, needs_closure, note_missing_closure
-from gradaccum_torch.delegating import DelegatingOptimizer, OptimizerState
-from gradaccum_torch.entry import StateDict
-from gradaccum_torch.forwarding import Argument, forwarded
+from gradaccum import StepResult, UsageError
+from gradaccum.kit import Handle, Listener, Options, described, explain, require_weight
+from gradaccum_torch.checks import known_window_size, require_loss
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
-from gradaccum_torch.listening import NOBODY, Listening
-from gradaccum_torch.loss import require_loss
-from gradaccum_torch.masters import Group, Parameters
-from gradaccum_torch.torch_private import LocalVariables, initialize_state
-from gradaccum_torch.update import Update
-from gradaccum_torch.whole_window import WholeWindow
+from gradaccum_torch.parameters import Group, Parameters
+from gradaccum_torch.private import (
+    LocalVariables,
+    elements,
+    initialize_state,
+    is_sharded,
+    model_state_caller,
+    units_holding,
+    unscaling_caller,
+)
+from gradaccum_torch.saving import Loads, StateDict, load, save
+from gradaccum_torch.statistics import NOBODY, Listening
+from gradaccum_torch.update import (
+    Loss,
+    StepReturn,
+    Update,
+    hook_tables,
+    is_plain,
+    load_post_hooks,
+    load_pre_hooks,
+    needs_closure,
+    note_missing_closure,
+    save_post_hooks,
+    save_pre_hooks,
+)
 from gradaccum_torch.window import Window
-from gradaccum_torch.workers import Workers, workers_of
+from gradaccum_torch.workers.interface import Workers
+from gradaccum_torch.workers.workers import workers_of
 
+OptimizerState = Any
+"""``optimizer.state``: a mapping from each parameter to what the optimizer keeps for it."""
 _FROM_SCALER = "grad_scale"
 """What ``scaler.step`` sets on an optimizer for the time of its step."""
 
 
 @final
-class AccumulatingOptimizer(DelegatingOptimizer):
+class AccumulatingOptimizer(torch.optim.Optimizer):
     """What `gradaccum.wrap` makes of a torch optimizer; use it in the optimizer's place.
 
     ``loss.backward(); opt.step(); opt.zero_grad()`` stays as it was, in either order. In mid-window ``zero_grad`` keeps the partial
@@ -49,9 +72,14 @@ class AccumulatingOptimizer(DelegatingOptimizer):
     """
 
     def __init__(self, inner: torch.optim.Optimizer, options: Options, workers: Workers) -> None:
-        super().__init__(inner)
+        self._delegate(inner)
         self._workers = workers
         self._build(options)
+
+    def _delegate(self, inner: torch.optim.Optimizer) -> None:
+        # The base class would build groups and state of its own; of its attributes only the tables of hooks are needed.
+        self.__dict__.update(hook_tables())
+        self._inner = inner
 
     def _build(self, options: Options, masters: Mapping[int, Tensor] | None = None) -> None:
         """Begin anew; `masters`: the master weights by position, where the inner optimizer is a copy that has worked on them already."""
@@ -205,6 +233,88 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         self._inner.add_param_group(param_group)
         self._window.groups_changed()
 
+    def state_dict(self) -> StateDict:
+        """The inner optimizer's ``state_dict`` with the open window under the key ``"gradaccum"``.
+
+        As in torch, the tensors are the live ones: save them, or deep-copy, before training goes on.
+
+        Raises:
+            UsageError: a micro-batch of the open window is under way, or something changed ``.grad``; or a window is open, each worker
+                has a sum of its own, and the caller is ``get_optimizer_state_dict`` of `torch.distributed.checkpoint`.
+        """
+        caller = model_state_caller("_get_optim_state_dict", 2)
+        for before in save_pre_hooks(self).values():
+            before(self)
+        window, room = self._window, self._loads.expects_open_window
+        state_dict = save(window.save(), window.sum_dtypes, self._parameters, self._inner, self._workers, caller, room=room)
+        for after in save_post_hooks(self).values():
+            replaced = after(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Restore what `state_dict` gave, mid-window included; a bare optimizer's state is an empty window.
+
+        Between two windows the options of this optimizer hold: the saved loss scale goes on only if it is dynamic in both.
+
+        Raises:
+            CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
+        """
+        state_dict = state_dict.copy()
+        for before in load_pre_hooks(self).values():
+            replaced = before(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        window = self._window
+        window.restore(load(state_dict, window.sum_dtypes, self._parameters, self._inner, self._workers, window.resumed))
+        self._loads.note(window.updates)
+        for after in load_post_hooks(self).values():
+            after(self)
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The inner optimizer's groups, the very list.
+
+        Raises:
+            UsageError: to a `torch.amp.GradScaler` that was not given as ``loss_scale=``, before it touches a gradient.
+        """
+        # Nothing else gives the scaler away: the kernel that unscales leaves the version of a gradient as it was.
+        scaler = unscaling_caller(2)
+        return self._inner.param_groups if scaler is None else self._groups_for_scaler(scaler)
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> OptimizerState:
+        """The inner optimizer's state by parameter, the very mapping."""
+        return self._inner.state if model_state_caller("_init_optim_state", 2) is None else self._initialized_state()
+
+    @state.setter
+    def state(self, state: OptimizerState) -> None:
+        self._inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults."""
+        return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._inner.defaults = defaults
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The inner optimizer. Its own ``step`` knows nothing of windows: do not call it."""
+        return self._inner
+
+    def __getattr__(self, name: str) -> Any:
+        # Underscored names belong to one object: the inner one's would describe the wrong optimizer.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self._inner, name)
+        return forwarded(value, name, self._window, self._parameters) if isinstance(value, (MethodType, FunctionType)) else value
+
     def __repr__(self) -> str:
         # The class and the options; ``print(opt.optimizer)`` shows the groups. A GradScaler has the scale on its device: this waits for it.
         state = self._window.fields_to_save()
@@ -217,7 +327,7 @@ class AccumulatingOptimizer(DelegatingOptimizer):
         return {**state, "masters": self._parameters.masters(), "window": self._window.pickled()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__init__(state["inner"])
+        self._delegate(state["inner"])
         self._workers = workers_of(self._inner, None, state["options"])
         self._build(state["options"], state["masters"])
         self._window.unpickle(state["window"])
@@ -252,12 +362,135 @@ class AccumulatingOptimizer(DelegatingOptimizer):
                 initialize_state(self._inner)
         return {"initialized": True}  # An empty state, as of an inner optimizer without one, would have torch make a step of this one.
 
-    def _forwarded(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        return forwarded(method, name, self._window, self._parameters)
 
-    def _save(self, caller: LocalVariables | None) -> StateDict:
-        return save(self._window, self._parameters, self._inner, self._workers, caller, room=self._loads.expects_open_window)
+# Methods that only the inner optimizer has, called on the wrapped one.
+#
+# Some switch the weights (schedulefree's ``eval`` and ``train``); with master weights, the model then gets the rounded result. Some make an
+# update of their own (SAM's ``first_step``): from a part of a window's gradient, and uncounted. Such a method looks at ``.grad``, whatever
+# its name is. It is refused as it looks, before it has changed anything.
 
-    def _load(self, state_dict: StateDict) -> None:
-        load(state_dict, self._window, self._parameters, self._inner, self._workers)
-        self._loads.note(self._window.updates)
+
+Argument = Any
+"""What a method of torch or of the inner optimizer takes: handed through, whatever it is."""
+
+_GRAD: Any = Tensor.grad
+_TOUCHES = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses to read or write the ``.grad`` of a parameter while it holds a part of a window.
+
+    With ``separate_sums=True`` nobody but the user knows whether what is in ``.grad`` is such a part: there a gradient is refused always.
+    """
+
+    def __init__(self, method: str, window: Window, parameters: Parameters) -> None:
+        super().__init__()
+        self._method, self._window = method, window
+        self._ids = {id(tensor) for tensor in (*parameters.unique(), *parameters.masters().values())}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _TOUCHES and id(args[0]) in self._ids and (self._window.is_under_way() or self._holds_users(args[0])):
+            raise _own_update_error(self._method)
+        return func(*args, **(kwargs or {}))
+
+    def _holds_users(self, parameter: Tensor) -> bool:
+        return not self._window.strategy.sentinels.watching and parameter.grad is not None
+
+
+def forwarded(method: Callable[..., Any], name: str, window: Window, parameters: Parameters) -> Callable[..., Any]:
+    """`method` of the inner optimizer so that it leaves the window of the wrapped one right.
+
+    Raises:
+        UsageError: (when called) it touches ``.grad`` while a window or a micro-batch is under way.
+    """
+
+    @functools.wraps(method)
+    def call(*args: Argument, **kwargs: Argument) -> Any:
+        with parameters.published(), _Watch(name, window, parameters):
+            return method(*args, **kwargs)
+
+    return call
+
+
+def _own_update_error(method: str) -> UsageError:
+    """The error for a method that makes an update from a part of a window's gradient."""
+    return explain(
+        UsageError,
+        f"{method}()",
+        expected="a method that leaves .grad alone while a window is open, or a call between two windows",
+        found="one that reads or writes .grad, which holds a part of the window's gradient, not yet divided",
+        fix=f"An update of its own needs a window of its own: make {method} the step() of a small torch.optim.Optimizer and wrap that one "
+        "too (RECIPES.md of gradaccum_torch, An optimizer with two updates). The window is as it was.",
+    )
+
+
+class WholeWindow:
+    """A window that one call fills and closes: inside its ``with`` block the micro-batches of the call are counted.
+
+    If the block raises, the window is forgotten, and every ``.grad`` holds what it held before.
+
+    Args:
+        window: the window to fill.
+        parameters: those that it sums over.
+        options: those of `gradaccum.wrap`.
+        process_group: of the workers that share the window, if they make one.
+    """
+
+    def __init__(self, window: Window, parameters: Parameters, options: Options, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group
+        self._window, self._parameters, self.options = window, parameters, options
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._sharded = any(map(is_sharded, parameters.unique()))
+
+    def __enter__(self) -> WholeWindow:
+        """Begin.
+
+        Raises:
+            UsageError: a window is open, a micro-batch is under way, or there are gradients.
+        """
+        if self._window.is_under_way():
+            fix = "Call opt.flush() or opt.discard() first: this call makes a window of its own."
+            raise explain(UsageError, "optimizer", expected="one between two windows", found="one with an open window", fix=fix)
+        with_gradients = ((each, each.grad) for each in self._parameters.unique())
+        self._before = [(each, gradient) for each, gradient in with_gradients if gradient is not None]
+        # zero_grad(set_to_none=False) leaves zeros, into which autograd adds; anything else would count as a part of the window.
+        if any(bool(elements(gradient).any()) for _, gradient in self._before):
+            fix = "Call opt.zero_grad() first: the window is this call's batch alone."
+            raise explain(UsageError, ".grad", expected="no gradients from before", found="gradients", fix=fix)
+        self._window.strategy.sentinels.reset()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is None:
+            return
+        self._window.discard()
+        with torch.no_grad():
+            for parameter, gradient in self._before:
+                parameter.grad = gradient.zero_()
+        self._window.strategy.sentinels.reset()
+
+    @property
+    def parameters(self) -> set[int]:
+        """The ids of the parameters that the window sums over."""
+        return set(map(id, self._parameters.unique()))
+
+    def unsharded(self) -> set[int]:
+        """The ids of the whole parameters that FSDP2 has made of sharded ones in the last forward pass."""
+        if not self._sharded:
+            return set()
+        return {id(whole) for unit in units_holding(self._parameters.unique()) for _, whole in unit.whole_parameters()}
+
+    def begin_weightless(self) -> None:
+        """A backward pass is about to deliver a part of what the window has counted already: it adds no weight and has the scale."""
+        self._window.begin_weightless()
+
+    @property
+    def arrived(self) -> bool:
+        """Autograd has delivered something since the last micro-batch was counted."""
+        return self._window.strategy.sentinels.arrived
+
+    def scale(self) -> float:
+        """The loss scale as it is now; may wait for the device."""
+        return float(self._window.fields_to_save().loss_scale)

@@ -1,4 +1,4 @@
-"""The sum of a window and its arithmetic: its dtype, adding one gradient to another, dividing, and casting to a narrower dtype.
+"""The arithmetic of a window's sum: its dtype, adding one gradient to another, dividing, casting to a narrower dtype, and its norm.
 
 These functions take plain tensors, so that both places a sum can live in (``.grad`` or a buffer) use the same code.
 """
@@ -6,15 +6,17 @@ These functions take plain tensors, so that both places a sum can live in (``.gr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradaccum.kit import has_exact_inverse
-from gradaccum_torch.norm import norms_of
-from gradaccum_torch.tensors import are_alike, dense_parts, operand, together, without_graph
-from gradaccum_torch.torch_private import elements, foreach_div_, foreach_mul_
+from gradaccum_torch.private import elements, foreach_div_, foreach_mul_, foreach_norm, is_sharded, local, mesh_of, version
 
 HALF = (torch.float16, torch.bfloat16)
 """The dtypes that are summed in float32 unless the user says otherwise."""
@@ -98,3 +100,229 @@ def _is_copied_first(held: Tensor, gradient: Tensor) -> bool:
 def _add_in_blocks(held: Tensor, gradient: Tensor, size: int) -> None:
     for total, part in zip(torch.split(held, size), torch.split(gradient, size), strict=True):
         total.add_(part)
+
+
+# The global 2-norm of a window's sum, which is also its finite check: many tensors in few calls, and one wait for the device.
+#
+# On a CPU one more call takes as long as the norm of a thousand numbers, so small tensors are copied side by side and have one norm
+# together. An accelerator has one kernel for many tensors. Of a tensor that is split over processes each process has a part: the processes
+# reduce the norms first, so that every element counts once and all processes decide alike.
+
+
+SMALL = 4096
+"""Elements up to which a CPU copies a tensor in less time than one more call takes."""
+FAINT, FAINT_HALF = 2.0**-31, 2.0**-13
+"""Smaller norms are measured again. Squares below 2^-126 may vanish, so that 2^40 elements lose a 2^-24th of a square of 2^-62 at most. The
+second is for tensors whose norm is a float16, which has few bits below 2^-14."""
+FEW = 4
+"""Up to so many small tensors the copy is one call too many."""
+
+
+class Measured(NamedTuple):
+    """The measurements of a window's sum."""
+
+    norm: float
+    """Its global 2-norm."""
+    finite: bool
+    """Whether every element is finite."""
+    notes: list[float]
+    """The values of the notes that were asked for beside it."""
+    norms: list[Tensor]
+    """The norms that it was made of, shape ``()``: of one tensor each, or of several together."""
+
+
+UNMEASURED = Measured(math.nan, True, [], [])
+"""For a window whose end needs no norm: ``on_overflow="ignore"``."""
+
+
+def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measured:
+    """The global 2-norm, and whether every element is finite, with one wait for the device while the norm is finite.
+
+    Large but finite elements, whose squares overflow, are finite, and the squares of small ones vanish, many of which may make up most of
+    the norm. So where the plain norm is not finite or is faint, it is taken of the elements scaled by the largest.
+
+    Args:
+        gradients: the tensors, any shapes and dtypes.
+        notes: scalars, shape ``()``, to be read in the same transfer.
+    """
+    with without_graph(gradients):
+        return _measured(dense_parts(gradients), notes)
+
+
+def _measured(tensors: list[Tensor], notes: Sequence[Tensor]) -> Measured:
+    norms = norms_in_few_calls(tensors)
+    norm, *read = _fetch(norms, notes)
+    if FAINT_HALF <= norm < math.inf or (FAINT <= norm < math.inf and not _are_narrow(norms)):
+        return Measured(norm, True, read, norms)
+    peak = largest(tensors)
+    if not math.isfinite(peak):
+        return Measured(math.inf, False, read, norms)
+    return Measured(_scaled_norm(tensors, peak), True, read, norms)
+
+
+@torch.no_grad()
+def is_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether every element is finite; waits for the device once."""
+    return math.isfinite(largest(gradients))
+
+
+@torch.no_grad()
+def largest(gradients: Sequence[Tensor]) -> float:
+    """The largest magnitude among all elements, NaN or inf if there is one; waits for the device once."""
+    tensors = [tensor for tensor in dense_parts(gradients) if tensor.numel()]
+    if not tensors:
+        return 0.0
+    return float(side_by_side(norms_of(tensors, math.inf)).max())
+
+
+def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+    """Norms of shape ``()`` whose norm is that of all `tensors`: one for each tensor, or one for all that are split the same way."""
+    norms: list[Tensor] = []
+    for group in together(tensors):
+        if not is_sharded(group[0]):
+            norms += foreach_norm(group, order)
+        else:
+            norms.append(_whole_peak(group) if order == math.inf else _whole(list(foreach_norm(group, order)), order))
+    return norms
+
+
+def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
+    """`norms_of` dense tensors of any shapes, dtypes and devices, with one for many small ones together."""
+    small = [tensor for tensor in tensors if tensor.numel() <= SMALL]
+    if len(small) <= FEW or not are_alike(tensors):
+        return norms_of(tensors)
+    large = [tensor for tensor in tensors if tensor.numel() > SMALL]
+    return [*norms_of(large), torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in small]))]
+
+
+def _are_narrow(norms: Sequence[Tensor]) -> bool:
+    """Whether one of `norms` is a float16."""
+    return torch.float16 in map(DTYPE, norms)
+
+
+def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:
+    """The global 2-norm of `tensors`, whose largest magnitude is `peak`, of which they are scaled to 1.
+
+    By powers of two, which round nothing, and by two of them: of a number beyond 2^126 the reciprocal has fewer bits, and of the smallest
+    ones it is inf.
+    """
+    exponent = math.frexp(peak)[1] - 1
+    half, rest = 2.0 ** -(exponent // 2), 2.0 ** (exponent // 2 - exponent)
+    (scaled,) = _fetch([norm for tensor in tensors for norm in norms_of([tensor * half * rest])]) if peak else (0.0,)
+    return scaled * 2.0**exponent
+
+
+def same_norms(norms: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether norms that were measured of the same tensors are equal; waits for the device."""
+    return all(a.equal(b) for a, b in zip(norms, others, strict=True))
+
+
+def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]:
+    """The norm of all tensors from the norm of each, in float64, and then the notes, with one wait for the device."""
+    scalars = [*norms, *notes]
+    read: list[float] = [scalars[0].item()] if len(scalars) == 1 else side_by_side(scalars).tolist() if scalars else []
+    return [math.hypot(*read[: len(norms)]), *read[len(norms) :]]
+
+
+def _whole(norms: list[Tensor], order: float) -> Tensor:
+    """The norm of tensors that are split over processes, from the norm of each, with one reduction."""
+    total: Any = torch.linalg.vector_norm(torch.stack(norms), order)
+    whole: Tensor = total.full_tensor()
+    return whole
+
+
+def _whole_peak(tensors: list[Tensor]) -> Tensor:
+    """The largest magnitude in tensors that are split over processes, inf for NaN, with one reduction; a process may have an empty part."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    parts = [part for part in map(local, tensors) if part.numel()]
+    peaks = torch.stack(list(foreach_norm(parts, math.inf))) if parts else local(tensors[0]).abs().new_zeros(1)
+    mesh = mesh_of(tensors[0])
+    # A maximum over processes may lose a NaN.
+    peak = DTensor.from_local(peaks.max().nan_to_num(nan=math.inf, posinf=math.inf), mesh, [Partial("max")] * mesh.ndim, run_check=False)
+    return peak.full_tensor()
+
+
+# Lists of tensors, given to torch in as few calls as their kinds allow.
+
+
+DTYPE, GRAD, IS_CPU, IS_SPARSE, REQUIRES_GRAD = map(attrgetter, ("dtype", "grad", "is_cpu", "is_sparse", "requires_grad"))
+"""Attributes as functions: ``map(DTYPE, tensors)`` makes no Python call."""
+
+_EXACT = (torch.float32, torch.float64)
+
+
+def dense_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The `elements` of each."""
+    return list(map(elements, gradients)) if any(map(IS_SPARSE, gradients)) else list(gradients)
+
+
+def coalesced(gradient: Tensor) -> Tensor:
+    """`gradient` with each row of a sparse one held once: the norm of rows held twice is not the norm of their sum."""
+    return gradient.coalesce() if gradient.is_sparse else gradient
+
+
+_AS_IT_IS = nullcontext()
+
+
+def without_graph(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Inside, what is computed from `tensors` alone has no graph. Most gradients have none, and then nothing is switched."""
+    return torch.no_grad() if any(map(REQUIRES_GRAD, tensors)) else _AS_IT_IS
+
+
+@lru_cache(maxsize=8)
+def operand(number: float, dtype: torch.dtype) -> Tensor:
+    """`number` on the CPU, shape ``()``, to compute with and never to write into.
+
+    It is kept: most windows have the divisor of the one before, and making a tensor takes longer than dividing a small one.
+    """
+    return torch.tensor(number, dtype=dtype, device="cpu")
+
+
+def are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are on a CPU and have one dtype, float32 or float64, so that fewer calls give the same bits."""
+    return (
+        bool(tensors)
+        and tensors[0].dtype in _EXACT
+        and set(map(type, tensors)) == {Tensor}
+        and len(set(map(DTYPE, tensors))) == 1
+        and all(map(IS_CPU, tensors))
+    )
+
+
+def together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """`tensors` in lists that torch takes in one call each: those of one process, and those split over the same processes."""
+    if set(map(type, tensors)) == {Tensor}:
+        return [list(tensors)]
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        key = None if type(tensor) is Tensor else (type(tensor), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
+        groups.setdefault(key, []).append(tensor)
+    return list(groups.values())
+
+
+def side_by_side(scalars: Sequence[Tensor]) -> Tensor:
+    """Scalars of all dtypes and devices as one vector on the first one's device, in float64 where the device has it."""
+    first = scalars[0]
+    if len({(scalar.dtype, scalar.device) for scalar in scalars}) > 1:
+        dtype = torch.float32 if first.is_mps else torch.float64
+        scalars = [scalar.to(device=first.device, dtype=dtype) for scalar in scalars]
+    return torch.stack(list(scalars))
+
+
+# Writes into tensors: torch counts every write, except through ``.data`` and into the parts of a `DTensor`.
+
+
+class Versions:
+    """The versions of `tensors` as they are now."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self.tensors = list(tensors)
+        self._noted = list(map(version, self.tensors))
+        self.all_written = False
+        """All have been written into. The caller that wrote sets it, for the tensors that do not count a write."""
+
+    def moved(self) -> list[Tensor]:
+        """The tensors that something wrote into since."""
+        pairs = zip(self.tensors, self._noted, strict=True)
+        return [tensor for tensor, noted in pairs if version(tensor) != noted or (self.all_written and is_sharded(tensor))]

@@ -1,24 +1,30 @@
-"""One update at the end of a window. It is made, or the window is as it was. If neither is possible, the next call raises."""
+"""The inner optimizer's one call at the end of a window: it is made, or the window is as it was.
+
+If neither is possible, because something raised when a part was written, the next call raises.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from inspect import Parameter, signature
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from gradaccum import UsageError
-from gradaccum.kit import explain, half_made_error
-from gradaccum_torch.attempt import Attempt, StepReturn
-from gradaccum_torch.closure import Skipped
-from gradaccum_torch.fused import Dividing, can_divide
-from gradaccum_torch.hooks import step_post_hooks, step_pre_hooks
-from gradaccum_torch.masters import Parameters
-from gradaccum_torch.norm import same_norms
+from gradaccum.kit import Decision, Options, ScaleRule, State, explain, half_made_error
+from gradaccum_torch.checks import Size, other_weight_error
+from gradaccum_torch.parameters import Group, Parameters
+from gradaccum_torch.private import DIVIDES_BY_GRAD_SCALE, is_sharded, version
+from gradaccum_torch.statistics import Told
 from gradaccum_torch.strategy import Strategy
+from gradaccum_torch.sums import DTYPE, GRAD, Versions, operand, same_norms, sum_dtype
 
 
 class Update:
@@ -156,3 +162,334 @@ def _unknown() -> bool:
 def _undivided(norms: list[Tensor], strategy: Strategy) -> bool:
     """Whether the sums still have these norms, so that no kernel has divided them."""
     return same_norms(norms, strategy.measure().norms)
+
+
+# How far an update came before something raised. The versions of parameters, gradients and state tell.
+#
+# Nothing can undo a half-made update without a second copy of the model. But the window can be left as it was before the update, or as it
+# is after, or refused; the update is never made twice.
+
+
+StepReturn = Any
+"""What an optimizer's ``step`` returns: the loss of its closure, or None."""
+Numbers = dict[str, int | float]
+"""The versions of an optimizer state's tensors, and its numbers, by name."""
+
+
+class Attempt:
+    """One run of the inner optimizer.
+
+    Args:
+        inner: the optimizer.
+        idle: whether a fused kernel has provably not run; it counts no version.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, idle: Callable[[], bool] = lambda: False) -> None:
+        self._inner, self._idle = inner, idle
+        self._own = [tensor for group in inner.param_groups for tensor in group["params"]]
+        self._gradients: list[Tensor | None] = []
+        self._written: Versions | None = None
+        self._parameters: Versions | None = None
+        self._state: list[Numbers] = []
+        self.made = False
+        """The inner optimizer has made its update."""
+
+    def handed_over(self) -> None:
+        """The inner optimizer's gradients are in place."""
+        self._gradients = list(map(GRAD, self._own))
+        self._written = Versions([gradient for gradient in self._gradients if gradient is not None])
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepReturn:
+        """The inner optimizer's ``step``."""
+        inner = self._inner
+        self._parameters, self._state = Versions(self._own), self._states()
+        hook = None
+        if (hooks := step_post_hooks(inner)) or (all_step_post_hooks and hooks is not NO_HOOKS):
+            hook = inner.register_step_post_hook(self._note_made)
+            hooks.move_to_end(hook.id, last=False)
+        try:
+            returned = inner.step(*args, **kwargs)
+        finally:
+            if hook is not None:
+                hook.remove()
+        self.made = True
+        return returned
+
+    def begun(self) -> bool:
+        """Whether a parameter or the optimizer's state was written, or may have been."""
+        if self._parameters is None:
+            return False
+        uncounted = any(group.get("fused") for group in self._inner.param_groups) or any(map(is_sharded, self._own))
+        return self.moved() or self._states() != self._state or (uncounted and not self._idle())
+
+    def moved(self) -> bool:
+        """Whether a parameter was written, as far as writes are counted."""
+        return self._parameters is not None and bool(self._parameters.moved())
+
+    def gradients_changed(self) -> bool:
+        """Whether a hook wrote into the gradients that were handed over."""
+        if self._written is None:
+            return False
+        replaced = any(tensor.grad is not gradient for tensor, gradient in zip(self._own, self._gradients, strict=True))
+        return replaced or bool(self._written.moved())
+
+    def _note_made(self, *_: object) -> None:
+        self.made = True
+
+    def _states(self) -> list[Numbers]:
+        """The state, as numbers, of the first parameter with a gradient in each group: a step begins there."""
+        states = []
+        for group in self._inner.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    states.append(_written(self._inner.state.get(tensor, {})))
+                    break
+        return states
+
+
+def _written(state: Mapping[str, object]) -> Numbers:
+    """The version of each tensor, and each number; a new one counts as if it were not there."""
+    seen: Numbers = {}
+    for name, value in state.items():
+        number = version(value) if isinstance(value, Tensor) else value
+        if isinstance(number, (int, float)) and number:
+            seen[name] = number
+    return seen
+
+
+# ``step(closure)``: a loop that puts the forward and the backward pass into a function, as Lightning's does.
+#
+# Such a closure is run once, and what it puts into ``.grad`` is the micro-batch. Only an inner optimizer that evaluates the model again and
+# again, as `torch.optim.LBFGS` does, is given the closure itself: it reads ``.grad`` each time, at once. There it must be the true
+# gradient, and not be changed after: a window of one micro-batch without options that change its gradient. The first gradient that it reads
+# decides on the window.
+
+
+_NOTE = (
+    "gradaccum: the closure was run once, for its micro-batch, and the inner optimizer's step is called without one. An optimizer that "
+    "evaluates the model again needs steps=1, or a window for each of its updates (RECIPES.md of gradaccum_torch, An optimizer with two "
+    "updates). The window is as it was: call opt.discard() to drop it."
+)
+
+Loss = Any
+"""The value of a closure. torch hands it through, whatever it is."""
+
+
+def needs_closure(inner: torch.optim.Optimizer) -> bool:
+    """Whether the ``step`` of `inner` cannot do without a closure."""
+    closure = signature(inner.step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
+
+
+def is_plain(options: Options, size: Size, parameters: Parameters) -> bool:
+    """Whether the inner optimizer can be given the closure; see `require_plain`."""
+    return not _in_the_way(options, size, parameters)
+
+
+def evaluated_once(closure: Callable[[], Loss]) -> Loss:
+    """What `closure` returns, which runs a backward pass, also where the user has switched gradients off around ``step``."""
+    with torch.enable_grad():
+        return closure()
+
+
+def note_missing_closure(error: Exception) -> None:
+    """An inner optimizer that turns out to need the closure, which was run already, raises its own `error`; a note says what to write."""
+    if "closure" in str(error).lower():
+        error.add_note(_NOTE)
+
+
+def require_plain(options: Options, size: Size, parameters: Parameters) -> None:
+    """A closure sees the true gradient in ``.grad``, in a window of this size.
+
+    Raises:
+        UsageError: an option would change it.
+    """
+    if found := _in_the_way(options, size, parameters):
+        raise explain(
+            UsageError,
+            "closure",
+            expected="an inner optimizer that does without a closure, or steps=1 with no other option than reduction and accumulate_dtype",
+            found=f"a closure, which must find the true gradient in .grad each time, beside {', '.join(found)}",
+            fix="Leave these options out, or take an optimizer that does not evaluate the model again and again.",
+        )
+
+
+class Skipped(Exception):
+    """Leaves the inner optimizer's step where its closure's first gradient must not be applied, before anything is written."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__("gradaccum: the window is skipped")
+        self.loss = loss
+
+
+class Evaluations:
+    """What the first evaluation of a closure gave, before the parameters moved: it is the micro-batch, and the window.
+
+    Args:
+        closure: the user's.
+    """
+
+    def __init__(self, closure: Callable[[], Loss]) -> None:
+        self.closure = closure
+        self.weight, self.losses = 1.0, tuple[Told, ...]()
+        self.ended: tuple[State, Decision] | None = None
+        """The state with the micro-batch, and what was decided; None before it."""
+
+    def decided(self, fields: State, decision: Decision, losses: tuple[Told, ...], weight: float, loss: Loss) -> None:
+        """The first evaluation leads to this decision on the window, whose state is then `fields`.
+
+        Raises:
+            UsageError: its gradient would have to be divided.
+            Skipped: it must not be applied.
+        """
+        if decision.apply and decision.divisor != 1:
+            fix = "Leave the weight out; where the optimizer does not evaluate the model again, write closure(); opt.step()."
+            raise explain(UsageError, "weight", expected="1 inside a closure", got=weight, fix=fix)
+        self.weight, self.losses, self.ended = weight, losses, (fields, decision)
+        if not decision.apply:
+            raise Skipped(loss)
+
+    def require_same(self, weight: float) -> None:
+        """A later evaluation has the weight of the first.
+
+        Raises:
+            UsageError: it has this one.
+        """
+        if weight != self.weight:
+            raise other_weight_error(weight, self.weight)
+
+
+def _in_the_way(options: Options, size: Size, parameters: Parameters) -> list[str]:
+    """The options, as the user writes them, that change the gradient after the closure has put it into ``.grad``."""
+    found = [f"{name}={value}" for name in ("clip_norm", "skip_norm") if (value := getattr(options, name)) is not None]
+    found += [f"steps={size}"] if size != 1 else []
+    found += ["loss_scale="] if options.scale_rule != ScaleRule() else []
+    found += [f"on_overflow={options.on_overflow!r}"] if options.on_overflow == "drop_micro_batch" else []
+    found += ["separate_sums=True"] if options.separate_sums else []
+    found += ["master_weights=True"] if parameters.has_masters else []
+    pairs = {(parameter.dtype, sum_dtype(parameter, options.accumulate_dtype)) for parameter in parameters.positions()}
+    apart = {f"sums of {own} gradients in {total} (write accumulate_dtype={own})" for own, total in pairs if own != total}
+    return [*found, *sorted(apart)]
+
+
+# The division of a window's sum inside the update itself, where the inner optimizer is one of torch's fused ones.
+#
+# Their kernels divide each gradient by ``optimizer.grad_scale`` as they read it, which is how `torch.amp.GradScaler` unscales. A window's
+# divisor (loss scale, denominator and clipping in one) goes the same way, and a pass over the gradients is saved. The kernels divide in
+# float32 by a float32, bit for bit what dividing first would give. So float64 goes this way only where the divisor is a float32, and half
+# precision never.
+
+
+_FLOAT32 = {torch.float32}
+_REAL = (Tensor, torch.nn.Parameter)
+"""A fake tensor takes no real one beside it."""
+_WIDE = {torch.float32, torch.float64}
+
+
+def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
+    """Whether ``inner.step()`` itself can divide what is in ``.grad``, exactly, and before any Python code reads it."""
+    if not getattr(inner, DIVIDES_BY_GRAD_SCALE, False):
+        return False
+    return _is_torchs(inner) and not _is_hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
+
+
+class Dividing:
+    """Inside its ``with`` block every ``inner.step()`` divides by `divisor`; ``.grad`` holds the divided gradient after it."""
+
+    def __init__(self, inner: torch.optim.Optimizer, divisor: float) -> None:
+        self._inner, self._divisor = inner, divisor
+
+    def __enter__(self) -> None:
+        inner: Any = self._inner
+        first = next((group["params"][0] for group in inner.param_groups if group["params"]), None)
+        inner.grad_scale, inner.found_inf = _scale(self._divisor, first), None
+
+    def __exit__(self, *_: object) -> None:
+        inner: Any = self._inner
+        del inner.grad_scale, inner.found_inf
+
+
+def _scale(divisor: float, parameter: Tensor | None) -> Tensor:
+    """`divisor` in float32, shape ``()``, where `parameter` is."""
+    device = torch.device("cpu") if parameter is None else parameter.device
+    if device.type == "cpu" and type(parameter) in _REAL:
+        return operand(divisor, torch.float32)
+    scale = torch.tensor(divisor, dtype=torch.float32, device="cpu")
+    # Filled where it is used: a copy from the host would be one more wait for the device.
+    return scale if device.type == "cpu" else torch.full((), scale.item(), dtype=torch.float32, device=device)
+
+
+def _is_float32(divisor: float) -> bool:
+    return torch.tensor(divisor, dtype=torch.float32, device="cpu").item() == divisor
+
+
+def _is_torchs(inner: torch.optim.Optimizer) -> bool:
+    """Whether ``inner.step`` is torch's own: a subclass's, or one that was patched onto it, may read the gradients in Python."""
+    step: Any = None if "step" in vars(inner) else type(inner).step
+    while step is not None and step.__globals__["__name__"].startswith("torch.optim."):
+        # functools.wraps copies the name of the module too, but not the module's variables.
+        if (step := getattr(step, "__wrapped__", None)) is None:
+            return True
+    return False
+
+
+def _is_hooked(inner: torch.optim.Optimizer) -> bool:
+    return bool(step_pre_hooks(inner) or all_step_pre_hooks)
+
+
+def _takes(group: Group, divisor: float) -> bool:
+    dtypes = set(map(DTYPE, group["params"]))
+    return bool(group.get("fused")) and (dtypes <= _FLOAT32 or (dtypes <= _WIDE and _is_float32(divisor)))
+
+
+# The hooks of optimizers: an optimizer keeps them in tables, and torch shows the table to whoever registers a hook.
+
+
+Table = OrderedDict[int, Callable[..., Any]]
+"""The hooks of an optimizer by number."""
+
+
+NO_HOOKS: Table = OrderedDict()
+
+
+def hook_tables() -> dict[str, Table]:
+    """Empty tables of hooks under the names by which an optimizer keeps them."""
+    fresh = torch.optim.SGD([torch.empty(0, device="cpu")])
+    return {name: table for name, table in vars(fresh).items() if isinstance(table, OrderedDict)}
+
+
+def _table_of(register: Callable[[Callable[..., None]], RemovableHandle]) -> Table:
+    """Where `register` puts hooks."""
+    handle = register(lambda *_: None)
+    handle.remove()
+    return cast(Table, handle.hooks_dict_ref())
+
+
+def _table(register: str) -> Callable[[torch.optim.Optimizer], Table]:
+    """An optimizer that never calls ``Optimizer.__init__``, as torch_optimizer's Lookahead, has no table: it runs no hook."""
+
+    def table(optimizer: torch.optim.Optimizer) -> Table:
+        try:
+            return _table_of(getattr(optimizer, register))
+        except AttributeError:
+            return NO_HOOKS
+
+    return table
+
+
+step_pre_hooks, step_post_hooks = map(_table, ("register_step_pre_hook", "register_step_post_hook"))
+
+
+save_pre_hooks, save_post_hooks = map(_table, ("register_state_dict_pre_hook", "register_state_dict_post_hook"))
+
+
+load_pre_hooks, load_post_hooks = map(_table, ("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"))
+"""One optimizer's hooks by number."""
+
+
+all_step_pre_hooks = _table_of(register_optimizer_step_pre_hook)
+"""The hooks before each step of any optimizer: a fused kernel must not divide a gradient that such a hook reads undivided."""
+
+
+all_step_post_hooks = _table_of(register_optimizer_step_post_hook)
+"""The hooks after each step of any optimizer: where such a hook raises, the update was made all the same."""

@@ -1,30 +1,143 @@
-"""What happens to an open window: a micro-batch is added, the window closes or is forgotten. The transitions of the core move it."""
+"""The open window of micro-batches: added to, closed, forgotten, saved, resumed. The transitions of the core move it.
+
+`Plan` chooses where its sum lives, and `MicroBatch` has what the user said of the micro-batch under way.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
-from gradaccum.kit import Decision, State, accumulate, at_rest, discard, ends, select
-from gradaccum_torch.attempt import StepReturn
-from gradaccum_torch.closure import Evaluations, Loss, Skipped, evaluated_once, require_plain
-from gradaccum_torch.knowledge import as_told
-from gradaccum_torch.loss import factor, require_graph, scaled
-from gradaccum_torch.micro_batch import NOTHING_SAID, MicroBatch
-from gradaccum_torch.misuse import cast_in_window_error, unfinished_error
-from gradaccum_torch.state import NOTHING_CLOSED, WindowState
-from gradaccum_torch.update import through
+from gradaccum import StepResult, UsageError
+from gradaccum.kit import (
+    Decision,
+    Fields,
+    Options,
+    ScaleRule,
+    State,
+    accumulate,
+    at_rest,
+    close,
+    contribution,
+    decide,
+    discard,
+    divisor,
+    ends,
+    explain,
+    initial_state,
+    largest_number,
+    measures,
+    select,
+    terms_of,
+)
+from gradaccum_torch.buffers import DroppingStrategy, MovingStrategy, SeparateDroppingStrategy, SeparateStrategy
+from gradaccum_torch.checks import (
+    Size,
+    cast_in_window_error,
+    changed_gradients_error,
+    known_window_size,
+    multiplied_error,
+    not_scaled_error,
+    other_weight_error,
+    unfinished_error,
+    window_size,
+)
+from gradaccum_torch.grad_scaler import ScalerLink
+from gradaccum_torch.parameters import Parameters
+from gradaccum_torch.saving import Saved, own_copy
+from gradaccum_torch.statistics import NOBODY, Known, Statistics, Told, as_told
+from gradaccum_torch.strategy import GradStrategy, Strategy
+from gradaccum_torch.sums import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, sum_dtype
+from gradaccum_torch.update import Evaluations, Loss, Skipped, StepReturn, Update, evaluated_once, require_plain, through
+from gradaccum_torch.watch import Sentinels
+from gradaccum_torch.workers.interface import Workers
 
+NOTHING_CLOSED = (False, False, False)
 _DROPPED = (False, False, True)
 _NOT_EVALUATED = Decision(True, False, 1.0, math.nan)
 """Of an inner optimizer that has made its update without a look at the closure it was given."""
 
 
-class Window(WindowState):
-    """Everything that happens between two updates."""
+class Follower(Protocol):
+    """A scheduler that moves once per update."""
+
+    def follow(self) -> None:
+        """Move if an update was applied since the last move."""
+
+
+class Verdict(NamedTuple):
+    """What is to be done with the window that ends."""
+
+    fields: State
+    """Its state, with the loss scale as a `torch.amp.GradScaler` has it."""
+    decision: Decision
+    unclipped: float
+    """The divisor without clipping."""
+    norms: list[Tensor]
+    """Of the sum; empty if it was not measured."""
+    strayed: bool
+    """The model may differ from the rounded masters."""
+
+
+class Window:
+    """Everything that there is and that happens between two updates.
+
+    The state is in Python numbers, so that a micro-batch costs one transition and a few comparisons, and no wait for the device.
+
+    Args:
+        parameters: those that are summed over.
+        options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
+        update: makes the updates.
+        scaler: the user's `torch.amp.GradScaler`, if the loss scale is its.
+        workers: those that the window is added up over.
+    """
+
+    def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
+        self._parameters, self._options, self._update = parameters, options, update
+        self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
+        self._micro_batch, self._grad_norm, self.listening = NOTHING_SAID, 0.0, NOBODY
+        self.schedulers: WeakSet[Follower] = WeakSet()
+        """Those that follow the updates."""
+        self._statistics = Statistics(options)
+        self._measures = measures(options)
+        """The norm of a window's sum is needed."""
+        self._plan = Plan(parameters, options, workers)
+        self.strategy = self._plan.strategy()
+        self._size: Size = None
+        self._fields: State
+        self._set(initial_state(options.scale_rule.init_scale))
+        self._expect()
+
+    @property
+    def result(self) -> StepResult:
+        """What the last event did; waits for the device where nothing else has and a loss is there."""
+        fields, known = self._fields, self._statistics
+        counted = fields.loss_scale, fields.micro_step, fields.optimizer_step
+        return StepResult(*self._event, self._grad_norm, *counted, known.loss, known.noise_scale)
+
+    @property
+    def updates(self) -> int:
+        """The updates applied since the start."""
+        return int(self._fields.optimizer_step)
+
+    @property
+    def size(self) -> Size:
+        """How long it is. Between two windows the schedule is asked for the next one's."""
+        return self._size if self._fields.micro_step else window_size(self._options, self._fields.optimizer_step)
+
+    @property
+    def sum_dtypes(self) -> list[torch.dtype]:
+        """The dtype of each parameter's sum."""
+        return self._plan.sum_dtypes
+
+    def is_under_way(self) -> bool:
+        """Whether a window is open, or the micro-batch that opens one has begun."""
+        return bool(self._fields.micro_step) or self._micro_batch.noted or self.strategy.begun
 
     def backward(self, loss: Tensor, weight: float, arguments: Mapping[str, Any]) -> None:
         """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only note it, unless other workers wait for it."""
@@ -68,6 +181,15 @@ class Window(WindowState):
         if self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0):
             self._micro_batch = NOTHING_SAID
 
+    def groups_changed(self) -> None:
+        """Parameters were added, replaced, frozen or cast; if the sum must now live elsewhere, it moves there."""
+        self._statistics.groups_changed()
+        self._parameters.groups_changed()
+        self._plan, old = Plan(self._parameters, self._options, self._workers), self.strategy
+        self.strategy = self._plan.carried_over(old)
+        if self.strategy is not old:
+            self._expect()
+
     def add(self) -> bool:
         """End the micro-batch under way: check it, add it to the sum, count it. Returns whether the window is full, and must be closed."""
         if first := self._fields.micro_step == 0:
@@ -80,7 +202,7 @@ class Window(WindowState):
         if self._scale_in_use or micro_batch.noted or sentinels.arrivals.multiplied:
             micro_batch.require_scaled(sentinels, factor(weight, fields, self._options), self._scale_in_use)
         if not sentinels.intact():
-            self._closing.require_true_gradient(State(*accumulate(fields, weight, True, select)), self._size, self.strategy)
+            self._require_true_gradient(State(*accumulate(fields, weight, True, select)))
         if first and not self._plan.holds():
             self.groups_changed()
         losses = micro_batch.losses and micro_batch.all_losses(sentinels)
@@ -90,9 +212,9 @@ class Window(WindowState):
             self._scaler.count(first=first)
         self._fields = at_rest(accumulate(fields, weight, finite, select), float64_weight=self._plan.float64_weight)
         self._event = NOTHING_CLOSED if finite else _DROPPED
-        self._knowledge.counted(fields, weight, finite, losses)
-        if self._knowledge.measures_noise and self._knowledge.is_first(self._fields):
-            self._knowledge.first_seen(self.fields_to_save(), self.strategy.norm_so_far())
+        self._statistics.counted(fields, weight, finite, losses)
+        if self._statistics.measures_noise and self._statistics.is_first(self._fields):
+            self._statistics.first_seen(self.fields_to_save(), self.strategy.norm_so_far())
         return bool(ends(self._fields, self._size, select))
 
     def close(self) -> None:
@@ -100,12 +222,12 @@ class Window(WindowState):
         if not self._plan.holds_dtypes():
             raise cast_in_window_error()
         if self._workers.several:
-            self._set(self._closing.join(self._workers, self._fields, self.strategy, self._plan.zeros), self._event)
+            self._join()
             if not self._workers.joined:
                 return
         else:
             self._workers.require_one_weight(self._fields)
-        self._fields, decision, *_ = verdict = self._closing.verdict(self._fields, self.strategy, self._plan)
+        self._fields, decision, *_ = verdict = self._verdict(self._fields)
         try:
             if decision.apply:
                 self._update.make(self.strategy, decision.divisor, verdict.unclipped, verdict.norms, verdict.strayed)
@@ -126,7 +248,7 @@ class Window(WindowState):
         finally:
             fields, decision = evaluations.ended or (accumulate(self._fields, 1.0, True, select), _NOT_EVALUATED)
             if self._update.made or not (decision.apply or self._update.half_made):
-                self._knowledge.counted(self._fields, evaluations.weight, True, evaluations.losses)
+                self._statistics.counted(self._fields, evaluations.weight, True, evaluations.losses)
                 self._micro_batch = NOTHING_SAID
                 self._set(fields)
                 self._finish(decision)
@@ -137,7 +259,7 @@ class Window(WindowState):
         if self._micro_batch.noted or (self._fields.micro_step and self.strategy.begun):
             raise unfinished_error("flush()")
         if self._fields.micro_step and not self.strategy.sentinels.intact():
-            self._closing.require_true_gradient(self._fields, self._size, self.strategy, flushing=True)
+            self._require_true_gradient(self._fields, flushing=True)
         self._workers.flush(self.close, self._between_windows, is_open=self._fields.micro_step > 0)
 
     def discard(self) -> None:
@@ -146,7 +268,48 @@ class Window(WindowState):
         self._micro_batch, self._update.half_made = NOTHING_SAID, False
         self._workers.window_ended()
         self._set(discard(self._fields))
-        self._knowledge.discard()
+        self._statistics.discard()
+
+    def save(self) -> Saved:
+        """The window as a checkpoint holds it, with the tensors themselves; may wait for the device."""
+        self._require_whole("state_dict()")
+        if self._fields.micro_step:
+            self.strategy.require_counted("state_dict()", self._micro_batch.noted)
+        fields = self.fields_to_save()
+        # Between two windows the schedule, which may have come to its end, is not asked.
+        terms = terms_of(self._options._replace(steps=self._size if fields.micro_step else None), fields.optimizer_step)
+        held = {index: total for index, total in enumerate(self.strategy.sums() if fields.micro_step else ()) if total is not None}
+        known = self._statistics.saved(fields.micro_step)
+        return Saved(fields, terms, self._grad_norm, held, self._parameters.masters(), self._workers.place, known)
+
+    def resumed(self, saved: Saved) -> State:
+        """The fields to go on with; an open window under other options, or of another worker, is refused."""
+        if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
+            return self._scaler.current(saved.fields)  # The scaler is the user's, and may have been loaded from a file of its own.
+        return saved.resumed(self._options, self._workers.place)
+
+    def restore(self, saved: Saved) -> None:
+        """Go on with `saved`, whose fields `resumed` gave and whose sums become this window's own."""
+        self.strategy.clear()
+        self._micro_batch = NOTHING_SAID
+        self.strategy.load([own_copy(saved.sums.get(index), each) for index, each in enumerate(self._parameters.positions())])
+        self._parameters.load(saved.masters)
+        self._start_with(saved.fields, saved.grad_norm, saved.known)
+
+    def pickled(self) -> dict[str, Any]:
+        """The state for `unpickle` of a copy, in the midst of a micro-batch too."""
+        state = {"fields": self.fields_to_save(), "grad_norm": self._grad_norm, "micro_batch": self._micro_batch}
+        return {**state, "strategy": self.strategy.pickled(), "known": self._statistics.saved(self._fields.micro_step)}
+
+    def unpickle(self, pickled: Mapping[str, Any]) -> None:
+        """Go on with what `pickled` gave."""
+        self._start_with(pickled["fields"], pickled["grad_norm"], pickled["known"])
+        self._micro_batch = pickled["micro_batch"]
+        self.strategy.unpickle(pickled["strategy"])
+
+    def fields_to_save(self) -> State:
+        """The state, with a `torch.amp.GradScaler`'s scale and tracker as they are now; may wait for the device."""
+        return self._fields if self._scaler is None else self._scaler.current(self._fields)
 
     def _between_windows(self) -> None:
         """The call closes another window. What the user's loop does after each window on the other workers is done here."""
@@ -168,14 +331,68 @@ class Window(WindowState):
             return loss
         told = self._micro_batch
         after = at_rest(accumulate(self._fields, told.weight, True, select), float64_weight=self._plan.float64_weight)
-        evaluations.decided(self._closing.verdict(after, self.strategy, self._plan), told.losses, told.weight, loss)
+        fields, decision, *_ = self._verdict(after)
+        evaluations.decided(fields, decision, told.losses, told.weight, loss)
         return loss
+
+    def _join(self) -> None:
+        """Make the sum, its weight and what is known of it those of all workers."""
+        fields = self._fields
+        if self._scaler is not None and fields.micro_step == 0:
+            self._scaler.count(first=True)
+        own = self.strategy.sums()
+        joined = self._workers.join(fields, own, self._plan.zeros, self._statistics.numbers(fields.micro_step))
+        self._statistics.join(joined.numbers)
+        if joined.sums is not own:
+            self.strategy.load(joined.sums)
+        self._set(joined.fields, self._event)
+
+    def _verdict(self, fields: State) -> Verdict:
+        """Measure and decide; `fields`: the state of the window that ends."""
+        if self._statistics.measures_noise and not self._plan.holds():
+            self._statistics.groups_changed()
+        fields, measured, strayed = self._measured(fields)
+        # Clipping comes after this: a sum that leaves the range before it is an overflow, as it would be in a large batch.
+        unclipped = divisor(fields, self._options, select)
+        finite = measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))
+        decision = Decision(*decide(fields, measured.norm, finite, self._options, select, self._plan.largest))
+        return Verdict(fields, decision, unclipped, measured.norms, strayed)
+
+    def _measured(self, fields: State) -> tuple[State, Measured, bool]:
+        """The state with the loss scale in use, the norm, and whether the model may differ from the masters: one wait, or none."""
+        if not self._measures:
+            self.strategy.settle()
+            return fields, UNMEASURED, self._parameters.may_have_strayed()
+        strayed, scale = self._parameters.strayed(), () if self._scaler is None else self._scaler.notes()
+        losses, of_scale = self._statistics.unread, len(scale)
+        measured = self.strategy.measure((*scale, *losses, *strayed))
+        if self._scaler is not None:
+            fields = self._scaler.used(fields, measured.notes[:of_scale])
+        self._statistics.read(measured.notes[of_scale : of_scale + len(losses)])
+        return fields, measured, any(measured.notes[of_scale + len(losses) :])
+
+    def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
+        """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1.
+
+        Args:
+            after: the state with the micro-batch under way.
+            flushing: no micro-batch is under way.
+
+        Raises:
+            UsageError: it is not.
+        """
+        if divisor(after, self._options, select) != 1 or not (flushing or ends(after, self._size, select)):
+            raise changed_gradients_error()
+        self.strategy.require_true_gradient(first=after.micro_step == 1, flushing=flushing)
 
     def _finish(self, decision: Decision) -> None:
         """Count the window, free its sum, move the loss scale."""
         ended, self._grad_norm = self._fields, decision.grad_norm
-        self._knowledge.window_ended(ended, decision.grad_norm)
-        self._set(self._closing.closed(ended, decision), (decision.apply, not decision.apply, decision.overflow))
+        self._statistics.window_ended(ended, decision.grad_norm)
+        # A `torch.amp.GradScaler` moves the loss scale by its own rule.
+        options = self._options if self._scaler is None else self._options._replace(scale_rule=self._scaler.rule)
+        after = close(ended, decision.apply, decision.overflow, options, select)
+        self._set(after, (decision.apply, not decision.apply, decision.overflow))
         through(self.strategy.window_ended)
         self._workers.window_ended()
         self.strategy.sentinels.window_ended()
@@ -183,3 +400,197 @@ class Window(WindowState):
         if self._scaler is not None:
             self._scaler.window_ended(self._fields, decision.overflow)
         self.listening.window_ended(ended, self)
+
+    def _start_with(self, fields: State, grad_norm: float, known: Known) -> None:
+        self._size = window_size(self._options, fields.optimizer_step) if fields.micro_step else None
+        self._update.half_made, self._grad_norm = False, grad_norm
+        self._statistics.restore(known, fields.micro_step)
+        self._workers.window_ended()
+        self._set(fields)
+        self._expect()
+        if self._scaler is not None:
+            self._scaler.write(fields)
+
+    def _expect(self) -> None:
+        """Tell the strategy how long the next window is, if that makes a difference to it."""
+        if self.strategy.expects:
+            self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
+
+    def _set(self, fields: Fields, event: tuple[bool, bool, bool] = NOTHING_CLOSED) -> None:
+        self._fields, self._event = at_rest(fields, float64_weight=self._plan.float64_weight), event
+
+    def _require_whole(self, call: str | None = None) -> None:
+        """Neither a backward pass nor an update was made by half; and before `call` the sum is this worker's own."""
+        self._update.require_whole()
+        self.strategy.require_whole()
+        if call is not None:
+            self._workers.require_own_sum(call)
+
+
+class Plan:
+    """The place where the sum of a window lives, by the parameters as they are when the plan is made.
+
+    Args:
+        parameters: those that are summed over.
+        options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
+        workers: those that the window is added up over; their engine may keep the sum.
+
+    Raises:
+        UsageError: the engine keeps the sum, and the parameters were cast to another dtype than their sums have.
+    """
+
+    def __init__(self, parameters: Parameters, options: Options, workers: Workers) -> None:
+        self._parameters, self._accumulate_dtype, self._workers = parameters, options.accumulate_dtype, workers
+        seen = parameters.positions()
+        self._seen, self._dtypes = _seen(seen), list(map(DTYPE, seen))
+        self.sum_dtypes = [sum_dtype(parameter, options.accumulate_dtype) for parameter in seen]
+        """The dtype of each parameter's sum."""
+        self.float64_weight = torch.float64 in self.sum_dtypes
+        self.largest = largest_number(float64_weight=self.float64_weight)
+        """The largest finite number of the dtype in which the sums are divided."""
+        self._kind = _kind(self._dtypes, self.sum_dtypes, options)
+        if workers.keeps_sum and self._kind is not GradStrategy:
+            fix = "Wrap the optimizer after the cast."
+            expected, found = "parameters in the dtype of their sums beside gradient_sync=", "parameters that were cast"
+            raise explain(UsageError, "model.to(dtype)", expected=expected, found=found, fix=fix)
+
+    def holds(self) -> bool:
+        """Nothing has changed since: ``model.to(dtype)``, freezing and code that replaces parameters in the groups call nothing here."""
+        return _seen(self._parameters.positions()) == self._seen
+
+    def holds_dtypes(self) -> bool:
+        """No parameter was cast since."""
+        return list(map(DTYPE, self._parameters.positions())) == self._dtypes
+
+    def zeros(self, position: int) -> Tensor:
+        """An empty sum of the parameter at `position`."""
+        return torch.zeros_like(self._parameters.positions()[position], dtype=self.sum_dtypes[position])
+
+    def strategy(self) -> Strategy:
+        """A new one of the kind that suits the parameters."""
+        if self._workers.keeps_sum:
+            return self._workers.strategy(self._parameters, self._accumulate_dtype)
+        return self._kind(self._parameters, self._accumulate_dtype)
+
+    def carried_over(self, old: Strategy) -> Strategy:
+        """`old` itself where it suits the parameters, else a new one to which its sum has moved."""
+        if self._workers.keeps_sum or type(old) is self._kind:
+            old.groups_changed()
+            return old
+        arrived, outside, _ = old.sentinels.flags()
+        sums, new = old.release(), self.strategy()
+        new.load([None if total is None else total.to(dtype) for total, dtype in zip(sums, self.sum_dtypes, strict=True)])
+        new.sentinels.reset(arrived, outside)
+        return new
+
+
+def _seen(parameters: Sequence[Tensor]) -> tuple[list[int], list[torch.dtype], list[bool]]:
+    return list(map(id, parameters)), list(map(DTYPE, parameters)), list(map(REQUIRES_GRAD, parameters))
+
+
+def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], options: Options) -> type[Strategy]:
+    """The sum is in ``.grad`` unless it is to be apart, micro-batches can be dropped or some sum has another dtype than its parameter."""
+    if options.separate_sums:
+        return SeparateDroppingStrategy if options.on_overflow == "drop_micro_batch" else SeparateStrategy
+    if options.on_overflow == "drop_micro_batch":
+        return DroppingStrategy
+    return GradStrategy if sum_dtypes == dtypes else MovingStrategy
+
+
+class MicroBatch(NamedTuple):
+    """What the user has said about the micro-batch under way, between two calls of ``step``. Without any word its weight is 1."""
+
+    weight: float = 1.0
+    noted: bool = False
+    """A loss was given to ``opt.backward`` or ``opt.scale``, with this weight."""
+    scaled_by_user: bool = False
+    """``opt.scale`` was called, so a plain ``backward()`` is expected."""
+    losses: tuple[Told, ...] = ()
+    """Its losses as they were told, not scaled; empty if nobody told them."""
+
+    def all_losses(self, sentinels: Sentinels) -> tuple[Told, ...]:
+        """Its losses; empty if some were not told: there was a plain ``backward()`` beside ``opt.backward``."""
+        some = self.noted and not self.scaled_by_user and sentinels.arrivals.outside
+        return () if some else self.losses
+
+    def require_same(self, weight: float) -> None:
+        """All losses of one micro-batch have one weight.
+
+        Raises:
+            UsageError: an earlier one had another.
+        """
+        if self.noted and self.weight != weight:
+            raise other_weight_error(weight, self.weight)
+
+    def require_scaled(self, sentinels: Sentinels, factor: float, scale_in_use: bool) -> None:
+        """Every gradient of the micro-batch was multiplied by `factor`, weight times loss scale.
+
+        Raises:
+            UsageError: there was a plain ``backward()`` where `factor` is needed, or one of another wrapped optimizer, with its own factor.
+        """
+        # Where the user has replaced .grad since, as netD.zero_grad() of a GAN does, what was multiplied is gone.
+        if sentinels.watching and sentinels.arrivals.multiplied and not sentinels.arrivals.disturbed:
+            raise multiplied_error()
+        forgotten = scale_in_use and not self.noted and not self.scaled_by_user
+        mixed = sentinels.arrivals.outside and self.noted and not self.scaled_by_user and (factor != 1 or self.weight == 0)
+        if forgotten or mixed:
+            raise not_scaled_error(sentinels.arrived)
+
+
+NOTHING_SAID = MicroBatch()
+
+
+# The factor of a loss before it is differentiated: its weight times the loss scale.
+
+
+def require_graph(loss: Tensor) -> Tensor:
+    """`loss` of weight 0 if it can be differentiated.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not loss.requires_grad:
+        fix = "Run the model on any batch on this worker too, and give its loss with weight=0."
+        expected, found = "one of the model, because every backward pass is that of all workers", "one without a graph"
+        raise explain(UsageError, "loss", expected=expected, found=found, fix=fix)
+    return loss
+
+
+def factor(weight: float, fields: State, options: Options) -> float:
+    """The factor of a loss of that weight: contribution times loss scale."""
+    product: float = contribution(weight, options) * fields.loss_scale
+    return product
+
+
+def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler: ScalerLink | None) -> Tensor:
+    """`loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is.
+
+    Raises:
+        UsageError: its dtype cannot hold the factor, however far the loss scale backs off.
+    """
+    own, rule = float(contribution(weight, options)), options.scale_rule
+    if own == 1 and scaler is None and fields.loss_scale == 1:
+        return loss
+    _require_in_range(loss, own * (rule.init_scale if rule.backoff_factor == 1 else rule.min_scale))
+    with torch.enable_grad():  # backward() works inside torch.no_grad(), and so must this.
+        if scaler is not None:
+            loss = scaler.scale(loss)
+        else:
+            own *= fields.loss_scale
+        return loss if own == 1 else loss * own
+
+
+def _require_in_range(loss: Tensor, factor: float) -> None:
+    """A `loss` can be handed `factor` as its gradient: autograd casts that to the dtype of the loss, however it was multiplied.
+
+    Raises:
+        UsageError: `factor` is beyond that dtype, as only float16's range is so small, so that no gradient could be finite.
+    """
+    if loss.dtype is torch.float16 and factor > torch.finfo(torch.float16).max:
+        raise explain(
+            UsageError,
+            "loss",
+            expected=f"a dtype that holds weight x loss scale, which is at least {factor:g} here",
+            found="a float16 loss, in which that is inf, so that every gradient would overflow",
+            fix="Compute the loss in float32: loss_fn(output.float(), target).",
+        )

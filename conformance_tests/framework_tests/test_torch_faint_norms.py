@@ -10,8 +10,8 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
 
-from gradaccum_torch import norm as module
-from gradaccum_torch.norm import measure
+from gradaccum_torch import sums as module
+from gradaccum_torch.sums import measure
 
 EXTREMES = [2.0**-149, 2.0**-140, 2.0**-100, 2.0**-72, 2.0**-40, 1.0, 2.0**64, 2.0**127]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import gradaccum
 from gradaccum_torch import AccumulatingOptimizer
-from gradaccum_torch.norm import measure
+from gradaccum_torch.sums import measure
 
 
 def one_parameter(value: torch.Tensor, **options: object) -> tuple[nn.Parameter, AccumulatingOptimizer]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import loss_of, make_model, rows_of
-from gradaccum_torch import buffers, in_grad
+from gradaccum_torch import buffers, strategy
 
 PLACES: dict[str, tuple[torch.dtype, dict]] = {
     "in .grad": (torch.float32, {}),
@@ -113,7 +113,7 @@ def test_out_of_memory_while_narrowing(place: str, when: str, monkeypatch: pytes
     model, opt = make(place)
     micro_batches(model, opt, 2)
     opt.backward(loss(model, 2))
-    module = in_grad if place == "masters, half sums" else buffers
+    module = strategy if place == "masters, half sums" else buffers
     narrowed, calls = module.narrowed, []
 
     def raising(*arguments: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradaccum
-from gradaccum_torch import comparison
+from gradaccum_torch import parameters
 
 STEP = 2.0**-13
 
@@ -177,7 +177,7 @@ def test_model_cast_to_float32_trains_on() -> None:
         assert torch.equal(parameter, master.to(torch.bfloat16).float())
 
 
-@pytest.mark.parametrize("compare", [lambda *pair: comparison.bits_apart(*pair), lambda *pair: comparison.differences([pair])[0]])
+@pytest.mark.parametrize("compare", [lambda *pair: parameters.bits_apart(*pair), lambda *pair: parameters.differences([pair])[0]])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_smallest_change_is_seen(compare: Any, dtype: torch.dtype) -> None:
     """Both ways of comparing, the CPU's and the accelerator's, see it at any size of the element, down to the smallest number."""
@@ -196,9 +196,9 @@ def test_smallest_change_is_seen(compare: Any, dtype: torch.dtype) -> None:
 
 
 def test_tensors_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "CHUNK", 4)
+    monkeypatch.setattr(parameters, "CHUNK", 4)
     pairs = [(torch.ones(size, dtype=torch.float16), torch.ones(size)) for size in (1, 5, 2, 3, 1)]
-    chunks = list(comparison._chunks(pairs))
+    chunks = list(parameters._chunks(pairs))
     assert [[half.numel() for half, _ in chunk] for chunk in chunks] == [[1, 5], [2, 3], [1]]
-    assert comparison.apart([]) is None
-    assert comparison.apart([(torch.ones(0, dtype=torch.float16), torch.ones(0))]) is None
+    assert parameters.apart([]) is None
+    assert parameters.apart([(torch.ones(0, dtype=torch.float16), torch.ones(0))]) is None

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 from conformance_tests.framework_tests.torch_lacking import SCENARIOS, TOGETHER  # noqa: E402
 from conformance_tests.framework_tests.torch_renamed import Hidden  # noqa: E402
 from gradaccum_conformance.deep import deep_but  # noqa: E402
-from gradaccum_torch import torch_private  # noqa: E402
+from gradaccum_torch import private  # noqa: E402
 
 
 def require_promised(names: list[str]) -> None:
@@ -23,7 +23,7 @@ def require_promised(names: list[str]) -> None:
 
 
 def test_every_name_has_a_scenario() -> None:
-    assert SCENARIOS.keys() == torch_private.LOST.keys()
+    assert SCENARIOS.keys() == private.LOST.keys()
     assert sorted(name for names in TOGETHER for name in names) == sorted(SCENARIOS)
 
 
@@ -39,7 +39,7 @@ def test_torch_without(name: str) -> None:
 
 
 def test_name_without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("gradaccum_torch.again", torch_private.__file__)
+    spec = importlib.util.spec_from_file_location("gradaccum_torch.again", private.__file__)
     assert spec is not None
     assert spec.loader is not None
     monkeypatch.setattr(torch.Tensor, "_version", Hidden(torch._C.TensorBase._version))

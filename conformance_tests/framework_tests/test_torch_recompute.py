@@ -25,7 +25,7 @@ from conformance_tests.framework_tests.torch_recompute import (
     state,
     trained,
 )
-from gradaccum_torch.recomputation import recompute, surroundings
+from gradaccum_torch.recomputation import function, recompute
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -110,7 +110,7 @@ def both_orders(call: Callable[[Tensor], Tensor], model: nn.Module, size: int) -
 
 
 @by_change
-@pytest.mark.parametrize("size", [4, surroundings.SMALL + 1])
+@pytest.mark.parametrize("size", [4, function.SMALL + 1])
 def test_each_replay_finds_its_own_average(size: int, inplace: bool) -> None:
     got, expected = Average(size, inplace), Average(size, inplace)
     assert same(both_orders(recompute(got), got, size), both_orders(expected, expected, size))
@@ -139,9 +139,9 @@ def test_written_large_buffer_without_version() -> None:
             self.mean.data.add_(1)
             return torch.tanh(x - self.mean)
 
-    got, expected = Written(surroundings.SMALL + 1), Written(surroundings.SMALL + 1)
+    got, expected = Written(function.SMALL + 1), Written(function.SMALL + 1)
     for model in (recompute(got), expected):
-        model(torch.zeros(1, surroundings.SMALL + 1, requires_grad=True)).sum().backward()
+        model(torch.zeros(1, function.SMALL + 1, requires_grad=True)).sum().backward()
     assert torch.equal(got.mean, expected.mean)
 
 

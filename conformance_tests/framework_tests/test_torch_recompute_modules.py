@@ -30,7 +30,7 @@ from conformance_tests.framework_tests.torch_recompute import (
     trained,
 )
 from gradaccum_torch.large_batch import backward, coupled_backward
-from gradaccum_torch.recomputation import recompute, run, surroundings
+from gradaccum_torch.recomputation import function, recompute
 
 
 def test_nested_parts() -> None:
@@ -71,8 +71,8 @@ def test_memory_falls() -> None:
 
 def test_no_cost_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = recompute(make()).eval(), make().eval()
-    monkeypatch.setattr(run, "checkpoint", None)
-    monkeypatch.setattr(surroundings.Surroundings, "__init__", None)
+    monkeypatch.setattr(function, "checkpoint", None)
+    monkeypatch.setattr(function.Surroundings, "__init__", None)
     with torch.no_grad():
         torch.manual_seed(0)
         got = model(data())
@@ -110,7 +110,7 @@ def test_module_stays_as_it_was() -> None:
 
 
 def test_example() -> None:
-    result = doctest.testmod(sys.modules["gradaccum_torch.recomputation"])
+    result = doctest.testmod(sys.modules["gradaccum_torch.recomputation.module"])
     assert (result.failed, result.attempted) == (0, 4)
 
 
@@ -146,7 +146,7 @@ def test_compiled(fullgraph: bool) -> None:
     model, expected = make(), make()
     model[4] = expected[4] = nn.Identity()
     compiled = torch.compile(recompute(model), backend="aot_eager", fullgraph=fullgraph)
-    if fullgraph and run.MOVES_TWICE:
+    if fullgraph and function.MOVES_TWICE:
         with pytest.raises(torch._dynamo.exc.Unsupported):
             compiled(data())
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 import gradaccum
 import gradaccum_torch
 from conformance_tests.framework_tests.torch_window_loss import X, feed, loss_of, made, near
-from gradaccum_torch.knowledge import as_told
+from gradaccum_torch.statistics import as_told
 
 
 def test_plain_backward_tells_nothing() -> None:
@@ -137,7 +137,7 @@ def test_interrupt_that_loses_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(opt._window._knowledge, "counted", interrupt)
+        patched.setattr(opt._window._statistics, "counted", interrupt)
         with pytest.raises(KeyboardInterrupt):
             feed(model, opt, X[2:4])
     opt.zero_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 from conformance_tests.framework_tests.torch_operations import Operations
 from conformance_tests.framework_tests.torch_window_loss import X, feed, loss_of, made
 from gradaccum_torch import window as window_module
-from gradaccum_torch.knowledge import as_told
+from gradaccum_torch.statistics import as_told
 
 READ = "_local_scalar_dense"
 """The operation that waits for a device."""
@@ -41,7 +41,7 @@ def test_losses_that_stay_on_their_device(on_device: None, options: dict[str, An
         opt.step()
     if options.get("on_overflow"):
         assert READ not in reads.names
-    assert not opt._window._knowledge.unread
+    assert not opt._window._statistics.unread
     with Operations() as reads:
         loss, again = opt.result.loss, opt.result.loss
     assert reads.names.count(READ) == (1 if options.get("on_overflow") else 0), "the copy has read the other one"

@@ -17,8 +17,7 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
 from conformance_tests.framework_tests.torch_workers import CHECKS, WORLD  # noqa: E402
 from conformance_tests.framework_tests.torch_workers.processes import run_workers  # noqa: E402
 from gradaccum.kit import initial_state  # noqa: E402
-from gradaccum_torch.workers.numbers import decode, encode  # noqa: E402
-from gradaccum_torch.workers.reduction import LARGE_BYTES, riders  # noqa: E402
+from gradaccum_torch.workers.group import LARGE_BYTES, decode, encode, riders  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("torch_workers")
 PACKAGE = "conformance_tests.framework_tests.torch_workers"

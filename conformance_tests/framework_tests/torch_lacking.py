@@ -113,7 +113,7 @@ def masters() -> None:
     import torch
 
     import gradaccum
-    from gradaccum_torch.comparison import apart, differences
+    from gradaccum_torch.parameters import apart, differences
 
     wide = [torch.linspace(-1, 1, 12).reshape(3, 4), torch.linspace(1, 2, 5)]
     halves = [torch.nn.Parameter(each.bfloat16()) for each in wide]
@@ -387,7 +387,7 @@ def verifies_coarsely() -> None:
 def model_states_are_refused() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-    from gradaccum_torch.torch_private import exists
+    from gradaccum_torch.private import exists
 
     model, opt = trains()
     with refused(UsageError, "torch.distributed.checkpoint.state_dict", "opt.state_dict()"):

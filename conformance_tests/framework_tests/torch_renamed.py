@@ -87,14 +87,14 @@ def take_away(names: list[str]) -> None:
 
 def main(names: list[str]) -> None:
     take_away(names)
-    from gradaccum_torch import torch_private
+    from gradaccum_torch import private
 
-    plain = torch_private.exists
+    plain = private.exists
     # Torch's own methods go on to name what is hidden.
-    torch_private.exists = lambda name: not (name in _HIDDEN and name in names) and plain(name)
+    private.exists = lambda name: not (name in _HIDDEN and name in names) and plain(name)
     for scenario in dict.fromkeys(SCENARIOS[name] for name in names):
         scenario()
-    missing = torch_private.lacking(torch_private.LOST).keys()
+    missing = private.lacking(private.LOST).keys()
     assert missing >= set(names), set(names) - missing
     print("as promised", flush=True)
     os._exit(0)  # The process group is not destroyed.

@@ -20,8 +20,7 @@ from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.integration_tests.regression import Regressor, distance
 from conformance_tests.integration_tests.transformers_runs import bare, wrapped
 from gradaccum import ArgumentTypeError, UsageError
-from gradaccum_torch.integrations.transformers import AccumulationCallback
-from gradaccum_torch.integrations.transformers_checks import require_trainer
+from gradaccum_torch.integrations.transformers import AccumulationCallback, require_trainer
 
 
 @pytest.mark.parametrize(

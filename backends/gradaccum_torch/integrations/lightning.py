@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAver
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.entry import StateDict
 from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.saving import StateDict
 from gradaccum_torch.scheduler import GatedScheduler
 
 _LIGHTNINGS_RULES = (WeightAveraging.should_update, EMAWeightAveraging.should_update)

@@ -8,7 +8,9 @@ wait for it in the window's reduction. So all of them vote after each attempt, b
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,10 +21,9 @@ from torch import Tensor, nn
 from gradaccum import AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, explain, free_frames, too_small_error, unknown_limit_error
 from gradaccum_torch.large_batch.batch import LargeBatch
-from gradaccum_torch.large_batch.memory_limit import within
-from gradaccum_torch.large_batch.vote import ElsewhereShortError, Vote, workers_of_call
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.versions import Versions
+from gradaccum_torch.private import base_of, elements, local, version
+from gradaccum_torch.sums import Versions
 
 T = TypeVar("T")
 Attempt = Callable[[int, Callable[[], None]], T]
@@ -199,3 +200,202 @@ def _require_limit(sizes: AutoMicroBatchSize, existing: Sequence[Tensor]) -> Non
     """A CPU's memory is the whole machine's, and the system kills who asks for more of it."""
     if sizes.memory_limit is None and all(each.is_cpu for each in existing):
         raise unknown_limit_error("the CPU")
+
+
+# The vote of the workers of a process group for one size of micro-batch: after each attempt all of them say how it went.
+#
+# An attempt that succeeded here counts for nothing if another worker ran out of memory: all start over with the smallest size.
+
+
+_FITS, _SHORT, _RAISED = range(3)
+
+
+class ElsewhereShortError(Exception):
+    """Another worker ran out of memory. The window puts everything back on its way, as after an error of its own.
+
+    Args:
+        size: that all go on with; 0: none is left.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"another worker ran out of memory; all go on with micro-batches of {size} items")
+        self.size = size
+
+
+class Vote:
+    """One vote for each attempt; this process alone agrees with itself at once."""
+
+    def __init__(self, workers: dist.ProcessGroup | None) -> None:
+        self._workers = workers
+        self._size = 0
+        self.cast = False
+        """This worker has voted on the attempt under way."""
+
+    def begin(self, size: int) -> None:
+        """Another attempt, in micro-batches of `size` items."""
+        self._size, self.cast = size, False
+
+    def fits(self) -> None:
+        """The attempt of this worker fitted.
+
+        Raises:
+            ElsewhereShortError: another's did not.
+            UsageError: another's raised.
+        """
+        outcome, size = self._said(_FITS, self._size)
+        if outcome == _RAISED:
+            raise other_raised_error()
+        if outcome == _SHORT:
+            raise ElsewhereShortError(size)
+
+    def short(self, smaller: int) -> int:
+        """The attempt of this worker ran out of memory; `smaller` is the size that it could go on with, 0 if there is none.
+
+        Returns:
+            The size that all go on with; 0 if one of them has none.
+
+        Raises:
+            UsageError: another's raised.
+        """
+        outcome, size = self._said(_SHORT, smaller)
+        if outcome == _RAISED:
+            raise other_raised_error()
+        return size
+
+    def raised(self) -> None:
+        """The attempt of this worker raised. The others hear of it if they can still be reached."""
+        if not self.cast:
+            try:
+                self._said(_RAISED, self._size)
+            except RuntimeError:
+                return
+
+    def _said(self, outcome: int, size: int) -> tuple[int, int]:
+        """The worst outcome and the smallest size of all workers; collective."""
+        self.cast = True
+        if self._workers is None:
+            return outcome, size
+        said = torch.tensor([outcome, -size], device=_device(self._workers))
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._workers)
+        worst, smallest = said.tolist()
+        return int(worst), -int(smallest)
+
+
+def workers_of_call(optimizer: AccumulatingOptimizer | None) -> dist.ProcessGroup | None:
+    """Who chooses together: the workers of the wrapped optimizer's window, or else all of the default process group; None: nobody else."""
+    if optimizer is not None and (group := optimizer.whole_window().process_group) is not None:
+        return group
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
+
+
+def _device(workers: dist.ProcessGroup) -> torch.device:
+    """Where the group reduces: NCCL and its like know tensors of their device only."""
+    if dist.get_backend(workers) in ("gloo", "mpi") or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(str(torch.accelerator.current_accelerator()), torch.accelerator.current_device_index())
+
+
+def other_raised_error() -> UsageError:
+    """The error on the workers beside one that raised."""
+    return explain(
+        UsageError,
+        "micro_batch_size",
+        expected="every worker's window to run",
+        found="a worker that raised another error than of its memory",
+        fix="See that worker's own error. Nothing of this window was delivered.",
+    )
+
+
+# A limit in bytes where the device has none to ask for: the memory that autograd keeps is counted, and is refused past the limit.
+#
+# Counted is what the loss function's graph keeps for its backward pass. Each memory counts once, and those of the batch and of modules do
+# not count: they are there whatever the size of a micro-batch. What a recomputed part makes anew in the backward pass is not seen.
+
+
+def within(limit: int | None, existing: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """A context in which autograd may keep `limit` bytes beside those of the tensors that are `existing`; None: any number.
+
+    The operation that would keep more raises `torch.OutOfMemoryError`, as the device's own allocator does.
+    """
+    if limit is None:
+        return nullcontext()
+    ledger = Ledger(limit, existing)
+    return torch.autograd.graph.saved_tensors_hooks(ledger.keep, Kept.handed_out)
+
+
+class Ledger:
+    """The memory that autograd keeps now, by the address of its storage."""
+
+    def __init__(self, limit: int, existing: Iterable[Tensor]) -> None:
+        self._limit, self._bytes = limit, 0
+        self._existing = {_address(tensor) for tensor in existing}
+        self._users: dict[int, int] = {}
+        self._lock = threading.RLock()
+        """A device's graph is freed by a thread of autograd's own; and a release may come in the midst of `keep`."""
+
+    def keep(self, tensor: Tensor) -> Any:
+        """Count `tensor`, of any shape and dtype, until what is returned is freed.
+
+        Raises:
+            OutOfMemoryError: it would exceed the limit; it is not counted then.
+        """
+        address = _address(tensor)
+        if address in self._existing or _is_of_parameter(tensor):
+            return Kept(tensor, None, 0)
+        size = _memory(tensor).nbytes()
+        with self._lock:
+            added = 0 if address in self._users else size
+            if self._bytes + added > self._limit:
+                raise torch.OutOfMemoryError(f"autograd would keep {self._bytes + added} bytes, and memory_limit is {self._limit}")
+            self._bytes += added
+            self._users[address] = self._users.get(address, 0) + 1
+        return Kept(tensor, self, size)
+
+    def release(self, address: int, size: int) -> None:
+        """One of those who keep this memory has let go."""
+        with self._lock:
+            self._users[address] -= 1
+            if not self._users[address]:
+                del self._users[address]
+                self._bytes -= size
+
+
+class Kept:
+    """A tensor that autograd keeps, counted as long as it does."""
+
+    def __init__(self, tensor: Tensor, ledger: Ledger | None, size: int) -> None:
+        self._tensor, self._ledger, self._size, self._version = tensor, ledger, size, version(tensor)
+
+    def handed_out(self) -> Tensor:
+        """The tensor, for the backward pass.
+
+        Raises:
+            RuntimeError: it was written into since; autograd leaves this check to who keeps its tensors.
+        """
+        if version(self._tensor) != self._version:
+            raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation")
+        return self._tensor
+
+    def __del__(self) -> None:
+        if self._ledger is not None:
+            self._ledger.release(_address(self._tensor), self._size)
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage:
+    """Where the numbers of `tensor` are, of a sharded or a sparse one too; a sparse one's indices do not count."""
+    tensor = local(tensor)
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage()
+    return (elements(tensor) if tensor.is_sparse else tensor.values()).untyped_storage()
+
+
+def _address(tensor: Tensor) -> int:
+    return _memory(tensor).data_ptr()
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    """Whether it is a leaf that trains, or a view of one, such as the transposed weight of a layer."""
+    base = base_of(tensor)
+    base = tensor if base is None else base
+    return base.is_leaf and base.requires_grad

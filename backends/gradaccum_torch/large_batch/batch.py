@@ -6,29 +6,45 @@ have to be known by then, and views take no memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError
 from gradaccum.kit import (
     ITEMS,
     Cut,
     Division,
+    Fields,
     Leaf,
     Nest,
+    Options,
+    accumulate,
+    aux_shape_error,
+    contribution,
     divided,
+    divisor,
     explain,
+    initial_state,
     is_column,
     leaves_of,
     mark_lists,
+    moving_weight_error,
+    require_item_weights,
     require_one_size,
+    require_weight,
+    scalar_loss_error,
+    select,
     spread,
+    usable,
     with_leaves,
 )
-from gradaccum_torch.large_batch.weights import Weight, Weights
+from gradaccum_torch.private import is_sharded
+from gradaccum_torch.sums import HALF
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """A leaf that is one plain value has no items, and is given whole to each micro-batch."""
@@ -197,3 +213,162 @@ def _require_own_graph(leaf: Leaf) -> None:
         raise explain(
             ArgumentValueError, leaf.path, expected="a tensor without a graph", found="one that was computed with gradients", fix=fix
         )
+
+
+def require_function(argument: str, function: object) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        ArgumentTypeError: `function` cannot be.
+    """
+    if not callable(function):
+        fix = "Write gradaccum_torch.backward(loss_fn, x, y, steps=4), and loss_fn is called with each micro-batch of x and y."
+        raise explain(ArgumentTypeError, argument, expected="a function", got=function, fix=fix)
+
+
+def require_alone(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules that several workers train, which would reduce in every micro-batch and count no weights.
+
+    Raises:
+        UsageError: one is.
+    """
+    for module in modules:
+        if isinstance(module, DistributedDataParallel) or any(map(is_sharded, module.parameters(recurse=False))):
+            found = f"a {type(module).__name__} that several workers train"
+            fix = "Write optimizer=gradaccum.wrap(optimizer, steps=None, module=module): the sum is then reduced as the wrapper does it."
+            raise explain(UsageError, "optimizer", expected="a wrapped optimizer beside workers", found=found, fix=fix)
+
+
+# The weight of each micro-batch, in Python numbers, read from the device at most once per call.
+
+
+Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
+"""A callable of the micro-batch, one number per item, or None."""
+
+
+class Weights:
+    """Weighs micro-batches.
+
+    Args:
+        given: the user's ``weight=``. A tensor or array has shape ``(items,)`` and any real dtype.
+        items: the number of items in the large batch; None where the user's own split decides.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: it is neither a callable nor one finite number >= 0 for each item.
+    """
+
+    def __init__(self, given: Weight, items: int | None) -> None:
+        self._of_micro_batch = given if callable(given) else None
+        self.per_item = None if given is None or callable(given) else _per_item(given, items)
+        """Each item's, if they were given so."""
+
+    def of(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[Cut] | None) -> list[float]:
+        """The weight of each micro-batch, by the callable, by the sum over its items, or by its number of items.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: the callable gives no finite number >= 0; or nothing was given, and the user's own
+                split leaves the number of items open.
+        """
+        if self._of_micro_batch is not None:
+            return _checked([self._of_micro_batch(*arguments) for arguments in given])
+        if self.per_item is not None and cuts is not None:
+            per_item = self.per_item
+            return [math.fsum(per_item[cut.start : cut.stop]) for cut in cuts]
+        return [float(_known(number)) for number in items]
+
+
+def _per_item(given: Any, items: int | None) -> list[float]:
+    if items is None:
+        fix = "Write weight= a callable of the micro-batch: weight=lambda x, y: len(y)."
+        raise explain(ArgumentTypeError, "weight", expected="a callable beside split=", found="one number per item", fix=fix)
+    # A tensor comes from its device in one transfer.
+    return require_item_weights(given.tolist() if isinstance(given, Tensor) and given.dim() == 1 else given, items)
+
+
+def _checked(weights: list[Any]) -> list[float]:
+    """`weights` as floats; those that are tensors come from the device together."""
+    tensors = [place for place, value in enumerate(weights) if isinstance(value, Tensor)]
+    for place in tensors:
+        if weights[place].numel() != 1 or weights[place].is_complex():
+            raise _no_number_error(weights[place])
+        if weights[place].requires_grad:
+            raise moving_weight_error("Return weight.detach(), if the loss function divides by a detached number too.")
+    if tensors:
+        read = torch.stack([weights[place].detach().double().reshape(()) for place in tensors]).tolist()
+        for place, value in zip(tensors, read, strict=True):
+            weights[place] = value
+    return [require_weight(value) for value in weights]
+
+
+def _no_number_error(given: Tensor) -> GradAccumError:
+    fix = "Return one number per micro-batch: weight=lambda x, mask: mask.sum()."
+    found = f"a tensor of shape {tuple(given.shape)} and {given.dtype}"
+    return explain(ArgumentValueError, "weight", expected="a callable that returns a number", found=found, fix=fix)
+
+
+def _known(number: int | None) -> int:
+    if number is None:
+        raise _unknown_items_error()
+    return number
+
+
+def _unknown_items_error() -> GradAccumError:
+    fix = "Write weight= a callable of the micro-batch that returns its number of items or tokens."
+    found = "a micro-batch of your own split whose leaves have several lengths"
+    return explain(ArgumentValueError, "weight", expected="a weight that can be counted", found=found, fix=fix)
+
+
+# The loss of a micro-batch as it is returned, and that of the large batch as the core weighs it.
+
+
+class Shares(NamedTuple):
+    """What each micro-batch counts for: the large batch's gradient is sum(contribution * gradient) / divisor."""
+
+    contributions: list[float]
+    """0 for a micro-batch of weight 0, which adds nothing."""
+    divisor: float
+
+
+def shares_of(weights: Sequence[float], options: Options) -> Shares:
+    """The shares of micro-batches with these weights, by the reduction of `options`."""
+    fields: Fields = initial_state()
+    contributions = []
+    for weight in weights:
+        contributions.append(float(contribution(weight, options)) if usable(fields, weight, True) else 0.0)
+        fields = accumulate(fields, weight, True, select)
+    return Shares(contributions, float(divisor(fields, options, select)))
+
+
+def evaluated(loss_fn: Callable[..., Any], micro_batch: MicroBatch, *, has_aux: bool) -> tuple[Tensor, Nest]:
+    """The loss, a real scalar tensor of shape ``()``, and the aux of one micro-batch.
+
+    Raises:
+        ArgumentValueError: it is something else, or it has no graph although the micro-batch counts.
+    """
+    returned = loss_fn(*micro_batch.arguments)
+    if has_aux != (isinstance(returned, tuple) and len(returned) == 2):
+        shape = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise aux_shape_error(shape, declared=has_aux)
+    loss, aux = returned if has_aux else (returned, None)
+    if not isinstance(loss, Tensor):
+        raise scalar_loss_error(f"a {type(loss).__name__}")
+    if loss.dim() or not loss.is_floating_point():
+        raise scalar_loss_error(f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}")
+    if micro_batch.weight and not loss.requires_grad:
+        fix = "Compute it from parameters that require gradients, outside of torch.no_grad(); give weight 0 to what is to add nothing."
+        raise explain(ArgumentValueError, "loss_fn", expected="a loss that can be differentiated", found="one without a graph", fix=fix)
+    return loss, aux
+
+
+def large_batch_loss(losses: Sequence[Tensor], shares: Shares) -> Tensor:
+    """The large batch's loss from the `losses` of its micro-batches, in their dtype, summed in float32 at least; 0 where none counts."""
+    dtype = losses[0].dtype
+    wide = torch.float32 if dtype in HALF else dtype
+    counted = [(loss.to(wide), factor / shares.divisor) for loss, factor in zip(losses, shares.contributions, strict=True) if factor]
+    if not counted:
+        return torch.zeros_like(losses[0])
+    values, factors = zip(*counted, strict=True)
+    same = len(set(factors)) == 1
+    by = factors[0] if same else torch.tensor(factors, dtype=wide, device=losses[0].device)
+    total: Tensor = torch.stack(values).sum() * by if same else (torch.stack(values) * by).sum()
+    return total.to(dtype)

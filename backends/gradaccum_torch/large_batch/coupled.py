@@ -7,25 +7,21 @@ pass computes each micro-batch again, with the same random numbers and from the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gradaccum import ArgumentTypeError, AutoMicroBatchSize
-from gradaccum.kit import Division, Nest, explain, make_division
+from gradaccum import ArgumentTypeError, AutoMicroBatchSize, UsageError
+from gradaccum.kit import Division, Leaf, Nest, concatenate_error, explain, leaves_of, make_division, with_leaves
 from gradaccum_torch.large_batch.auto import has_nothing_to_share, run_divided, share_nothing
-from gradaccum_torch.large_batch.backward import trained_by
-from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split
-from gradaccum_torch.large_batch.checks import require_alone, require_coupled_optimizer, require_function
-from gradaccum_torch.large_batch.coupling import CoupledInGrad, CoupledInWindow, Coupler
-from gradaccum_torch.large_batch.loss import evaluated
-from gradaccum_torch.large_batch.outputs import Outputs
-from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState, reached_by
-from gradaccum_torch.large_batch.weights import Weight
+from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split, Weight, evaluated, require_alone, require_function
+from gradaccum_torch.large_batch.gradients import Destination, InGrad, InWindow, require_coupled_optimizer, touched_error
+from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState, reached_by, trained_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
-from gradaccum_torch.torch_private import untraced_within
+from gradaccum_torch.private import untraced_within
 
 
 @untraced_within
@@ -161,3 +157,185 @@ class _CoupledCall:
 def _one(*_: object) -> float:
     """The weight of a micro-batch where none counts."""
     return 1.0
+
+
+# A coupled loss, and then the outputs of the micro-batches, on their way to a `Destination`.
+#
+# In a window the loss is micro-batch 0, of weight 1, and scaled by the loss scale. The others bring the gradient of their outputs, which
+# has the scale already, and have weight 0. So the window divides by 1 and the scale, whatever its reduction, and half-precision gradients
+# move into their sums after each micro-batch.
+
+
+class Coupler(Destination, Protocol):
+    """Takes the loss of all outputs, then the outputs of each micro-batch."""
+
+    def differentiate(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Leave the gradient of `loss` in ``.grad`` of `outputs`, scaled if there is a scale, and collect that of other leaves."""
+
+    def add(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Collect what the `gradients` of a micro-batch's `outputs` make of the parameters'."""
+
+
+class CoupledInGrad(InGrad):
+    """Collects in ``.grad``."""
+
+    def differentiate(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
+        self._gradients.leave(outputs)
+        self.add([loss], [torch.ones_like(loss)])
+
+    def add(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        if outputs:
+            self._gradients.reach(*outputs)
+            self._gradients.backward(outputs, gradients)
+
+    def close(self) -> None:
+        self._gradients.deliver(1.0)
+
+
+class CoupledInWindow(InWindow):
+    """Collects in the next window of a wrapped optimizer, and closes it."""
+
+    def differentiate(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
+        self._others.leave(outputs)
+        self._collect([self._optimizer.scale(loss)], None)
+
+    def add(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        if outputs:
+            self._window.begin_weightless()
+            self._collect(outputs, gradients)
+
+    def close(self) -> None:
+        self._deliver(1.0)
+
+    def _collect(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
+        self._reach(*tensors)
+        torch.autograd.backward(tensors, gradients)
+        self._others.note()
+        self._optimizer.step()
+
+
+# The outputs of all micro-batches as one nest, and the way back: the gradient of each micro-batch's own rows.
+
+
+class Outputs:
+    """Filled by the first pass, differentiated as a whole, handed out again in the second pass."""
+
+    def __init__(self) -> None:
+        self._nest: Nest = None
+        self._paths: list[str] = []
+        self._parts: list[list[Tensor]] = []
+        """The tensors of each micro-batch, without graphs."""
+        self._edges: list[list[int]] = []
+        """For each leaf the row at which each micro-batch begins, and the number of rows."""
+        self._leaves: list[Tensor] = []
+        self._differ: list[Tensor] = []
+        """Scalars, bool: a leaf came out differently in the second pass."""
+
+    def add(self, outputs: Nest) -> None:
+        """Take the outputs of the next micro-batch: tensors with a leading axis, in any nest.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: a leaf is none, or the nest has another structure than before.
+        """
+        leaves = leaves_of(outputs, "outputs")
+        if not self._parts:
+            self._nest, self._paths = outputs, [leaf.path for leaf in leaves]
+        self._require_paths(leaves)
+        # Copies: the next micro-batch may write into the same memory, as the replay of a CUDA graph does.
+        self._parts.append([_rows(leaf).detach().clone() for leaf in leaves])
+
+    def whole(self) -> Nest:
+        """The outputs of all items; those that can have a gradient require one, and what `add` kept is freed."""
+        for path, parts in zip(self._paths, zip(*self._parts, strict=True), strict=True):
+            lengths = [0, *map(len, parts)]
+            self._edges.append([sum(lengths[: place + 1]) for place in range(len(lengths))])
+            leaf = _concatenated(path, parts)
+            self._leaves.append(leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex()))
+        self._parts.clear()
+        return with_leaves(self._nest, iter(self._leaves))
+
+    def leaves(self) -> list[Tensor]:
+        """The leaves of `whole`."""
+        return self._leaves
+
+    def require_untouched(self) -> None:
+        """The user's loss function has not differentiated them itself.
+
+        Raises:
+            UsageError: it has.
+        """
+        if any(leaf.grad is not None for leaf in self._leaves):
+            raise touched_error()
+
+    def with_gradients(self, place: int, outputs: Nest) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors of a micro-batch that have a graph and count in the loss, and their gradients.
+
+        Args:
+            place: the number of the micro-batch.
+            outputs: what the second pass made of it.
+
+        Raises:
+            UsageError: they have another structure or other shapes than in the first pass.
+        """
+        leaves = leaves_of(outputs, "outputs")
+        self._require_paths(leaves)
+        tensors, gradients = [], []
+        for leaf, whole, edges in zip(leaves, self._leaves, self._edges, strict=True):
+            again, rows = _rows(leaf), slice(edges[place], edges[place + 1])
+            first = whole.detach()[rows]
+            if first.shape != again.shape:
+                raise _other_outputs_error(leaf.path, f"shape {tuple(again.shape)} after {tuple(first.shape)}")
+            self._differ.append(_differs(first, again.detach()))
+            if again.requires_grad and whole.grad is not None:
+                tensors.append(again)
+                gradients.append(whole.grad[rows].to(again.dtype))
+        return tensors, gradients
+
+    def require_same(self) -> None:
+        """Both passes gave the same, but for rounding; waits for the device.
+
+        Raises:
+            UsageError: they did not.
+        """
+        differ = torch.stack([each.to(self._differ[0].device) for each in self._differ]).tolist()
+        if any(differ):
+            raise _other_outputs_error(self._paths[differ.index(True) % len(self._paths)], "values that differ by more than rounding")
+
+    def _require_paths(self, leaves: list[Leaf]) -> None:
+        paths = [leaf.path for leaf in leaves]
+        if paths != self._paths:
+            fix = "Return the same structure for every micro-batch."
+            raise explain(ArgumentTypeError, "outputs_fn", expected=f"the outputs {self._paths}", found=f"{paths}", fix=fix)
+
+
+def _rows(leaf: Leaf) -> Tensor:
+    if not isinstance(leaf.value, Tensor):
+        fix = "Return tensors with one row per item."
+        raise explain(ArgumentTypeError, leaf.path, expected="a tensor", found=f"a {type(leaf.value).__name__}", fix=fix)
+    if leaf.value.dim() == 0:
+        raise concatenate_error(leaf.path, "a scalar")
+    return leaf.value
+
+
+def _concatenated(path: str, parts: tuple[Tensor, ...]) -> Tensor:
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise concatenate_error(path, f"shapes {sorted({tuple(part.shape) for part in parts})}")
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _differs(first: Tensor, again: Tensor) -> Any:
+    """Scalar bool: more than half of the digits are lost; not where either is inf or NaN, which a loss scale may make."""
+    if not (first.is_floating_point() or first.is_complex()):
+        return (first != again).any()
+    bound = math.sqrt(torch.finfo(first.dtype).eps)
+    wide = torch.promote_types(first.dtype, torch.float32)
+    first, again = first.to(wide), again.to(wide)
+    return torch.linalg.vector_norm(again - first) > bound * torch.linalg.vector_norm(first)
+
+
+def _other_outputs_error(path: str, found: str) -> UsageError:
+    fix = (
+        "Give randomness that both passes can draw: torch's, NumPy's or Python's global generators, or a torch.Generator that the function "
+        "closes over; and keep what changes from call to call in buffers of modules that it closes over."
+    )
+    return explain(UsageError, "outputs_fn", expected=f"the same {path} in both passes", found=found, fix=fix)

@@ -8,19 +8,20 @@ precision move on into float32 sums as autograd produces them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gradaccum import UsageError
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
-from gradaccum_torch.hooks import Hooks, is_watched
-from gradaccum_torch.large_batch.checks import touched_error
+from gradaccum_torch.optimizer import AccumulatingOptimizer
+from gradaccum_torch.private import Node, is_leaf_node, keep_own, untraced, version
 from gradaccum_torch.sums import HALF, add, divide, gradient_dtype, narrowed, sum_dtype
-from gradaccum_torch.torch_private import Node, is_leaf_node, keep_own, untraced, version
 from gradaccum_torch.update import through
+from gradaccum_torch.watch import Hooks, is_watched
 
 _SAMPLE = 4
 """How many leaves are looked at for a backward pass that the loss function ran itself: such a pass reaches nearly all."""
@@ -229,4 +230,137 @@ def _wrapped_error(leaf: Tensor) -> UsageError:
     return explain(UsageError, "optimizer", expected="parameters whose gradients nobody else collects", found=found, fix=fix)
 
 
+def touched_error() -> UsageError:
+    """The error for a loss function that writes into the gradients which the call collects."""
+    fix = "Return the loss, and leave backward() and zero_grad() to the caller."
+    found = "one that changes .grad itself, as backward() or zero_grad() does"
+    return explain(UsageError, "loss_fn", expected="a function that computes the loss", found=found, fix=fix)
+
+
 untraced(_move)
+
+
+# The destinations of a call's gradients: ``.grad``, or the window of a wrapped optimizer; alike for both kinds of loss.
+#
+# In a window the loss scale, the sums, the overflow policy, clipping and workers are the wrapper's. Leaves that are not its own, as those
+# of a critic that a generator's loss goes through, get the large batch's gradient beside the window, freed of scale and weight.
+
+
+class Destination(Protocol):
+    """Takes the gradients of one call."""
+
+    def kept(self) -> AbstractContextManager[None]:
+        """If the block raises, every gradient is what it was before."""
+
+    def expect(self, leaves: Iterable[Tensor]) -> None:
+        """Collect for `leaves`, parameters that are known before a graph is, in case they get a gradient."""
+
+    def require_untouched(self) -> None:
+        """The user's functions have left ``.grad`` alone."""
+
+    def close(self) -> None:
+        """All micro-batches were added: hand the gradients over."""
+
+    def delivered(self) -> bool:
+        """Whether `close` has handed them over, though an interrupt came meanwhile."""
+
+    def flush(self) -> None:
+        """Make the update, if there is one to be made."""
+
+
+class InGrad:
+    """``.grad``."""
+
+    def __init__(self) -> None:
+        self._gradients = Gradients()
+
+    def kept(self) -> AbstractContextManager[None]:
+        return self._gradients.kept()
+
+    def expect(self, leaves: Iterable[Tensor]) -> None:
+        self._gradients.expect(leaves)
+
+    def require_untouched(self) -> None:
+        self._gradients.require_untouched()
+
+    def delivered(self) -> bool:
+        return self._gradients.delivered
+
+    def flush(self) -> None:
+        return
+
+
+class InWindow:
+    """The next window of a wrapped optimizer, which the call closes.
+
+    Args:
+        optimizer: the wrapped optimizer, with ``steps=None``.
+    """
+
+    def __init__(self, optimizer: AccumulatingOptimizer) -> None:
+        self._optimizer, self._window = optimizer, optimizer.whole_window()
+        self._others = Gradients(others=self._window.parameters)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        with self._others.kept(), self._window:
+            yield
+
+    def expect(self, leaves: Iterable[Tensor]) -> None:
+        self._others.expect(leaves)
+
+    def require_untouched(self) -> None:
+        self._others.require_untouched()
+        if self._window.arrived:
+            raise touched_error()
+
+    def delivered(self) -> bool:
+        return False  # Before the window is flushed an error makes it forgotten.
+
+    def flush(self) -> None:
+        self._optimizer.flush()
+
+    def _reach(self, *tensors: Tensor) -> None:
+        """Collect the leaves that a backward pass through `tensors` reaches beside the window's own."""
+        self._others.pass_by(self._window.unsharded())
+        self._others.reach(*tensors)
+
+    def _deliver(self, divisor: float) -> None:
+        """Hand the gradients of other leaves over, divided by `divisor` and the loss scale."""
+        self._others.deliver(divisor * self._window.scale() if self._others else 1.0)
+
+
+def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingOptimizer:
+    """Refuse an optimizer whose window this call cannot fill and close.
+
+    Raises:
+        ArgumentTypeError: it is not wrapped.
+        ArgumentValueError: it closes its windows itself, or has another `reduction`; None: the call takes the optimizer's.
+    """
+    if not isinstance(optimizer, AccumulatingOptimizer):
+        fix = "Write optimizer=gradaccum.wrap(optimizer, steps=None)."
+        raise explain(ArgumentTypeError, "optimizer", expected="a wrapped optimizer", found=f"a {type(optimizer).__name__}", fix=fix)
+    own = optimizer.whole_window().options
+    if own.steps is not None:
+        fix = "Write gradaccum.wrap(optimizer, steps=None): this call makes the micro-batches and closes the window."
+        raise explain(ArgumentValueError, "optimizer", expected="one that was wrapped with steps=None", found=f"steps={own.steps}", fix=fix)
+    if reduction not in (None, own.reduction):
+        fix = f"Leave reduction out, or write reduction={own.reduction!r} here as well."
+        expected = f"{own.reduction!r}, that of the wrapped optimizer"
+        raise explain(ArgumentValueError, "reduction", expected=expected, got=reduction, fix=fix)
+    return optimizer
+
+
+def require_coupled_optimizer(optimizer: object) -> AccumulatingOptimizer:
+    """Refuse an optimizer whose window cannot hold a coupled loss.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: as `require_optimizer`.
+        UsageError: it drops micro-batches, and a part of a coupled loss's gradient is no gradient.
+    """
+    wrapped = require_optimizer(optimizer, None)
+    if wrapped.whole_window().options.on_overflow == "drop_micro_batch":
+        fix = 'Write on_overflow="skip_window".'
+        found = 'on_overflow="drop_micro_batch"'
+        raise explain(UsageError, "optimizer", expected="one that keeps or skips a coupled loss whole", found=found, fix=fix)
+    return wrapped

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gradaccum_torch.torch_private import buffers_of
+from gradaccum_torch.private import buffers_of
 
 _DEPTH = 6
 """How many objects deep the look goes: a closure over a trainer over a list of models is three."""
@@ -195,3 +195,9 @@ class Before:
         """Undo what was drawn and moved since."""
         self._random.put_back()
         self._buffers.put_back()
+
+
+def trained_by(reached: Reached) -> list[Tensor]:
+    """The trainable parameters of modules, each once."""
+    held = {id(each): each for module in reached.modules for each in module.parameters(recurse=False) if each.requires_grad}
+    return list(held.values())

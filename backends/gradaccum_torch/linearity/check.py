@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gradaccum import ArgumentTypeError, LinearityReport
 from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report, relative_error
-from gradaccum_torch.loss import require_loss
-from gradaccum_torch.torch_private import input_dtypes
+from gradaccum_torch.checks import require_loss
+from gradaccum_torch.private import input_dtypes
 
 
 def verify_loss_scaling(

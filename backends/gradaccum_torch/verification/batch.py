@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import ITEMS, Column, Leaf, explain, is_column, leaves_of, mark_lists, require_one_size, spread, with_leaves
-from gradaccum_torch.verification.perturbing import perturbed
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """A leaf that is one plain value is given whole."""
@@ -99,3 +98,65 @@ def _column(leaf: Leaf, axis: int, items: int) -> Column:
     tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
     rows = tensor.movedim(axis, 0).reshape(items, -1).tolist()
     return Column(leaf.path, rows, not tensor.is_floating_point(), tensor.ndim == 2 and axis == 0)
+
+
+# The rows of a tensor that belong to an item.
+#
+# Inside a model the batch axis is not marked: it may stand second, or be flattened with the positions of a sequence, item after item. It is
+# found by comparing the shapes of one tensor in the large batch and in a part of it.
+
+
+class Axis(NamedTuple):
+    """Where the items of a tensor are."""
+
+    dim: int
+    block: int
+    """How many consecutive rows each item has along `dim`."""
+
+
+class NoAxis(Exception):
+    """The shapes differ in another way than by the number of items."""
+
+
+def axis_between(whole: Sequence[int], part: Sequence[int], items: int, fewer: int) -> Axis | None:
+    """The axis of the items of a tensor of shape `whole`, which has shape `part` with `fewer` items; None if the shapes are the same.
+
+    Raises:
+        NoAxis: they differ in several axes, or not in proportion to the items.
+    """
+    differing = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b]
+    if not differing and len(whole) == len(part):
+        return None
+    if len(differing) != 1 or len(whole) != len(part):
+        raise NoAxis
+    (dim,) = differing
+    block, rest = divmod(whole[dim], items)
+    if rest or part[dim] != block * fewer:
+        raise NoAxis
+    return Axis(dim, block)
+
+
+def rows(tensor: Tensor, axis: Axis | None, items: Sequence[int]) -> Tensor:
+    """The numbers of `items`, in their order; all of them without an axis."""
+    if axis is None:
+        return tensor
+    places = [item * axis.block + row for item in items for row in range(axis.block)]
+    return tensor.index_select(axis.dim, torch.tensor(places, device=tensor.device))
+
+
+def perturbed(tensor: Tensor, epsilon: float, number: int, *, integers: bool = False) -> Tensor:
+    """A copy with each number multiplied by 1 + epsilon or 1 - epsilon, as the perturbation of that `number` has it.
+
+    Args:
+        tensor: any dtype; one without fractions is given back as it is.
+        epsilon: distance from 1 to the next number of the coarsest dtype in the program.
+        number: which perturbation; the user's random state is not drawn from.
+        integers: whether a value that is an integer moves too. In a parameter it is a number like any other; in an input it may be a mask
+            or a label.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    own = torch.Generator().manual_seed(1000003 * number + tensor.numel())
+    signs = (torch.randint(0, 2, tensor.shape, generator=own) * 2 - 1).to(tensor.device)
+    moved = (tensor.double() * (1 + epsilon * signs)).to(tensor.dtype)
+    return moved if integers else torch.where(tensor == tensor.round(), tensor, moved)

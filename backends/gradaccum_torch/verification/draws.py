@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradaccum_torch.torch_private import DispatchMode
-from gradaccum_torch.verification.rows import Axis, NoAxis, axis_between, rows
+from gradaccum_torch.private import DispatchMode
+from gradaccum_torch.verification.batch import Axis, NoAxis, axis_between, rows
 
 NOT_PER_ITEM = ("randperm",)
 """Operations whose numbers mean places in the batch, so that an item has none of its own."""

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.kit import ROUNDING_LIMIT, Layer, leaves_of, with_leaves
+from gradaccum_torch.verification.batch import Axis, NoAxis, axis_between, perturbed, rows
 from gradaccum_torch.verification.draws import Drawing, Recording
-from gradaccum_torch.verification.perturbing import perturbed
-from gradaccum_torch.verification.rows import Axis, NoAxis, axis_between, rows
 
 PERTURBATIONS = 4
 Isolated = Callable[[], Any]

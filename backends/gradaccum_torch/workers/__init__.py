@@ -4,8 +4,5 @@ Each worker adds up its own micro-batches, and the end of a window adds up the w
 """
 
 from gradaccum_torch.workers.cross_entropy import sharded_cross_entropy
-from gradaccum_torch.workers.found import workers_of
-from gradaccum_torch.workers.resuming import redistributed
-from gradaccum_torch.workers.workers import Workers
 
-__all__ = ["Workers", "redistributed", "sharded_cross_entropy", "workers_of"]
+__all__ = ["sharded_cross_entropy"]

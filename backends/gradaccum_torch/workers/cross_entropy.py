@@ -20,13 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradaccum.kit import require_classes, require_loss_options, require_shard_sizes
-from gradaccum_torch.workers.checks import (
-    label_error,
-    require_first_derivative,
-    require_group,
-    require_tensors,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum.kit import explain, require_classes, require_loss_options, require_shard_sizes
+from gradaccum_torch.workers.group import require_group
 
 Group = dist.ProcessGroup | None
 """The workers that hold the classes; None: all processes."""
@@ -210,3 +206,59 @@ def _reduced(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     return losses.sum() / (~ignored).sum() if reduction == "mean" else losses.sum()
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def require_tensors(logits_shard: Any, labels: Any) -> None:
+    """Refuse anything but floating logits ``(*batch, own classes)`` and integer labels ``(*batch)`` on the same device.
+
+    Raises:
+        ArgumentTypeError: one is no tensor, a sharded one, or of another kind of dtype.
+        ArgumentValueError: their shapes or devices do not belong together.
+    """
+    for name, value in (("logits_shard", logits_shard), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise explain(ArgumentTypeError, name, expected="a torch.Tensor", got=value, fix=f"Pass {name} as a tensor.")
+        if hasattr(value, "to_local"):
+            found, fix = f"a {type(value).__name__}", f"Pass this worker's part: {name}.to_local()."
+            raise explain(ArgumentTypeError, name, expected="a plain tensor", found=found, fix=fix)
+    if not logits_shard.is_floating_point():
+        fix = "Pass what the last layer gives, before any softmax."
+        raise explain(ArgumentTypeError, "logits_shard", expected="a floating dtype", found=f"{logits_shard.dtype}", fix=fix)
+    if labels.dtype not in _INTEGERS:
+        fix = "Pass the number of each item's class. Probabilities of all classes are not supported."
+        raise explain(ArgumentTypeError, "labels", expected="an integer dtype", found=f"{labels.dtype}", fix=fix)
+    _require_shapes(logits_shard, labels)
+
+
+def _require_shapes(logits_shard: Tensor, labels: Tensor) -> None:
+    if logits_shard.ndim == 0 or labels.shape != logits_shard.shape[:-1]:
+        expected = "shape (*batch) for logits of shape (*batch, own classes)"
+        found = f"shape {tuple(labels.shape)} for logits of shape {tuple(logits_shard.shape)}"
+        fix = "Put the classes last: logits_shard.movedim(1, -1). Every worker passes the labels of all items."
+        raise explain(ArgumentValueError, "labels", expected=expected, found=found, fix=fix)
+    if labels.device != logits_shard.device:
+        fix = "Write labels.to(logits_shard.device)."
+        raise explain(ArgumentValueError, "labels", expected=f"the device {logits_shard.device}", found=f"{labels.device}", fix=fix)
+
+
+def require_first_derivative() -> None:
+    """Refuse a backward pass that is to be differentiated: `torch` would take its gradient for a constant, and say nothing.
+
+    Raises:
+        UsageError: autograd records the backward pass.
+    """
+    if torch.is_grad_enabled():
+        fix = "Use torch.nn.functional.cross_entropy of the whole logits for a second derivative."
+        raise explain(UsageError, "create_graph", expected="False under sharded_cross_entropy", found="True", fix=fix)
+
+
+def label_error(differ: bool, classes: int) -> ArgumentValueError:
+    """The error for labels that are not the same on every worker, or for one that is no class."""
+    if differ:
+        fix = "Gather the items of all workers first, features and labels alike."
+        return explain(ArgumentValueError, "labels", expected="the same labels on every worker", found="labels that differ", fix=fix)
+    expected, fix = f"classes in [0, {classes}) or ignore_index", "Number the classes over all workers, not within a shard."
+    return explain(ArgumentValueError, "labels", expected=expected, found="another label", fix=fix)

@@ -18,19 +18,25 @@ make the same updates, however many micro-batches each has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum import UsageError
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import (
+    Options,
     State,
     explain,
+    is_known,
     joined,
     missing_worker_error,
     rate_bits,
@@ -38,12 +44,20 @@ from gradaccum.kit import (
     torn_window_error,
     update_due_error,
 )
-from gradaccum_torch.hooks import delivering_zeros
-from gradaccum_torch.torch_private import is_sharded, module_averaging, send_buffers
-from gradaccum_torch.workers.checks import require_none_ignored, require_parameters, require_same_workers
-from gradaccum_torch.workers.numbers import Numbers, decode, encode
-from gradaccum_torch.workers.reduction import FirstBucket, all_reduce, riders
-from gradaccum_torch.workers.workers import Joined, Sums, Workers, learning_rates, require_no_join
+from gradaccum_torch.private import (
+    foreach_copy_,
+    is_sharded,
+    leave_reduction_out,
+    mesh_of,
+    module_averaging,
+    reduced_by,
+    registered_comm_hooks,
+    send_buffers,
+    units_holding,
+    were_sharded,
+)
+from gradaccum_torch.watch import delivering_zeros
+from gradaccum_torch.workers.interface import Joined, Sums, Workers, learning_rates, require_no_join
 
 
 @final
@@ -172,3 +186,310 @@ def _sparse_error() -> UsageError:
     fix = "Build the layer with dense gradients: torch.nn.Embedding(..., sparse=False)."
     found = "a sparse one on some worker"
     return explain(UsageError, ".grad", expected="dense gradients beside module= and process_group=", found=found, fix=fix)
+
+
+# The module that several workers train together: checked, and its own reduction left out.
+#
+# `torch.nn.parallel.DistributedDataParallel` averages gradients in every backward pass unless it is told to wait. Here the window's sum is
+# reduced instead, so it waits for good. It still sends the model when it is built. Its buffers are sent at the end of a window, where all
+# workers meet.
+
+
+def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
+    """The workers that train `module` together. Collective: every worker of its process group calls this.
+
+    Raises:
+        ArgumentTypeError: `module` is no `torch.nn.parallel.DistributedDataParallel`, or its parameters are sharded.
+        ArgumentValueError: `optimizer` has other whole parameters, or ones that `module` ignores, or parameters that are sharded over other
+            workers; or other workers have other options.
+        UsageError: it has a communication hook, which would never be called.
+    """
+    parallel = _require_parallel(module)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    workers = WorkerGroup(parallel.process_group, optimizer, parallel)
+    workers.require_parameters(parameters)
+    if registered_comm_hooks(parallel):
+        raise comm_hook_error()
+    require_same_options(options, parallel.process_group)
+    leave_reduction_out(parallel, comm_hook_error)
+    send_buffers(parallel)
+    return workers
+
+
+def group_alone(group: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
+    """The workers of a process group whose copies of a model no module keeps alike. Collective, as `group_of`.
+
+    Raises:
+        ArgumentTypeError: `group` is no process group.
+        ArgumentValueError: as `group_of`; or other workers have other parameters.
+        UsageError: `torch.distributed` is not initialised, or this process is not in the group.
+    """
+    require_group(group, "process_group")
+    assert isinstance(group, dist.ProcessGroup)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    workers = WorkerGroup(group, optimizer)
+    workers.require_parameters(parameters)
+    require_same_options(options, group, parameters=f"{len(parameters)} of {sum(map(Tensor.numel, parameters))} elements")
+    return workers
+
+
+def comm_hook_error() -> UsageError:
+    """The error for a communication hook, registered before `gradaccum.wrap` or after it."""
+    fix = "Leave register_comm_hook out: the window's sum is reduced by all_reduce."
+    found = "a registered hook, which would never be called"
+    return explain(UsageError, "module", expected="a module without a communication hook", found=found, fix=fix)
+
+
+def _require_parallel(module: object) -> DistributedDataParallel:
+    if not isinstance(module, DistributedDataParallel):
+        found = f"an object of type {type(module).__name__}"
+        raise explain(ArgumentTypeError, "module", expected="a DistributedDataParallel or fully_shard module", found=found, fix=FIX)
+    if any(map(is_sharded, reduced_by(module))):
+        fix = "Leave module= out: their gradients are reduced in each backward pass."
+        raise explain(ArgumentTypeError, "module", expected="a module whose parameters are whole", found="sharded parameters", fix=fix)
+    if were_sharded(module.parameters()):
+        found = "parts of tensor-parallel parameters, of which norm and overflow would be this part's own"
+        fix = "Give the model fully_shard on a mesh of two dimensions in the place of DistributedDataParallel."
+        raise explain(ArgumentValueError, "module", expected="a module whose parameters are whole", found=found, fix=fix)
+    return module
+
+
+def require_same_options(options: Options, *groups: dist.ProcessGroup, **others: str) -> None:
+    """All workers gave the same; collective. `groups` are the dimensions of their mesh, `others` further options.
+
+    Raises:
+        ArgumentValueError: on every worker, one gave others.
+    """
+    # Two workers' functions and scalers are different objects.
+    steps = options.steps if is_known(options.steps) else "a function"
+    everyone = [(dist.get_rank(), str(dict(options._asdict(), steps=steps, scaler=type(options.scaler), **others)))]
+    for group in groups:
+        gathered: list[list[tuple[int, str]]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, everyone, group=group)
+        everyone = sorted(itertools.chain(*gathered))
+    for rank, other in everyone:
+        if other != everyone[0][1]:
+            expected, found = f"the same options on every worker: {everyone[0][1]}", f"{other} on rank {rank}"
+            raise explain(ArgumentValueError, "options", expected=expected, found=found, fix="Give every worker the same options.")
+
+
+def require_group(group: Any, argument: str = "group") -> tuple[int, int]:
+    """The rank of this process in `group`, and the number of processes in it.
+
+    Raises:
+        ArgumentTypeError: `group` is no process group.
+        UsageError: `torch.distributed` is not initialised, or this process is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        fix = "Call torch.distributed.init_process_group() first; leave the call or the argument out where there is one process."
+        raise explain(UsageError, argument, expected="an initialised torch.distributed", found="none in this process", fix=fix)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        fix = "Call it only on the processes that hold classes."
+        raise explain(UsageError, argument, expected="a group that this process is in", found="a group of other processes", fix=fix)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        fix = "Pass what torch.distributed.new_group or mesh.get_group() returned."
+        raise explain(ArgumentTypeError, argument, expected="a torch.distributed.ProcessGroup or None", got=group, fix=fix)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+# Checks of what several workers give: parameters, process groups, and the arguments of a call that they make together.
+#
+# A check of one worker's own arguments raises on that worker; the others wait for it until the engine's timeout. Labels may differ between
+# workers, so the check of labels is part of the communication and raises on all of them.
+
+
+FIX = "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(model)), or module=fully_shard(model)."
+
+
+def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Each of an optimizer's `parameters` is one of `module`, which are its `own`.
+
+    Raises:
+        ArgumentValueError: one is not.
+    """
+    known = set(map(id, own))
+    strangers = sum(id(parameter) not in known for parameter in parameters)
+    if strangers:
+        expected, found = "the module whose parameters the optimizer has", f"a {type(module).__name__} without {strangers} of them"
+        raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=FIX)
+
+
+def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+    """`module` was not told to ignore any of `parameters`, whose sums are then each worker's own, and so is their norm.
+
+    Raises:
+        ArgumentValueError: it was.
+    """
+    reduced = set(map(id, reduced_by(module)))
+    ignored = sum(id(parameter) not in reduced for parameter in parameters)
+    if ignored:
+        expected, found = "a module that reduces the optimizer's parameters", f"one that was told to ignore {ignored} of them"
+        fix = "Give them an optimizer of their own, or make each a part of a DTensor: DTensor.from_local(expert, mesh, [Shard(0)])."
+        raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=fix)
+
+
+def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:
+    """Each of `sharded` is split over the workers of `group`, all of them and no others: each has seen the items of all.
+
+    Raises:
+        ArgumentValueError: one is not.
+    """
+    if units_holding(sharded):
+        fix = "Give the parameters of fully_shard an optimizer of their own, or put all under fully_shard."
+        found = "parameters of fully_shard, which averages their gradients by itself"
+        raise explain(ArgumentValueError, "module", expected="sharded parameters with their whole gradients", found=found, fix=fix)
+    workers = sorted(dist.get_process_group_ranks(group))
+    for parameter in sharded:
+        ranks = sorted(mesh_of(parameter).mesh.flatten().tolist())
+        if ranks != workers:
+            expected, found = f"sharded parameters over the ranks {workers} of the module", f"one over the ranks {ranks}"
+            raise explain(ArgumentValueError, "module", expected=expected, found=found, fix="Give it an optimizer of its own.")
+
+
+# One sum over all workers for many tensors, without a second copy of the model.
+#
+# Large tensors are reduced one by one, in place. Small ones travel together in buckets, which have the size of those of
+# `torch.nn.parallel.DistributedDataParallel` (``bucket_cap_mb``); while one is on its way the next is packed. The first bucket takes
+# numbers with it, because a collective of their own takes longer than all else that the end of a small model's window does.
+
+
+BUCKET_BYTES = 25 * 2**20
+LARGE_BYTES = 4 * 2**20
+"""From here on a collective of its own costs less than packing and unpacking (measured with gloo, two processes)."""
+IN_FLIGHT = 2
+"""Buckets packed at a time: they take at most this much memory beside the tensors."""
+_EXACT = (torch.float32, torch.float64)
+
+
+def riders(sums: Sums, device: torch.device) -> list[int]:
+    """The positions of the sums that ride in the first bucket: small ones of one dtype that holds counts exactly."""
+    whole = [(index, total) for index, total in enumerate(sums) if total is not None and not is_sharded(total)]
+    small = [(index, total) for index, total in whole if total.nbytes < LARGE_BYTES]
+    exact = [(index, total) for index, total in small if total.dtype in _EXACT and total.device == device]
+    alike = [(index, total) for index, total in exact if total.dtype == exact[0][1].dtype]
+    ends = itertools.accumulate(total.nbytes for _, total in alike)
+    return [index for (index, _), end in zip(alike, ends, strict=True) if end <= BUCKET_BYTES]
+
+
+class FirstBucket:
+    """Numbers and tensors on their way together. The tensors keep their values until `unpack`."""
+
+    def __init__(self, numbers: Sequence[float], tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> None:
+        head = torch.tensor(numbers, dtype=tensors[0].dtype if tensors else torch.float32, device=device)
+        self._tensors, self._count = tensors, len(numbers)
+        self._packed = torch.cat([head, *(tensor.reshape(-1) for tensor in tensors)]) if tensors else head
+        dist.all_reduce(self._packed, group=group)
+
+    def numbers(self) -> list[float]:
+        """The numbers of all workers; waits for the device."""
+        added: list[float] = self._packed[: self._count].tolist()
+        return added
+
+    def unpack(self) -> None:
+        """Replace each tensor by its sum over the workers."""
+        _unpack(self._packed[self._count :], self._tensors)
+
+
+@torch.no_grad()
+def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each tensor by its sum over the workers of `group`, in place; every worker has the same shapes and dtypes in one order."""
+    # By the size alone, which is the same on every worker, as a layout may not be.
+    large = [_Reduction([tensor], group) for tensor in tensors if tensor.nbytes >= LARGE_BYTES]
+    flying: deque[_Reduction] = deque()
+    for bucket in buckets([tensor for tensor in tensors if tensor.nbytes < LARGE_BYTES]):
+        if len(flying) == IN_FLIGHT:
+            flying.popleft().finish()
+        flying.append(_Reduction(bucket, group))
+    for reduction in (*flying, *large):
+        reduction.finish()
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype and device, `BUCKET_BYTES` at most unless a single tensor is larger."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        fits = bucket and size + tensor.nbytes <= BUCKET_BYTES and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and not fits:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+class _Reduction:
+    """Tensors on their way: one in place if it is contiguous, else packed into one."""
+
+    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+        self._tensors = tensors
+        alone = len(tensors) == 1 and tensors[0].is_contiguous()
+        self._packed = None if alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._work = dist.all_reduce(tensors[0] if self._packed is None else self._packed, group=group, async_op=True)
+
+    def finish(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+        if self._packed is not None:
+            _unpack(self._packed, self._tensors)
+
+
+def _unpack(packed: Tensor, tensors: list[Tensor]) -> None:
+    if tensors:
+        parts = torch.split(packed, [tensor.numel() for tensor in tensors])
+        foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])
+
+
+# The few numbers that a window's end adds up beside the sums, as elements that ride in the first bucket of sums.
+#
+# Each is a count, or stands in elements that one worker alone fills. So all additions are exact in float32, in any order, and a bucket of
+# either dtype brings the same numbers to every worker.
+
+
+_PARTS = 4
+"""A weight or a loss is a float64. It travels as four integers of 16 bits, which float32 holds."""
+
+
+class Numbers(NamedTuple):
+    """What all workers together have in the window that ends."""
+
+    weight: float
+    overflow: bool
+    micro_batches: int
+    flushes: int
+    """The workers that have run out of micro-batches."""
+    present: list[bool]
+    """By position: some worker has a sum there."""
+    others: list[float]
+    """The sums of the other numbers that were given."""
+    counts: list[float] = []  # noqa: RUF012
+    """The sums of the counts that were given."""
+
+
+def encode(
+    fields: State,
+    flushing: bool,
+    present: Iterable[bool],
+    rank: int,
+    workers: int,
+    others: Sequence[float] = (),
+    counts: Sequence[float] = (),
+) -> list[float]:
+    """The numbers of worker `rank`, to be added up elementwise over all `workers`; as many `others` and small `counts` on each."""
+    own = fields.weight, *others
+    size = _PARTS * len(own)
+    parts = [0.0] * (size * workers)
+    parts[size * rank : size * (rank + 1)] = struct.unpack(f"<{size}h", struct.pack(f"<{len(own)}d", *own))
+    return [*parts, fields.overflow, fields.micro_step, flushing, *counts, *present]
+
+
+def decode(added: Sequence[float], workers: int, others: int = 0, counts: int = 0) -> Numbers:
+    """What the sum over the workers says, each of which has so many `others` and `counts`."""
+    each = 1 + others
+    split = _PARTS * each * workers
+    values = struct.unpack(f"<{each * workers}d", struct.pack(f"<{split}h", *map(int, added[:split])))
+    overflows, micro_batches, flushes, *rest = added[split:]
+    known = overflows > 0, int(micro_batches), int(flushes), [count > 0 for count in rest[counts:]]
+    # Not by fsum: it raises where an inf meets its opposite.
+    return Numbers(math.fsum(values[::each]), *known, [sum(values[1 + index :: each]) for index in range(others)], rest[:counts])

@@ -1,193 +1,145 @@
-"""The workers that a window is added up over: what it asks of them, and this worker alone."""
+"""The workers of an optimizer: those of the module that was given, those that hold parts of its parameters, or this one alone."""
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, final
+from inspect import unwrap
+from typing import cast, final, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum import UsageError
-from gradaccum.kit import Fields, State, explain
-from gradaccum_torch.hooks import delivering_zeros
-from gradaccum_torch.torch_private import is_in_join, module_averaging
-from gradaccum_torch.workers.deferred import Deferred
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum.kit import Options, State, UntilWeight, explain, shared_until_weight_error
+from gradaccum_torch.private import are_flattened, is_sharded, mesh_of, module_averaging, units_holding, units_of
+from gradaccum_torch.watch import delivering_zeros
+from gradaccum_torch.workers.deferred import Deferred, GradientSync, require_deferrable
+from gradaccum_torch.workers.fsdp import ShardGroup, Shards
+from gradaccum_torch.workers.group import group_alone, group_of, require_parameters, require_same_options
+from gradaccum_torch.workers.interface import Joined, OwnSum, Shares, Sums, Workers, require_no_join
 
-Sums = Sequence[Tensor | None]
-"""Sums by position, None where there is none."""
-
-
-class Joined(NamedTuple):
-    """A window that several workers share, as all of them have it."""
-
-    fields: Fields
-    sums: Sums
-    numbers: Sequence[float]
-    """Of all; this worker's own where they were added up before."""
+_SYNCS = get_args(GradientSync)
+_AVERAGES = "AVG"
+"""Of `torch.distributed.ReduceOp`."""
 
 
-def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the learning rate of each group; waits for the device where one is there."""
-    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+def workers_of(
+    optimizer: torch.optim.Optimizer,
+    module: object,
+    options: Options,
+    gradient_sync: object = "micro_batch",
+    process_group: object = None,
+) -> Workers:
+    """The workers that a window of `optimizer` is added up over.
+
+    Args:
+        optimizer: the optimizer that is wrapped.
+        module: the ``module=`` of `gradaccum.wrap`, or None.
+        options: the checked options.
+        gradient_sync: the ``gradient_sync=`` of `gradaccum.wrap`.
+        process_group: the ``process_group=`` of `gradaccum.wrap`, or None.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError, UsageError: as `group_of`, `group_alone`, `Shards` and `require_deferrable`; or `options`
+            need one worker, or `optimizer` reduces gradients itself.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if are_flattened(parameters):
+        found, fix = "those of FullyShardedDataParallel (FSDP1)", "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2)."
+        raise explain(ArgumentValueError, "optimizer", expected="parameters that FSDP1 has not flattened", found=found, fix=fix)
+    if process_group is None:
+        workers = _found(optimizer, parameters, module, options, gradient_sync)
+    elif module is None and gradient_sync == "micro_batch" and not units_holding(parameters):
+        workers = group_alone(process_group, optimizer, options)
+    else:
+        fix = "Leave it out: module= has a process group, and FSDP2 reduces gradients by itself."
+        raise explain(ArgumentValueError, "process_group", expected="no module= and no fully_shard beside it", found="one", fix=fix)
+    if not workers.several and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _require_no_reduction(optimizer)
+    return _require_allowed(workers, parameters, options)
 
 
-STATE_DICT = "torch.distributed.checkpoint.state_dict"
+def _require_no_reduction(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UsageError` if a method of `optimizer` averages over workers, which have divided their sums by weights of their own by then.
+
+    One that reduces by ``ReduceOp.SUM`` is not told from those that add up updates or, as Prodigy, numbers of shards.
+    """
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+    methods = [unwrap(getattr(each, "__func__", each)) for kind in kinds for each in vars(kind).values() if callable(each)]
+    called = {name for each in methods for name in getattr(getattr(each, "__code__", None), "co_names", ())}
+    if _AVERAGES in called:
+        fix = "Write gradaccum.wrap(optimizer, ..., process_group=torch.distributed.group.WORLD), or module= where DistributedDataParallel "
+        fix += "reduces the gradients."
+        found = f"a {type(optimizer).__name__}, which averages over workers by itself, and nothing that says which workers share the window"
+        raise explain(UsageError, "process_group", expected="the workers that an optimizer reduces over", found=found, fix=fix)
 
 
-class Shares(NamedTuple):
-    """What each worker has in an open window, so that other workers can go on with it."""
+def _require_allowed(workers: Workers, parameters: Sequence[Tensor], options: Options) -> Workers:
+    """`workers`, which may be alone or have these options.
 
-    weights: list[float]
-    """By worker."""
-    workers: int
-    """Those of them that have different items."""
-    divisors: list[float]
-    """By what the sum over the workers is divided, by the position of the parameter."""
-    overflow: bool
-    """Any worker's flag."""
-    losses: list[float] = []  # noqa: RUF012
-    """The sum of the losses, by worker; empty where nobody saved it."""
-
-    def weight_of(self, index: int, size: int, workers: int) -> float:
-        """The weight with which worker `index` goes on, of `size`, of which `workers` have different items.
-
-        Each gets its own back. Among another number of them the first gets the weight of all.
-        """
-        return self._part_of(self.weights, index, size, workers)
-
-    def loss_of(self, index: int, size: int, workers: int) -> float:
-        """The sum of the losses with which it goes on, in the same way."""
-        return self._part_of(self.losses, index, size, workers) if self.losses else math.nan
-
-    def _part_of(self, values: list[float], index: int, size: int, workers: int) -> float:
-        if (size, workers) == (len(values), self.workers):
-            return values[index]
-        total = sum(values) / len(values) * self.workers
-        return 0.0 if index else total * size / workers
+    Raises:
+        UsageError: windows end by their weight, and each worker sees its own only.
+        ArgumentValueError: the noise scale is to be measured of sharded gradients, which the engine adds up over workers before the norm of
+            one worker's could be taken.
+    """
+    # After the comparison of the workers' options: where one alone has this one, that tells all of them.
+    several = workers.place is None or workers.place[1] > 1
+    if several and isinstance(options.steps, UntilWeight):
+        raise shared_until_weight_error(options.steps)
+    if options.noise_decay is not None and any(map(is_sharded, parameters)):
+        expected, found = "whole parameters on each worker", "sharded ones, whose gradients are those of all workers in each micro-batch"
+        fix = "Leave noise_scale out, or measure it under DistributedDataParallel with module=."
+        raise explain(ArgumentValueError, "noise_scale", expected=expected, found=found, fix=fix)
+    return workers
 
 
-class Workers(ABC):
-    """The workers that share a window, as it asks them."""
-
-    several: bool
-    """There are others, so that a window's end must `join` them."""
-    not_own: bool
-    """The open window's sum is not this worker's own; see `require_own_sum`."""
-    joined: bool
-    """After `join`: the window holds a micro-batch."""
-    place: tuple[int, int] | None = None
-    """The rank of this worker and their number, which its part of a saved sum belongs to; None: any worker can load any part."""
-    group: dist.ProcessGroup | None = None
-    """The process group that they make; None: this worker is alone, or a mesh of several groups shares its parameters."""
-    deferred: Deferred | None = None
-    """What keeps the sum until the window ends; None: it is in ``.grad`` or a buffer."""
-
-    @abstractmethod
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
-        """Add up the window of all workers; collective. Nothing is added twice where the update of a joined window raised.
-
-        Args:
-            fields: this worker's state.
-            sums: this worker's; those of all replace them in place.
-            zeros: an empty sum by position.
-            numbers: further ones to add up, as many on each worker: the losses, and then what is known of the first micro-batches.
-
-        Returns:
-            The state with the weight and the overflow flag of all, the sums, None where no worker has one, and the numbers of all.
-
-        Raises:
-            UsageError: a worker did not come before the process group's timeout.
-        """
-
-    def require_one_weight(self, fields: State) -> None:  # noqa: B027
-        """Raise `UsageError` where other workers, which nothing joins, need the weight of this one's window; collective there."""
-
-    @abstractmethod
-    def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
-        """Close the open window by `close`, and with others as many more as they have.
-
-        Args:
-            close: closes one window.
-            between: called after each window that another one follows.
-            is_open: this worker has a window.
-        """
-
-    @abstractmethod
-    def window_ended(self) -> None:
-        """The next window begins, with this worker's own sum."""
-
-    @abstractmethod
-    def require_own_sum(self, call: str) -> None:
-        """The sum is this worker's own.
-
-        Raises:
-            UsageError: it is that of all workers, because the update raised; or the reduction failed.
-        """
-
-    def require_parameters(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
-        """Raise `ArgumentValueError` unless each of `parameters`, new ones of the optimizer, is one that the workers share."""
-
-    @abstractmethod
-    def require_no_closure(self) -> None:
-        """Raise `UsageError` where a step with a closure cannot be that of all workers."""
-
-    def taking_part(self) -> AbstractContextManager[None] | None:
-        """Where other workers wait in their backward pass for that of a micro-batch of weight 0: inside, it delivers zeros, and no NaN."""
-        return None
-
-    def require_no_graph(self) -> None:
-        """Raise `UsageError` where gradients that are to be differentiated again would lose their graph."""
-        fix = "Leave create_graph= out; second derivatives over several workers are not supported."
-        found = "gradients with a graph, which a reduction does not have"
-        raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
-
-    def shares(self, fields: State, loss: float) -> Shares:
-        """What all workers have in the open window; collective. `loss`: the sum of this worker's.
-
-        Raises:
-            UsageError: each has a sum of its own, which is no part of a larger tensor.
-        """
-        fix = "Save opt.state_dict() on each worker; gradaccum_torch.redistributed gives it to another number of workers."
-        found = "an open window, of which each worker has a sum of its own"
-        raise explain(UsageError, STATE_DICT, expected="to be called between two windows", found=found, fix=fix)
-
-    def own(self, shares: Shares) -> tuple[float, float, list[float]]:
-        """The weight and the sum of the losses with which this worker goes on, and by what to multiply each sum.
-
-        Raises:
-            UsageError: as `shares`.
-        """
-        fix = "Load it with fully_shard, or what each worker saved by opt.state_dict()."
-        found = "a state whose window is open, which no worker of these has alone"
-        raise explain(UsageError, STATE_DICT, expected="a state that was saved between two windows", found=found, fix=fix)
-
-    @abstractmethod
-    def require_no_copy(self) -> None:
-        """Raise `UsageError` where a copy of the optimizer would have no part in the others' reductions."""
+def _found(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], module: object, options: Options, gradient_sync: object
+) -> Workers:
+    sync = _require_sync(gradient_sync)
+    if _shares_parameters(module, parameters):
+        return _shard_group(optimizer, parameters, module, options, sync)
+    if sync != "micro_batch":
+        fix = "Leave it out: with a DistributedDataParallel module gradients are reduced once per window."
+        raise explain(ArgumentValueError, "gradient_sync", expected="to stand beside a module= of fully_shard", got=sync, fix=fix)
+    return Alone(optimizer, options.separate_sums) if module is None else group_of(module, optimizer, options)
 
 
-class OwnSum(Workers):
-    """Workers that need no reduction of the sum: this one closes, saves and copies its window by itself."""
+def _shares_parameters(module: object, parameters: Sequence[Tensor]) -> bool:
+    """Whether its parameters are split over processes; not where `DistributedDataParallel` has copies of the parts."""
+    if isinstance(module, DistributedDataParallel):
+        return False
+    return any(map(is_sharded, module.parameters() if isinstance(module, torch.nn.Module) else parameters if module is None else ()))
 
-    not_own, joined = False, True
 
-    def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
-        if is_open:
-            close()
+def _shard_group(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], module: object, options: Options, sync: GradientSync
+) -> ShardGroup:
+    units = units_holding(parameters)
+    mesh = max((mesh_of(parameter) for parameter in parameters if is_sharded(parameter)), key=DeviceMesh.size)
+    if isinstance(module, torch.nn.Module):
+        within = [each for unit in units_of(module) for each in unit.parameters]
+        require_parameters(module, [*module.parameters(), *within], parameters)
+        require_same_options(options, *map(mesh.get_group, range(mesh.ndim)), gradient_sync=sync)
+    shards = Shards(optimizer, units)
+    if sync != "micro_batch":
+        require_deferrable(units, parameters, options, sync, module)
+    shards.require_averages()
+    deferred = Deferred(units, mesh, sync) if sync != "micro_batch" else None
+    return ShardGroup(mesh, shards, options.reduction == "sum", deferred)
 
-    def window_ended(self) -> None: ...
 
-    def require_own_sum(self, call: str) -> None: ...
-
-    def require_no_closure(self) -> None: ...
-
-    def require_no_copy(self) -> None: ...
+def _require_sync(sync: object) -> GradientSync:
+    if not isinstance(sync, str):
+        fix = 'Write gradient_sync="window".'
+        raise explain(ArgumentTypeError, "gradient_sync", expected=f"one of {_SYNCS}", got=sync, fix=fix)
+    if sync not in _SYNCS:
+        raise explain(ArgumentValueError, "gradient_sync", expected=f"one of {_SYNCS}", got=sync, fix="Check its spelling.")
+    return cast(GradientSync, sync)
 
 
 @final
@@ -250,17 +202,6 @@ class Alone(OwnSum):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-
-
-def require_no_join(module: DistributedDataParallel) -> None:
-    """The loop does not run under ``module.join()``, which answers collectives of the module alone.
-
-    Raises:
-        UsageError: it does.
-    """
-    if is_in_join(module):
-        fix = "Leave join() out, and write gradaccum.wrap(optimizer, ..., module=parallel): opt.flush() takes part in the others' windows."
-        raise explain(UsageError, "join", expected="a loop without DistributedDataParallel.join()", found="one under it", fix=fix)
 
 
 def _weights_error(own: float, most: float, least: float) -> UsageError:

@@ -31,7 +31,7 @@ from conformance_tests.framework_tests.torch_shards.common import (
     windows_of,
     wrap,
 )
-from gradaccum_torch.fsdp_private import units_of
+from gradaccum_torch.private import units_of
 
 
 def each_way(**options: Any) -> Iterator[tuple[Way, Branches, Any]]:

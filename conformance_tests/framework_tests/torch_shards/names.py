@@ -28,7 +28,7 @@ from conformance_tests.framework_tests.torch_shards.common import (
     windows_of,
     wrap,
 )
-from gradaccum_torch import fsdp_private, torch_private
+from gradaccum_torch import private
 
 
 class Hidden:
@@ -38,7 +38,7 @@ class Hidden:
         self.value, self.attribute = vars(owner).get(attribute), attribute
 
     def __get__(self, instance: object, owner: type) -> Any:
-        if sys._getframe(1).f_globals is vars(fsdp_private):
+        if sys._getframe(1).f_globals is vars(private):
             raise AttributeError(self.attribute)
         if instance is not None and self.attribute in vars(instance):
             return vars(instance)[self.attribute]
@@ -53,13 +53,13 @@ def without(name: str) -> Iterator[None]:
     """Inside, torch lacks `name`."""
     module, _, path = name.partition(":")
     owner, _, attribute = path.rpartition(".")
-    exists = torch_private.exists
+    exists = private.exists
 
     def seen(asked: str) -> bool:
         return asked != name and exists(asked)
 
-    fsdp_private._require_names.cache_clear()
-    with mock.patch.object(torch_private, "exists", seen), mock.patch.object(fsdp_private, "exists", seen):
+    private._require_names.cache_clear()
+    with mock.patch.object(private, "exists", seen):
         if not owner:
             with mock.patch.dict(sys.modules, {module: ModuleType(module)}):
                 yield
@@ -68,7 +68,7 @@ def without(name: str) -> Iterator[None]:
             setattr(kind, attribute, Hidden(kind, attribute))
             yield
             setattr(kind, attribute, plain) if plain is not None else delattr(kind, attribute)
-    fsdp_private._require_names.cache_clear()
+    private._require_names.cache_clear()
 
 
 FLAT, WINDOW, HYBRID = Way("micro_batch", (2,)), Way("window", (2,)), Way("micro_batch", (2, 1))
@@ -104,11 +104,11 @@ def refuses() -> dict[str, Ways]:
 @check
 def private_names_that_torch_lacks(rank: int) -> None:
     reference, _ = alone(windows_of())
-    names = {re.split("[.:]", name)[-1]: name for name in fsdp_private.lost()}
+    names = {re.split("[.:]", name)[-1]: name for name in private.lost_in_fsdp()}
     assert names.keys() == refuses().keys()
     for attribute, (refused_ways, trained) in refuses().items():
         name = names[attribute]
-        assert torch_private.exists(name), name
+        assert private.exists(name), name
         with without(name):
             for way in refused_ways:
                 model = sharded(way)
@@ -120,8 +120,8 @@ def private_names_that_torch_lacks(rank: int) -> None:
                 require_equal(model, reference)
                 gc.collect()
         if trained:
-            default = fsdp_private.Sync(True, True, False)
-            assert all(unit.sync == default for unit in fsdp_private.units_of(model)), f"{name}: let go, and waits"
+            default = private.Sync(True, True, False)
+            assert all(unit.sync == default for unit in private.units_of(model)), f"{name}: let go, and waits"
 
 
 @check
@@ -153,6 +153,6 @@ def parameters_on_two_meshes(rank: int) -> None:
         model = two_units()
         train(model, wrap(model, way), rank)
         require_equal(model, alone(windows_of())[0])
-    (groups,) = (name for name in fsdp_private.lost() if name.endswith("._fsdp_param_groups"))
+    (groups,) = (name for name in private.lost_in_fsdp() if name.endswith("._fsdp_param_groups"))
     with without(groups), refused(AssertionError, "1 param group"):
         wrap(two_units(), FLAT)

@@ -25,7 +25,7 @@ from conformance_tests.framework_tests.torch_shards.common import (
     windows_of,
     wrap,
 )
-from gradaccum_torch.fsdp_private import GLOO_SUMS
+from gradaccum_torch.private import GLOO_SUMS
 
 OPTIONS: list[dict[str, Any]] = [
     {},

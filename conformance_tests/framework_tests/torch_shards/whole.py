@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import gradaccum
 from conformance_tests.framework_tests.torch_shards.common import check, whole
-from gradaccum_torch.fsdp_private import GLOO_SUMS
+from gradaccum_torch.private import GLOO_SUMS
 
 WORLD = 2
 X = torch.arange(32 * 6, dtype=torch.float32).reshape(32, 6) / 100 - 1

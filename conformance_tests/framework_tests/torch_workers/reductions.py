@@ -26,7 +26,7 @@ from conformance_tests.framework_tests.torch_workers.common import (
     sgd,
     together,
 )
-from gradaccum_torch.workers.reduction import all_reduce
+from gradaccum_torch.workers.group import all_reduce
 
 COUNTED = 33
 """Sparse sums, and the bits of the learning rates."""

@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     Mutant(
         "forget_what_float16_holds",
-        "finite = measured.finite and (not self.measures or strategy.fits(measured.norm, unclipped))",
+        "finite = measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))",
         "finite = measured.finite",
         SUITE + "test_half_precision.py::test_sum_beyond_float16_overflows",
     ),
@@ -175,8 +175,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_loss_scale",
-        "return close(ended, decision.apply, decision.overflow, options, select)",
-        "return State(*close(ended, decision.apply, decision.overflow, options, select))._replace(loss_scale=ended.loss_scale)",
+        "after = close(ended, decision.apply, decision.overflow, options, select)",
+        "after = State(*close(ended, decision.apply, decision.overflow, options, select))._replace(loss_scale=ended.loss_scale)",
         SUITE + "test_loss_scale.py::test_scale_stops_at_floor",
     ),
     Mutant(

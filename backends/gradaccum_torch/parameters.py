@@ -1,4 +1,4 @@
-"""Which tensors the model has and which the inner optimizer works on: the same ones, or float32 masters of half-precision parameters.
+"""The model's parameters and the tensors that the inner optimizer works on: the same ones, or float32 masters of half-precision parameters.
 
 With ``master_weights=True`` the inner optimizer has a float32 master in place of each float16 or bfloat16 parameter while its ``step``
 runs, so that its state and its gradients are float32 too; after each update the model gets the rounded copy. At all other times the
@@ -9,7 +9,8 @@ by element. torch does not count writes through ``parameter.data``, so values ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import itemgetter
@@ -21,9 +22,8 @@ from torch import Tensor
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import explain
-from gradaccum_torch.comparison import apart
+from gradaccum_torch.private import foreach_copy_, foreach_norm, foreach_sub_, local
 from gradaccum_torch.sums import HALF
-from gradaccum_torch.torch_private import foreach_copy_, local
 
 Group = dict[str, Any]
 """A parameter group of a `torch.optim.Optimizer`: its ``"params"``, a list of tensors, and its options."""
@@ -224,3 +224,62 @@ def _has_masters_error() -> ArgumentValueError:
         got=False,
         fix="Write master_weights=True, or wrap a new optimizer over the model's parameters.",
     )
+
+
+# Comparison of half-precision tensors with the rounded values of float32 ones, in one pass over both.
+#
+# A CPU compares the bits: it has no vector instruction that compares half-precision numbers, so that would take twice the time. On an
+# accelerator the launch of a kernel takes the time: there one call subtracts many tensors, no more than keep the rounded copies small.
+
+
+CHUNK = 2**25
+"""Elements that are rounded at a time."""
+
+Pair = tuple[Tensor, Tensor]
+"""A half-precision tensor and the float32 tensor that it should be the rounded copy of."""
+
+
+@torch.no_grad()
+def apart(pairs: Sequence[Pair]) -> Tensor | None:
+    """Whether any half-precision tensor differs from the other one rounded: a bool, shape ``()``; None without any element.
+
+    True also where both are not finite. Of a sharded tensor the part that is here is compared.
+    """
+    local = [(half, wide) for half, wide in ((_local(half), _local(wide)) for half, wide in pairs) if half.numel()]
+    if not local:
+        return None
+    if all(half.is_cpu for half, _ in local):
+        found = [bits_apart(half, wide) for half, wide in local]
+    else:
+        found = [difference for chunk in _chunks(local) for difference in differences(chunk)]
+    return torch.stack([each.to(found[0].device) for each in found]).any()
+
+
+def bits_apart(half: Tensor, wide: Tensor) -> Tensor:
+    """Not 0 where a bit differs, shape ``()``."""
+    bits = wide.to(half.dtype, copy=True).view(torch.int16)
+    lowest, highest = bits.bitwise_xor_(half.view(torch.int16)).aminmax()
+    return lowest | highest
+
+
+def differences(pairs: Sequence[Pair]) -> Sequence[Tensor]:
+    """The largest difference within each pair, shape ``()``: not 0, or NaN, where a number differs."""
+    rounded = [torch.empty_like(half) for half, _ in pairs]
+    foreach_copy_(rounded, [wide for _, wide in pairs])
+    foreach_sub_(rounded, [half for half, _ in pairs])
+    return foreach_norm(rounded, math.inf)
+
+
+def _chunks(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
+    first, elements = 0, 0
+    for index, (half, _) in enumerate(pairs):
+        elements += half.numel()
+        if elements >= CHUNK or index == len(pairs) - 1:
+            yield pairs[first : index + 1]
+            first, elements = index + 1, 0
+
+
+def _local(tensor: Tensor) -> Tensor:
+    own: Any = tensor.detach()
+    local: Tensor = own.to_local() if hasattr(own, "to_local") else own
+    return local

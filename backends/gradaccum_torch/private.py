@@ -1,9 +1,9 @@
 """Every private name of torch that this package uses, and what a torch without the name costs the user.
 
 The rest of the package imports from here, so that a new torch is checked in one place. Every name has a fallback or is refused by name,
-which `LOST` tells; without ``Tensor._version`` alone the import raises. Where a name is used for each parameter or each micro-batch, it is
-bound as it is: no Python function is put around it. Three names that torch looks for on the wrapped optimizer must stay where they are:
-``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and ``grad_scale`` and ``found_inf``, which a scaler sets.
+which `LOST` and `lost_in_fsdp` tell; without ``Tensor._version`` alone the import raises. Where a name is used for each parameter or
+each micro-batch, it is bound as it is: no Python function is put around it. Three names that torch looks for on the wrapped optimizer must
+stay where they are: ``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and ``grad_scale`` and ``found_inf``, which a scaler sets.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from inspect import unwrap
 from itertools import repeat
 from operator import attrgetter
 from pkgutil import resolve_name
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from gradaccum import UsageError
 from gradaccum.kit import explain
@@ -517,3 +518,301 @@ def registered_comm_hooks(module: DistributedDataParallel) -> Collection[object]
     """
     require_name(_HOOKS, "module", "Write process_group= in place of module=, without DistributedDataParallel.")
     return module._comm_hooks
+
+
+# The private names of torch's FSDP2, and what breaks if torch drops them.
+#
+# `fully_shard` puts the parameters of a module into a group, which gathers and reduces together. Here such a group is a `Unit`. A name of
+# an option is needed only where torch has the public method that sets the option.
+
+
+Private = Any
+"""An object of torch that has no public type."""
+
+_FSDP = "torch.distributed.fsdp._fully_shard."
+_MODULE, _STATE, _GROUP = f"{_FSDP}_fully_shard:FSDPModule.", f"{_FSDP}_fsdp_state:FSDPState.", f"{_FSDP}_fsdp_param_group:FSDPParamGroup."
+_PARAMETER, _MESH = f"{_FSDP}_fsdp_param:FSDPParam.", f"{_FSDP}_fsdp_common:FSDPMeshInfo."
+_PASS_END = (
+    f"{_STATE}_root_post_backward_final_callback",
+    f"{_STATE}_state_ctx",
+    f"{_FSDP}_fsdp_state:FSDPStateContext.all_states",
+    f"{_FSDP}_fsdp_state:FSDPStateContext.is_last_backward",
+)
+_MODULES = "torch.distributed._composable_state:_module_state_mapping"
+_REDUCES, _POLICY, _PARTIAL = f"{_GROUP}post_backward", f"{_PARAMETER}mp_policy", f"{_GROUP}_partial_reduce_output"
+_GROUPS, _ONE_GROUP = f"{_STATE}_fsdp_param_groups", f"{_STATE}_fsdp_param_group"
+GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
+_UNUSED = "set_reduce_scatter_unused_params"
+_SYNC = {"reduce_grads": True, "all_reduce_grads": True, "reduce_scatter_unused_params": False}
+"""What FSDP2 keeps of three public methods, and what it does by default."""
+
+_UNSUPPORTED = "`gradaccum.wrap` refuses parameters of `fully_shard`."
+_NEEDED = (
+    f"{_MODULE}_get_fsdp_state",
+    f"{_GROUP}fsdp_params",
+    f"{_GROUP}mesh_info",
+    f"{_PARAMETER}sharded_param",
+    f"{_PARAMETER}_unsharded_param",
+    f"{_MESH}mesh",
+    f"{_MESH}shard_mesh_dim",
+)
+_OPTIONS = {"gradient_divide_factor": "set_gradient_divide_factor", "_all_reduce_hook": "set_all_reduce_hook"}
+"""What FSDP2 keeps of an option, by which the sum may be divided, and the public method that sets it: an older torch has neither."""
+
+
+def lost_in_fsdp() -> dict[str, str]:
+    """By private name (``module:object.attribute``): what the user loses where the installed torch lacks the name."""
+    waiting = '`gradient_sync=` takes no ``"window"`` and no ``"all_reduce_per_window"``.'
+    both = exists(_GROUPS) and exists(_ONE_GROUP)
+    return {
+        **dict.fromkeys((*_NEEDED, *(_GROUP + kept for kept, setter in _OPTIONS.items() if _sets(setter))), _UNSUPPORTED),
+        _GROUPS if exists(_GROUPS) else _ONE_GROUP: "A module whose parameters lie on several meshes raises." if both else _UNSUPPORTED,
+        _REDUCES: waiting,
+        _POLICY: waiting,
+        _PARTIAL: "`gradaccum.wrap` refuses a mesh of two dimensions.",
+        **{_GROUP + kept: "A module that is let go reduces." for kept in _SYNC if kept not in _UNUSED or _sets(_UNUSED)},
+        **dict.fromkeys(_PASS_END, "A window that FSDP2 reduces at its end waits for the device, and leaves a unit's buffer."),
+        _MODULES: "Modules of FSDP2 are looked for through all objects of Python, which is slower.",
+    }
+
+
+def _groups_name() -> str:
+    """The attribute of a state with its groups; an older torch has one group or none."""
+    return "_fsdp_param_groups" if exists(_GROUPS) else "_fsdp_param_group"
+
+
+class Sync(NamedTuple):
+    """What FSDP2 does after a backward pass, of one unit."""
+
+    reduce: bool
+    """Reduce the gradients; `FSDPModule.set_requires_gradient_sync`."""
+    all_reduce: bool
+    """All-reduce what is reduce-scattered, on a mesh of two dimensions; `FSDPModule.set_requires_all_reduce`."""
+    unused: bool
+    """A parameter without a gradient takes part, with zeros; `FSDPModule.set_reduce_scatter_unused_params`."""
+
+
+class Unit:
+    """Parameters that FSDP2 reduces together.
+
+    Args:
+        group: FSDP2's object.
+        modules: the modules that have the parameters.
+    """
+
+    def __init__(self, group: Private, modules: list[Any]) -> None:
+        self.group, self.modules = group, modules
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The sharded parameters, as the optimizer has them."""
+        return [each.sharded_param for each in self.group.fsdp_params]
+
+    @property
+    def shards(self) -> int:
+        """The workers that share one copy of the parameters."""
+        mesh, dimension = self.group.mesh_info.mesh, self.group.mesh_info.shard_mesh_dim
+        return 1 if dimension is None else int(mesh.size(dimension))
+
+    @property
+    def copies(self) -> int:
+        """The copies of the parameters, of `shards` workers each."""
+        return int(self.group.mesh_info.mesh.size()) // self.shards
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What `FSDPModule.set_gradient_divide_factor` was given; None: the number of workers.
+
+        Raises:
+            UsageError: an older torch was given one, and keeps it where nobody can read it.
+        """
+        if getattr(self.group, "reduce_scatter_reduce_op", None) is not None:
+            fix = "Leave set_reduce_scatter_divide_factor out, or install a torch that has FSDPModule.set_gradient_divide_factor."
+            raise explain(UsageError, "set_reduce_scatter_divide_factor", expected="no factor in this torch", found="one", fix=fix)
+        factor: float | None = self._option("gradient_divide_factor")
+        return factor
+
+    @property
+    def reduces_by_hook(self) -> bool:
+        """`FSDPModule.set_all_reduce_hook` was called."""
+        return self._option("_all_reduce_hook") is not None
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which FSDP2 adds up the micro-batches that it does not reduce."""
+        first = self.group.fsdp_params[0]
+        policy, own = first.mp_policy, first.sharded_param.dtype
+        # Before torch 2.15 the sum of a policy without reduce_dtype is added up in the computation's dtype, later in the parameter's.
+        dtype: torch.dtype = policy.reduce_dtype or (policy.param_dtype if _sums_apart(first) else None) or own
+        return dtype
+
+    @property
+    def is_summed_by_gloo(self) -> bool:
+        """On a CPU FSDP2 asks gloo for an average in these dtypes, and gloo reduce-scatters the sum. Measured: in torch 2.8, not 2.11."""
+        on_cpu = GLOO_SUMS and self.group.mesh_info.mesh.device_type == "cpu"
+        return on_cpu and self.shards > 1 and self.parameters[0].dtype in (torch.float32, torch.bfloat16)
+
+    @property
+    def sync(self) -> Sync:
+        """What it does after a backward pass."""
+        return Sync(*(bool(getattr(self.group, kept, default)) for kept, default in _SYNC.items()))
+
+    @sync.setter
+    def sync(self, sync: Sync) -> None:
+        module = self.modules[0]
+        module.set_requires_gradient_sync(sync.reduce, recurse=False)
+        module.set_requires_all_reduce(sync.all_reduce, recurse=False)
+        if _sets(_UNUSED):
+            module.set_reduce_scatter_unused_params(sync.unused, recurse=False)
+
+    @property
+    def fills_unused(self) -> bool:
+        """The installed torch can give a parameter without a gradient zeros."""
+        return _sets(_UNUSED)
+
+    def _option(self, kept: str) -> Any:
+        """What FSDP2 keeps of an option; None in a torch without the option."""
+        return getattr(self.group, kept) if _sets(_OPTIONS[kept]) else None
+
+    def require_waiting(self) -> None:
+        """Raise `UsageError` unless the installed torch has the names by which FSDP2 reduces without a backward pass."""
+        for name in (_REDUCES, _POLICY):
+            require_name(name, "gradient_sync", 'Write gradient_sync="micro_batch".')
+
+    def trainable(self) -> Iterator[Private]:
+        """Its trainable parameters, as FSDP2 has them."""
+        return (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
+
+    def held(self) -> list[Tensor]:
+        """The gradients that are not reduced: one for each parameter that has one, or one of all."""
+        found = [gradient for each in self.group.fsdp_params for gradient in unreduced(each)]
+        partial = self.group._partial_reduce_output if self._has_partial() else None
+        return found if partial is None else [*found, partial]
+
+    def _has_partial(self) -> bool:
+        """True if FSDP2 may keep a sum that is not all-reduced."""
+        if self.copies == 1:
+            return False
+        require_name(_PARTIAL, "module", "Call fully_shard with a mesh of one dimension.")
+        return True
+
+    def drop(self) -> None:
+        """Forget the gradients that are not reduced."""
+        if self._has_partial():
+            self.group._partial_reduce_output = None
+        for each in self.group.fsdp_params:
+            drop(each)
+
+    def fill(self, parameter: Private) -> None:
+        """Zeros for a gradient of one of its parameters, because another worker has one."""
+        zeros = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
+        if _sums_apart(parameter):
+            parameter.unsharded_accumulated_grad = zeros
+        else:
+            parameter._unsharded_param.grad = zeros
+
+    def after_forward(self, hook: Callable[..., None]) -> list[RemovableHandle]:
+        """Have `hook` called after the forward pass of each of its modules: from the first one on `whole_parameters` has them all."""
+        return [module.register_forward_hook(hook) for module in self.modules]
+
+    def whole_parameters(self) -> list[tuple[Private, Tensor]]:
+        """The trainable parameters that were gathered once: as FSDP2 has them, and whole, as autograd accumulates into them."""
+        return [(each, each._unsharded_param) for each in self.trainable() if hasattr(each, "_unsharded_param")]
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """The units of `module` and of what is in it."""
+    return _units(module.modules())
+
+
+def units_holding(parameters: Sequence[Tensor]) -> list[Unit]:
+    """The units that have any of `parameters`, whatever the module."""
+    own = set(map(id, parameters))
+    return [unit for unit in _units(_modules()) if any(id(each) in own for each in unit.parameters)]
+
+
+def _modules() -> list[nn.Module]:
+    """All modules that live and that FSDP2 may have."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+    except ImportError:
+        return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    return [module for each in _module_state_mapping.keyrefs() if (module := each()) is not None]
+
+
+def reduce(units: Sequence[Unit]) -> None:
+    """Reduce what `units` hold into ``.grad``, as FSDP2 does for a module that a backward pass did not reach.
+
+    Without ``post_backward`` the sum of a window could be reduced only by a backward pass, which must know that it is the last one.
+    """
+    for unit in reversed(units):
+        unit.group.post_backward()
+    # The first state of a module that has run is the outermost one, whose pass ends those of all in it.
+    states = [unit.modules[0]._get_fsdp_state() for unit in units]
+    if not all(exists(name) for name in _PASS_END):
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return
+    for root in {id(root): root for state in states for root in state._state_ctx.all_states[:1]}.values():
+        _reduce_under(root)
+
+
+def _reduce_under(root: Private) -> None:
+    context = root._state_ctx
+    found, context.is_last_backward = context.is_last_backward, True
+    if hasattr(context, "manual_backward_finalization_active"):  # from torch 2.15 on: None, unless a backward pass is to be finalized
+        context.manual_backward_finalization_active = False
+    try:
+        root._root_post_backward_final_callback()
+    finally:
+        context.is_last_backward = found
+
+
+def unreduced(parameter: Private) -> list[Tensor]:
+    """What FSDP2 holds of the gradient of one of its parameters."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    both = None if whole is None else whole.grad, parameter.unsharded_accumulated_grad if _sums_apart(parameter) else None
+    return [gradient for gradient in both if gradient is not None]
+
+
+def drop(parameter: Private) -> None:
+    """Forget it."""
+    if _sums_apart(parameter):
+        parameter.unsharded_accumulated_grad = None
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
+
+
+def _sums_apart(parameter: Private) -> bool:
+    """True where FSDP2 keeps the sum of micro-batches apart; from torch 2.15 on it is the whole parameter's ``.grad``."""
+    return "unsharded_accumulated_grad" in vars(parameter)
+
+
+def _units(modules: Iterable[nn.Module]) -> list[Unit]:
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    found = dict[int, Unit]()
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            _require_names()
+            groups = getattr(module._get_fsdp_state(), _groups_name())
+            for group in groups if isinstance(groups, (list, tuple)) else [groups]:
+                if group is not None and group.fsdp_params:
+                    found.setdefault(id(group), Unit(group, [])).modules.append(module)
+    return list(found.values())
+
+
+@cache
+def _require_names() -> None:
+    for name, cost in lost_in_fsdp().items():
+        if cost is _UNSUPPORTED:
+            require_name(name, "optimizer", "Use DistributedDataParallel in place of fully_shard.")
+
+
+def _sets(setter: str) -> bool:
+    """True if FSDP2 of the installed torch has the option of this public method."""
+    return exists(_MODULE + setter)

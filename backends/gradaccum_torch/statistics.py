@@ -1,4 +1,4 @@
-"""What a window knows besides its gradient: its loss, and the numbers that the noise scale is made of.
+"""The statistics of a window besides its gradient: its loss, the numbers that the noise scale is made of, and who hears of them.
 
 A loss on the CPU becomes a number as it is told. Of one on an accelerator a copy stays there until the window ends, where it is read in the
 transfer that brings the norm. A window that measures no norm (``on_overflow="ignore"``) waits for nothing: there the losses are read when
@@ -8,13 +8,17 @@ somebody asks for the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from gradaccum import StepResult
 from gradaccum.kit import (
     Fields,
+    Handle,
+    Listener,
+    Listeners,
     Noise,
     Options,
     State,
@@ -31,7 +35,7 @@ from gradaccum.kit import (
     window_loss,
     window_seen,
 )
-from gradaccum_torch.torch_private import is_sharded
+from gradaccum_torch.private import is_sharded
 
 Told = float | Tensor
 """A loss: a number, or a scalar on its accelerator, shape ``()``."""
@@ -96,7 +100,7 @@ class _Losses:
         return self.total
 
 
-class Knowledge:
+class Statistics:
     """What the open window knows, and what is known of the last closed one.
 
     Args:
@@ -216,3 +220,48 @@ class Knowledge:
 
     def _summed(self, micro_step: int) -> float:
         return self._open.summed(self._options) if self._is_complete(micro_step) else math.nan
+
+
+# The listeners of a wrapped optimizer hear of a window when the call that closed it is through, or closes another one.
+
+
+T = TypeVar("T")
+
+
+class Ended(Protocol):
+    """A window that has just closed."""
+
+    @property
+    def result(self) -> StepResult:
+        """What its end did, in Python numbers."""
+
+
+class Listening:
+    """The listeners of one optimizer."""
+
+    def __init__(self) -> None:
+        self._listeners = Listeners()
+
+    def add(self, listener: Listener) -> Handle:
+        """Tell `listener` too."""
+        return self._listeners.add(listener)
+
+    def window_ended(self, before: State, window: Ended) -> None:
+        """`window` has closed, and the call that closed it may go on; `before`: its state before, with the weight of all workers."""
+        if self._listeners:
+            self._listeners.note(window.result, weight=before.weight, micro_batches=before.micro_step)
+
+    def tell(self) -> None:
+        """Tell of the windows that have closed; `after` raises what a listener raises."""
+        self._listeners.tell()
+
+    def after(self, call: Callable[[], T]) -> T:
+        """Make a `call` that may close windows, and tell of them when it is through."""
+        if not self._listeners:
+            return call()
+        with self._listeners.settled():
+            return call()
+
+
+NOBODY = Listening()
+"""For an optimizer that never had a listener."""

@@ -1,0 +1,628 @@
+"""Saving and loading, in mid-window too: the resumed run is bitwise the uninterrupted one.
+
+`save` puts the wrapper's entry beside the inner optimizer's state, `load` reads it, and `spread` and `gather` are for
+`torch.distributed.checkpoint`, which wants another form. `redistributed` gives an open window to another number of workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradaccum import ArgumentTypeError, CheckpointError, UsageError
+from gradaccum.kit import (
+    FORMAT,
+    Noise,
+    Options,
+    State,
+    Terms,
+    UntilWeight,
+    code_of,
+    explain,
+    forget_window,
+    initial_state,
+    require_format,
+    resumed,
+)
+from gradaccum.kit import redistributed as redistributed_fields
+from gradaccum_torch.parameters import Group, Parameters
+from gradaccum_torch.private import LocalVariables, initialize_state, is_sharded, mesh_of, placements_of
+from gradaccum_torch.statistics import NOTHING_KNOWN, Known
+from gradaccum_torch.workers.interface import Shares, Workers
+
+
+class Loads:
+    """What a wrapped optimizer was told about saved states.
+
+    It is one object that is changed, not attributes that are set: Lightning and Fabric put proxies in the optimizer's place, whose methods
+    are the optimizer's, and what those set on ``self`` stays on the proxy.
+    """
+
+    def __init__(self) -> None:
+        self.expects_open_window = False
+        """The next state to load was saved in mid-window; see ``expect_open_window``."""
+        self.pair = 0, 0
+        """How often a saved state was loaded, and the updates that the last one had."""
+
+    def note(self, updates: int) -> None:
+        """A state with this many updates was loaded."""
+        self.expects_open_window, self.pair = False, (self.pair[0] + 1, updates)
+
+
+def save(
+    saved: Saved,
+    sum_dtypes: Sequence[torch.dtype],
+    parameters: Parameters,
+    inner: torch.optim.Optimizer,
+    workers: Workers,
+    caller: LocalVariables | None,
+    *,
+    room: bool,
+) -> StateDict:
+    """The state of `inner` with the window's entry beside it; the tensors are the live ones.
+
+    Args:
+        saved: the window.
+        sum_dtypes: the dtype of each parameter's sum.
+        parameters: those of `inner`.
+        inner: the inner optimizer.
+        workers: those that share the window.
+        caller: the local variables of torch's checkpoint function, if that asks.
+        room: torch's function is to make room for the sum of a window, open or not.
+
+    Raises:
+        UsageError: torch's checkpoint function asks, and would drop a part.
+    """
+    state_dict = inner.state_dict()
+    state_dict[KEY] = encode(saved, parameters.groups())
+    if caller is None:
+        return state_dict
+    put_sums = partial(put, inner=inner, parameters=parameters, sum_dtypes=sum_dtypes, workers=workers)
+    return spread(state_dict, parameters, caller, put_sums if room or saved.fields.micro_step else None)
+
+
+def load(
+    state_dict: StateDict,
+    sum_dtypes: Sequence[torch.dtype],
+    parameters: Parameters,
+    inner: torch.optim.Optimizer,
+    workers: Workers,
+    resumed: Callable[[Saved], State],
+) -> Saved:
+    """Load into `inner` what `save` gave, and return the window; a bare optimizer's state is an empty window.
+
+    Args:
+        state_dict: the state.
+        sum_dtypes: the dtype of each parameter's sum.
+        parameters: those of `inner`.
+        inner: the inner optimizer.
+        workers: those that share the window.
+        resumed: the fields with which a saved window is resumed; it may refuse the window.
+
+    Raises:
+        CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
+    """
+    state_dict = gather(state_dict, parameters, workers)
+    bare = Saved(initial_state(), None, 0.0, {}, {})  # What a bare optimizer's state says of a window.
+    saved = decode(state_dict[KEY], parameters, sum_dtypes) if KEY in state_dict else bare
+    saved = saved._replace(fields=resumed(saved))
+    _load_inner({key: value for key, value in state_dict.items() if key != KEY}, parameters, inner)
+    return saved
+
+
+def _load_inner(state_dict: StateDict, parameters: Parameters, inner: torch.optim.Optimizer) -> None:
+    try:
+        # torch casts what it loads to the dtype of the parameter in the groups.
+        with parameters.masters_in_place():
+            inner.load_state_dict(state_dict)
+    except (ValueError, KeyError) as error:
+        expected, fix = "a state of these parameter groups", "Load a state that was saved from this model and optimizer."
+        raise explain(CheckpointError, "state_dict", expected=expected, found=f"one where {error}", fix=fix) from error
+
+
+# The wrapper's entry in a ``state_dict``: plain numbers, lists and tensors only, so that ``torch.load(weights_only=True)`` reads it.
+#
+# It sits under one key beside the inner optimizer's own entries, and torch ignores it when a bare optimizer loads the state:
+#
+# - ``format``: `gradaccum.kit.FORMAT`, the number of what these entries mean;
+# - the seven fields of `gradaccum.kit.State`, and ``grad_norm``;
+# - ``terms``: `gradaccum.kit.Terms` as a mapping, the options that an open window depends on; a size by weight is a negative number;
+# - ``worker``: the rank that saved it and the number of workers, as the sum of each is a part of that of all;
+# - ``parameters``: shape, dtype and name of each, to refuse another model's state;
+# - ``sums``: the partial sum by the index of its parameter, only while a window is open;
+# - ``loss`` and ``window_loss``: what the open window's losses add up to, and the loss of the last closed one;
+# - ``noise``: the four fields of `gradaccum.kit.Noise`, only with ``noise_scale=``;
+# - ``masters``: the float32 master of each half-precision parameter by the index of that parameter, only with ``master_weights=True``.
+
+
+KEY = "gradaccum"
+
+_FIX = "Load a state that was saved from this model and optimizer."
+
+
+StateDict = dict[str, Any]
+"""A saved state as torch has it: ``"state"`` by the index of a parameter, ``"param_groups"`` and what an optimizer adds to them."""
+Entry = dict[str, Any]
+"""The wrapper's part of a ``state_dict``, under `KEY`."""
+Place = tuple[int, int] | None
+"""The rank of a worker and the number of workers; None: the part of a sum that it saves can be loaded by any."""
+Description = list[Any]
+"""Shape, dtype and name of a parameter: ``[[2, 3], "torch.float32", "layer.weight"]``."""
+
+
+class Saved(NamedTuple):
+    """A window as a checkpoint holds it."""
+
+    fields: State
+    """The fields as they were saved; `terms` decide which of them go on."""
+    terms: Terms | None
+    """None: it is a bare optimizer's state, and the fields are of this optimizer."""
+    grad_norm: float
+    sums: Mapping[int, Tensor]
+    """The partial sum by the index of its parameter; empty between two windows."""
+    masters: Mapping[int, Tensor]
+    """The float32 masters by the index of their parameter."""
+    place: Place = None
+    """The worker that saved it."""
+    known: Known = NOTHING_KNOWN
+
+    def resumed(self, options: Options, place: Place) -> State:
+        """The fields to go on with under `options`, for the worker at `place`.
+
+        Raises:
+            CheckpointError: it is an open window under other options, or another worker's.
+        """
+        self._require_place(place)
+        return initial_state(options.scale_rule.init_scale) if self.terms is None else resumed(self.fields, self.terms, options)
+
+    def _require_place(self, own: Place) -> None:
+        # The sum of an open window is a part of that of all workers.
+        if self.fields.micro_step and self.place and own and tuple(self.place) != own:
+            expected, found = ("that of rank {} of {}".format(*place) for place in (own, self.place))
+            fix = "Load what this rank saved, or gradaccum_torch.redistributed(state_dicts, workers)[rank] from what all ranks saved."
+            raise explain(CheckpointError, "worker", expected=f"the open window of a worker, {expected}", found=found, fix=fix)
+
+
+def describe(groups: Sequence[Group]) -> list[Description]:
+    """Shape, dtype and name (None if the optimizer was not told) of each parameter, in the order of the groups."""
+    described = []
+    for group in groups:
+        names = group.get("param_names") or [None] * len(group["params"])
+        for parameter, name in zip(group["params"], names, strict=True):
+            described.append([list(parameter.shape), str(parameter.dtype), name])
+    return described
+
+
+def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
+    """The entry to save, of a window over the parameters of `groups`; sums and masters are the tensors themselves."""
+    assert saved.terms is not None
+    return {
+        "format": FORMAT,
+        **saved.fields._asdict(),
+        "grad_norm": saved.grad_norm,
+        "terms": _with_coded_size(saved.terms),
+        "worker": None if saved.place is None else list(saved.place),
+        "parameters": describe(groups),
+        "sums": {index: _savable(total) for index, total in saved.sums.items()},
+        "masters": {index: master.detach() for index, master in saved.masters.items()},
+        "loss": saved.known.loss,
+        "window_loss": saved.known.window_loss,
+        **({} if saved.known.noise is None else {"noise": list(saved.known.noise)}),
+    }
+
+
+def _with_coded_size(terms: Terms) -> dict[str, Any]:
+    """`terms` as a mapping; a window that ends by its weight has that weight, negative, for its size."""
+    return {**terms._asdict(), "steps": code_of(terms.steps) if isinstance(terms.steps, UntilWeight) else terms.steps}
+
+
+def _terms(saved: Mapping[str, Any]) -> Terms:
+    """What `_with_coded_size` made a mapping of."""
+    steps = saved["steps"]
+    return Terms(**{**saved, "steps": UntilWeight(-steps) if steps is not None and steps < 0 else steps})
+
+
+def _known_of(entry: Entry) -> Known:
+    noise = entry.get("noise")
+    return Known(entry["loss"], entry["window_loss"], None if noise is None else Noise(*noise))
+
+
+def _savable(total: Tensor) -> Tensor:
+    """A part of a sharded buffer has a place in no memory, which `torch.save` takes for a place in memory."""
+    return total.clone() if is_sharded(total) and total.storage_offset() else total
+
+
+def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> Saved:
+    """Read what `encode` made for the parameters `own`; `sum_dtypes` are the dtypes this optimizer sums in, by parameter.
+
+    Raises:
+        CheckpointError: it is of other parameters, or something is missing.
+    """
+    require_entries(entry)
+    _require_parameters(entry["parameters"], describe(own.groups()))
+    fields = State(*(entry[name] for name in State._fields))
+    for index, total in entry["sums"].items():
+        _require_sum(index, total, own.positions(), sum_dtypes)
+    masters = entry.get("masters", {})
+    _require_masters(masters, own.masters())
+    return Saved(fields, _terms(entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters, entry.get("worker"), _known_of(entry))
+
+
+def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """`total` copied to where the parameter is, so that training on leaves the saved one as it is."""
+    return None if total is None else total.detach().to(parameter.device, copy=True)
+
+
+def require_entries(entry: Any) -> None:
+    """Raise unless `entry` holds all that `encode` writes, in the format of this release.
+
+    Raises:
+        CheckpointError: something is missing, or the format is another.
+    """
+    expected = ["format", *State._fields, "grad_norm", "terms", "parameters", "sums", "loss", "window_loss"]
+    missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
+    if missing:
+        raise explain(CheckpointError, KEY, expected=f"the entries {expected}", found=f"a state without {missing}", fix=_FIX)
+    require_format(entry["format"])
+
+
+def _require_parameters(saved: Sequence[Description], own: Sequence[Description]) -> None:
+    if len(saved) != len(own):
+        raise explain(CheckpointError, "parameters", expected=f"{len(own)} parameters", found=f"a state of {len(saved)}", fix=_FIX)
+    for index, ((shape, dtype, name), mine) in enumerate(zip(saved, own, strict=True)):
+        same_name = name is None or mine[2] is None or name == mine[2]
+        if [list(shape), dtype] != mine[:2] or not same_name:
+            raise explain(
+                CheckpointError, f"parameter {index}", expected=_show(*mine), found=f"a state of {_show(shape, dtype, name)}", fix=_FIX
+            )
+
+
+def _require_masters(saved: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> None:
+    described, expected = ({index: (m.shape, m.dtype) for index, m in masters.items()} for masters in (saved, own))
+    if described != expected:
+        raise explain(
+            CheckpointError,
+            "masters",
+            expected=f"float32 master weights of {len(own)} parameters",
+            found=f"a state with those of {len(saved)}",
+            fix="Wrap the optimizer with the master_weights= it was saved with.",
+        )
+
+
+def _require_sum(index: int, total: Tensor, parameters: Sequence[Tensor], sum_dtypes: Sequence[torch.dtype]) -> None:
+    if not 0 <= index < len(parameters) or total.shape != parameters[index].shape or total.dtype != sum_dtypes[index]:
+        raise explain(
+            CheckpointError,
+            f"sums[{index}]",
+            expected="a partial sum with the shape of its parameter and the dtype that this optimizer accumulates in",
+            found=f"a tensor of shape {tuple(total.shape)} and dtype {total.dtype}",
+            fix="Wrap the optimizer with the accumulate_dtype= it was saved with.",
+        )
+
+
+def _show(shape: Sequence[int], dtype: str, name: str | None) -> str:
+    return f"{name or 'a parameter'} of shape {tuple(shape)} and {dtype}"
+
+
+# An open window in a state for `torch.distributed.checkpoint`: the sum of each parameter beside the inner optimizer's tensors of it.
+#
+# torch calls these by the parameter's name and shards them, so that another number of workers can load them. It fills tensors that exist,
+# and whether there is a sum changes from step to step. So a state that is to be filled has room only where the user has asked for it.
+
+
+SUM = "gradaccum_sum"
+_NOTES = "open_window"
+"""`Notes` as JSON: torch takes lists and mappings apart, and wants as many items in the state that it fills."""
+
+
+class Notes(NamedTuple):
+    """What tells the tensors of an open window apart."""
+
+    shares: Sequence[Any] = ()
+    """`Shares`, in order."""
+    present: Sequence[int] = ()
+    """The positions of the parameters that have a sum; the others have zeros."""
+    stateless: Sequence[int] = ()
+    """The positions of those that the inner optimizer has no state of, as in its first window. torch wants one of each."""
+
+
+def put(
+    state_dict: StateDict,
+    entry: Entry,
+    *,
+    inner: torch.optim.Optimizer,
+    parameters: Parameters,
+    sum_dtypes: Sequence[torch.dtype],
+    workers: Workers,
+) -> None:
+    """Put the sums of `entry` into `state_dict`, zeros where there is none, and beside the entry what tells them apart; collective."""
+    shares = workers.shares(State(*(entry[name] for name in State._fields)), entry["loss"])
+    entry[_NOTES] = json.dumps(Notes(shares, sorted(entry["sums"]), _fill(state_dict, inner, parameters)))
+    for index, (parameter, dtype) in enumerate(zip(parameters.positions(), sum_dtypes, strict=True)):
+        total = entry["sums"].get(index)
+        if parameter.requires_grad or total is not None:
+            zeros = torch.zeros_like(parameter, dtype=dtype, requires_grad=False) if total is None else total
+            state_dict["state"].setdefault(index, {})[SUM] = zeros
+
+
+def take(sums: dict[int, Tensor], entry: Entry, parameters: Parameters, workers: Workers) -> Entry:
+    """`entry` with its sums, which torch has filled, and this worker's weight.
+
+    Raises:
+        CheckpointError: the window was open, and the state had no room for its sum.
+    """
+    rest, notes = {name: value for name, value in entry.items() if name != _NOTES}, notes_of(entry)
+    if not entry["micro_step"]:
+        return {**rest, "sums": {}}
+    if not notes.shares or not sums.keys() >= set(notes.present):
+        raise _no_room_error()
+    shares = Shares(*notes.shares)
+    weight, loss, factors = workers.own(shares)
+    positions = parameters.positions()
+    held = {index: _as_split(sums[index], positions[index]) for index in notes.present}
+    if any(factor != 1 for factor in factors):
+        held = {index: total * factors[index] for index, total in held.items()}
+    return {**rest, "weight": weight, "loss": loss, "overflow": shares.overflow, "sums": held}
+
+
+def notes_of(entry: Entry) -> Notes:
+    """Those that `put` left in `entry`."""
+    return Notes(*json.loads(entry[_NOTES])) if _NOTES in entry else Notes()
+
+
+def _fill(state_dict: StateDict, inner: torch.optim.Optimizer, parameters: Parameters) -> list[int]:
+    """Give each trainable parameter without state the state of an optimizer that has made a step of nothing; returns which."""
+    held = state_dict["state"]
+    stateless = [index for index, each in enumerate(parameters.positions()) if each.requires_grad and index not in held]
+    if stateless:
+        blank = _blank_state(inner, parameters)
+        held.update((index, blank[index]) for index in stateless if index in blank)
+    return stateless
+
+
+def _blank_state(inner: torch.optim.Optimizer, parameters: Parameters) -> dict[int, Any]:
+    """What torch would make, without a change of `inner` and of the gradients."""
+    with parameters.masters_in_place():
+        own = [parameter for group in inner.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in own]
+        twin = copy.copy(inner)
+        twin.state, twin.param_groups = defaultdict(dict), [dict(group) for group in inner.param_groups]
+        try:
+            for parameter in own:
+                parameter.grad = None
+            initialize_state(twin)
+            blank: dict[int, Any] = twin.state_dict()["state"]
+        finally:
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = gradient
+    return blank
+
+
+def _as_split(total: Tensor, parameter: Tensor) -> Tensor:
+    """`total` split over the processes as the parameter is, where torch gives it whole to each."""
+    if is_sharded(parameter) and not is_sharded(total):
+        from torch.distributed.tensor import distribute_tensor  # Its import takes longer than all of this package.
+
+        return distribute_tensor(total, mesh_of(parameter), placements_of(parameter), src_data_rank=None)
+    return total
+
+
+def _no_room_error() -> CheckpointError:
+    return explain(
+        CheckpointError,
+        "sums",
+        expected="a state with the sum of its open window",
+        found="none: the state that torch filled had no room for it",
+        fix="Call opt.expect_open_window() before get_optimizer_state_dict() makes the state that is to be filled.",
+    )
+
+
+# A state for `torch.distributed.checkpoint.state_dict`, which keeps ``"state"`` and ``"param_groups"`` and drops the rest.
+#
+# So the wrapper's entry travels in the first group. The masters and the sums of an open window travel beside the inner optimizer's tensors
+# of their parameters, which torch calls by name and shards.
+
+
+MASTER = "gradaccum_master"
+_MEASURED = "grad_norm"
+_TOGETHER = (_MEASURED, "loss", "window_loss", "noise")
+"""One text has all of these: torch loads no state without an entry that it looks for, and ``noise`` is there with ``noise_scale=`` only."""
+_ELSEWHERE = ("parameters", "sums", "masters", "worker", "loss", "window_loss", "noise")
+"""Parts of the entry that are not saved in the first group. No worker's own sum is saved so, and other workers may load it."""
+
+
+def spread(
+    state_dict: StateDict, parameters: Parameters, caller: LocalVariables, put_sums: Callable[[StateDict, Entry], None] | None
+) -> StateDict:
+    """`state_dict` in that form, for torch's function with the local variables `caller`; `put_sums` where a window is open.
+
+    Raises:
+        UsageError: the state is to be flattened, which drops the entries of a group that torch does not know.
+    """
+    entry = state_dict.pop(KEY)
+    # torch puts the inner optimizer's own mappings into a state dict.
+    state_dict["state"] = {index: dict(entries) for index, entries in state_dict["state"].items()}
+    if getattr(caller.get("info"), "flatten_optimizer_state_dict", False):
+        raise _left_out_error("flatten_optimizer_state_dict=False", "True, which drops the state of the window", "Leave it out.")
+    if put_sums is not None:
+        put_sums(state_dict, entry)
+    masters = entry["masters"]
+    for index, parameter in enumerate(parameters.positions() if masters else ()):
+        # A parameter that is its own master gets an entry too: torch wants a state for each, and the inner optimizer may have none.
+        state_dict["state"].setdefault(index, {})[MASTER] = masters.get(index, parameter.detach())
+    rest = {name: value for name, value in entry.items() if name not in _ELSEWHERE}
+    state_dict["param_groups"][0][KEY] = {**rest, _MEASURED: json.dumps([entry.get(name) for name in _TOGETHER])}
+    return state_dict
+
+
+def gather(state_dict: StateDict, parameters: Parameters, workers: Workers) -> StateDict:
+    """`state_dict` in the form in which the wrapper saves it; it may be in that form already.
+
+    Raises:
+        CheckpointError, UsageError: as `take`.
+    """
+    groups = state_dict.get("param_groups", ())
+    if KEY in state_dict or not groups or KEY not in groups[0]:
+        return state_dict
+    state = {name: dict(entries) for name, entries in state_dict["state"].items()}
+    names = list(chain(*(group["params"] for group in groups)))
+    masters, sums = (_taken_out(state, names, key) for key in (MASTER, SUM))
+    for index in notes_of(groups[0][KEY]).stateless:
+        state.pop(names[index], None)
+    own = parameters.masters()
+    entry = take(sums, _apart(groups[0][KEY]), parameters, workers)
+    return {
+        **state_dict,
+        "state": {name: entries for name, entries in state.items() if entries},
+        "param_groups": [{name: value for name, value in group.items() if name != KEY} for group in groups],
+        KEY: {
+            **entry,
+            "parameters": describe(parameters.groups()),
+            "masters": {index: master for index, master in masters.items() if index in own},
+        },
+    }
+
+
+def _apart(entry: Entry) -> Entry:
+    """`entry` with its measurements apart."""
+    found = zip(_TOGETHER, json.loads(entry[_MEASURED]), strict=True)
+    return {**entry, **{name: value for name, value in found if value is not None}}
+
+
+def _taken_out(state: dict[Any, dict[str, Any]], names: Sequence[Any], key: str) -> dict[int, Tensor]:
+    """The tensors under `key` of each parameter's entries, by position."""
+    found = ((index, state.get(name, {}).pop(key, None)) for index, name in enumerate(names))
+    return {index: tensor for index, tensor in found if isinstance(tensor, Tensor)}
+
+
+def _left_out_error(expected: str, found: str, fix: str) -> UsageError:
+    """The error for a state of which torch would leave out a part."""
+    return explain(UsageError, "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict", expected=expected, found=found, fix=fix)
+
+
+# An open window that some workers saved, resumed by another number of workers: the window's end adds up the sums of all workers, so any
+# split of their total gives the same window. The first worker gets it all.
+
+
+_OTHER_RUN = "Load what the workers of one run saved between the same two updates."
+
+
+def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateDict]:
+    """The state dicts with which `workers` workers go on, from those that others saved, in mid-window too.
+
+    The first worker gets the sum of the sums, in their dtype, and the weight of all; the others hold nothing of the window. All have the
+    micro-batches of the worker that had most, so that their windows end together.
+
+    Each worker loads its own: ``opt.load_state_dict(gradaccum_torch.redistributed(state_dicts, world_size)[rank])``. The model is loaded
+    beside it, and a `torch.amp.GradScaler`'s own state where it is saved; that of any worker will do.
+
+    Args:
+        state_dicts: what ``opt.state_dict()`` gave on every worker that saved, in the order of their ranks, from optimizers that were
+            wrapped with ``module=``. They are not changed.
+        workers: the number of workers to go on, >= 1; it may be the same.
+
+    Returns:
+        One state dict per worker. They share the tensors that all workers have alike, such as the inner optimizer's state.
+
+    Raises:
+        ArgumentTypeError: `state_dicts` are no state dicts, or `workers` is no int.
+        ArgumentValueError: there is no state dict, or no worker.
+        CheckpointError: they are not of one moment, of one model or under the same options, or an entry is missing; names the entry. Or the
+            sums are sharded, which `torch.distributed.checkpoint` loads on another number of workers.
+    """
+    entries = [_entry_of(state_dict) for state_dict in state_dicts]
+    if not isinstance(workers, int) or isinstance(workers, bool):
+        raise explain(ArgumentTypeError, "workers", expected="the number of workers", got=workers, fix="Pass the new world size.")
+    states = [State(*(entry[name] for name in State._fields)) for entry in entries]
+    fields = redistributed_fields(states, workers)
+    _require_one_run(state_dicts, entries)
+    _require_all_ranks(entries)
+    # An empty window has no size of its own.
+    terms = max(entries, key=lambda entry: bool(entry["micro_step"]))["terms"]
+    shared = {**entries[0], "terms": terms, "sums": {}, **_known_for(entries, False)}
+    first, *others = [{**shared, **own._asdict(), "worker": [rank, workers]} for rank, own in enumerate(fields)]
+    everything = {"sums": _added([entry["sums"] for entry in entries]), **_known_for(entries, True)}
+    return [{**state_dicts[0], KEY: entry} for entry in (first | everything, *others)]
+
+
+def _known_for(entries: Sequence[Entry], everything: bool) -> Entry:
+    """What the worker that gets `everything` of the open window goes on with, or any other one, besides the sums and the weight."""
+    known: Entry = {"loss": sum(entry["loss"] for entry in entries) if everything else 0.0}
+    if noises := [entry["noise"] for entry in entries if "noise" in entry]:
+        known["noise"] = list(forget_window(Noise(*noises[0])))
+    return known
+
+
+def _entry_of(state_dict: StateDict) -> Entry:
+    if not isinstance(state_dict, Mapping):
+        fix = "Pass a list of what opt.state_dict() gave on each worker."
+        raise explain(ArgumentTypeError, "state_dicts", expected="one state dict per worker that saved", got=state_dict, fix=fix)
+    entry: Entry = state_dict.get(KEY, {})
+    require_entries(entry)
+    if any(map(is_sharded, entry["sums"].values())):
+        fix = "Save and load opt.state_dict() by torch.distributed.checkpoint, which reshards it."
+        raise explain(CheckpointError, "sums", expected="the whole sums of each worker", found="sharded ones", fix=fix)
+    return entry
+
+
+def _require_one_run(state_dicts: Sequence[StateDict], entries: Sequence[Entry]) -> None:
+    """All workers make the same updates of the same parameters, so that their optimizers' states are the same to the last bit."""
+    opened = [entry for entry in entries if entry["micro_step"]]
+    for name in ("parameters", "masters"):
+        _require_one(name, [entry[name] for entry in entries])
+    for name in ("reduction", "on_overflow", "scale"):
+        _require_one(name, [entry["terms"][name] for entry in entries])
+    _require_one("steps", [entry["terms"]["steps"] for entry in opened])
+    for name in ("param_groups", "state"):
+        _require_one(name, [state_dict[name] for state_dict in state_dicts])
+
+
+def _require_all_ranks(entries: Sequence[Entry]) -> None:
+    """Each worker's open window is there, once."""
+    places = sorted(list(entry.get("worker") or (0, 1)) for entry in entries)
+    if any(entry["micro_step"] for entry in entries) and places != [[rank, len(entries)] for rank in range(len(entries))]:
+        expected, found = f"those of all {places[0][1]} ranks, once each", f"those of the ranks {[rank for rank, _ in places]}"
+        fix = "Save opt.state_dict() on every worker of an optimizer that was wrapped with module=, in a file of its own."
+        raise explain(CheckpointError, "state_dicts", expected=expected, found=found, fix=fix)
+
+
+def _require_one(name: str, values: Sequence[Any]) -> None:
+    for rank, value in enumerate(values):
+        if not _same(value, values[0]):
+            raise explain(
+                CheckpointError, name, expected="one value on every worker", found=f"another one in state dict {rank}", fix=_OTHER_RUN
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and _same_numbers(one, other.to(one.device))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+@torch.no_grad()
+def _added(sums: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
+    """The sum of each parameter over the workers that hold one, in order of rank."""
+    added: dict[int, Tensor] = {}
+    for own in sums:
+        for index, total in own.items():
+            added[index] = total.clone() if index not in added else added[index].add_(total.to(added[index].device))
+    return dict(sorted(added.items()))

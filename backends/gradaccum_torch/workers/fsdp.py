@@ -1,0 +1,264 @@
+"""Workers that hold parts of the same parameters (FSDP2, tensor parallel). The engine reduces the gradients; the weight is reduced here.
+
+FSDP2 averages gradients over its workers, unless the user has set another divisor. The window's sum is then the average of w_i g_i, so its
+weight is the average too. Workers of tensor parallelism see the same items: the average of their weights is the weight. Where FSDP2 divides
+by something else, or where the sum itself is wanted, the sum is multiplied once, at the window's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradaccum import ArgumentValueError, UsageError
+from gradaccum.kit import State, explain, joined, missing_worker_error, rate_bits, require_same_rates
+from gradaccum_torch.parameters import Parameters
+from gradaccum_torch.private import Unit, units_holding
+from gradaccum_torch.sums import multiply
+from gradaccum_torch.watch import delivering_zeros
+from gradaccum_torch.workers.deferred import Deferred, DeferredStrategy
+from gradaccum_torch.workers.interface import Joined, OwnSum, Shares, Sums, learning_rates
+
+
+@final
+class ShardGroup(OwnSum):
+    """The workers of one device mesh.
+
+    Args:
+        mesh: the mesh of the sharded parameters; of all of its dimensions.
+        shards: what FSDP2 makes of their gradients.
+        undivided: ``reduction="sum"``: the sum over the workers is wanted, not their average.
+        deferred: holds what FSDP2 is to reduce at the window's end; None: it reduces each micro-batch.
+    """
+
+    several = True
+
+    def __init__(self, mesh: DeviceMesh, shards: Shards, undivided: bool, deferred: Deferred | None = None) -> None:
+        self._mesh, self._shards, self._undivided, self._deferred = mesh, shards, undivided, deferred
+        self.keeps_sum = deferred is not None
+        self.not_own, self._index = False, _index(mesh)
+        self.place = self._index, mesh.size()
+
+    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
+        if self.not_own:
+            return Joined(fields, sums, numbers)
+        self._shards.require_reduced()
+        factors = [divisor / (1 if self._undivided else self._shards.workers) for divisor in self._shards.divisors()]
+        weight, overflow, averages = self._added_up(fields, numbers)
+        self.not_own = any(factor != 1 for factor in factors)
+        for total, factor in zip(sums, factors, strict=True):
+            multiply([] if total is None else [total], factor)
+        # After an update that raised, this may come again. The average of averages changes nothing.
+        whole = [average * (self._shards.workers if self._undivided else 1) for average in averages]
+        return Joined(joined(fields, weight, overflow), list(sums), whole)
+
+    def strategy(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> DeferredStrategy:
+        assert self._deferred is not None
+        return DeferredStrategy(parameters, accumulate_dtype, self._deferred)
+
+    def taking_part(self) -> AbstractContextManager[None] | None:
+        return self._delivering_zeros() if self._shards.workers > 1 else None
+
+    @contextmanager
+    def _delivering_zeros(self) -> Iterator[None]:
+        with self._shards.delivering_zeros(), nullcontext() if self._deferred is None else self._deferred.weightless():
+            yield
+
+    def shares(self, fields: State, loss: float) -> Shares:
+        size = self._mesh.size()
+        numbers = torch.zeros(2 * size + 1, dtype=torch.float64, device=self._mesh.device_type)
+        numbers[self._index], numbers[size + self._index], numbers[-1] = fields.weight, loss, fields.overflow
+        for dimension in range(self._mesh.ndim):
+            dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
+        *both, overflows = numbers.tolist()
+        return Shares(both[:size], self._shards.workers, self._shards.divisors(), overflows > 0, both[size:])
+
+    def own(self, shares: Shares) -> tuple[float, float, list[float]]:
+        own = self._shards.divisors()
+        saved = shares.divisors or [1.0] * len(own)
+        place = self._index, self._mesh.size(), self._shards.workers
+        return shares.weight_of(*place), shares.loss_of(*place), [before / now for before, now in zip(saved, own, strict=True)]
+
+    def window_ended(self) -> None:
+        self._shards.drop()
+        self._shards.note()
+        self.not_own = False
+
+    def require_parameters(self, parameters: Sequence[Tensor]) -> None:
+        self._shards.add(parameters, waiting=self.keeps_sum)
+
+    def require_own_sum(self, call: str) -> None:
+        if self.not_own:
+            fix = "Call opt.flush() on every worker to make the update that is due, or opt.discard() on every worker."
+            found = "a window that is multiplied by the workers already, whose update raised"
+            raise explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
+
+    def require_no_closure(self) -> None:
+        if self.keeps_sum or self._undivided:
+            # The inner optimizer reads the gradient of a closure at once.
+            fix = 'Leave gradient_sync= out, and write reduction="mean".'
+            raise explain(UsageError, "closure", expected="gradients that FSDP2 averages in each micro-batch", found="other ones", fix=fix)
+
+    def require_no_copy(self) -> None:
+        if self._shards.workers > 1:
+            fix = "Save opt.state_dict(), and wrap anew where it is loaded."
+            raise explain(UsageError, "copy, pickle", expected="an optimizer whose model can be copied", found="one under FSDP2", fix=fix)
+
+    def _added_up(self, fields: State, others: Sequence[float]) -> tuple[float, bool, list[float]]:
+        """The average weight, whether any worker has an overflow, and the averages of `others`."""
+        rates, rank, size = learning_rates(self._shards.optimizer), dist.get_rank(), self._mesh.size()
+        own = [fields.weight, fields.overflow, fields.micro_step, fields.micro_step**2, *rate_bits(rates), *others]
+        numbers = torch.tensor(own, dtype=torch.float64, device=self._mesh.device_type)
+        try:
+            for dimension in range(self._mesh.ndim):
+                dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
+            weight, overflows, micro_batches, squares, *rest = numbers.tolist()
+        except RuntimeError as error:
+            raise missing_worker_error(fields, rank) from error
+        if size * squares != micro_batches**2:
+            raise _unequal_error(fields, rank)
+        bits = len(rest) - len(others)
+        require_same_rates(rates, rest[:bits], size, rank)
+        return weight / size, overflows > 0, [total / size for total in rest[bits:]]
+
+
+def _index(mesh: DeviceMesh) -> int:
+    """The place of this worker in `mesh`."""
+    index = 0
+    for place, size in zip(mesh.get_coordinate() or (), mesh.shape, strict=True):
+        index = index * size + place
+    return index
+
+
+def _unequal_error(fields: State, rank: int) -> UsageError:
+    return explain(
+        UsageError,
+        f"the end of a window on rank {rank}",
+        expected="as many micro-batches on every worker that shares parameters",
+        found=f"{fields.micro_step} here, and another number on another worker, as after opt.discard() on one of them",
+        fix="Call opt.discard() on every worker.",
+    )
+
+
+# The units of FSDP2 that have an optimizer's parameters: the divisor of each gradient, and what FSDP2 has not reduced.
+
+
+class Shards:
+    """The units of FSDP2 that have an optimizer's parameters; none under tensor parallelism alone.
+
+    Args:
+        optimizer: the optimizer.
+        units: those that have any of its parameters.
+
+    Raises:
+        ArgumentValueError: FSDP2 has some of the trainable parameters only.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
+        self.optimizer, self._units = optimizer, units
+        self.workers = max((unit.shards * unit.copies for unit in units), default=1)
+        """The workers that have different items."""
+        self._require_all(self._positions(), units)
+        self.note()
+
+    def add(self, parameters: Sequence[Tensor], waiting: bool) -> None:
+        """Take the units of new `parameters` on; `waiting`: FSDP2 was told to wait, but the new units were not.
+
+        Raises:
+            ArgumentValueError: FSDP2 does not have them all, or a new unit does not wait.
+        """
+        own = [*self._positions(), *parameters]
+        units = units_holding(own)
+        self._require_all(own, units)
+        if waiting and len(units) > len(self._units):
+            fix = "Give the optimizer all parameters before gradaccum.wrap, frozen ones too."
+            found = "parameters of a part of the model that reduces each micro-batch"
+            raise explain(ArgumentValueError, "param_group", expected="parameters that gradient_sync= waits for", found=found, fix=fix)
+        self._units = units
+        self.require_averages()
+        self.note()
+
+    def require_averages(self) -> None:
+        """Raise `UsageError` where the installed torch adds up gradients that FSDP2 averages."""
+        if any(unit.is_summed_by_gloo for unit in self._units):
+            found = f"torch {torch.__version__}, in which gloo adds up what FSDP2 averages"
+            raise explain(UsageError, "optimizer", expected="torch 2.11 or newer for FSDP2 on a CPU", found=found, fix="Install it.")
+
+    def note(self) -> None:
+        """A window begins: its gradients have the divisors that are set now."""
+        self._noted = [unit.divide_factor for unit in self._units]
+
+    def divisors(self) -> list[float]:
+        """By what FSDP2 divides the sum over the workers, for each parameter by position; 1 where it has no part.
+
+        Raises:
+            UsageError: it was changed in the open window, or cannot be told.
+        """
+        if self._noted != [unit.divide_factor for unit in self._units]:
+            raise _changed_error()
+        known = {id(parameter): _divisor(unit) for unit in self._units for parameter in unit.parameters}
+        return [known.get(id(parameter), 1.0) for parameter in self._positions()]
+
+    def require_reduced(self) -> None:
+        """FSDP2 has reduced all gradients.
+
+        Raises:
+            UsageError: the user told it to wait.
+        """
+        if any(unit.held() for unit in self._units):
+            fix = 'Leave the call out, and write gradaccum.wrap(optimizer, ..., module=fsdp_model, gradient_sync="window") to reduce once '
+            fix += "per window. The window cannot be closed: call opt.discard() on every worker."
+            expected, found = "gradients that are reduced when the window ends", "gradients that FSDP2 was told not to reduce"
+            raise explain(UsageError, "set_requires_gradient_sync, set_requires_all_reduce", expected=expected, found=found, fix=fix)
+
+    def delivering_zeros(self) -> AbstractContextManager[None]:
+        """Inside, a backward pass gathers and reduces as on the other workers, and adds nothing."""
+        return delivering_zeros(whole for unit in self._units for _, whole in unit.whole_parameters())
+
+    def drop(self) -> None:
+        """Forget what FSDP2 has not reduced."""
+        for unit in self._units:
+            unit.drop()
+
+    def _positions(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _require_all(self, parameters: Sequence[Tensor], units: Sequence[Unit]) -> None:
+        if self.workers == 1:
+            return
+        own = {id(parameter) for unit in units for parameter in unit.parameters}
+        others = sum(parameter.requires_grad and id(parameter) not in own for parameter in parameters)
+        if others:
+            found = f"{others} trainable parameters beside it, whose gradients nobody reduces"
+            fix = "Call fully_shard(model) on the whole model too, or freeze them, or give them an optimizer of their own."
+            raise explain(ArgumentValueError, "optimizer", expected="parameters that fully_shard has", found=found, fix=fix)
+
+
+def _divisor(unit: Unit) -> float:
+    if unit.reduces_by_hook:
+        fix = "Leave set_all_reduce_hook out, and use a mesh of two dimensions."
+        raise explain(UsageError, "set_all_reduce_hook", expected="no hook that reduces gradients", found="one", fix=fix)
+    factor = unit.divide_factor
+    if factor is None:
+        return float(unit.shards * unit.copies)
+    if unit.shards == 1:  # Where FSDP2 only sums, it is a division of its own, which that mesh has twice.
+        found = "one beside a shard dimension of size 1, where torch divides by it twice"
+        fix = "Leave set_gradient_divide_factor out."
+        raise explain(UsageError, "set_gradient_divide_factor", expected="no factor on this mesh", found=found, fix=fix)
+    return float(factor)
+
+
+def _changed_error() -> UsageError:
+    return explain(
+        UsageError,
+        "set_gradient_divide_factor",
+        expected="a call before gradaccum.wrap",
+        found="another factor than when the window began",
+        fix="Call opt.discard() on every worker: windows after it have the new factor.",
+    )
