@@ -35,7 +35,6 @@ from gradaccum.nests import (
 )
 from gradaccum.options import (
     Options,
-    Reduction,
     ScalerDriver,
     ScaleRule,
     Schedule,
@@ -87,7 +86,6 @@ from gradaccum.splitting import (
     packed,
     require_item_weights,
     require_items,
-    require_micro_batch_size,
     require_one_size,
     scalar_loss_error,
     segment_cuts,
@@ -97,7 +95,6 @@ from gradaccum.splitting import (
 from gradaccum.state import FIELD_DTYPES, Scalar, State, at_rest, has_exact_inverse, initial_state, largest_number
 from gradaccum.statistics import (
     Noise,
-    NoiseFields,
     add_loss,
     first_seen,
     forget_window,
@@ -168,10 +165,8 @@ __all__ = [
     "MergingOps",
     "Nest",
     "Noise",
-    "NoiseFields",
     "Options",
     "Precision",
-    "Reduction",
     "Run",
     "Scalar",
     "ScaleRule",
@@ -247,7 +242,6 @@ __all__ = [
     "require_items",
     "require_kind",
     "require_loss_options",
-    "require_micro_batch_size",
     "require_one_size",
     "require_reduction",
     "require_same_rates",
