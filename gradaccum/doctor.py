@@ -195,7 +195,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {"==": eq, "!=": ne, "<": 
 
 
 def satisfies(installed: str, bounds: str) -> bool:
-    """Whether the version `installed` lies within `bounds`. A clause that cannot be read is taken as fulfilled: it accuses nobody."""
+    """True if the version `installed` lies within `bounds`. A clause that cannot be read is taken as fulfilled: it accuses nobody."""
     clauses = (re.fullmatch(r"\s*([=!<>]=?)\s*([\d.]*\d)\s*", clause) for clause in bounds.split(","))
     readable = (clause.groups() for clause in clauses if clause and clause[1] in _COMPARISONS)
     return all(_COMPARISONS[operator](_key(installed), _key(bound)) for operator, bound in readable)

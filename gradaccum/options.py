@@ -79,7 +79,7 @@ def until_weight(weight: object) -> UntilWeight:
 
 
 def is_known(schedule: Schedule) -> bool:
-    """Whether the sizes can be known without calling anything."""
+    """True if the sizes can be known without calling anything."""
     return not callable(schedule.weight if isinstance(schedule, UntilWeight) else schedule)
 
 

@@ -40,7 +40,7 @@ class GatingBackend(Protocol):
     """A backend whose framework has learning-rate schedulers that step beside the optimizer."""
 
     def is_scheduler(self, candidate: object) -> bool:
-        """Whether `candidate` is a scheduler, whatever optimizer it was built on."""
+        """True if `candidate` is a scheduler, whatever optimizer it was built on."""
         ...
 
     def gate(self, scheduler: Any) -> Any:

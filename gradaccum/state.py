@@ -69,7 +69,7 @@ def largest_number(*, float64_weight: bool) -> float:
 
 
 def has_exact_inverse(number: float) -> bool:
-    """Whether multiplying by the inverse gives the bits of dividing: a power of two that is a normal float32, and whose inverse is one."""
+    """True if multiplying by the inverse gives the bits of dividing: a power of two that is a normal float32, and whose inverse is one."""
     return math.frexp(number)[0] == 0.5 and 2.0**-126 <= number <= 2.0**126
 
 

@@ -223,7 +223,7 @@ class _Reader(Iterator[Window[M]]):
 
     @property
     def _agrees(self) -> bool:
-        """Whether all workers reduce after each micro-batch: none of them alone knows the window's weight."""
+        """True if all workers reduce after each micro-batch: none of them alone knows the window's weight."""
         return self._windows.reduce is not None and isinstance(self._size, UntilWeight)
 
     def _is_full(self) -> bool:

@@ -92,3 +92,12 @@ def test_package_is_within_its_limits(package: str) -> None:
 def test_imports_are_few() -> None:
     counted = [lines_of(file) for package in LIMITS for file in modules(package).values()]
     assert sum(imports for _, imports in counted) <= IMPORTS * sum(lines for lines, _ in counted)
+
+
+def test_no_summary_is_a_question() -> None:
+    """A function that answers with a bool says "True if"."""
+    for package in LIMITS:
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef):
+                    assert not (ast.get_docstring(node) or "").startswith(("Whether ", "Which ")), f"{file}: {node.name}"

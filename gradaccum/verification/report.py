@@ -124,7 +124,7 @@ class VerifyingBackend(Protocol):
     """A backend that can tell whether accumulation is right for a loss."""
 
     def verifies(self, model: object) -> bool:
-        """Whether `model` is of its framework: a module of it, or a nest whose leaves are its arrays."""
+        """True if `model` is of its framework: a module of it, or a nest whose leaves are its arrays."""
         ...
 
     def verify(self, model: Any, loss_fn: Callable[..., Any], batch: Any, steps: int, **options: Any) -> VerificationReport:

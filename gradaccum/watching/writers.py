@@ -88,7 +88,7 @@ def _writable(value: float) -> float | None:
 
 
 def _ends_in_mid_line(path: str | os.PathLike[str]) -> bool:
-    """Whether there is such a file, and its last line has no end."""
+    """True if there is such a file, and its last line has no end."""
     try:
         with open(path, "rb") as file:
             file.seek(-1, os.SEEK_END)
