@@ -115,12 +115,12 @@ def handed(accumulator: Tree, params: Params, gradients: Gradients | None) -> Ha
 
 
 def takes_part(leaf: Array) -> bool:
-    """Whether `leaf` has a real or complex floating dtype. Parameters of other dtypes have no gradient and stay as they are."""
+    """True if `leaf` has a real or complex floating dtype. Parameters of other dtypes have no gradient and stay as they are."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
 def is_key(leaf: Array) -> bool:
-    """Whether `leaf` holds random keys, which cannot be added to anything."""
+    """True if `leaf` holds random keys, which cannot be added to anything."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended))
 
 

@@ -114,7 +114,7 @@ class MultiSteps:
         return stepped
 
     def has_updated(self, state: optax.MultiStepsState) -> Scalar:
-        """Whether the last accepted mini-step made an update: a bool scalar."""
+        """True if the last accepted mini-step made an update: a bool scalar."""
         return (state.mini_step == 0) & (state.gradient_step > 0)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:

@@ -92,7 +92,7 @@ def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves:
 
 
 def every(flag: Scalar, axes: Axes) -> Scalar:
-    """Whether `flag` holds on every device along `axes`."""
+    """True if `flag` holds on every device along `axes`."""
     return lax.pmin(flag.astype(jnp.int32), tuple(sorted(axes))) > 0  # type: ignore[no-untyped-call]
 
 
@@ -106,7 +106,7 @@ def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
 
 
 def everywhere(flag: Scalar, shard_axes: ShardAxes) -> Scalar:
-    """Whether `flag` holds on every device that has a part of the model: a bool scalar."""
+    """True if `flag` holds on every device that has a part of the model: a bool scalar."""
     axes = shards_of(flag, shard_axes)
     return every(flag, frozenset(axes)) if axes else flag
 
@@ -130,7 +130,7 @@ def partitioned() -> Scalar:
 
 
 def explicitly_sharded(leaf: Array) -> bool:
-    """Whether the type of `leaf` says how it is sharded (``AxisType.Explicit``): JAX then refuses reshapes that would gather it."""
+    """True if the type of `leaf` says how it is sharded (``AxisType.Explicit``): JAX then refuses reshapes that would gather it."""
     return any(axis is not None for axis in typeof(leaf).sharding.spec)
 
 

@@ -128,7 +128,7 @@ def _(primals: tuple[Scalar, ...], tangents: tuple[Scalar, ...]) -> tuple[Scalar
 
 
 def all_finite(gradients: Gradients) -> Scalar:
-    """Whether every element of every gradient is finite: a bool scalar."""
+    """True if every element of every gradient is finite: a bool scalar."""
     return all_of([jnp.all(jnp.isfinite(gradient)) for gradient in gradients if gradient is not None])
 
 
@@ -150,7 +150,7 @@ def clear(tree: Tree) -> Tree:
 
 
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
-    """Whether every finite element of the accumulator stays finite in ``(accumulator / divisor).astype(dtype)``: a bool scalar.
+    """True if every finite element of the accumulator stays finite in ``(accumulator / divisor).astype(dtype)``: a bool scalar.
 
     A finite float32 sum may be more than float16 can hold. Only leaves whose dtype has a smaller range than their sum's are looked at, and
     only the largest magnitude of each: dividing and rounding are monotonic. So this costs nothing for float32, bfloat16 and float64
@@ -236,7 +236,7 @@ Pair = tuple[Array, Array]
 
 
 def all_of(flags: list[Scalar]) -> Scalar:
-    """Whether all of these bool scalars hold: `argmin` of (all, False) is 1 only where the first is True."""
+    """True if all of these bool scalars hold: `argmin` of (all, False) is 1 only where the first is True."""
     every = functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
     return jnp.argmin(jnp.stack([every, jnp.asarray(False)])) == 1
 

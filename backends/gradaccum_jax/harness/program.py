@@ -65,7 +65,7 @@ def x64(switched_on: bool) -> AbstractContextManager[Any]:
 
 
 def needs_x64(dtype: str, options: Mapping[str, Any] | None) -> bool:
-    """Whether a user would have to switch 64-bit types on."""
+    """True if a user would have to switch 64-bit types on."""
     return "float64" in (dtype, str((options or {}).get("accumulate_dtype")))
 
 

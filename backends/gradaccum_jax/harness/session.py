@@ -166,5 +166,5 @@ def to_numpy(tree: Mapping[str, Any]) -> Arrays:
 
 
 def _valid(weight: Any) -> bool:
-    """Whether compiled code takes this weight. It cannot check a value, so a weight that the API must refuse goes to the API as it is."""
+    """True if compiled code takes this weight. It cannot check a value, so a weight that the API must refuse goes to the API as it is."""
     return weight is None or (type(weight) in (int, float) and 0 <= weight < float("inf"))

@@ -128,12 +128,12 @@ def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
 
 
 def is_constant(leaf: object) -> bool:
-    """Whether a leaf is a constant of the program: no array, and no float, which may change from call to call."""
+    """True if a leaf is a constant of the program: no array, and no float, which may change from call to call."""
     return not (isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex) or hasattr(leaf, "__jax_array__"))
 
 
 def is_cut(axis: Axis) -> bool:
-    """Whether a leaf with this axis has items."""
+    """True if a leaf with this axis has items."""
     return isinstance(axis, int)
 
 

@@ -303,7 +303,7 @@ class Merging(NamedTuple):
 
     @property
     def counts_items(self) -> bool:
-        """Whether some leaf asks for the number of items."""
+        """True if some leaf asks for the number of items."""
         return "mean" in self.kinds
 
 

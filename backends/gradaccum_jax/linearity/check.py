@@ -101,7 +101,7 @@ def report(gradients: Iterable[Gradients], culprits: Iterable[str], dtypes: Iter
 
 
 def is_float(leaf: Array) -> bool:
-    """Whether `leaf` is of a real or complex floating dtype."""
+    """True if `leaf` is of a real or complex floating dtype."""
     return bool(jnp.issubdtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf), jnp.inexact))
 
 

@@ -38,7 +38,7 @@ def applied(layers: Sequence[Layer], owners: Sequence[object], arguments: tuple[
 
 
 def stateful(nest: Tree) -> bool:
-    """Whether `nest` holds an nnx module, a variable or a random stream."""
+    """True if `nest` holds an nnx module, a variable or a random stream."""
     return any(map(_is_stateful, jax.tree.leaves(nest, is_leaf=_is_stateful)))
 
 

@@ -108,12 +108,12 @@ def _axis(leaf: Array, axis: Tree, path: str) -> int | str | None:
 
 
 def is_key(leaf: Array) -> bool:
-    """Whether `leaf` is an array of typed random keys."""
+    """True if `leaf` is an array of typed random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_float(leaf: Array) -> bool:
-    """Whether `leaf` can be differentiated by."""
+    """True if `leaf` can be differentiated by."""
     return not is_key(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
@@ -191,5 +191,5 @@ def make_parameters(params: Params) -> Parameters:
 
 
 def is_array(leaf: object) -> bool:
-    """Whether `leaf` is an array or a number."""
+    """True if `leaf` is an array or a number."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, int, complex))

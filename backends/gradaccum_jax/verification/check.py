@@ -55,7 +55,7 @@ def verify(
 
 
 def verifies(model: object) -> bool:
-    """Whether `model` is a tree with an array of JAX's in it, or of NumPy's alone."""
+    """True if `model` is a tree with an array of JAX's in it, or of NumPy's alone."""
     leaves = jax.tree.leaves(model)
     return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
 

@@ -85,7 +85,7 @@ def _mixes(ran: Ran, axes: Sequence[int | None], differs: Sequence[bool]) -> boo
 
 
 def _differs(values: Sequence[Array], axis: int, items: int, part: Sequence[int], roundoff: float) -> bool:
-    """Whether the items of `part` have other values in the small batch, by more than rounding moves them."""
+    """True if the items of `part` have other values in the small batch, by more than rounding moves them."""
     large, moved, small = values
     if is_key(large):
         return False

@@ -180,7 +180,7 @@ def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
 
 
 def is_state(part: object) -> bool:
-    """Whether `part` is the state of a wrapped optimizer."""
+    """True if `part` is the state of a wrapped optimizer."""
     return isinstance(part, AccumulationState)
 
 
