@@ -87,7 +87,7 @@ class TorchBackend:
         return AccumulatingOptimizer(optimizer, checked, workers_of(optimizer, module, checked, gradient_sync, process_group))
 
     def is_scheduler(self, candidate: object) -> bool:
-        """Whether `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""
+        """True if `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""
         return is_scheduler(candidate)
 
     def gate(self, scheduler: object) -> GatedScheduler:
@@ -101,7 +101,7 @@ class TorchBackend:
         return GatedScheduler(scheduler)
 
     def verifies(self, model: object) -> bool:
-        """Whether `model` is a `torch.nn.Module`."""
+        """True if `model` is a `torch.nn.Module`."""
         return isinstance(model, torch.nn.Module)
 
     def verify(

@@ -120,7 +120,7 @@ class BufferStrategy(Strategy):
         parameter.grad = None
 
     def _is_narrowed(self, parameter: Tensor) -> bool:
-        """Whether the inner optimizer's dtype for this parameter is another than its sum's."""
+        """True if the inner optimizer's dtype for this parameter is another than its sum's."""
         return gradient_dtype(self._parameters.worked_on(parameter)) != sum_dtype(parameter, self._accumulate_dtype)
 
 

@@ -339,7 +339,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._scaler is not None
 
     def _hands_over(self) -> bool:
-        """Whether the inner optimizer is to evaluate a closure itself."""
+        """True if the inner optimizer is to evaluate a closure itself."""
         return needs_closure(self._inner) or is_plain(self._options, self._window.size, self._parameters)
 
     def _step_for_scaler(self) -> None:

@@ -79,7 +79,7 @@ class Parameters:
 
     @property
     def has_masters(self) -> bool:
-        """Whether any parameter has a master."""
+        """True if any parameter has a master."""
         return bool(self._masters)
 
     def worked_on(self, parameter: Tensor) -> Tensor:
@@ -116,12 +116,12 @@ class Parameters:
             foreach_copy_(list(map(local, self._masters)), list(map(local, self._masters.values())))
 
     def strayed(self) -> tuple[Tensor, ...]:
-        """Whether the model differs from the rounded masters: one bool, shape ``()``; nothing if there are no masters."""
+        """True if the model differs from the rounded masters: one bool, shape ``()``; nothing if there are no masters."""
         found = apart(list(self._masters.items())) if self._masters else None
         return () if found is None else (found,)
 
     def may_have_strayed(self) -> bool:
-        """Whether the model may differ from the rounded masters, without a wait: on an accelerator it always may.
+        """True if the model may differ from the rounded masters, without a wait: on an accelerator it always may.
 
         `take_over` changes nothing where it does not.
         """
@@ -241,7 +241,7 @@ Pair = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def apart(pairs: Sequence[Pair]) -> Tensor | None:
-    """Whether any half-precision tensor differs from the other one rounded: a bool, shape ``()``; None without any element.
+    """True if any half-precision tensor differs from the other one rounded: a bool, shape ``()``; None without any element.
 
     True also where both are not finite. Of a sharded tensor the part that is here is compared.
     """

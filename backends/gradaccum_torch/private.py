@@ -388,7 +388,7 @@ def initialize_state(inner: torch.optim.Optimizer) -> None:
 
 
 def is_sequence_calling(frames: int) -> bool:
-    """Whether a method of `SequentialLR` runs `frames` frames above this one.
+    """True if a method of `SequentialLR` runs `frames` frames above this one.
 
     If its methods no longer call themselves ``self``, a sequence over a gated scheduler is not refused.
     """

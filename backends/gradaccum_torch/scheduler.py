@@ -29,7 +29,7 @@ _STEPPED_AT = "gradaccum_optimizer_step"
 
 
 def is_scheduler(candidate: object) -> bool:
-    """Whether `candidate` is one of torch's schedulers, or looks like one: it has an optimizer and a ``step``, and is no optimizer."""
+    """True if `candidate` is one of torch's schedulers, or looks like one: it has an optimizer and a ``step``, and is no optimizer."""
     if isinstance(candidate, torch.optim.lr_scheduler.LRScheduler):
         return True
     of_an_optimizer = isinstance(getattr(candidate, "optimizer", None), torch.optim.Optimizer) and not hasattr(candidate, "zero_grad")

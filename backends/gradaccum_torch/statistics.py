@@ -134,7 +134,7 @@ class Statistics:
         self._counted += 1
 
     def is_first(self, fields: State) -> bool:
-        """Whether the norm of the sum is wanted now, which holds the window's first micro-batch alone; `fields`: with it."""
+        """True if the norm of the sum is wanted now, which holds the window's first micro-batch alone; `fields`: with it."""
         return bool(is_first(self._noise, fields))
 
     def first_seen(self, fields: State, norm: float) -> None:
@@ -215,7 +215,7 @@ class Statistics:
         self._open, self._counted, self._joined, self._firsts = _Losses(total), micro_step, False, 1
 
     def _is_complete(self, micro_step: int) -> bool:
-        """Whether all micro-batches came here, or all workers'; an interrupt can leave one out."""
+        """True if all micro-batches came here, or all workers'; an interrupt can leave one out."""
         return self._joined or self._counted == micro_step
 
     def _summed(self, micro_step: int) -> float:

@@ -126,7 +126,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:
-        """Whether ``.grad`` holds the window's whole sum; the arguments are those of `require_true_gradient`."""
+        """True if ``.grad`` holds the window's whole sum; the arguments are those of `require_true_gradient`."""
 
     @abstractmethod
     def take(self) -> bool:
@@ -146,11 +146,11 @@ class Strategy(ABC):
         return measure(self.settle(), notes)
 
     def fits(self, norm: float, divisor: float) -> bool:
-        """Whether the sum, of that norm, divided by `divisor` is finite in the dtype that the inner optimizer works in."""
+        """True if the sum, of that norm, divided by `divisor` is finite in the dtype that the inner optimizer works in."""
         return True
 
     def hands_over_whole(self) -> bool:
-        """Whether the inner optimizer gets the sum in a dtype that holds it, divided or not."""
+        """True if the inner optimizer gets the sum in a dtype that holds it, divided or not."""
         return True
 
     @abstractmethod
@@ -307,7 +307,7 @@ class GradStrategy(Strategy):
                 master.grad = narrowed(gradient, divisor, master.dtype) if self._is_narrowed(parameter) else gradient
 
     def _is_narrowed(self, parameter: Tensor) -> bool:
-        """Whether the inner optimizer has a master in its place, which works in another dtype than the sum's."""
+        """True if the inner optimizer has a master in its place, which works in another dtype than the sum's."""
         master = self._parameters.worked_on(parameter)
         return master is not parameter and parameter.grad is not None and parameter.grad.dtype != master.dtype
 

@@ -42,7 +42,7 @@ def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.
 
 @torch.no_grad()
 def fits(gradient: Tensor, divisor: float, dtype: torch.dtype) -> bool:
-    """Whether a finite `gradient` divided by `divisor` is finite in `dtype`; it is rounded on the way as `narrowed` does it."""
+    """True if a finite `gradient` divided by `divisor` is finite in `dtype`; it is rounded on the way as `narrowed` does it."""
     if not elements(gradient).numel():
         return True
     (peak,) = norms_of([elements(gradient)], math.inf)
@@ -92,7 +92,7 @@ def add(held: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _is_copied_first(held: Tensor, gradient: Tensor) -> bool:
-    """Whether the addition copies a `gradient` that has blocks into the dtype of `held` first, as only a CPU does."""
+    """True if the addition copies a `gradient` that has blocks into the dtype of `held` first, as only a CPU does."""
     of_two_dtypes = type(held) is Tensor and held.is_cpu and gradient.dtype is not held.dtype
     return of_two_dtypes and not gradient.is_sparse and held.is_contiguous() and gradient.is_contiguous()
 
@@ -162,7 +162,7 @@ def _measured(tensors: list[Tensor], notes: Sequence[Tensor]) -> Measured:
 
 @torch.no_grad()
 def is_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether every element is finite; waits for the device once."""
+    """True if every element is finite; waits for the device once."""
     return math.isfinite(largest(gradients))
 
 
@@ -196,7 +196,7 @@ def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _are_narrow(norms: Sequence[Tensor]) -> bool:
-    """Whether one of `norms` is a float16."""
+    """True if one of `norms` is a float16."""
     return torch.float16 in map(DTYPE, norms)
 
 
@@ -213,7 +213,7 @@ def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:
 
 
 def same_norms(norms: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether norms that were measured of the same tensors are equal; waits for the device."""
+    """True if norms that were measured of the same tensors are equal; waits for the device."""
     return all(a.equal(b) for a, b in zip(norms, others, strict=True))
 
 
@@ -280,7 +280,7 @@ def operand(number: float, dtype: torch.dtype) -> Tensor:
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are on a CPU and have one dtype, float32 or float64, so that fewer calls give the same bits."""
+    """True if all are on a CPU and have one dtype, float32 or float64, so that fewer calls give the same bits."""
     return (
         bool(tensors)
         and tensors[0].dtype in _EXACT

@@ -92,7 +92,7 @@ class Update:
             raise half_made_error()
 
     def _kernel_can_divide(self, strategy: Strategy, divisor: float) -> bool:
-        """Whether a fused kernel can divide the sum as it reads it: nothing else reads the sum before."""
+        """True if a fused kernel can divide the sum as it reads it: nothing else reads the sum before."""
         return can_divide(self._inner, divisor) and strategy.hands_over_whole() and not step_pre_hooks(self._owner())
 
     def _attempt(self, strategy: Strategy, divisor: float, unclipped: float, idle: Callable[[], bool]) -> None:
@@ -160,7 +160,7 @@ def _unknown() -> bool:
 
 
 def _undivided(norms: list[Tensor], strategy: Strategy) -> bool:
-    """Whether the sums still have these norms, so that no kernel has divided them."""
+    """True if the sums still have these norms, so that no kernel has divided them."""
     return same_norms(norms, strategy.measure().norms)
 
 
@@ -216,18 +216,18 @@ class Attempt:
         return returned
 
     def begun(self) -> bool:
-        """Whether a parameter or the optimizer's state was written, or may have been."""
+        """True if a parameter or the optimizer's state was written, or may have been."""
         if self._parameters is None:
             return False
         uncounted = any(group.get("fused") for group in self._inner.param_groups) or any(map(is_sharded, self._own))
         return self.moved() or self._states() != self._state or (uncounted and not self._idle())
 
     def moved(self) -> bool:
-        """Whether a parameter was written, as far as writes are counted."""
+        """True if a parameter was written, as far as writes are counted."""
         return self._parameters is not None and bool(self._parameters.moved())
 
     def gradients_changed(self) -> bool:
-        """Whether a hook wrote into the gradients that were handed over."""
+        """True if a hook wrote into the gradients that were handed over."""
         if self._written is None:
             return False
         replaced = any(tensor.grad is not gradient for tensor, gradient in zip(self._own, self._gradients, strict=True))
@@ -276,13 +276,13 @@ Loss = Any
 
 
 def needs_closure(inner: torch.optim.Optimizer) -> bool:
-    """Whether the ``step`` of `inner` cannot do without a closure."""
+    """True if the ``step`` of `inner` cannot do without a closure."""
     closure = signature(inner.step).parameters.get("closure")
     return closure is not None and closure.default is Parameter.empty
 
 
 def is_plain(options: Options, size: Size, parameters: Parameters) -> bool:
-    """Whether the inner optimizer can be given the closure; see `require_plain`."""
+    """True if the inner optimizer can be given the closure; see `require_plain`."""
     return not _in_the_way(options, size, parameters)
 
 
@@ -387,7 +387,7 @@ _WIDE = {torch.float32, torch.float64}
 
 
 def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
-    """Whether ``inner.step()`` itself can divide what is in ``.grad``, exactly, and before any Python code reads it."""
+    """True if ``inner.step()`` itself can divide what is in ``.grad``, exactly, and before any Python code reads it."""
     if not getattr(inner, DIVIDES_BY_GRAD_SCALE, False):
         return False
     return _is_torchs(inner) and not _is_hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
@@ -424,7 +424,7 @@ def _is_float32(divisor: float) -> bool:
 
 
 def _is_torchs(inner: torch.optim.Optimizer) -> bool:
-    """Whether ``inner.step`` is torch's own: a subclass's, or one that was patched onto it, may read the gradients in Python."""
+    """True if ``inner.step`` is torch's own: a subclass's, or one that was patched onto it, may read the gradients in Python."""
     step: Any = None if "step" in vars(inner) else type(inner).step
     while step is not None and step.__globals__["__name__"].startswith("torch.optim."):
         # functools.wraps copies the name of the module too, but not the module's variables.

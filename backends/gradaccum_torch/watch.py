@@ -64,7 +64,7 @@ class Sentinels:
             watched.note()
 
     def intact(self) -> bool:
-        """Whether every ``.grad`` is what autograd left there; waits for the device where values are compared."""
+        """True if every ``.grad`` is what autograd left there; waits for the device where values are compared."""
         if not self.watching:
             return True
         touched = []
@@ -106,7 +106,7 @@ class Sentinels:
         self.holds = holds
 
     def _same_values(self, touched: list[Watched]) -> bool:
-        """Whether nothing was replaced and all values are what they were; a gradient that was written into is noted anew."""
+        """True if nothing was replaced and all values are what they were; a gradient that was written into is noted anew."""
         values, gradients = self.arrivals.values, [watched.parameter.grad for watched in self._watched.values()]
         if any(watched.parameter.grad is not watched.gradient for watched in touched):
             return False
@@ -212,7 +212,7 @@ class Watched:
 
 
 def _by_autograd(before: Tensor, gradient: Tensor | None) -> bool:
-    """Whether autograd may have turned `before` into `gradient` otherwise than by one addition in place.
+    """True if autograd may have turned `before` into `gradient` otherwise than by one addition in place.
 
     It adds out of place where it records the addition (``create_graph=True``) and where a dense gradient meets a sparse one.
     """
@@ -223,7 +223,7 @@ def _by_autograd(before: Tensor, gradient: Tensor | None) -> bool:
 
 
 def _shares_memory(gradient: Tensor) -> bool:
-    """Whether it is a part of something larger."""
+    """True if it is a part of something larger."""
     return type(gradient) is Tensor and not gradient.is_sparse and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
@@ -268,7 +268,7 @@ class Values:
         self._rewritten = self.wanted = True
 
     def same(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether `gradients` have the values noted; waits for the device.
+        """True if `gradients` have the values noted; waits for the device.
 
         A clip multiplies all by what an inf or NaN in one of them makes of its factor. So where one is, nothing is compared.
         """
@@ -301,7 +301,7 @@ Hook = Callable[[Tensor], None]
 
 
 def can_be_hooked(parameter: Tensor) -> bool:
-    """Whether torch lets us hook the accumulation into `parameter`, which it does only where a gradient can arrive."""
+    """True if torch lets us hook the accumulation into `parameter`, which it does only where a gradient can arrive."""
     return parameter.is_leaf and parameter.requires_grad
 
 

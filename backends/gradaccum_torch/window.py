@@ -136,7 +136,7 @@ class Window:
         return self._plan.sum_dtypes
 
     def is_under_way(self) -> bool:
-        """Whether a window is open, or the micro-batch that opens one has begun."""
+        """True if a window is open, or the micro-batch that opens one has begun."""
         return bool(self._fields.micro_step) or self._micro_batch.noted or self.strategy.begun
 
     def backward(self, loss: Tensor, weight: float, arguments: Mapping[str, Any]) -> None:

@@ -155,7 +155,7 @@ def key_of(function: Callable[..., Any], batch: Iterable[Any]) -> Hashable:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller micro-batch may help."""
+    """True if a smaller micro-batch may help."""
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS))
 
 
@@ -395,7 +395,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
-    """Whether it is a leaf that trains, or a view of one, such as the transposed weight of a layer."""
+    """True if it is a leaf that trains, or a view of one, such as the transposed weight of a layer."""
     base = base_of(tensor)
     base = tensor if base is None else base
     return base.is_leaf and base.requires_grad

@@ -109,11 +109,11 @@ class Gradients:
                     self._first.append(leaf)
 
     def __bool__(self) -> bool:
-        """Whether any leaf was reached."""
+        """True if any leaf was reached."""
         return bool(self._before)
 
     def are_half(self) -> bool:
-        """Whether some are summed in a wider dtype, and so divided as they are cast at the end."""
+        """True if some are summed in a wider dtype, and so divided as they are cast at the end."""
         return any(gradient_dtype(leaf) in HALF for leaf in self._before)
 
     def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
@@ -262,7 +262,7 @@ class Destination(Protocol):
         """All micro-batches were added: hand the gradients over."""
 
     def delivered(self) -> bool:
-        """Whether `close` has handed them over, though an interrupt came meanwhile."""
+        """True if `close` has handed them over, though an interrupt came meanwhile."""
 
     def flush(self) -> None:
         """Make the update, if there is one to be made."""

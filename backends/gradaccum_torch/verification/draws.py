@@ -35,7 +35,7 @@ class Draw(NamedTuple):
     numbers: Tensor
 
     def can_tell(self) -> bool:
-        """Whether equal numbers in two draws are no accident: not all the same, or one that is no 0 or 1."""
+        """True if equal numbers in two draws are no accident: not all the same, or one that is no 0 or 1."""
         if self.numbers.numel() == 1:
             return float(self.numbers) not in (0.0, 1.0)
         return self.numbers.numel() > 1 and bool((self.numbers != self.numbers.flatten()[0]).any())

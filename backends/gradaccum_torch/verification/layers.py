@@ -101,7 +101,7 @@ def mixing_layers(modules: dict[str, nn.Module], calls: Calls, items: int, fewer
 
 
 def _mixes(module: nn.Module, call: Call, items: int, fewer: int, epsilon: float, isolated: Isolated, *, evaluation: bool = False) -> bool:
-    """Whether the layer's outputs for some `fewer` items depend on the others."""
+    """True if the layer's outputs for some `fewer` items depend on the others."""
 
     def outputs(chosen: Sequence[int], perturbation: int | None = None) -> list[Tensor]:
         with isolated():

@@ -491,7 +491,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _same(a: object, b: object) -> bool:
-    """Whether it is the same object, or an equal plain value."""
+    """True if it is the same object, or an equal plain value."""
     return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str | bytes) and a == b)
 
 

@@ -185,14 +185,14 @@ class Deferred:
                 unit.sync = Sync(True, False, True)
 
     def _here(self, unit: Unit) -> list[bool]:
-        """Whether this worker has a gradient, for each trainable parameter of a unit."""
+        """True if this worker has a gradient, for each trainable parameter of a unit."""
         trainable = list(unit.trainable())
         # A backward pass that went around the hooks: rather zeros for a gradient than a gradient lost.
         around = unit.held() and self._notes.reached.isdisjoint(map(id, trainable))
         return [around or id(each) in self._notes.arrived for each in trainable]
 
     def _anywhere(self, here: Sequence[bool]) -> list[bool]:
-        """Whether any worker has a gradient, by parameter."""
+        """True if any worker has a gradient, by parameter."""
         numbers = torch.tensor(here, dtype=torch.int32, device=self._mesh.device_type)
         for dimension in range(self._mesh.ndim):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._mesh.get_group(dimension))

@@ -110,7 +110,7 @@ def _found(
 
 
 def _shares_parameters(module: object, parameters: Sequence[Tensor]) -> bool:
-    """Whether its parameters are split over processes; not where `DistributedDataParallel` has copies of the parts."""
+    """True if its parameters are split over processes; not where `DistributedDataParallel` has copies of the parts."""
     if isinstance(module, DistributedDataParallel):
         return False
     return any(map(is_sharded, module.parameters() if isinstance(module, torch.nn.Module) else parameters if module is None else ()))
