@@ -7,25 +7,17 @@ window's NaN.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from gradaccum.errors import require_choice, require_int, require_number
+from gradaccum.options import DECAY
 from gradaccum.state import Scalar
 from gradaccum.transitions import contribution
 
 if TYPE_CHECKING:
     from gradaccum.options import Options
     from gradaccum.transitions import Fields, Where
-from typing import TYPE_CHECKING, NamedTuple
-
-from gradaccum.options import DECAY
-
-if TYPE_CHECKING:
-    from gradaccum.options import Options
-    from gradaccum.transitions import Fields, Where
-import math
-from typing import Literal
-
-from gradaccum.errors import require_choice, require_int, require_number
 
 
 def add_loss(total: Scalar, loss: Scalar, weight: Scalar, adds: Scalar, options: Options, where: Where) -> Scalar:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import gradaccum
 from gradaccum_conformance.bounds import gamma, worst
 from gradaccum_conformance.harness import Harness, Session
@@ -15,6 +17,8 @@ from gradaccum_conformance.scenarios import random_tree, start
 from gradaccum_conformance.specs import MLP, Optimizer
 
 STORED = Path(__file__).parent / "stored_checkpoints"
+FRAMEWORKS = ("torch", "jax", "mindspore")
+"""The reference's checkpoints are pickles of its classes, which no user has."""
 SAVED_AFTER = 6
 """Micro-batches: one update, and two in the open window."""
 
@@ -29,7 +33,11 @@ def go_on(session: Session, first: int, last: int) -> None:
         session.gradients(random_tree(MLP, step), weight=1.0 + step % 3)
 
 
-def test_stored_checkpoint_is_resumed(backend: Harness) -> None:
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_stored_checkpoint_is_resumed(name: str) -> None:
+    if name not in gradaccum.available_backends():
+        pytest.skip(f"needs {name}")
+    backend = load_harness(name)
     whole, resumed = begin(backend), begin(backend)
     go_on(whole, 0, SAVED_AFTER)
     resumed.load(STORED / backend.name)
@@ -44,7 +52,7 @@ def test_stored_checkpoint_is_resumed(backend: Harness) -> None:
 
 def main() -> None:
     """Write the checkpoint of each backend that is installed."""
-    for name in gradaccum.available_backends():
+    for name in {*FRAMEWORKS} & {*gradaccum.available_backends()}:
         session, folder = begin(load_harness(name)), STORED / name
         folder.mkdir(parents=True, exist_ok=True)
         go_on(session, 0, SAVED_AFTER)

@@ -170,11 +170,11 @@ def _mixing(bench: Bench, conditions: Conditions) -> list[Layer]:
 
 
 TWO, FOUR = 2, 4
-PROBE, PARTS = 6, 41
+FITTED_ITEMS, PARTS = 6, 41
 """Items whose gradients are fitted, and micro-batches of few of them: of six each alone, each pair, each three."""
 SPARE = 4
 """How many more gradients than unknowns there must be."""
-BETTER = 16.0
+TWO_ARE_BETTER = 16.0
 """How much better two counts must fit than one."""
 CANDIDATES = 24
 """Counts that are tried, two at a time, alone and beside the number of items."""
@@ -226,7 +226,7 @@ def several_counts(bench: Bench, conditions: Conditions, names: Sequence[str]) -
     items = Count("the number of items", "", (1.0,) * bench.subject.items)
     found = [items, *counts(bench.subject.columns())[:CANDIDATES]]
     several = {tuple(count.values[item] for count in found): item for item in reversed(bench.items)}.values()
-    probe = tuple(dict.fromkeys([*several, *bench.items]))[:PROBE]
+    probe = tuple(dict.fromkeys([*several, *bench.items]))[:FITTED_ITEMS]
     parts = list(islice(chain.from_iterable(combinations(probe, size) for size in range(1, len(probe) + 1)), PARTS))
     try:
         with warnings.catch_warnings(action="ignore"):  # A deviation over one item is no news here.
@@ -247,7 +247,7 @@ def several_counts(bench: Bench, conditions: Conditions, names: Sequence[str]) -
     for one, other in combinations(range(len(found)), 2) if 1 < alone < math.inf else ():
         both = _basis(columns[other], single[one])
         for chosen, basis in (((one, other), both), ((0, one, other), _basis(columns[0], both))):
-            if off(basis) <= min(1.0, alone / BETTER):
+            if off(basis) <= min(1.0, alone / TWO_ARE_BETTER):
                 return causes.several_counts(names, [found[place].where for place in chosen])
     return None
 

@@ -181,7 +181,7 @@ def _put(gradient: Tensor, index: Tensor, target: Tensor) -> None:
 
 
 def _here(shard: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Which items have their target in this shard, and an index for each that is always inside it."""
+    """Find the items whose target is in this shard; each item gets an index that is inside the shard."""
     here = (index >= 0) & (index < shard.shape[-1])
     return here, index.masked_fill(~here, 0)
 

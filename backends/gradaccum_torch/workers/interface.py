@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from gradaccum_torch.parameters import Parameters
     from gradaccum_torch.strategy import Strategy
 
-if TYPE_CHECKING:
-    pass
-
 Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""
 
