@@ -78,18 +78,6 @@ def test_absent_last_gradient_rounds_nothing() -> None:
     np.testing.assert_array_equal(updates, np.full(2, -0.025, np.float16))
 
 
-def test_half_precision_is_summed_in_float32() -> None:
-    """The update has the dtype of the parameter."""
-    tx = gradaccum.wrap(optax.sgd(1.0), steps=2)
-    params = jnp.ones(2, jnp.bfloat16)
-    state = tx.init(params)
-    assert state.accumulator.dtype == jnp.float32
-    _, state = tx.update(jnp.full(2, 1.0, jnp.bfloat16), state, params)
-    updates, state = tx.update(jnp.full(2, 1 / 256, jnp.bfloat16), state, params)
-    assert updates.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(updates, np.asarray([-(1 + 1 / 256) / 2] * 2, jnp.bfloat16))
-
-
 fits_float16 = jax.jit(lambda total: fits({"a": total}, jnp.asarray(4.0), [jnp.dtype("float16")]))
 
 

@@ -50,21 +50,6 @@ def test_aux_merges_by_declaration() -> None:
     np.testing.assert_array_equal(aux["rows"][0], np.stack([x, x**2], axis=1))
 
 
-def test_rows_of_packed_items_keep_their_order() -> None:
-    """Sizes 4 1 2 2 1: micro-batches of one size run together, and rows come back in the order of the items."""
-    step = gradaccum_jax.value_and_grad(
-        lambda params, x: (jnp.sum(params * x), x), has_aux=True, aux="concatenate", weight=TOKENS, micro_batch_weight=11
-    )
-    np.testing.assert_array_equal(step(jnp.ones(()), np.arange(10.0))[0][1], np.arange(10.0))
-
-
-@pytest.mark.parametrize("kind", ["max", "min"])
-def test_nan_shows_in_extremes(kind: str) -> None:
-    x = np.array([1.0, np.nan, 3.0, 4.0])
-    step = gradaccum_jax.value_and_grad(lambda params, x: (params, x[0]), has_aux=True, aux=kind, micro_batch_size=1)
-    assert np.isnan(step(jnp.ones(()), x)[0][1])
-
-
 def test_mean_over_own_split() -> None:
     """Parts of 2, 1 and 3 items: the mean is over items."""
     x = np.arange(6.0) ** 2

@@ -227,17 +227,6 @@ def test_large_finite_norm_is_no_overflow() -> None:
     np.testing.assert_allclose(updates, [[-3.0, 0.0], [0.0, -4.0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_overflow_skips_only_its_window(value: float) -> None:
-    tx = gradaccum.wrap(optax.sgd(1.0, momentum=0.9), steps=1)
-    params = jnp.zeros(2)
-    updates, state = tx.update(jnp.asarray([1.0, value]), tx.init(params), params)
-    np.testing.assert_array_equal(updates, [0.0, 0.0])
-    assert gradaccum_jax.result(state).overflow
-    updates, state = tx.update(jnp.asarray([1.0, 2.0]), state, params)
-    np.testing.assert_array_equal(updates, [-1.0, -2.0])
-
-
 def test_invalid_traced_weight_skips_the_window() -> None:
     """With dropping, it skips the micro-batch."""
     params = jnp.zeros(2)
@@ -249,14 +238,3 @@ def test_invalid_traced_weight_skips_the_window() -> None:
             updates, state = update(params + 3, state, 1.0)
             assert bool(gradaccum_jax.result(state).applied) is applied
             np.testing.assert_array_equal(updates, params - 3 if applied else params)
-
-
-def test_traced_zero_weight_ignores_a_nan() -> None:
-    params = jnp.zeros(2)
-    for on_overflow in ("skip_window", "drop_micro_batch"):
-        tx = gradaccum.wrap(optax.sgd(1.0), steps=2, on_overflow=on_overflow)
-        update = jax.jit(lambda g, s, w, tx=tx: tx.update(g, s, weight=w))
-        _, state = update(params + np.nan, tx.init(params), 0)
-        assert not state.overflow
-        updates, state = update(params + 3, state, 1)
-        np.testing.assert_array_equal(updates, params - 3)

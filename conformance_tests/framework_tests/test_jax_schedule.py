@@ -21,7 +21,7 @@ PARAMS = jnp.ones(2)
 by_name = pytest.mark.parametrize("name", MAKERS)
 
 
-@pytest.mark.parametrize("value", [0, 2.5, jnp.asarray(0), jnp.asarray(2.5), np.float32(2)], ids=repr)
+@pytest.mark.parametrize("value", [0, jnp.asarray(0), jnp.asarray(2.5), np.float32(2)], ids=repr)
 @by_name
 def test_invalid_first_size_is_refused(name: str, value: Any) -> None:
     with pytest.raises(gradaccum.GradAccumError, match=r"^steps\(0\): expected an int >= 1"):
@@ -49,20 +49,6 @@ def test_invalid_later_size_is_refused(name: str) -> None:
     np.testing.assert_array_equal(updates, -PARAMS)
     with pytest.raises(gradaccum.ArgumentValueError, match=r"^steps\(1\): expected an int >= 1; got Array\(0,"):
         tx.update(PARAMS, state, PARAMS)
-
-
-@pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_invalid_later_size_under_jit(on_overflow: str) -> None:
-    """The window ends without an update at every micro-batch, and the result says so."""
-    tx = gradaccum.wrap(optax.sgd(1.0), lambda step: 1 - step, on_overflow=on_overflow)
-    update = jax.jit(tx.update)
-    _, state = update(PARAMS, tx.init(PARAMS), PARAMS)
-    for micro_batch in range(2):
-        updates, state = update(PARAMS, state, PARAMS)
-        result = gradaccum_jax.result(state)
-        assert (result.applied, result.skipped, result.overflow, result.optimizer_step) == (False, True, True, 1)
-        assert state.skipped_windows == micro_batch + 1
-        assert not np.any(updates)
 
 
 def test_multisteps_stops_at_size_zero() -> None:

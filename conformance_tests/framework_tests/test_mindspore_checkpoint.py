@@ -13,16 +13,13 @@ import numpy as np  # noqa: E402
 from mindspore import Tensor, nn  # noqa: E402
 
 import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after  # noqa: E402, F401
 from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
 
-MODES = ("pynative", "graph")
 
-
-def cell(mode, steps=4, **options):
-    set_mode(mode)
+def cell():
     net = make_net()
-    optimizer = gradaccum.wrap(nn.Adam(net.trainable_params(), 0.1), steps=steps, **options)
+    optimizer = gradaccum.wrap(nn.Adam(net.trainable_params(), 0.1), steps=4)
     return nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
 
 
@@ -35,23 +32,8 @@ def everything(step):
     return {name: p.asnumpy().tobytes() for name, p in step.parameters_dict().items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_resume_in_mid_window_is_bitwise(mode, tmp_path):
-    """The state is loaded into a cell that has run, so in graph mode into compiled code."""
-    whole, resumed = cell(mode), cell(mode)
-    go_on(whole, 0, 6)
-    ms.save_checkpoint(whole, str(tmp_path / "step.ckpt"))
-    go_on(resumed, 3, 8)
-    load_checkpoint_into(resumed, ms.load_checkpoint(str(tmp_path / "step.ckpt")))
-    assert everything(resumed) == everything(whole)
-    go_on(whole, 6, 8)
-    go_on(resumed, 6, 8)
-    assert everything(resumed) == everything(whole)
-    assert whole.optimizer.result.optimizer_step == 2
-
-
 def test_instances_have_the_same_names():
-    names = [sorted(cell("pynative").parameters_dict()) for _ in range(2)]
+    names = [sorted(cell().parameters_dict()) for _ in range(2)]
     assert names[0] == names[1]
     assert {"weight.gradaccum.grad_sum", "gradaccum.micro_step", "gradaccum.loss_scale"} <= set(names[0])
 
@@ -77,7 +59,7 @@ def spoil(entries, fault):
 
 @pytest.mark.parametrize("fault", ["missing field", "missing sum", "shape", "dtype", "another parameter", "terms", "format", "window"])
 def test_unfit_checkpoint_is_refused_whole(fault):
-    source, target = cell("pynative"), cell("pynative")
+    source, target = cell(), cell()
     go_on(source, 0, 3)
     go_on(target, 3, 5)
     entries = {name: Tensor(p.asnumpy()) for name, p in source.parameters_dict().items()}
@@ -90,7 +72,7 @@ def test_unfit_checkpoint_is_refused_whole(fault):
 
 def test_other_entries_are_ignored():
     """Entries of a checkpoint that are no parameters, such as ``epoch_num``."""
-    source, target = cell("pynative"), cell("pynative")
+    source, target = cell(), cell()
     go_on(source, 0, 3)
     load_checkpoint_into(target, {**source.parameters_dict(), "epoch_num": 3})
     assert everything(target) == everything(source)
@@ -109,7 +91,7 @@ def test_another_process_resumes_by_name(tmp_path):
         "load_checkpoint_into(optimizer, ms.load_checkpoint(sys.argv[1]))\n"
         "print(*optimizer.result[5:7])\n"
     )
-    step = cell("pynative")
+    step = cell()
     go_on(step, 0, 6)
     ms.save_checkpoint(step, str(tmp_path / "step.ckpt"))
     ran = subprocess.run([sys.executable, str(script), str(tmp_path / "step.ckpt")], capture_output=True, text=True, check=False)

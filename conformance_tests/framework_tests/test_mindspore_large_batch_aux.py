@@ -39,18 +39,6 @@ def test_aux_merges(mode):
     assert [found[kind].asnumpy().tolist() for kind in kinds] == [7.0, 7 / 5, mean, 7.0, -9.0, (10 * x).tolist()]
 
 
-def test_aux_keeps_nan():
-    """The largest of a NaN and a number is NaN, whichever comes first."""
-    weight = Parameter(Tensor(1.0), name="w")
-
-    def forward(x):
-        return (weight * x).mean(), x.max(), x.min()
-
-    for x in ([np.nan, 1.0], [1.0, np.nan]):
-        (_, *found), _ = value_and_grad(forward, None, weight, True, steps=2, aux=("max", "min"))(Tensor(x, ms.float32))
-        assert np.isnan([each.asnumpy() for each in found]).all()
-
-
 @pytest.mark.parametrize("updates", [False, True], ids=["value_and_grad", "value_and_update"])
 @pytest.mark.parametrize("mode", MODES)
 def test_dict_of_many_micro_batches(mode, updates):

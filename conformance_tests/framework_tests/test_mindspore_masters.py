@@ -157,35 +157,14 @@ def test_train_cell_differentiates_the_model(mode):
     assert (net.weight.asnumpy() < expected).all(), "the second window's gradient is taken at the rounded model"
 
 
-@pytest.mark.parametrize("with_masters", [True, False])
-def test_checkpoint_needs_the_same_masters(with_masters):
-    """A checkpoint with masters does not fit a wrapper without, nor the other way round."""
-    _, source, _ = run("Adam", ms.float16, "pynative", GRADIENTS[:3], master_weights=with_masters)
-    _, target, _ = run("Adam", ms.float16, "pynative", GRADIENTS[:1], master_weights=not with_masters)
-    entries = {p.name: Tensor(p.asnumpy()) for p in source.get_parameters()}
-    before = {p.name: p.asnumpy().tobytes() for p in target.get_parameters()}
-    with pytest.raises(gradaccum.CheckpointError, match="expected"):
-        load_checkpoint_into(target, entries)
-    assert {p.name: p.asnumpy().tobytes() for p in target.get_parameters()} == before
-    for p in target.get_parameters():
-        entries[p.name] = entries.get(p.name, Tensor(p.asnumpy())).astype(p.dtype)
-    if with_masters:
-        with pytest.raises(gradaccum.CheckpointError, match="masters"):
-            load_checkpoint_into(target, entries)
-
-
-@pytest.mark.parametrize("half", HALF)
-def test_masters_resume_in_mid_window(half, tmp_path):
-    whole = run("AdamWeightDecay", HALF[half], "pynative", master_weights=True)[1]
-    part = run("AdamWeightDecay", HALF[half], "pynative", GRADIENTS[:3], master_weights=True)[1]
-    ms.save_checkpoint(part, str(tmp_path / "part.ckpt"))
-    resumed = run("AdamWeightDecay", HALF[half], "pynative", [], master_weights=True)[1]
-    load_checkpoint_into(resumed, ms.load_checkpoint(str(tmp_path / "part.ckpt")))
-    for tree in GRADIENTS[3:]:
-        resumed([Tensor(array, HALF[half]) for array in tree])
-    for a, b in zip(whole.get_parameters(), resumed.get_parameters(), strict=True):
-        assert (a.name, a.dtype) == (b.name, b.dtype)
-        np.testing.assert_array_equal(numpy_of(a), numpy_of(b))
+def test_masters_are_no_model():
+    """A wrapper without masters refuses them where each of its own entries fits."""
+    _, source, _ = run("Adam", ms.float16, "pynative", GRADIENTS[:3], master_weights=True)
+    _, target, _ = run("Adam", ms.float16, "pynative", GRADIENTS[:1])
+    entries = {p.name: p for p in source.get_parameters()}
+    own = {p.name: entries.get(p.name, p).astype(p.dtype) for p in target.get_parameters()}
+    with pytest.raises(gradaccum.CheckpointError, match="masters"):
+        load_checkpoint_into(target, {**entries, **own})
 
 
 def test_raising_optimizer_changes_no_master():

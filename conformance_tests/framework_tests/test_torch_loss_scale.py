@@ -266,21 +266,3 @@ def test_disabled_scaler_has_scale_one(kind: str, on_overflow: Any) -> None:
         scaler.update()
     assert parameter.tolist() == [-2.0, -2.0]
     assert opt.result.loss_scale == 1.0
-
-
-def test_foreign_scaler_class_is_refused() -> None:
-    class Other:
-        def get_scale(self) -> float:
-            return 2.0
-
-        def get_growth_factor(self) -> float:
-            return 2.0
-
-        def get_backoff_factor(self) -> float:
-            return 0.5
-
-        def get_growth_interval(self) -> int:
-            return 2
-
-    with pytest.raises(gradaccum.GradAccumError, match=r"loss_scale.*torch\.amp\.GradScaler"):
-        gradaccum.wrap(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), steps=2, loss_scale=Other())

@@ -169,20 +169,6 @@ def test_copies_train_alike(copied: Any, stop: int, inner: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_checkpoint_must_match_master_weights() -> None:
-    """A wrapper without masters refuses a checkpoint with masters, and the reverse. Nothing changes."""
-    (with_masters, a), (without, b) = make(torch.float16), make(torch.float16, master_weights=False)
-    train(with_masters, a, 3)
-    train(without, b, 3)
-    for opt, other in ((a, b), (b, a)):
-        before = copy.deepcopy(opt.state_dict())
-        with pytest.raises(gradaccum.CheckpointError, match="master_weights="):
-            opt.load_state_dict(other.state_dict())
-        after = opt.state_dict()
-        assert after["gradaccum"]["micro_step"] == before["gradaccum"]["micro_step"] == 1
-        assert all(torch.equal(after["gradaccum"]["masters"][i], m) for i, m in before["gradaccum"]["masters"].items())
-
-
 def test_bare_half_state_becomes_float32() -> None:
     model = nn.Linear(4, 2).to(torch.bfloat16)
     bare = torch.optim.SGD(model.parameters(), lr=STEP, momentum=0.9)
@@ -238,15 +224,6 @@ def test_zero_grad_clears_model_gradients(dtype: torch.dtype) -> None:
         (1000 * model(torch.ones(1, 8, dtype=dtype)).sum()).backward()
         opt.zero_grad(set_to_none=set_to_none)
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-def test_updates_are_lost_without_masters() -> None:
-    parameter = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
-    opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=STEP), steps=1)
-    for _ in range(64):
-        parameter.sum().backward()
-        opt.step()
-    assert parameter.tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("inner", ["adamw_fused", "adamw_foreach"])

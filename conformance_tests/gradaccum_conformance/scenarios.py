@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import numpy as np
+import pytest
 
-from gradaccum import StepResult
+from gradaccum import CheckpointError, StepResult
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import FLOAT64_RELATIVE, additions_in_gradient, gamma, worst
 from gradaccum_conformance.harness import Dtype, Harness, Loss, Option, Session, Setup
@@ -116,6 +118,16 @@ def same(a: Arrays, b: Arrays) -> bool:
 def same_result(a: StepResult, b: StepResult) -> bool:
     """Equal in every field, where what nobody told or measured equals itself."""
     return all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
+
+
+def refuses_to_load(session: Session, directory: Path, words: str | None = None) -> None:
+    """Loading raises, in these words, and changes nothing."""
+    before = session.state(), session.parameters(), session.optimizer_state(), session.accumulator()
+    with pytest.raises(CheckpointError, match=words):
+        session.load(directory)
+    assert session.state() == before[0]
+    for now, then in zip((session.parameters(), session.optimizer_state(), session.accumulator()), before[1:], strict=True):
+        assert same(now, then)
 
 
 def standard_batch(model: Model, items: int = 12) -> Batch:

@@ -60,9 +60,11 @@ class ReferenceAccumulation:
     def step(self, gradient: Mapping[str, Array | None], weight: float = 1.0, loss: float = math.nan) -> None:
         """Take one micro-batch's gradient, and its loss; None counts as zero. At the window's end, close it."""
         micro_batch = self._micro_batch(gradient, weight, loss)
+        size = self._size()  # A bad one is refused before the micro-batch counts.
         self.window.append(micro_batch)
         self._note(overflow=micro_batch.dropped)
-        if self._is_full():
+        held = self.weight() if isinstance(self.options.steps, UntilWeight) else len(self.window)
+        if size is not None and held >= size:
             self.flush()
 
     def flush(self) -> None:
@@ -148,12 +150,6 @@ class ReferenceAccumulation:
         asked = (self.options.clip_norm, self.options.skip_norm, self.options.noise_decay)
         return self.options.on_overflow != "ignore" or any(each is not None for each in asked)
 
-    def _is_full(self) -> bool:
-        steps = self.options.steps
-        if isinstance(steps, UntilWeight):
-            return bool(self.weight() >= self._size_in(steps.weight))
-        return steps is not None and bool(len(self.window) >= self._size_in(steps))
-
     def _micro_batch(self, gradient: Mapping[str, Array | None], weight: float, loss: float) -> MicroBatch:
         factor = weight if self.options.reduction == "mean" else 1.0
         contribution: Arrays = {}
@@ -208,7 +204,8 @@ class ReferenceAccumulation:
                 self.loss_scale = grown if math.isfinite(grown) else self.loss_scale
                 self.growth_tracker = 0
 
-    def _size_in(self, sizes: Any) -> Any:
+    def _size(self) -> Any:
+        sizes = self.options.steps.weight if isinstance(self.options.steps, UntilWeight) else self.options.steps
         if isinstance(sizes, tuple):
             return [size for first, size in sizes if first <= self.optimizer_step][-1]
         return require_steps(sizes(self.optimizer_step), self.optimizer_step, sizes) if callable(sizes) else sizes

@@ -122,6 +122,7 @@ class NumpySession(Session):
     def load(self, directory: Path) -> None:
         weights, inner, wrapped = pickle.loads((directory / "reference.pickle").read_bytes())
         _require_same_shapes(weights, self.weights)
+        _require_same_shapes(inner.parameters, self.inner.parameters)  # The masters.
         state, options = wrapped.state(), self.accumulation.options
         wrapped.resume(resumed(state, terms_of(wrapped.options, state.optimizer_step), options), options)
         self.weights, self.inner, self.wrapped = weights, inner, wrapped

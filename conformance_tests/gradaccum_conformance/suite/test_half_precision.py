@@ -79,12 +79,13 @@ def test_sum_is_unscaled_in_float32(backend: Harness) -> None:
     assert elements(session.captured().gradient) == {float(np.float32(2.0**-12) / np.float32(3 * 2.0**12))}
 
 
-def test_sum_beyond_float16_overflows(backend: Harness, mode: str) -> None:
-    """The float32 sum is finite. The float16 gradient for the optimizer is not."""
-    session = start(backend, steps=4, dtype="float16", reduction="sum", mode=mode)
+@pytest.mark.parametrize("masters", [False, True], ids=["model", "masters"])
+def test_sum_beyond_float16_overflows(backend: Harness, mode: str, masters: bool) -> None:
+    """The float32 sum is finite. The float16 gradient for the optimizer is not; float32 masters take the sum itself."""
+    session = start(backend, steps=4, dtype="float16", reduction="sum", mode=mode, master_weights=masters)
     for _ in range(4):
         session.gradients(constant(2.0**15))
-    assert (session.result().applied, session.result().overflow) == (False, True)
+    assert (session.result().applied, session.result().overflow) == (masters, not masters)
 
 
 @by_half

@@ -1,5 +1,6 @@
 """float32 masters of half-precision parameters: small updates add up, the model holds the rounded copy, a resumed run has both."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import gradaccum
 from gradaccum_conformance.deep import deep_but
 from gradaccum_conformance.harness import Dtype, Harness, Option, Setup
-from gradaccum_conformance.scenarios import random_tree, same
+from gradaccum_conformance.scenarios import poisoned, random_tree, refuses_to_load, same
 from gradaccum_conformance.specs import LINEAR, Arrays, Optimizer
 
 HALF = ("float16", "bfloat16")
@@ -94,3 +95,23 @@ def test_masters_survive_a_checkpoint(backend: Harness, mode: str, tmp_path: Pat
 def test_master_weights_must_be_bool(backend: Harness, value: Option) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match="master_weights"):
         begin(backend, "float16", master_weights=value)
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["saved with masters", "saved without"])
+def test_checkpoint_must_agree_on_masters(backend: Harness, tmp_path: Path, saved: bool) -> None:
+    first, second = (begin(backend, "float16", steps=4, master_weights=masters) for masters in (saved, not saved))
+    for seed in range(3):
+        first.gradients(random_tree(LINEAR, seed))
+    second.gradients(random_tree(LINEAR, 3))
+    first.save(tmp_path)
+    refuses_to_load(second, tmp_path)
+
+
+def test_overflow_moves_no_master(backend: Harness, mode: str) -> None:
+    session = begin(backend, "float16", steps=1, mode=mode)
+    session.gradients(ones(-STEP))
+    before = session.masters(), session.parameters()
+    session.gradients(poisoned(ones(), math.inf))
+    assert session.result().overflow
+    assert same(session.masters(), before[0])
+    assert same(session.parameters(), before[1])

@@ -139,6 +139,17 @@ def test_largest_of_negative_outputs(backend: LargeBatchHarness) -> None:
     np.testing.assert_allclose(got.aux["min"], logits.min(0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("place", [0, 11], ids=["first", "last"])
+def test_no_extreme_hides_a_nan(backend: LargeBatchHarness, place: int) -> None:
+    """Whether it comes before the numbers or after them. Each item is a micro-batch: within one, the framework itself looks for extremes."""
+    batch = standard_batch(MLP)
+    x = batch.x.copy()
+    x[place] = np.nan
+    call = LargeBatchCall(MLP, make_weights(MLP), options={"steps": 12, "aux": {"max": "max", "min": "min"}})
+    got = backend.value_and_grad(call, Batch(x, batch.y))
+    assert np.isnan([got.aux["max"], got.aux["min"]]).all()
+
+
 def test_weight_zero_throughout(backend: LargeBatchHarness) -> None:
     """No item counts: the gradient is zero, and neither it nor the loss is NaN."""
     got = split(backend, {"steps": 3, "weight": np.zeros(12)})

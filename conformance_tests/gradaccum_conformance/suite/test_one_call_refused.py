@@ -10,19 +10,29 @@ from gradaccum_conformance.harness import LargeBatchCall, LargeBatchHarness, Opt
 from gradaccum_conformance.scenarios import same, standard_batch, start
 from gradaccum_conformance.specs import LINEAR, Batch, make_weights
 
-BAD: dict[str, tuple[dict[str, Option], str]] = {
-    "no way to split": ({}, "steps: expected one of steps, micro_batch_size"),
-    "two ways": ({"steps": 2, "micro_batch_size": 3}, "steps and micro_batch_size"),
-    "no steps": ({"steps": 0}, "steps: expected an int >= 1"),
-    "half a step": ({"steps": 2.5}, "steps: expected an int >= 1"),
-    "size by a wrong name": ({"micro_batch_size": "large"}, 'micro_batch_size: expected an int >= 1 or "auto"'),
-    "budget without weights": ({"micro_batch_weight": 8}, "weight: expected per-item weights"),
-    "an item beyond the budget": ({"micro_batch_weight": 8, "weight": np.full(12, 9.0)}, "item 0"),
-    "too few weights": ({"steps": 2, "weight": np.ones(11)}, "weight: expected 12 finite numbers"),
-    "a negative weight": ({"steps": 2, "weight": np.r_[np.ones(11), -1.0]}, "weight: expected 12 finite numbers"),
-    "unknown reduction": ({"steps": 2, "reduction": "average"}, "reduction: expected one of"),
-    "unknown kind of output": ({"steps": 2, "aux": {"mean": "average"}}, "aux.*expected one of sum, mean"),
+VALUE, TYPE = gradaccum.ArgumentValueError, gradaccum.ArgumentTypeError
+ONE_WAY = "steps: expected one of steps, micro_batch_size and micro_batch_weight; got "
+EACH = "weight: expected 12 finite numbers >= 0, one per item"
+BAD: dict[str, tuple[dict[str, Option], type, str]] = {
+    "no way to split": ({}, VALUE, ONE_WAY + "none"),
+    "two ways": ({"steps": 2, "micro_batch_size": 3}, VALUE, ONE_WAY + "steps and micro_batch_size"),
+    "no steps": ({"steps": 0}, VALUE, "steps: expected an int >= 1"),
+    "half a step": ({"steps": 2.5}, TYPE, "steps: expected an int >= 1"),
+    "a flag for steps": ({"steps": True}, TYPE, "steps: expected an int >= 1"),
+    "size by a wrong name": ({"micro_batch_size": "large"}, VALUE, 'micro_batch_size: expected an int >= 1 or "auto"'),
+    "negative budget": ({"micro_batch_weight": -1, "weight": np.ones(12)}, VALUE, "micro_batch_weight: expected a finite number > 0"),
+    "budget without weights": ({"micro_batch_weight": 8}, VALUE, "weight: expected per-item weights beside micro_batch_weight"),
+    "unknown reduction": ({"steps": 2, "reduction": "average"}, VALUE, "reduction: expected one of"),
+    "unknown kind of output": ({"steps": 2, "aux": {"mean": "average"}}, VALUE, "aux: expected one of sum, mean"),
 }
+BAD_FOR_THE_BATCH: dict[str, tuple[dict[str, Option], str]] = {
+    "too few weights": ({"weight": np.ones(11)}, EACH),
+    "a negative weight": ({"weight": np.r_[np.ones(11), -1.0]}, EACH),
+    "no number": ({"weight": np.r_[np.nan, np.ones(11)]}, EACH),
+    "nothing to split": ({"axes": None}, "batch: expected an array to split"),
+    "axes of another nest": ({"axes": (0, 0, 0)}, "axes: expected a prefix of"),
+}
+"""What shows when the batch is there, beside ``steps=2``."""
 ROWS = np.ones((2, 4), np.float32)
 PER_ITEM: dict[str, Any] = {
     "plain values": [{"angle": 0.5}, {"angle": 0.25}],
@@ -33,31 +43,50 @@ PER_ITEM: dict[str, Any] = {
 """Lists that may have an element for each item of a batch of two: so nobody knows whether to cut the list or what it holds."""
 
 
+def refused(backend: LargeBatchHarness, call: LargeBatchCall, batch: Batch, kind: type, words: str) -> None:
+    """By an error of this very class, whose message begins with these words."""
+    with pytest.raises(gradaccum.GradAccumError) as caught:
+        backend.value_and_grad(call, batch)
+    assert type(caught.value) is kind
+    assert str(caught.value).startswith(words)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_argument(backend: LargeBatchHarness, name: str) -> None:
-    options, message = BAD[name]
-    with pytest.raises(gradaccum.GradAccumError, match=message):
+    options, kind, words = BAD[name]
+    refused(backend, LargeBatchCall(LINEAR, make_weights(LINEAR), options=options), standard_batch(LINEAR), kind, words)
+
+
+@pytest.mark.parametrize("name", BAD_FOR_THE_BATCH)
+def test_argument_that_does_not_fit_the_batch(backend: LargeBatchHarness, large_batch_mode: str, name: str) -> None:
+    options, words = BAD_FOR_THE_BATCH[name]
+    call = LargeBatchCall(LINEAR, make_weights(LINEAR), mode=large_batch_mode, options={"steps": 2, **options})
+    refused(backend, call, standard_batch(LINEAR), VALUE, words)
+
+
+def test_item_beyond_the_budget(backend: LargeBatchHarness) -> None:
+    options = {"micro_batch_weight": 8, "weight": np.r_[np.ones(2), 9.0, np.ones(9)]}
+    with pytest.raises(VALUE, match=r"^weight: expected no item heavier than micro_batch_weight=8.* for item 2"):
         backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), options=options), standard_batch(LINEAR))
 
 
-def test_leaf_of_another_length(backend: LargeBatchHarness) -> None:
+def test_leaf_of_another_length(backend: LargeBatchHarness, large_batch_mode: str) -> None:
     """The error names it: the second array of the batch."""
     x, y = standard_batch(LINEAR)
-    with pytest.raises(gradaccum.ArgumentValueError, match=r"(\[1\]|y): expected 12 items.* got 11"):
-        backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2}), Batch(x, y[:11]))
+    with pytest.raises(VALUE, match=r"(\[1\]|y): expected 12 items.* got 11"):
+        backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), mode=large_batch_mode, options={"steps": 2}), Batch(x, y[:11]))
 
 
 def test_empty_batch(backend: LargeBatchHarness) -> None:
-    empty = standard_batch(LINEAR).rows(0, 0)
-    with pytest.raises(gradaccum.ArgumentValueError, match="at least one item"):
-        backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), options={"micro_batch_size": 2}), empty)
+    call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"micro_batch_size": 2})
+    refused(backend, call, standard_batch(LINEAR).rows(0, 0), VALUE, "batch: expected at least one item")
 
 
 def test_refused_window_leaves_the_optimizer_as_it_was(backend: LargeBatchHarness) -> None:
     session = start(backend, LINEAR)
     backend.update(session, standard_batch(LINEAR), options={"steps": 3})
     before, state = session.parameters(), session.state()
-    with pytest.raises(gradaccum.ArgumentValueError, match="weight"):
+    with pytest.raises(VALUE, match="weight"):
         backend.update(session, standard_batch(LINEAR), options={"micro_batch_weight": 8})
     assert session.state() == state
     assert same(session.parameters(), before)
@@ -68,9 +97,9 @@ def test_list_as_long_as_the_batch(backend: LargeBatchHarness, large_batch_mode:
     """Until `axes` tell what it is: else it would be given whole, or what it holds would be cut."""
     batch = standard_batch(LINEAR).rows(0, 2)
     call = LargeBatchCall(LINEAR, make_weights(LINEAR), mode=large_batch_mode, options={"steps": 2}, extra=PER_ITEM[name])
-    with pytest.raises(gradaccum.ArgumentValueError, match=r"batch\[2\].*axes="):
+    with pytest.raises(VALUE, match=r"batch\[2\].*axes="):
         backend.value_and_grad(call, batch)
-    with pytest.raises(gradaccum.ArgumentValueError, match=r"batch\[2\].*axes="):
+    with pytest.raises(VALUE, match=r"batch\[2\].*axes="):
         backend.coupled(call, "contrast", batch)
     backend.value_and_grad(call._replace(options={"steps": 2, "axes": (0, 0, None)}), batch)
     if name == "a tuple of arrays":

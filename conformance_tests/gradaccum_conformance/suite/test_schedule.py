@@ -46,17 +46,21 @@ def test_callable_without_size_raises(backend: Harness, value: Option) -> None:
     assert isinstance(caught.value, gradaccum.ArgumentValueError if wrong_value else gradaccum.ArgumentTypeError)
 
 
-def test_later_zero_size_makes_no_update(backend: Harness, mode: str) -> None:
-    """Eager code raises, because it knows the value. Compiled code makes no update and reports an overflow."""
-    session = start(backend, steps=vanishing, mode=mode)
+@pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
+def test_later_zero_size_makes_no_update(backend: Harness, mode: str, on_overflow: str) -> None:
+    """Eager code raises, because it knows the value. Compiled code makes no update and reports an overflow, each time."""
+    session = start(backend, steps=vanishing, mode=mode, on_overflow=on_overflow)
     session.gradients(random_tree(LINEAR, 0))
     before = session.parameters()
     if mode in ("eager", "pynative"):
-        with pytest.raises(gradaccum.ArgumentValueError, match="steps"):
+        with pytest.raises(gradaccum.ArgumentValueError, match=r"^steps\(1\): expected an int >= 1"):
             session.gradients(random_tree(LINEAR, 1))
+        assert session.state().micro_step == 0
     else:
-        session.gradients(random_tree(LINEAR, 1))
-        assert session.result().overflow
+        for lost in (1, 2):
+            session.gradients(random_tree(LINEAR, lost))
+            assert (session.result().applied, session.result().skipped, session.result().overflow) == (False, True, True)
+            assert session.state().skipped_windows == lost
     assert session.state().optimizer_step == 1
     assert same(session.parameters(), before)
 

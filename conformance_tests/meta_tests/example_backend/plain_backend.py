@@ -54,6 +54,7 @@ class Accumulation:
         self._note()
 
     def step(self, gradient, weight=1.0, loss=math.nan):
+        steps = self._steps()
         factor = contribution(weight, self.options)
         terms = {name: self.sums[name].dtype.type(factor) * g for name, g in gradient.items() if g is not None and weight > 0}
         finite = self.options.on_overflow != "drop_micro_batch" or all(np.isfinite(term).all() for term in terms.values())
@@ -66,7 +67,7 @@ class Accumulation:
         if self.options.noise_decay is not None and is_first(self.noise, self.machine):
             self.noise = Noise(*first_seen(self.noise, self.machine, measure(self.sums)[0], select))
         self._note(overflow=not finite)
-        if self._ends():
+        if ends(self.machine, steps, select):
             self.flush()
 
     def flush(self):
@@ -118,9 +119,9 @@ class Accumulation:
     def _dtype(self, p):
         return np.dtype(self.options.accumulate_dtype or (np.float32 if p.dtype.itemsize == 2 else p.dtype))
 
-    def _ends(self):
+    def _steps(self):
         steps, step = self.options.steps, self.machine.optimizer_step
-        return ends(self.machine, steps if is_known(steps) else require_steps(steps_at(steps, step, select), step, steps), select)
+        return steps if is_known(steps) else require_steps(steps_at(steps, step, select), step, steps)
 
     def _double(self):
         return any(total.dtype == np.float64 for total in self.sums.values())
