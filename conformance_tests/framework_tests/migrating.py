@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 BACKENDS = Path(__file__).parents[2] / "backends"
-NEIGHBOURS = ("accelerate",)
-"""Packages that a section may need beside its framework. Such a section runs in the integration tests."""
 
 _PYTHON = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 
@@ -22,10 +20,6 @@ class Program(NamedTuple):
     """The block that all sections of the page begin with."""
     blocks: tuple[str, ...]
     """Before and after."""
-
-    def neighbour(self) -> str | None:
-        """The package that it needs beside its framework."""
-        return next((name for name in NEIGHBOURS if f"from {name} " in self.blocks[0]), None)
 
     def run_here(self) -> None:
         """Run it in this process."""

@@ -197,17 +197,27 @@ def test_accumulate_nests() -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_equals_own_accumulation_bit_for_bit(precision: str) -> None:
     """Full windows: Accelerate divides each loss by the 4 that the window divides by at its end."""
-    dtype = torch.float32
-    run = prepared(16, wrap={"clip_norm": None}, dtype=dtype, mixed_precision=precision)
+    run = prepared(16, wrap={"clip_norm": None}, dtype=torch.float32, mixed_precision=precision)
     epoch(run)
+    own = own_accumulation(16, torch.float32)
+    assert distance(run.model, own) == 0
+    assert (distance(own, large(16, epochs=1, clip_norm=float("inf"))) < 1e-6) == (precision == "no")
+
+
+def test_own_accumulation_of_a_short_window_is_no_large_batch() -> None:
+    """Accelerate divides it by ``steps``."""
+    assert distance(own_accumulation(20, torch.float64), large(20, epochs=1, clip_norm=float("inf"))) > 1e-3
+
+
+def own_accumulation(count: int, dtype: torch.dtype) -> nn.Module:
+    """An epoch by Accelerate alone."""
     accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=STEPS), Regressor(dtype)
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    own, opt, loader, scheduler = accelerator.prepare(model, inner, DataLoader(Items(16, dtype), batch_size=MICRO), falling(inner))
+    own, opt, loader, scheduler = accelerator.prepare(model, inner, DataLoader(Items(count, dtype), batch_size=MICRO), falling(inner))
     for batch in loader:
         with accelerator.accumulate(own):
             accelerator.backward(loss_of(own, batch))
             opt.step()
             scheduler.step()
             opt.zero_grad()
-    assert distance(run.model, own) == 0
-    assert (distance(own, large(16, epochs=1, clip_norm=float("inf"))) < 1e-6) == (precision == "no")
+    return model
