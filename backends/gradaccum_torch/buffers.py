@@ -23,7 +23,7 @@ from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private import is_sharded, untraced, version
 from gradaccum_torch.strategy import Strategy
 from gradaccum_torch.sums import GRAD, REQUIRES_GRAD, add, coalesced, divide, fits, gradient_dtype, is_finite, multiply, narrowed, sum_dtype
-from gradaccum_torch.watch import Hook, Sentinels, can_be_hooked
+from gradaccum_torch.watch import NOTHING_SEEN, Allowed, Event, GradWatch, Hook, Watched, can_be_hooked, seen
 
 _MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()
 """The strategy that moves a parameter's gradients, by the parameter's id. The strategy holds the parameter, so no other gets that id."""
@@ -81,7 +81,7 @@ class BufferStrategy(Strategy):
             if divided:
                 multiply([held], divisor)
         self._undivided = {}
-        self.sentinels.reset(disturbed=spoiled)
+        self.watch.reset(seen(NOTHING_SEEN, Event.CHANGED) if spoiled else NOTHING_SEEN)
 
     def sums(self) -> list[Tensor | None]:
         return [self._held.get(parameter) for parameter in self._parameters.positions()]
@@ -137,16 +137,16 @@ class MovingStrategy(BufferStrategy):
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         self._staying: set[int] = set()
-        self._last: Tensor | None = None
+        self._last: Watched | None = None
         """The parameter whose gradient stays, because no small one has come in this micro-batch."""
         self._seen_small = False
         self._replaced = False
         super().__init__(parameters, accumulate_dtype)
-        self.sentinels.strict = True
+        self.watch.allowed = Allowed.NONE
 
     def expect(self, size: Size) -> None:
         self.keeps_micro_batch_apart = size == 1
-        self.sentinels.strict = not self.keeps_micro_batch_apart
+        self.watch.allowed = Allowed.SAME_VALUES if size == 1 else Allowed.NONE
 
     def groups_changed(self) -> None:
         super().groups_changed()
@@ -158,10 +158,8 @@ class MovingStrategy(BufferStrategy):
         for parameter in self._parameters.unique():
             if parameter.grad is not None:
                 self._absorb(parameter)
-                self.sentinels.note(parameter)
         self._last, self._seen_small = None, False
-        self.sentinels.next_micro_batch()
-        self.sentinels.arrivals.values.forget()
+        self.watch.reset()
         return True
 
     def forget_micro_batch(self) -> None:
@@ -172,28 +170,28 @@ class MovingStrategy(BufferStrategy):
     def _hook_for(self, parameter: Tensor) -> Hook:
         self._replace_other(parameter)
         _MOVERS[id(parameter)] = self
-        watched, alive = self.sentinels.of(parameter), weakref.ref(self)
+        watched, alive = self.watch.of(parameter), weakref.ref(self)
 
         def hook(parameter: Tensor) -> None:
             watched.arrive(parameter)
             living = alive()
             if living is not None and not living.keeps_micro_batch_apart:
-                living._move(parameter)
+                living._move(watched)
 
         untraced(hook)
         return hook
 
-    def _move(self, parameter: Tensor) -> None:
+    def _move(self, arrived: Watched) -> None:
         """Add the gradient that arrived to the sum, or let it stay and add the one that has stayed so far."""
-        moving: Tensor | None = parameter
-        if id(parameter) in self._staying:
+        moving: Watched | None = arrived
+        if id(arrived.parameter) in self._staying:
             self._seen_small = True
             moving, self._last = self._last, None
         elif not self._seen_small:
-            moving, self._last = self._last, parameter
+            moving, self._last = self._last, arrived
         if moving is not None and moving is not self._last:
-            self._absorb(moving)
-            self.sentinels.note(moving)
+            self._absorb(moving.parameter)
+            moving.note()
 
     def _replace_other(self, parameter: Tensor) -> None:
         """Only one wrapper can take a gradient. The newest does; an older one raises at its next step."""
@@ -227,7 +225,7 @@ class DroppingStrategy(BufferStrategy):
                 self._absorb(parameter)
             else:
                 parameter.grad = None
-        self.sentinels.reset()
+        self.watch.reset()
         return finite
 
 
@@ -260,17 +258,14 @@ class SeparateStrategy(BufferStrategy):
         self._of_one = False
         self._rivals = Rivals()
         super().__init__(parameters, accumulate_dtype)
-        self.sentinels.leave_all_changes()
+        self.watch.allowed = Allowed.ALL
 
     def groups_changed(self) -> None:
         super().groups_changed()
-        self._rivals.meet(self._parameters.unique(), self.sentinels)
+        self._rivals.meet(self._parameters.unique(), self.watch)
 
     def expect(self, size: Size) -> None:
         self._of_one = size == 1
-
-    def require_whole(self) -> None:
-        """What a backward pass that raised has left in ``.grad`` is the user's to clear."""
 
     @property
     def begun(self) -> bool:
@@ -290,7 +285,7 @@ class SeparateStrategy(BufferStrategy):
                 parameter.grad = None
             else:
                 self._absorb(parameter)
-        self.sentinels.reset()
+        self.watch.reset()
         self._rivals.took(filled)
         return True
 
@@ -337,7 +332,7 @@ class SeparateDroppingStrategy(SeparateStrategy):
         if is_finite([coalesced(parameter.grad) for parameter in filled if parameter.grad is not None]):
             return super().take()
         self._parameters.free_gradients()
-        self.sentinels.reset()
+        self.watch.reset()
         self._rivals.took(filled)
         return False
 
@@ -386,14 +381,14 @@ class Rivals:
 
     def __init__(self) -> None:
         self._own: set[int] = set()
-        self._sentinels: Sentinels
+        self._watch: GradWatch
         self._others: WeakSet[Rivals] = WeakSet()
         self.lost: list[Tensor] = []
         """Its parameters whose gradients another one took last."""
 
-    def meet(self, parameters: Iterable[Tensor], sentinels: Sentinels) -> None:
-        """These are its parameters now, and `sentinels` note what autograd delivers to them: find those who share one."""
-        self._own, self._sentinels = set(map(id, parameters)), sentinels
+    def meet(self, parameters: Iterable[Tensor], watch: GradWatch) -> None:
+        """These are its parameters now, and `watch` notes what autograd delivers to them: find those who share one."""
+        self._own, self._watch = set(map(id, parameters)), watch
         for other in _ALIVE:
             if other is not self and not self._own.isdisjoint(other._own):
                 self._others.add(other)
@@ -406,7 +401,7 @@ class Rivals:
         for other in self._others:
             if lost := [parameter for parameter in filled if id(parameter) in other._own]:
                 other.lost = lost
-                other._sentinels.next_micro_batch()
+                other._watch.known = NOTHING_SEEN
 
     def require_not_taken(self) -> None:
         """What autograd put into ``.grad`` last is there.
@@ -414,7 +409,7 @@ class Rivals:
         Raises:
             UsageError: another one took it, and no backward pass came after that.
         """
-        if self.lost and not self._sentinels.arrived and any(parameter.grad is None for parameter in self.lost):
+        if self.lost and not self._watch.known.arrived and any(parameter.grad is None for parameter in self.lost):
             raise explain(
                 UsageError,
                 "separate_sums",

@@ -1,7 +1,7 @@
 """The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner one once per window of micro-batches.
 
-These are the calls that a user makes. `Window` counts and closes; a `Strategy` stores the sum; `Sentinels` notice outside changes; `Update`
-runs the inner optimizer. A call that raises does so before anything changed.
+These are the calls that a user makes. `Window` counts and closes; a `Strategy` stores the sum; a `GradWatch` notices outside changes;
+`Update` runs the inner optimizer. A call that raises does so before anything changed.
 
 Groups, state and defaults are the inner optimizer's own objects, read through properties: loading a state replaces groups and state, and a
 learning-rate scheduler writes into the groups. The hooks are this optimizer's own.
@@ -48,6 +48,7 @@ from gradaccum_torch.update import (
     save_post_hooks,
     save_pre_hooks,
 )
+from gradaccum_torch.watch import Allowed
 from gradaccum_torch.window import Window
 from gradaccum_torch.workers.interface import Workers
 from gradaccum_torch.workers.workers import workers_of
@@ -396,7 +397,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _holds_users(self, parameter: Tensor) -> bool:
-        return not self._window.strategy.sentinels.watching and parameter.grad is not None
+        return self._window.strategy.watch.allowed is Allowed.ALL and parameter.grad is not None
 
 
 def forwarded(method: Callable[..., Any], name: str, window: Window, parameters: Parameters) -> Callable[..., Any]:
@@ -459,7 +460,7 @@ class WholeWindow:
         if any(bool(elements(gradient).any()) for _, gradient in self._before):
             fix = "Call opt.zero_grad() first: the window is this call's batch alone."
             raise explain(UsageError, ".grad", expected="no gradients from before", found="gradients", fix=fix)
-        self._window.strategy.sentinels.reset()
+        self._window.strategy.watch.reset()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -469,7 +470,7 @@ class WholeWindow:
         with torch.no_grad():
             for parameter, gradient in self._before:
                 parameter.grad = gradient.zero_()
-        self._window.strategy.sentinels.reset()
+        self._window.strategy.watch.reset()
 
     @property
     def parameters(self) -> set[int]:
@@ -489,7 +490,7 @@ class WholeWindow:
     @property
     def arrived(self) -> bool:
         """Autograd has delivered something since the last micro-batch was counted."""
-        return self._window.strategy.sentinels.arrived
+        return self._window.strategy.watch.known.arrived > 0
 
     def scale(self) -> float:
         """The loss scale as it is now; may wait for the device."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradaccum_torch.checks import Size, changed_gradients_error, interrupted_error, unfinished_error
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.sums import GRAD, IS_SPARSE, REQUIRES_GRAD, Measured, Versions, coalesced, divide, measure, multiply, narrowed
-from gradaccum_torch.watch import Hook, Hooks, Sentinels, can_be_hooked
+from gradaccum_torch.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, can_be_hooked, seen
 
 
 class Strategy(ABC):
@@ -31,9 +31,9 @@ class Strategy(ABC):
         # Nothing here refers to the wrapper: in a cycle with it, the hooks of a dropped wrapper would run until it is collected.
         self._parameters, self._accumulate_dtype = parameters, accumulate_dtype
         self._hooks = Hooks(watching=True)
-        self.sentinels = Sentinels()
+        self.watch = GradWatch()
         self.groups_changed()
-        self.sentinels.reset()
+        self.watch.reset()
 
     def expect(self, size: Size) -> None:  # noqa: B027
         """The next window is of this size."""
@@ -42,13 +42,13 @@ class Strategy(ABC):
         """Parameters were added, replaced, frozen or unfrozen."""
         trainable = {id(parameter): parameter for parameter in self._parameters.unique() if can_be_hooked(parameter)}
         self._hooks.keep(trainable)
-        self.sentinels.watch(trainable.values())
+        self.watch.watch(trainable.values())
         for parameter in trainable.values():
             if parameter not in self._hooks:
                 self._hooks.add(parameter, self._hook_for(parameter))
 
     def _hook_for(self, parameter: Tensor) -> Hook:
-        return self.sentinels.of(parameter).arrive
+        return self.watch.of(parameter).arrive
 
     def backward(self, loss: Tensor, arguments: Mapping[str, Any], *, first: bool, multiplied: bool) -> None:
         """``loss.backward(**arguments)`` for the wrapper. If it raises, what arrived is taken out, if it is apart from the sum.
@@ -59,19 +59,23 @@ class Strategy(ABC):
             first: the micro-batch is the first of its window.
             multiplied: the loss is the user's times a factor.
         """
-        arrivals = self.sentinels.arrivals
-        undoable = (first or self.keeps_micro_batch_apart) and not arrivals.arrived and not self.sentinels.holds
+        watch, before = self.watch, self.watch.known
+        undoable = (first or self.keeps_micro_batch_apart) and not before.arrived and not watch.holds
+        own = watch, multiplied
+        OWN_PASSES.append(own)
         try:
-            with arrivals.own_pass(multiplied):
-                loss.backward(**arguments)  # type: ignore[no-untyped-call]
+            loss.backward(**arguments)  # type: ignore[no-untyped-call]
         except BaseException:
             if undoable:
                 self._parameters.free_gradients()
                 self.forget_micro_batch()
+                watch.known = before
             raise
+        finally:
+            OWN_PASSES.remove(own)
 
-    def zero_grad(self, set_to_none: bool, *, first: bool) -> bool:
-        """Clear ``.grad``, and the micro-batch under way with it, unless it holds a part of the sum; returns whether it was cleared.
+    def zero_grad(self, set_to_none: bool, *, first: bool) -> None:
+        """Clear ``.grad``, and the micro-batch under way with it, unless it holds a part of the sum.
 
         Raises:
             UsageError: the micro-batch under way is a part of the sum already.
@@ -79,36 +83,34 @@ class Strategy(ABC):
         if first or self.keeps_micro_batch_apart:
             self._parameters.zero_grad(set_to_none)
             self.forget_micro_batch()
-            return True
-        if self.sentinels.arrivals.arrived:
+        elif self.watch.known.arrived:
             raise unfinished_error("zero_grad()")
-        return False
 
     @property
     def begun(self) -> bool:
         """Autograd has delivered a part of a micro-batch that is not counted yet."""
-        return self.sentinels.arrived
+        return self.watch.known.arrived > 0
 
     def require_whole(self) -> None:
         """The last backward pass has ended.
 
         Raises:
-            UsageError: it raised when it had delivered a part.
+            UsageError: it raised when it had delivered a part, which is not the user's to clear.
         """
-        if self.sentinels.arrivals.under_way:
+        if self.watch.known.under_way and self.watch.allowed is not Allowed.ALL:
             raise interrupted_error()
 
-    def require_counted(self, call: str, begun: bool) -> None:
-        """The sum is that of the micro-batches counted. `begun`: the user has given a loss of another one.
+    def require_counted(self, call: str) -> None:
+        """The sum is that of the micro-batches counted.
 
         Raises:
             UsageError: a micro-batch is under way in it, or something changed ``.grad``.
         """
         if self.keeps_micro_batch_apart:
             return
-        if begun or self.sentinels.arrived:
+        if self.watch.known.given or self.watch.known.arrived:
             raise unfinished_error(call)
-        if not self.sentinels.intact():
+        if not self.watch.intact():
             raise changed_gradients_error()
 
     def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
@@ -121,7 +123,7 @@ class Strategy(ABC):
         Raises:
             UsageError: it was a part of that gradient, or autograd has added to the changed one.
         """
-        if not self._is_all_in_grad(first, flushing) or (self.sentinels.arrivals.disturbed and not first):
+        if not self._is_all_in_grad(first, flushing) or (self.watch.known.changed and not first):
             raise changed_gradients_error()
 
     @abstractmethod
@@ -183,17 +185,17 @@ class Strategy(ABC):
     def pickled(self) -> dict[str, Any]:
         """The state for `unpickle`, with the gradients: torch copies and pickles a parameter without its ``.grad``."""
         gradients = [None if parameter.grad is None else parameter.grad.detach() for parameter in self._parameters.positions()]
-        return {"gradients": gradients, "sentinels": self.sentinels.flags()}
+        return {"gradients": gradients, "known": self.watch.known._replace(changed=not self.watch.intact())}
 
     def unpickle(self, pickled: Mapping[str, Any]) -> None:
         """Go on with what `pickled` gave for the copies of these parameters."""
         for parameter, gradient in zip(self._parameters.positions(), pickled["gradients"], strict=True):
             parameter.grad = gradient
-        self.sentinels.reset(*pickled["sentinels"])
+        self.watch.reset(pickled["known"])
 
     def forget_micro_batch(self) -> None:
         """The user cleared ``.grad``, which held the micro-batch under way and nothing else."""
-        self.sentinels.reset()
+        self.watch.reset()
 
     def window_ended(self) -> None:
         """The window was closed: free its sum."""
@@ -202,7 +204,7 @@ class Strategy(ABC):
     def clear(self) -> None:
         """Free the sum and whatever is in ``.grad``."""
         self._parameters.free_gradients()
-        self.sentinels.reset()
+        self.watch.reset()
 
 
 # The sum of a window in ``.grad`` itself, which autograd adds into anyway: no second buffer, nothing to do per micro-batch.
@@ -226,7 +228,7 @@ class GradStrategy(Strategy):
         self._forget_handed_over()
 
     def take(self) -> bool:
-        self.sentinels.next_micro_batch()
+        self.watch.known = NOTHING_SEEN
         return True
 
     def settle(self) -> list[Tensor]:
@@ -268,7 +270,7 @@ class GradStrategy(Strategy):
             if master is not parameter:
                 master.grad = None
         self._forget_handed_over()
-        self.sentinels.reset(disturbed=spoiled)
+        self.watch.reset(seen(NOTHING_SEEN, Event.CHANGED) if spoiled else NOTHING_SEEN)
 
     def sums(self) -> list[Tensor | None]:
         return [None if parameter.grad is None else parameter.grad.detach() for parameter in self._parameters.positions()]
@@ -276,7 +278,7 @@ class GradStrategy(Strategy):
     def load(self, sums: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters.positions(), sums, strict=True):
             parameter.grad = gradient
-        self.sentinels.reset()
+        self.watch.reset()
 
     def clear(self) -> None:
         self._forget_handed_over()
@@ -289,7 +291,7 @@ class GradStrategy(Strategy):
         for parameter in parameters:
             parameter.grad = None if parameter.grad is None else coalesced(parameter.grad)
         # The replaced .grad must not look like tampering if the inner optimizer raises and flush() is called again.
-        self.sentinels.reset()
+        self.watch.reset()
 
     def _divide_graphs(self, parameters: Sequence[Tensor], divisor: float) -> None:
         """Divide what will be differentiated again (``create_graph=True``) in its graph, so that the second derivative is divided too."""

@@ -1,11 +1,7 @@
 """The watch over ``.grad``: it notices when something other than autograd changed a gradient, without a pass over the gradients.
 
-While ``.grad`` holds the undivided sum of a window, ``clip_grad_norm_``, ``scaler.unscale_``, ``model.zero_grad()`` or an assignment
-would make the result silently wrong. So every parameter is watched: right after autograd has accumulated, `Watched` notes which tensor
-``.grad`` is and its version, and `intact` compares; both take less than a microsecond together. A version tells that something wrote,
-not what: `Values` lets a call pass that writes the values that are there. torch does not count writes through ``p.grad.data`` or NumPy,
-a collective of ``torch.distributed`` or a clip of sharded gradients. Only the values show these, and they are compared in the first
-window, or where a call rewrites them.
+`MicroBatch` is what is known of the micro-batch under way, `seen` moves it with each event, and `MicroBatch.require_scaled` raises where it
+must not be counted: a gradient that came in is counted once, with its weight and loss scale, or refused. `GradWatch` is the device's part.
 """
 
 from __future__ import annotations
@@ -14,172 +10,240 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from enum import Enum, IntEnum
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from gradaccum_torch.checks import interrupted_error, multiplied_error, not_scaled_error, other_weight_error
 from gradaccum_torch.private import at_the_end_of_backward, foreach_norm, keep_own, local, untraced, version
+from gradaccum_torch.statistics import Told
 from gradaccum_torch.sums import dense_parts, side_by_side
 
 
-class Sentinels:
-    """What autograd left in the ``.grad`` of all parameters."""
+class Event(IntEnum):
+    """An event that a micro-batch may meet. The first three are the first gradient of a backward pass, by who runs the pass."""
+
+    OWN_PASS = 1
+    """The wrapper's own, of a loss times its weight and loss scale."""
+    PLAIN_PASS = 2
+    """The user's ``loss.backward()``, or another wrapper's of a loss that nothing multiplied."""
+    MULTIPLIED_PASS = 3
+    """Another wrapper's, of a loss times the other's weight or loss scale."""
+    PASS_ENDED = 4
+    CHANGED = 5
+    """Autograd has added to a gradient that something else had changed."""
+    TAKEN = 6
+    """The micro-batch was counted or cleared."""
+
+
+class Given(IntEnum):
+    """How the user has given the losses of a micro-batch; of several ways the last in this list."""
+
+    NOT = 0
+    TO_BACKWARD = 1
+    SCALED = 2
+    """To ``opt.scale`` or ``scaler.scale``, so that a plain ``backward()`` is expected."""
+
+
+class MicroBatch(NamedTuple):
+    """What is known of the micro-batch under way."""
+
+    arrived: int = 0
+    """The backward pass that delivered gradients; of several the last in the list of events. 0: none did."""
+    under_way: bool = False
+    """A pass has delivered something and has not ended. Outside of a backward pass: the pass raised."""
+    changed: bool = False
+    given: Given = Given.NOT
+    weight: float = 1.0
+    losses: tuple[Told, ...] = ()
+    """The losses as the user gave them, not scaled; empty if the user gave none."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if a plain ``backward()`` came beside ``opt.backward``."""
+        return self.given is Given.TO_BACKWARD and self.arrived >= Event.PLAIN_PASS
+
+    def told(self, weight: float, given: Given, *losses: Told) -> MicroBatch:
+        """What is known when the user has given `losses` of this weight.
+
+        Raises:
+            UsageError: an earlier loss of the same micro-batch has another weight.
+        """
+        if self.given and self.weight != weight:
+            raise other_weight_error(weight, self.weight)
+        return self._replace(weight=weight, given=max(self.given, given), losses=self.losses + losses)
+
+    def require_scaled(self, factor: float, *, scales: bool, watched: bool = True) -> None:
+        """Raise unless each gradient that arrived is that of a loss times `factor`.
+
+        Args:
+            factor: weight times loss scale.
+            scales: a loss scale is in use.
+            watched: the user clears no ``.grad`` unseen, as under ``separate_sums``.
+
+        Raises:
+            UsageError: a pass raised, or was of a loss that nothing multiplied or another wrapped optimizer did.
+        """
+        if watched and self.under_way:
+            raise interrupted_error()
+        # Where the user has replaced .grad since, as netD.zero_grad() of a GAN does, what was multiplied is gone.
+        if watched and self.arrived == Event.MULTIPLIED_PASS and not self.changed:
+            raise multiplied_error()
+        if (scales and not self.given) or (self.is_plain and (factor != 1 or self.weight == 0)):
+            raise not_scaled_error(self.arrived > 0)
+
+
+NOTHING_SEEN = MicroBatch()
+
+
+def seen(known: MicroBatch, event: Event) -> MicroBatch:
+    """What is known after `event`."""
+    if event is Event.TAKEN:
+        return NOTHING_SEEN
+    if event is Event.CHANGED:
+        return known._replace(changed=True)
+    if event is Event.PASS_ENDED:
+        return known._replace(under_way=False)
+    return known._replace(arrived=max(known.arrived, event), under_way=True)
+
+
+# The device's part. Right after autograd has accumulated, `Watched` notes which tensor ``.grad`` is and its version, and `intact` compares;
+# both take less than a microsecond together. A version tells that something wrote, not what: ``clip_grad_norm_(parameters, inf)`` writes
+# and changes nothing, ``p.grad.data.clamp_()``, NumPy, a collective or a clip of sharded gradients changes and is not counted. Two norms of
+# each gradient tell both, for two passes over the gradients and a wait for the device. A training loop does to every window what it did to
+# its first. So norms are compared in the first window, and after it only if a call was seen that writes what was there. The squares of
+# small elements vanish and those of large ones overflow, and so the largest magnitude is kept beside the 2-norm.
+
+
+class Allowed(Enum):
+    """The writes into ``.grad`` that are not refused."""
+
+    NONE = 0
+    """Most gradients are elsewhere, and a norm taken here is not theirs."""
+    SAME_VALUES = 1
+    ALL = 2
+    """Every change is the user's to make."""
+
+
+class Compared(Enum):
+    """The windows in which norms are compared."""
+
+    FIRST = 0
+    ALL = 1
+    NONE = 2
+
+
+OWN_PASSES: list[tuple[GradWatch, bool]] = []
+"""The backward passes of wrappers that are running; True: of a multiplied loss, so that what reaches other wrappers is multiplied."""
+
+
+class GradWatch:
+    """What autograd left in the ``.grad`` of all parameters, and what is known of the micro-batch under way."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Watched] = {}
         """Keyed by id(): the same identity as hash(tensor), ten times faster."""
-        self.arrivals = Arrivals()
-        self.strict = False
-        """A write counts even if it changes nothing: most gradients are elsewhere, and a norm taken here is not theirs."""
-        self.holds = False
-        """There was something in a ``.grad`` at the last `reset`."""
-        self.watching = True
-        """A change of a ``.grad`` is refused; False: every change is the user's to make."""
-
-    def leave_all_changes(self) -> None:
-        """Every change of a ``.grad`` is the user's to make."""
-        self.watching = self.arrivals.values.wanted = False
-
-    @property
-    def arrived(self) -> bool:
-        """Autograd has delivered something since `next_micro_batch`."""
-        return self.arrivals.arrived
+        self.known = NOTHING_SEEN
+        self.allowed = Allowed.SAME_VALUES
+        self._compared = Compared.FIRST
+        self._norms: Tensor | None = None
+        """The norms to compare with, shape ``(2, number)``; None: no comparison is to be made."""
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Watch these and no others; what is known of one that is watched already stays."""
-        known, arrivals = self._watched, self.arrivals
-        self._watched = {id(each): known.get(id(each)) or Watched(each, arrivals) for each in parameters}
-        arrivals.gradients[:] = self._watched.values()
+        known = self._watched
+        self._watched = {id(each): known.get(id(each)) or Watched(each, self) for each in parameters}
 
     def of(self, parameter: Tensor) -> Watched:
         """One watched parameter."""
         return self._watched[id(parameter)]
 
-    def note(self, parameter: Tensor) -> None:
-        """Take its ``.grad`` as it is now for what autograd left there, if it is watched."""
-        watched = self._watched.get(id(parameter))
-        if watched is not None:
-            watched.note()
+    @property
+    def holds(self) -> bool:
+        """True if autograd, or a `reset`, has found something in a ``.grad``."""
+        return any(watched.gradient is not None for watched in self._watched.values())
+
+    def begin(self) -> None:
+        """A backward pass has delivered its first gradient."""
+        event = Event.PLAIN_PASS
+        for watch, multiplied in OWN_PASSES:
+            if watch is self:
+                event = Event.OWN_PASS
+                break
+            if multiplied:
+                event = Event.MULTIPLIED_PASS
+        self.known, self._norms = seen(self.known, event), None
+        if not at_the_end_of_backward(self._end):
+            self.known = seen(self.known, Event.PASS_ENDED)
+
+    def _end(self) -> None:
+        self.known = seen(self.known, Event.PASS_ENDED)
+        if self._compared is not Compared.NONE and self.allowed is not Allowed.ALL:
+            self._norms = self._norms_now()
 
     def intact(self) -> bool:
         """True if every ``.grad`` is what autograd left there; waits for the device where values are compared."""
-        if not self.watching:
+        if self.allowed is Allowed.ALL:
             return True
-        touched = []
+        if self.known.changed:
+            return False
+        touched, noted = [], self._norms
         for watched in self._watched.values():
             gradient = watched.parameter.grad
             if gradient is not watched.gradient or (gradient is not None and gradient._version != watched.version):
                 touched.append(watched)
-        if self.arrivals.disturbed or (touched and self.strict):
-            return False
-        if self.arrivals.values.noted is not None:
-            return self._same_values(touched)
-        return not touched or not any(map(Watched.is_touched, touched))
-
-    def next_micro_batch(self) -> None:
-        """What arrives from now on belongs to another micro-batch."""
-        self.arrivals.arrived = self.arrivals.outside = self.arrivals.multiplied = self.arrivals.disturbed = False
-
-    def window_ended(self) -> None:
-        """The window was closed: its values are no longer compared."""
-        self.arrivals.values.window_ended()
-
-    def flags(self) -> tuple[bool, bool, bool]:
-        """What `reset` needs to go on elsewhere, where the gradients are copies."""
-        return self.arrivals.arrived, self.arrivals.outside, not self.intact()
-
-    def reset(self, arrived: bool = False, outside: bool = False, disturbed: bool = False) -> None:
-        """Take ``.grad`` as it is now for what autograd left there."""
-        arrivals = self.arrivals
-        arrivals.arrived, arrivals.outside, arrivals.disturbed, arrivals.under_way = arrived, outside, disturbed, False
-        arrivals.multiplied = False
-        arrivals.values.forget()
-        holds = False
-        for watched in self._watched.values():
-            gradient = watched.gradient = watched.parameter.grad
-            if gradient is None:
-                watched.version = -1
-            else:
-                watched.version, holds = gradient._version, True
-        self.holds = holds
-
-    def _same_values(self, touched: list[Watched]) -> bool:
-        """True if nothing was replaced and all values are what they were; a gradient that was written into is noted anew."""
-        values, gradients = self.arrivals.values, [watched.parameter.grad for watched in self._watched.values()]
+        if noted is None or (touched and self.allowed is Allowed.NONE):
+            return not touched
         if any(watched.parameter.grad is not watched.gradient for watched in touched):
             return False
-        if not values.same(gradient for gradient in gradients if gradient is not None):
+        now = self._norms_now()
+        if now is None or now.shape != noted.shape:
             return False
-        for watched in filter(Watched.is_touched, touched):
+        before, after = noted.tolist(), now.tolist()
+        # A clip multiplies all by what an inf or NaN in one of them makes of its factor. So where one is, nothing is compared.
+        if before != after and all(map(math.isfinite, (*before[1], *after[1]))):
+            return False
+        for watched in touched:  # The user's loop writes the values that were there: compare in all windows.
             watched.note()
-            values.rewritten()
+            self._compared = Compared.ALL
         return True
 
+    def window_ended(self) -> None:
+        """The window was closed."""
+        self._norms = None
+        if self._compared is Compared.FIRST:
+            self._compared = Compared.NONE
 
-# One parameter under watch: which tensor its ``.grad`` is, and of which version, as autograd left it.
+    def reset(self, known: MicroBatch = NOTHING_SEEN) -> None:
+        """Take ``.grad`` as it is now for what autograd left there, and `known` for what is known."""
+        self.known, self._norms = known, None
+        for watched in self._watched.values():
+            gradient = watched.gradient = watched.parameter.grad
+            watched.version = -1 if gradient is None else gradient._version
 
-
-_MULTIPLIED: list[Arrivals] = []
-"""Of the wrapper whose own backward pass is running, if it multiplied the loss: then what reaches other wrappers is multiplied too."""
-
-
-class Arrivals:
-    """What the backward passes since the last micro-batch have delivered, for all parameters together."""
-
-    def __init__(self) -> None:
-        self.values = Values()
-        self.gradients: list[Watched] = []
-        """The parameters whose values are noted when a backward pass ends."""
-        self.under_way = False
-        """A backward pass has delivered something and has not ended. Outside of a backward pass it means that one raised."""
-        self.inside = False
-        """The backward pass is the wrapper's own."""
-        self.arrived = False
-        """Autograd has delivered something since the last micro-batch."""
-        self.outside = False
-        """Something arrived from a backward pass that is not the wrapper's own."""
-        self.multiplied = False
-        """Something arrived from another wrapper's own pass, of a loss that was multiplied by its weight or its loss scale."""
-        self.disturbed = False
-        """Something else changed a gradient before another accumulation, so that only this flag remembers the change."""
-
-    @contextmanager
-    def own_pass(self, multiplied: bool) -> Iterator[None]:
-        """Inside, the wrapper's own backward pass runs; `multiplied`: of a loss that was."""
-        self.inside = True
-        if multiplied:
-            _MULTIPLIED.append(self)
-        try:
-            yield
-        finally:
-            self.inside = False
-            if multiplied:
-                _MULTIPLIED.remove(self)
-
-    def begin(self) -> None:
-        """A backward pass has delivered its first gradient."""
-        self.arrived = True
-        if not self.inside:
-            self.outside = True
-            self.multiplied |= bool(_MULTIPLIED)
-        self.values.noted = None
-        self.under_way = at_the_end_of_backward(self._end)
-
-    def _end(self) -> None:
-        self.under_way = False
-        if self.values.wanted:
-            self.values.note(gradient for watched in self.gradients if (gradient := watched.parameter.grad) is not None)
+    @torch.no_grad()
+    def _norms_now(self) -> Tensor | None:
+        """The 2-norm of each gradient and its largest magnitude, of what is in this process, shape ``(2, number)``; None without any."""
+        gradients = [gradient for watched in self._watched.values() if (gradient := watched.parameter.grad) is not None]
+        parts = dense_parts([local(gradient) for gradient in gradients])
+        if not parts:
+            return None
+        tensors = [part for part in parts if part.numel()] or [torch.zeros(1)]
+        # Inside the backward pass autocast is as it was in the forward pass, and would give the norm another dtype than outside.
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return torch.stack([side_by_side(foreach_norm(tensors)), side_by_side(foreach_norm(tensors, math.inf))])
 
 
 class Watched:
     """One parameter, and what autograd left in its ``.grad``."""
 
-    __slots__ = ("arrivals", "gradient", "parameter", "version")
+    __slots__ = ("gradient", "parameter", "version", "watch")
 
-    def __init__(self, parameter: Tensor, arrivals: Arrivals) -> None:
-        self.parameter, self.arrivals = parameter, arrivals
+    def __init__(self, parameter: Tensor, watch: GradWatch) -> None:
+        self.parameter, self.watch = parameter, watch
         self.note()
 
     def note(self) -> None:
@@ -191,104 +255,34 @@ class Watched:
         """Autograd has accumulated into the parameter: note what is there, and whether that alone turned what was noted into it."""
         before, expected = self.gradient, self.version + 1
         if before is not None and before._version == expected:
-            self.version = expected  # One addition in place, as nearly always. `Sentinels.intact` sees whether it is still the parameter's.
+            self.version = expected  # One addition in place, as nearly always. `GradWatch.intact` sees whether it is still the parameter's.
         else:
             self._look(before, expected, parameter)
-        if not self.arrivals.under_way:
-            self.arrivals.begin()
+        if not self.watch.known.under_way:
+            self.watch.begin()
 
     def _look(self, before: Tensor | None, expected: int, parameter: Tensor) -> None:
         if parameter.grad is not before:
             keep_own(parameter)
-        self.gradient = gradient = parameter.grad
-        self.version = now = -1 if gradient is None else gradient._version
-        if before is not None and (gradient is not before or now != expected) and not _by_autograd(before, gradient):
-            self.arrivals.disturbed = True
-
-    def is_touched(self) -> bool:
-        """True if something other than autograd wrote into ``.grad``, or replaced it."""
-        gradient = self.parameter.grad
-        return gradient is not self.gradient or (gradient is not None and version(gradient) != self.version)
+        self.note()
+        gradient = self.gradient
+        if before is not None and (gradient is not before or self.version != expected) and not _by_autograd(before, gradient):
+            self.watch.known = seen(self.watch.known, Event.CHANGED)
 
 
 def _by_autograd(before: Tensor, gradient: Tensor | None) -> bool:
     """True if autograd may have turned `before` into `gradient` otherwise than by one addition in place.
 
-    It adds out of place where it records the addition (``create_graph=True``) and where a dense gradient meets a sparse one.
+    It adds out of place where it records the addition (``create_graph=True``) and where a dense gradient meets a sparse one. FSDP adds to
+    the local part of a DTensor, whose own version does not count that.
     """
     if gradient is before:
-        # FSDP adds to the local part of a DTensor, whose own version does not count that.
-        return type(gradient) is not Tensor or _shares_memory(gradient)
+        return type(gradient) is not Tensor or (not gradient.is_sparse and gradient.untyped_storage().nbytes() > gradient.nbytes)
     return gradient is None or torch.is_grad_enabled() or (before.is_sparse and not gradient.is_sparse)
 
 
-def _shares_memory(gradient: Tensor) -> bool:
-    """True if it is a part of something larger."""
-    return type(gradient) is Tensor and not gradient.is_sparse and gradient.untyped_storage().nbytes() > gradient.nbytes
-
-
-untraced(Watched.arrive)
-untraced(Watched._look)
-untraced(Arrivals._end)
-
-
-# Comparison of the values in ``.grad`` with what autograd left there, by two norms of each gradient.
-#
-# A version tells that something wrote, not what: ``clip_grad_norm_(parameters, inf)`` writes and changes nothing, ``p.grad.data.clamp_()``
-# changes and is not counted. Norms tell both, for two passes over the gradients and a wait for the device. A training loop does to every
-# window what it did to its first. So norms are kept in the first window, and after it only if a call was seen that writes what was there.
-# The squares of small elements vanish and those of large ones overflow, and so the largest magnitude is kept beside the 2-norm. Neither
-# sees a change of signs or places.
-
-
-class Values:
-    """The norms of the gradients as autograd left them."""
-
-    def __init__(self) -> None:
-        self._rewritten = False
-        self.wanted = True
-        """Norms are to be noted at the end of each backward pass."""
-        self.noted: Tensor | None = None
-        """The norms to compare with, shape ``(2, number)``; None: no comparison is to be made."""
-
-    def note(self, gradients: Iterable[Tensor]) -> None:
-        """Take the values of `gradients` for what autograd left there."""
-        self.noted = _norms(gradients)
-
-    def forget(self) -> None:
-        """The notes are out of date: ``.grad`` should hold something else now."""
-        self.noted = None
-
-    def window_ended(self) -> None:
-        """The first window is over."""
-        self.wanted, self.noted = self._rewritten, None
-
-    def rewritten(self) -> None:
-        """A call wrote the values that were there: go on comparing."""
-        self._rewritten = self.wanted = True
-
-    def same(self, gradients: Iterable[Tensor]) -> bool:
-        """True if `gradients` have the values noted; waits for the device.
-
-        A clip multiplies all by what an inf or NaN in one of them makes of its factor. So where one is, nothing is compared.
-        """
-        now, noted = _norms(gradients), self.noted
-        if now is None or noted is None or now.shape != noted.shape:
-            return False
-        before, after = noted.tolist(), now.tolist()
-        return bool(before == after) or not all(map(math.isfinite, (*before[1], *after[1])))
-
-
-@torch.no_grad()
-def _norms(gradients: Iterable[Tensor]) -> Tensor | None:
-    """The 2-norm of each and its largest magnitude, of what is in this process, shape ``(2, number)``; None where there are none."""
-    parts = dense_parts([local(gradient) for gradient in gradients])
-    if not parts:
-        return None
-    tensors = [part for part in parts if part.numel()] or [torch.zeros(1)]
-    # Inside the backward pass autocast is as it was in the forward pass, and would give the norm another dtype than outside.
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        return torch.stack([side_by_side(foreach_norm(tensors)), side_by_side(foreach_norm(tensors, math.inf))])
+for _called in (Watched.arrive, Watched._look, GradWatch.begin, GradWatch._end):
+    untraced(_called)
 
 
 # Hooks: a look at ``.grad`` right after autograd has accumulated into it, for as long as the owner lives.

@@ -1,6 +1,6 @@
 """The open window of micro-batches: added to, closed, forgotten, saved, resumed. The transitions of the core move it.
 
-`Plan` chooses where its sum lives, and `MicroBatch` has what the user said of the micro-batch under way.
+`Plan` chooses where its sum lives.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ from gradaccum_torch.checks import (
     cast_in_window_error,
     changed_gradients_error,
     known_window_size,
-    multiplied_error,
-    not_scaled_error,
-    other_weight_error,
     unfinished_error,
     window_size,
 )
@@ -54,7 +51,7 @@ from gradaccum_torch.statistics import NOBODY, Known, Statistics, Told, as_told
 from gradaccum_torch.strategy import GradStrategy, Strategy
 from gradaccum_torch.sums import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, sum_dtype
 from gradaccum_torch.update import Evaluations, Loss, Skipped, StepReturn, Update, evaluated_once, require_plain, through
-from gradaccum_torch.watch import Sentinels
+from gradaccum_torch.watch import NOTHING_SEEN, Allowed, Event, Given, MicroBatch
 from gradaccum_torch.workers.interface import Workers
 
 NOTHING_CLOSED = (False, False, False)
@@ -100,7 +97,7 @@ class Window:
     def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
         self._parameters, self._options, self._update = parameters, options, update
         self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
-        self._micro_batch, self._grad_norm, self.listening = NOTHING_SAID, 0.0, NOBODY
+        self._grad_norm, self.listening = 0.0, NOBODY
         self.schedulers: WeakSet[Follower] = WeakSet()
         """Those that follow the updates."""
         self._statistics = Statistics(options)
@@ -137,49 +134,53 @@ class Window:
 
     def is_under_way(self) -> bool:
         """True if a window is open, or the micro-batch that opens one has begun."""
-        return bool(self._fields.micro_step) or self._micro_batch.noted or self.strategy.begun
+        return bool(self._fields.micro_step or self._known.given) or self.strategy.begun
+
+    @property
+    def _known(self) -> MicroBatch:
+        return self.strategy.watch.known
+
+    @_known.setter
+    def _known(self, known: MicroBatch) -> None:
+        self.strategy.watch.known = known
 
     def backward(self, loss: Tensor, weight: float, arguments: Mapping[str, Any]) -> None:
         """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only note it, unless other workers wait for it."""
-        micro_batch = self._micro_batch
-        micro_batch.require_same(weight)
-        losses = micro_batch.losses
+        watch, losses = self.strategy.watch, tuple[Told, ...]()
+        watch.known.told(weight, Given.TO_BACKWARD)  # Refuses another weight before the pass.
         if weight:
             self._differentiate(loss, weight, arguments)
             gradient = arguments.get("gradient")
-            losses = *losses, as_told(loss if gradient is None else loss.detach() * gradient)
+            losses = (as_told(loss if gradient is None else loss.detach() * gradient),)
         elif (taking_part := self._workers.taking_part()) is not None:
             with taking_part:
                 self._differentiate(require_graph(loss), weight, arguments)
-        self._micro_batch = MicroBatch(weight, True, micro_batch.scaled_by_user, losses)
+        watch.known = watch.known.told(weight, Given.TO_BACKWARD, *losses)
 
     def begin_weightless(self) -> None:
         """The user is about to differentiate a loss, scaled already, that adds no weight."""
-        self._micro_batch.require_same(0.0)
-        self._micro_batch = MicroBatch(0.0, True, True, self._micro_batch.losses)
+        self._known = self._known.told(0.0, Given.SCALED)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss`, of any shape, times the loss scale, for the user to differentiate."""
-        self._micro_batch.require_same(1.0)
-        self._micro_batch = MicroBatch(1.0, True, True, (*self._micro_batch.losses, as_told(loss)))
+        self._known = self._known.told(1.0, Given.SCALED, as_told(loss))
         return scaled(loss, 1.0, self._fields, self._options, self._scaler)
 
     def note_scaled(self) -> None:
         """The user has scaled the loss of the micro-batch under way, with the `torch.amp.GradScaler` itself."""
-        self._micro_batch = self._micro_batch._replace(scaled_by_user=True)
+        self._known = self._known.told(self._known.weight, Given.SCALED)
 
     def evaluate(self, closure: Callable[[], Loss]) -> Loss:
         """Run `closure`, which returns the micro-batch's loss, unless it told the loss itself, or a gradient had arrived before."""
-        arrived = self.strategy.sentinels.arrived
+        arrived = self._known.arrived
         loss = evaluated_once(closure)
-        if not self._micro_batch.noted:
-            self._micro_batch = self._micro_batch._replace(losses=() if arrived else (as_told(loss),))
+        if not self._known.given:
+            self._known = self._known._replace(losses=() if arrived else (as_told(loss),))
         return loss
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear ``.grad`` between two windows; in mid-window keep the partial sum."""
-        if self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0):
-            self._micro_batch = NOTHING_SAID
+        self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0)
 
     def groups_changed(self) -> None:
         """Parameters were added, replaced, frozen or cast; if the sum must now live elsewhere, it moves there."""
@@ -196,18 +197,20 @@ class Window:
             self._size = self.size  # Looked up once, so that a schedule cannot change it under way.
             if self._size != 1 and self.strategy.expects:  # A callable may have said 1 when the last window ended.
                 self.strategy.expect(self._size)
-        fields, micro_batch, weight, sentinels = self._fields, self._micro_batch, self._micro_batch.weight, self.strategy.sentinels
-        if self._update.half_made or sentinels.arrivals.under_way or self._workers.not_own:
+        fields, watch = self._fields, self.strategy.watch
+        known = watch.known
+        weight = known.weight
+        if self._update.half_made or known.under_way or self._workers.not_own:
             self._require_whole("step()")
-        if self._scale_in_use or micro_batch.noted or sentinels.arrivals.multiplied:
-            micro_batch.require_scaled(sentinels, factor(weight, fields, self._options), self._scale_in_use)
-        if not sentinels.intact():
+        if self._scale_in_use or known.given or known.arrived == Event.MULTIPLIED_PASS:
+            watched = watch.allowed is not Allowed.ALL
+            known.require_scaled(factor(weight, fields, self._options), scales=self._scale_in_use, watched=watched)
+        if not watch.intact():
             self._require_true_gradient(State(*accumulate(fields, weight, True, select)))
         if first and not self._plan.holds():
             self.groups_changed()
-        losses = micro_batch.losses and micro_batch.all_losses(sentinels)
+        losses = () if known.is_plain else known.losses
         finite = self.strategy.take()
-        self._micro_batch = NOTHING_SAID
         if self._scaler is not None:
             self._scaler.count(first=first)
         self._fields = at_rest(accumulate(fields, weight, finite, select), float64_weight=self._plan.float64_weight)
@@ -249,23 +252,23 @@ class Window:
             fields, decision = evaluations.ended or (accumulate(self._fields, 1.0, True, select), _NOT_EVALUATED)
             if self._update.made or not (decision.apply or self._update.half_made):
                 self._statistics.counted(self._fields, evaluations.weight, True, evaluations.losses)
-                self._micro_batch = NOTHING_SAID
+                self._known = NOTHING_SEEN
                 self._set(fields)
                 self._finish(decision)
 
     def flush(self) -> None:
         """Close the window with what it holds."""
         self._require_whole()
-        if self._micro_batch.noted or (self._fields.micro_step and self.strategy.begun):
+        if self._known.given or (self._fields.micro_step and self.strategy.begun):
             raise unfinished_error("flush()")
-        if self._fields.micro_step and not self.strategy.sentinels.intact():
+        if self._fields.micro_step and not self.strategy.watch.intact():
             self._require_true_gradient(self._fields, flushing=True)
         self._workers.flush(self.close, self._between_windows, is_open=self._fields.micro_step > 0)
 
     def discard(self) -> None:
         """Forget it, and the micro-batch under way."""
         self.strategy.clear()
-        self._micro_batch, self._update.half_made = NOTHING_SAID, False
+        self._update.half_made = False
         self._workers.window_ended()
         self._set(discard(self._fields))
         self._statistics.discard()
@@ -274,7 +277,7 @@ class Window:
         """The window as a checkpoint holds it, with the tensors themselves; may wait for the device."""
         self._require_whole("state_dict()")
         if self._fields.micro_step:
-            self.strategy.require_counted("state_dict()", self._micro_batch.noted)
+            self.strategy.require_counted("state_dict()")
         fields = self.fields_to_save()
         # Between two windows the schedule, which may have come to its end, is not asked.
         terms = terms_of(self._options._replace(steps=self._size if fields.micro_step else None), fields.optimizer_step)
@@ -291,20 +294,18 @@ class Window:
     def restore(self, saved: Saved) -> None:
         """Go on with `saved`, whose fields `resumed` gave and whose sums become this window's own."""
         self.strategy.clear()
-        self._micro_batch = NOTHING_SAID
         self.strategy.load([own_copy(saved.sums.get(index), each) for index, each in enumerate(self._parameters.positions())])
         self._parameters.load(saved.masters)
         self._start_with(saved.fields, saved.grad_norm, saved.known)
 
     def pickled(self) -> dict[str, Any]:
         """The state for `unpickle` of a copy, in the midst of a micro-batch too."""
-        state = {"fields": self.fields_to_save(), "grad_norm": self._grad_norm, "micro_batch": self._micro_batch}
+        state = {"fields": self.fields_to_save(), "grad_norm": self._grad_norm}
         return {**state, "strategy": self.strategy.pickled(), "known": self._statistics.saved(self._fields.micro_step)}
 
     def unpickle(self, pickled: Mapping[str, Any]) -> None:
         """Go on with what `pickled` gave."""
         self._start_with(pickled["fields"], pickled["grad_norm"], pickled["known"])
-        self._micro_batch = pickled["micro_batch"]
         self.strategy.unpickle(pickled["strategy"])
 
     def fields_to_save(self) -> State:
@@ -324,12 +325,12 @@ class Window:
 
     def _evaluated(self, evaluations: Evaluations) -> Loss:
         """What the closure returns; the first evaluation decides on the window."""
-        self._micro_batch = self._micro_batch._replace(losses=())
+        self._known = self._known._replace(losses=())
         loss = self.evaluate(evaluations.closure)
         if evaluations.ended is not None:
-            evaluations.require_same(self._micro_batch.weight)
+            evaluations.require_same(self._known.weight)
             return loss
-        told = self._micro_batch
+        told = self._known
         after = at_rest(accumulate(self._fields, told.weight, True, select), float64_weight=self._plan.float64_weight)
         fields, decision, *_ = self._verdict(after)
         evaluations.decided(fields, decision, told.losses, told.weight, loss)
@@ -395,7 +396,7 @@ class Window:
         self._set(after, (decision.apply, not decision.apply, decision.overflow))
         through(self.strategy.window_ended)
         self._workers.window_ended()
-        self.strategy.sentinels.window_ended()
+        self.strategy.watch.window_ended()
         self._expect()
         if self._scaler is not None:
             self._scaler.window_ended(self._fields, decision.overflow)
@@ -477,10 +478,10 @@ class Plan:
         if self._workers.keeps_sum or type(old) is self._kind:
             old.groups_changed()
             return old
-        arrived, outside, _ = old.sentinels.flags()
+        known = old.watch.known
         sums, new = old.release(), self.strategy()
         new.load([None if total is None else total.to(dtype) for total, dtype in zip(sums, self.sum_dtypes, strict=True)])
-        new.sentinels.reset(arrived, outside)
+        new.watch.reset(known)
         return new
 
 
@@ -495,49 +496,6 @@ def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], opti
     if options.on_overflow == "drop_micro_batch":
         return DroppingStrategy
     return GradStrategy if sum_dtypes == dtypes else MovingStrategy
-
-
-class MicroBatch(NamedTuple):
-    """What the user has said about the micro-batch under way, between two calls of ``step``. Without any word its weight is 1."""
-
-    weight: float = 1.0
-    noted: bool = False
-    """A loss was given to ``opt.backward`` or ``opt.scale``, with this weight."""
-    scaled_by_user: bool = False
-    """``opt.scale`` was called, so a plain ``backward()`` is expected."""
-    losses: tuple[Told, ...] = ()
-    """Its losses as they were told, not scaled; empty if nobody told them."""
-
-    def all_losses(self, sentinels: Sentinels) -> tuple[Told, ...]:
-        """Its losses; empty if some were not told: there was a plain ``backward()`` beside ``opt.backward``."""
-        some = self.noted and not self.scaled_by_user and sentinels.arrivals.outside
-        return () if some else self.losses
-
-    def require_same(self, weight: float) -> None:
-        """All losses of one micro-batch have one weight.
-
-        Raises:
-            UsageError: an earlier one had another.
-        """
-        if self.noted and self.weight != weight:
-            raise other_weight_error(weight, self.weight)
-
-    def require_scaled(self, sentinels: Sentinels, factor: float, scale_in_use: bool) -> None:
-        """Every gradient of the micro-batch was multiplied by `factor`, weight times loss scale.
-
-        Raises:
-            UsageError: there was a plain ``backward()`` where `factor` is needed, or one of another wrapped optimizer, with its own factor.
-        """
-        # Where the user has replaced .grad since, as netD.zero_grad() of a GAN does, what was multiplied is gone.
-        if sentinels.watching and sentinels.arrivals.multiplied and not sentinels.arrivals.disturbed:
-            raise multiplied_error()
-        forgotten = scale_in_use and not self.noted and not self.scaled_by_user
-        mixed = sentinels.arrivals.outside and self.noted and not self.scaled_by_user and (factor != 1 or self.weight == 0)
-        if forgotten or mixed:
-            raise not_scaled_error(sentinels.arrived)
-
-
-NOTHING_SAID = MicroBatch()
 
 
 # The factor of a loss before it is differentiated: its weight times the loss scale.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import X, make_model
+from gradaccum_torch.watch import NOTHING_SEEN, Event, Given, MicroBatch, seen
 
 PLACES: dict[str, tuple[torch.dtype, dict]] = {
     "in .grad": (torch.float32, {}),
@@ -251,3 +253,97 @@ def test_replaced_gradient_is_caught_beside_a_write_to_the_old_one() -> None:
     assert weight.grad._version == held._version
     with pytest.raises(gradaccum.UsageError, match="clip_norm="):
         opt.step()
+
+
+# The table: every history of a micro-batch, against what a plain list of its gradients says.
+
+SCALE = 8.0
+MOVES = ("backward 3", "backward 1", "backward 0", "backward raises", "plain", "plain raises", "multiplied", "scaled", "changed", "taken")
+
+
+def moved(known: MicroBatch, move: str) -> MicroBatch:
+    """What the wrapper does with `known` as `move` happens; a refused call leaves it as it is."""
+
+    def delivered(event: Event, raises: bool = False) -> MicroBatch:
+        after = known if known.under_way else seen(known, event)
+        return after if raises or known.under_way else seen(after, Event.PASS_ENDED)
+
+    what, *number = move.split(" ")
+    if what == "backward" and number != ["raises"]:
+        weight = float(number[0])
+        try:
+            known.told(weight, Given.TO_BACKWARD)
+        except gradaccum.UsageError:
+            return known
+        if known.under_way:
+            return known
+        return (delivered(Event.OWN_PASS) if weight else known).told(weight, Given.TO_BACKWARD, *[1.0] * (weight > 0))
+    if what == "scaled":
+        try:
+            return known.told(1.0, Given.SCALED, 1.0)
+        except gradaccum.UsageError:
+            return known
+    if what in ("changed", "taken"):
+        return seen(known, Event.CHANGED if what == "changed" else Event.TAKEN)
+    event = {"backward": Event.OWN_PASS, "plain": Event.PLAIN_PASS, "multiplied": Event.MULTIPLIED_PASS}[what]
+    return delivered(event, raises="raises" in number)
+
+
+class Ledger:
+    """Each gradient that arrived since the last micro-batch, by its factor; None is a factor that nobody here knows."""
+
+    def __init__(self) -> None:
+        self.factors: list[float | None] = []
+        self.weights: list[float] = []
+        self.losses = 0
+        self.scaled = self.others = self.raised = self.changed = False
+
+    def write(self, move: str, scale: float) -> None:
+        """`move` happens to an optimizer whose loss scale is `scale`."""
+        what, *number = move.split(" ")
+        if what == "taken":
+            self.__init__()  # type: ignore[misc]
+        elif number == ["raises"]:
+            self.raised = True
+        elif what == "changed":
+            self.changed = True
+        elif what in ("plain", "multiplied"):
+            self.others = True
+            self.factors.append(1.0 if what == "plain" else None)
+        elif {*self.weights, weight := float(number[0]) if number else 1.0} == {weight}:
+            if what == "backward" and self.raised:
+                return
+            self.weights.append(weight)
+            self.scaled |= what == "scaled"
+            self.losses += weight > 0
+            if what == "backward" and weight:
+                self.factors.append(weight * scale)
+
+    def is_right(self, scale: float) -> bool:
+        """The sum of what arrived is that of losses times one weight and the loss scale, and nothing is missing."""
+        weight = self.weights[0] if self.weights else 1.0
+        # After opt.scale a plain pass is that of the scaled loss.
+        known = [weight * scale if self.scaled and factor == 1 else factor for factor in self.factors]
+        whole = all(factor == weight * scale for factor in known) and not self.raised
+        return whole and (bool(self.weights) or scale == 1)
+
+
+@pytest.mark.parametrize("scale", [1.0, SCALE])
+def test_every_history_is_counted_right_or_refused(scale: float) -> None:
+    states = set()
+    for history in itertools.chain.from_iterable(itertools.product(MOVES, repeat=length) for length in range(5)):
+        known, ledger = NOTHING_SEEN, Ledger()
+        for move in history:
+            known = moved(known, move)
+            ledger.write(move, scale)
+        states.add(known._replace(losses=()))
+        refused = known.changed
+        try:
+            known.require_scaled(known.weight * scale, scales=scale != 1)
+        except gradaccum.UsageError:
+            refused = True
+        assert refused == (ledger.changed or not ledger.is_right(scale)), history
+        assert len(known.losses) == ledger.losses, history
+        assert refused or known.is_plain == (ledger.others and bool(ledger.weights) and not ledger.scaled), "then a loss is missing"
+    for known, move in itertools.product(states, MOVES):
+        assert moved(known, move)._replace(losses=()) in states, "a longer history meets no other state"

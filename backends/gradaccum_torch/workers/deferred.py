@@ -28,7 +28,7 @@ from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private import Private, Sync, Unit, drop, keep_own, local, reduce, unreduced, untraced, version
 from gradaccum_torch.strategy import GradStrategy
 from gradaccum_torch.sums import sum_dtype
-from gradaccum_torch.watch import Arrivals
+from gradaccum_torch.watch import GradWatch
 
 GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
 """When FSDP2 reduces: all of it in each micro-batch, all of it once per window, or only the all-reduce once per window."""
@@ -41,7 +41,7 @@ class _Notes:
     """What autograd has delivered since the window began. The hooks hold this, and not the object that owns them."""
 
     def __init__(self) -> None:
-        self.arrivals = Arrivals()
+        self.watch = GradWatch()
         self.reached: set[int] = set()
         self.arrived: set[int] = set()
         """Those of `reached` that have a gradient, and not the zeros of a weight of 0."""
@@ -53,8 +53,8 @@ class _Notes:
             self.reached.add(number)
         if not self.weightless:
             self.arrived.add(number)
-        if not self.arrivals.under_way:
-            self.arrivals.begin()
+        if not self.watch.known.under_way:
+            self.watch.begin()
 
 
 class Deferred:
@@ -77,9 +77,9 @@ class Deferred:
         weakref.finalize(self, _let_go, units, forward_handles, self._handles).atexit = False
         self._wait()
 
-    def watch(self, arrivals: Arrivals) -> None:
-        """Tell `arrivals` of what autograd delivers to whole parameters: nothing arrives in ``.grad``."""
-        self._notes.arrivals = arrivals
+    def tell(self, watch: GradWatch) -> None:
+        """Tell `watch` of what autograd delivers to whole parameters: nothing arrives in ``.grad``."""
+        self._notes.watch = watch
 
     def count(self) -> None:
         """The micro-batch is a part of the sum.
@@ -266,7 +266,7 @@ class DeferredStrategy(GradStrategy):
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, deferred: Deferred) -> None:
         self._deferred = deferred
         super().__init__(parameters, accumulate_dtype)
-        deferred.watch(self.sentinels.arrivals)
+        deferred.tell(self.watch)
 
     def require_whole(self) -> None:
         super().require_whole()
@@ -278,7 +278,7 @@ class DeferredStrategy(GradStrategy):
 
     def sums(self) -> list[Tensor | None]:
         self._deferred.reduce()
-        self.sentinels.reset()
+        self.watch.reset()
         return super().sums()
 
     def load(self, sums: Sequence[Tensor | None]) -> None:

@@ -13,8 +13,8 @@ MUTANTS = (
     ),
     Mutant(
         "keep_the_sum_of_all_workers",
-        "        self._workers.window_ended()\n        self.strategy.sentinels.window_ended()\n",
-        "        self.strategy.sentinels.window_ended()\n",
+        "        self._workers.window_ended()\n        self.strategy.watch.window_ended()\n",
+        "        self.strategy.watch.window_ended()\n",
         SUITE + "test_workers_windows.py::test_full_windows_need_no_flush",
     ),
     Mutant(
@@ -61,8 +61,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_sum_at_discard",
-        "        self.strategy.clear()\n        self._micro_batch, self._update.half_made",
-        "        self._micro_batch, self._update.half_made",
+        "        self.strategy.clear()\n        self._update.half_made",
+        "        self._update.half_made",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_change_before_an_addition",
-        "            self.arrivals.disturbed = True\n",
+        "            self.watch.known = seen(self.watch.known, Event.CHANGED)\n",
         "            pass\n",
         OWN + "test_torch_tampering.py::test_change_after_step_is_caught",
     ),
@@ -219,8 +219,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_an_unscaled_loss",
-        "        if forgotten or mixed:\n",
-        "        if mixed:\n",
+        "        if (scales and not self.given) or (self.is_plain",
+        "        if (self.is_plain",
         OWN + "test_torch_misuse.py::test_unscaled_backward_is_refused",
     ),
     Mutant(
@@ -231,8 +231,8 @@ MUTANTS = (
     ),
     Mutant(
         "miss_writes_into_gradients",
-        "return gradient is not self.gradient or (gradient is not None and version(gradient) != self.version)",
-        "return gradient is not self.gradient",
+        "if gradient is not watched.gradient or (gradient is not None and gradient._version != watched.version):",
+        "if gradient is not watched.gradient:",
         OWN + "test_torch_watch.py::test_clip_is_seen_without_the_smallest",
     ),
     Mutant(
