@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
+
 import torch
 from torch import Tensor
 
@@ -66,7 +68,7 @@ def require_update_in_step(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer` makes its update in ``step``, from what is in ``.grad``.
 
     LOMO and AdaLOMO, known by ``fused_backward``, make it in hooks of the backward pass. Opacus' optimizer makes it from gradients by
-    sample, which it keeps itself.
+    sample, which it keeps itself. LBFGS, whose ``step`` cannot do without a closure, evaluates the model again and again.
 
     Raises:
         ArgumentTypeError: it is one of these.
@@ -79,6 +81,11 @@ def require_update_in_step(optimizer: torch.optim.Optimizer) -> None:
         found = f"{name} of Opacus, which makes it from gradients by sample"
         fix = f"{own}opacus.utils.batch_memory_manager.BatchMemoryManager adds up clipped gradients, and adds noise once per batch."
         raise explain(ArgumentTypeError, "optimizer", expected=_IN_STEP, found=found, fix=fix)
+
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        found = f"{name}, whose step evaluates the model again and again by a closure"
+        raise explain(ArgumentTypeError, "optimizer", expected=_IN_STEP, found=found, fix=f"{own}give its closure the whole batch.")
 
 
 _IN_STEP = "an optimizer that makes its update in step() from what is in .grad"

@@ -37,13 +37,10 @@ from gradaccum_torch.saving import Loads, StateDict, load, save
 from gradaccum_torch.statistics import NOBODY, Listening
 from gradaccum_torch.update import (
     Loss,
-    StepReturn,
     Update,
     hook_tables,
-    is_plain,
     load_post_hooks,
     load_pre_hooks,
-    needs_closure,
     note_missing_closure,
     save_post_hooks,
     save_pre_hooks,
@@ -156,23 +153,20 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         return self._window.scale(require_loss(loss))
 
-    def step(self, closure: Callable[[], Loss] | None = None) -> StepReturn:
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Count the micro-batch whose gradient is in ``.grad``, and at the end of the window make the update.
 
         Args:
-            closure: computes the loss of the micro-batch and its gradient, and is run once. An inner optimizer that evaluates the model
-                again and again, as `torch.optim.LBFGS` does, needs ``steps=1``.
+            closure: computes the loss of the micro-batch and its gradient, and is run once.
 
         Returns:
-            None; with a closure, what it returns, or the inner optimizer's ``step`` if that evaluates it.
+            None; with a closure, what it returns.
 
         Raises:
             UsageError: something changed ``.grad`` since autograd filled it, a plain ``backward()`` was used where weight or loss
-                scale are needed, or a closure was given where it cannot work. The window is as it was before the call.
+                scale are needed. The window is as it was before the call.
         """
         window = self._window
-        if closure is not None and self._hands_over():
-            return window.listening.after(lambda: window.step_with(closure))
         loss = None if closure is None else window.evaluate(closure)
         if _FROM_SCALER in self.__dict__:
             return self._step_for_scaler()
@@ -338,10 +332,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Read by ``scaler.step``: whether it may call ``step`` at once, without unscaling and without waiting for the device."""
         return self._scaler is not None
-
-    def _hands_over(self) -> bool:
-        """True if the inner optimizer is to evaluate a closure itself."""
-        return needs_closure(self._inner) or is_plain(self._options, self._window.size, self._parameters)
 
     def _step_for_scaler(self) -> None:
         """The step that ``scaler.step`` calls."""

@@ -9,7 +9,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from inspect import Parameter, signature
 from typing import Any, cast
 
 import torch
@@ -18,13 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum import UsageError
-from gradaccum.kit import Decision, Options, ScaleRule, State, explain, half_made_error
-from gradaccum_torch.checks import Size, other_weight_error
+from gradaccum.kit import explain, half_made_error
 from gradaccum_torch.parameters import Group, Parameters
 from gradaccum_torch.private import DIVIDES_BY_GRAD_SCALE, is_sharded, version
-from gradaccum_torch.statistics import Told
 from gradaccum_torch.strategy import Strategy
-from gradaccum_torch.sums import DTYPE, GRAD, Versions, operand, same_norms, sum_dtype
+from gradaccum_torch.sums import DTYPE, GRAD, Versions, operand, same_norms
 
 
 class Update:
@@ -67,21 +64,6 @@ class Update:
             else:
                 self._attempt(strategy, divisor, unclipped, _unknown)
 
-    def make_with(self, closure: Callable[[], Any]) -> StepReturn:
-        """Run the inner optimizer with a closure, which puts the gradient into ``.grad`` itself; see `made`.
-
-        If the closure raises `Skipped`, either nothing was written, or `half_made` is True.
-        """
-        self.made = False
-        attempt = Attempt(self._inner)
-        try:
-            return self._run(attempt, closure)
-        except Skipped:
-            self.half_made = attempt.moved()
-            raise
-        finally:
-            self.made = attempt.made
-
     def require_whole(self) -> None:
         """No update was made by half.
 
@@ -116,16 +98,15 @@ class Update:
         else:
             strategy.take_back(divisor, spoiled=attempt.gradients_changed())
 
-    def _run(self, attempt: Attempt, *closure: Callable[[], Any]) -> StepReturn:
+    def _run(self, attempt: Attempt) -> None:
         """The inner optimizer's step, between the hooks that were registered on the wrapper; its own hooks it runs itself."""
         wrapper = self._owner()
-        args, kwargs = _run_pre_hooks(wrapper, (wrapper, *closure))
-        returned = attempt.run(args[1:], kwargs)
+        args, kwargs = _run_pre_hooks(wrapper, (wrapper,))
+        attempt.run(args[1:], kwargs)
         if self._parameters.has_masters:
             self._parameters.round()
         for after in tuple(step_post_hooks(wrapper).values()):
             after(wrapper, args, kwargs)
-        return returned
 
     def _owner(self) -> torch.optim.Optimizer:
         wrapper = self._wrapper()
@@ -170,8 +151,6 @@ def _undivided(norms: list[Tensor], strategy: Strategy) -> bool:
 # is after, or refused; the update is never made twice.
 
 
-StepReturn = Any
-"""What an optimizer's ``step`` returns: the loss of its closure, or None."""
 Numbers = dict[str, int | float]
 """The versions of an optimizer state's tensors, and its numbers, by name."""
 
@@ -199,7 +178,7 @@ class Attempt:
         self._gradients = list(map(GRAD, self._own))
         self._written = Versions([gradient for gradient in self._gradients if gradient is not None])
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepReturn:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The inner optimizer's ``step``."""
         inner = self._inner
         self._parameters, self._state = Versions(self._own), self._states()
@@ -208,12 +187,11 @@ class Attempt:
             hook = inner.register_step_post_hook(self._note_made)
             hooks.move_to_end(hook.id, last=False)
         try:
-            returned = inner.step(*args, **kwargs)
+            inner.step(*args, **kwargs)
         finally:
             if hook is not None:
                 hook.remove()
         self.made = True
-        return returned
 
     def begun(self) -> bool:
         """True if a parameter or the optimizer's state was written, or may have been."""
@@ -257,119 +235,24 @@ def _written(state: Mapping[str, object]) -> Numbers:
     return seen
 
 
-# ``step(closure)``: a loop that puts the forward and the backward pass into a function, as Lightning's does.
-#
-# Such a closure is run once, and what it puts into ``.grad`` is the micro-batch. Only an inner optimizer that evaluates the model again and
-# again, as `torch.optim.LBFGS` does, is given the closure itself: it reads ``.grad`` each time, at once. There it must be the true
-# gradient, and not be changed after: a window of one micro-batch without options that change its gradient. The first gradient that it reads
-# decides on the window.
+# ``step(closure)``: a loop that puts the forward and the backward pass into a function, as Lightning's does. The closure is run once, and
+# what it puts into ``.grad`` is the micro-batch.
 
 
 _NOTE = (
     "gradaccum: the closure was run once, for its micro-batch, and the inner optimizer's step is called without one. An optimizer that "
-    "evaluates the model again needs steps=1, or a window for each of its updates (RECIPES.md of gradaccum_torch, An optimizer with two "
-    "updates). The window is as it was: call opt.discard() to drop it."
+    "evaluates the model again is used bare, or has a window for each of its updates (RECIPES.md of gradaccum_torch, An optimizer with "
+    "two updates). Call opt.discard() to drop the window."
 )
 
 Loss = Any
 """The value of a closure. torch hands it through, whatever it is."""
 
 
-def needs_closure(inner: torch.optim.Optimizer) -> bool:
-    """True if the ``step`` of `inner` cannot do without a closure."""
-    closure = signature(inner.step).parameters.get("closure")
-    return closure is not None and closure.default is Parameter.empty
-
-
-def is_plain(options: Options, size: Size, parameters: Parameters) -> bool:
-    """True if the inner optimizer can be given the closure; see `require_plain`."""
-    return not _in_the_way(options, size, parameters)
-
-
-def evaluated_once(closure: Callable[[], Loss]) -> Loss:
-    """What `closure` returns, which runs a backward pass, also where the user has switched gradients off around ``step``."""
-    with torch.enable_grad():
-        return closure()
-
-
 def note_missing_closure(error: Exception) -> None:
     """An inner optimizer that turns out to need the closure, which was run already, raises its own `error`; a note says what to write."""
     if "closure" in str(error).lower():
         error.add_note(_NOTE)
-
-
-def require_plain(options: Options, size: Size, parameters: Parameters) -> None:
-    """A closure sees the true gradient in ``.grad``, in a window of this size.
-
-    Raises:
-        UsageError: an option would change it.
-    """
-    if found := _in_the_way(options, size, parameters):
-        raise explain(
-            UsageError,
-            "closure",
-            expected="an inner optimizer that does without a closure, or steps=1 with no other option than reduction and accumulate_dtype",
-            found=f"a closure, which must find the true gradient in .grad each time, beside {', '.join(found)}",
-            fix="Leave these options out, or take an optimizer that does not evaluate the model again and again.",
-        )
-
-
-class Skipped(Exception):
-    """Leaves the inner optimizer's step where its closure's first gradient must not be applied, before anything is written."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__("gradaccum: the window is skipped")
-        self.loss = loss
-
-
-class Evaluations:
-    """What the first evaluation of a closure gave, before the parameters moved: it is the micro-batch, and the window.
-
-    Args:
-        closure: the user's.
-    """
-
-    def __init__(self, closure: Callable[[], Loss]) -> None:
-        self.closure = closure
-        self.weight, self.losses = 1.0, tuple[Told, ...]()
-        self.ended: tuple[State, Decision] | None = None
-        """The state with the micro-batch, and what was decided; None before it."""
-
-    def decided(self, fields: State, decision: Decision, losses: tuple[Told, ...], weight: float, loss: Loss) -> None:
-        """The first evaluation leads to this decision on the window, whose state is then `fields`.
-
-        Raises:
-            UsageError: its gradient would have to be divided.
-            Skipped: it must not be applied.
-        """
-        if decision.apply and decision.divisor != 1:
-            fix = "Leave the weight out; where the optimizer does not evaluate the model again, write closure(); opt.step()."
-            raise explain(UsageError, "weight", expected="1 inside a closure", got=weight, fix=fix)
-        self.weight, self.losses, self.ended = weight, losses, (fields, decision)
-        if not decision.apply:
-            raise Skipped(loss)
-
-    def require_same(self, weight: float) -> None:
-        """A later evaluation has the weight of the first.
-
-        Raises:
-            UsageError: it has this one.
-        """
-        if weight != self.weight:
-            raise other_weight_error(weight, self.weight)
-
-
-def _in_the_way(options: Options, size: Size, parameters: Parameters) -> list[str]:
-    """The options, as the user writes them, that change the gradient after the closure has put it into ``.grad``."""
-    found = [f"{name}={value}" for name in ("clip_norm", "skip_norm") if (value := getattr(options, name)) is not None]
-    found += [f"steps={size}"] if size != 1 else []
-    found += ["loss_scale="] if options.scale_rule != ScaleRule() else []
-    found += [f"on_overflow={options.on_overflow!r}"] if options.on_overflow == "drop_micro_batch" else []
-    found += ["separate_sums=True"] if options.separate_sums else []
-    found += ["master_weights=True"] if parameters.has_masters else []
-    pairs = {(parameter.dtype, sum_dtype(parameter, options.accumulate_dtype)) for parameter in parameters.positions()}
-    apart = {f"sums of {own} gradients in {total} (write accumulate_dtype={own})" for own, total in pairs if own != total}
-    return [*found, *sorted(apart)]
 
 
 # The division of a window's sum inside the update itself, where the inner optimizer is one of torch's fused ones.

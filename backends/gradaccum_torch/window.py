@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
@@ -50,14 +49,12 @@ from gradaccum_torch.saving import Saved, own_copy
 from gradaccum_torch.statistics import NOBODY, Known, Statistics, Told, as_told
 from gradaccum_torch.strategy import GradStrategy, Strategy
 from gradaccum_torch.sums import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, sum_dtype
-from gradaccum_torch.update import Evaluations, Loss, Skipped, StepReturn, Update, evaluated_once, require_plain, through
-from gradaccum_torch.watch import NOTHING_SEEN, Allowed, Event, Given, MicroBatch
+from gradaccum_torch.update import Loss, Update, through
+from gradaccum_torch.watch import Allowed, Event, Given, MicroBatch
 from gradaccum_torch.workers.interface import Workers
 
 NOTHING_CLOSED = (False, False, False)
 _DROPPED = (False, False, True)
-_NOT_EVALUATED = Decision(True, False, 1.0, math.nan)
-"""Of an inner optimizer that has made its update without a look at the closure it was given."""
 
 
 class Follower(Protocol):
@@ -173,7 +170,8 @@ class Window:
     def evaluate(self, closure: Callable[[], Loss]) -> Loss:
         """Run `closure`, which returns the micro-batch's loss, unless it told the loss itself, or a gradient had arrived before."""
         arrived = self._known.arrived
-        loss = evaluated_once(closure)
+        with torch.enable_grad():  # The user may have switched gradients off around step().
+            loss = closure()
         if not self._known.given:
             self._known = self._known._replace(losses=() if arrived else (as_told(loss),))
         return loss
@@ -236,24 +234,6 @@ class Window:
                 self._update.make(self.strategy, decision.divisor, verdict.unclipped, verdict.norms, verdict.strayed)
         finally:
             if self._update.made or not decision.apply:
-                self._finish(decision)
-
-    def step_with(self, closure: Callable[[], Loss]) -> StepReturn:
-        """An update of one micro-batch, whose gradient the closure puts into ``.grad``; it counts once it is made."""
-        require_plain(self._options, self.size, self._parameters)
-        self._workers.require_no_closure()
-        evaluations = Evaluations(closure)
-        try:
-            return self._update.make_with(lambda: self._evaluated(evaluations))
-        except Skipped as skipped:
-            self._update.require_whole()
-            return skipped.loss
-        finally:
-            fields, decision = evaluations.ended or (accumulate(self._fields, 1.0, True, select), _NOT_EVALUATED)
-            if self._update.made or not (decision.apply or self._update.half_made):
-                self._statistics.counted(self._fields, evaluations.weight, True, evaluations.losses)
-                self._known = NOTHING_SEEN
-                self._set(fields)
                 self._finish(decision)
 
     def flush(self) -> None:
@@ -322,19 +302,6 @@ class Window:
         self._require_whole()
         factored = scaled(loss, weight, self._fields, self._options, self._scaler)
         self.strategy.backward(factored, arguments, first=self._fields.micro_step == 0, multiplied=factored is not loss)
-
-    def _evaluated(self, evaluations: Evaluations) -> Loss:
-        """What the closure returns; the first evaluation decides on the window."""
-        self._known = self._known._replace(losses=())
-        loss = self.evaluate(evaluations.closure)
-        if evaluations.ended is not None:
-            evaluations.require_same(self._known.weight)
-            return loss
-        told = self._known
-        after = at_rest(accumulate(self._fields, told.weight, True, select), float64_weight=self._plan.float64_weight)
-        fields, decision, *_ = self._verdict(after)
-        evaluations.decided(fields, decision, told.losses, told.weight, loss)
-        return loss
 
     def _join(self) -> None:
         """Make the sum, its weight and what is known of it those of all workers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,29 +116,6 @@ def test_an_update_that_raises(fused: bool) -> None:
     handle.remove()
     assert opt.result.optimizer_step == 1
     assert torch.equal(parameter, before - 0.5 * 2)
-
-
-def test_lbfgs() -> None:
-    def closed(optimizer: Any, parameter: torch.nn.Parameter) -> Callable[[], torch.Tensor]:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = (parameter - 3).square().sum()
-            loss.backward()
-            return loss
-
-        return closure
-
-    results = []
-    for wrap in (False, True):
-        parameter = torch.nn.Parameter(torch.arange(4.0))
-        opt: Any = torch.optim.LBFGS([parameter], max_iter=3)
-        if wrap:
-            opt = gradaccum.wrap(opt, steps=1, on_overflow="ignore")
-        for _ in range(2):
-            opt.step(closed(opt, parameter))
-        results.append(parameter)
-    assert torch.equal(*results)
-    assert math.isnan(opt.result.grad_norm)
 
 
 @pytest.mark.parametrize("scale", [2.0, "scaler", "dynamic"])

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import MAKERS, large_batch_step, loss_of, make_model, rows_of
@@ -197,27 +197,6 @@ def test_loss_scale_is_divided_out(loss_scale: object, by: str) -> None:
         opt.step()
     for p, expected in zip(model.parameters(), large_batch_step(MAKERS["sgd"]), strict=True):
         torch.testing.assert_close(p.detach(), expected)
-
-
-def test_lbfgs_closure_equals_bare_optimizer() -> None:
-    model, reference = make_model(), make_model()
-    bare = torch.optim.LBFGS(reference.parameters(), max_iter=3)
-    opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters(), max_iter=3), steps=1)
-
-    def closure_of(optimizer: torch.optim.Optimizer, module: nn.Module):
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(module)
-            loss.backward()
-            return loss
-
-        return closure
-
-    for _ in range(2):
-        assert torch.equal(opt.step(closure_of(opt, model)), bare.step(closure_of(bare, reference)))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
-    assert opt.result.applied
-    assert opt.result.optimizer_step == 2
 
 
 def test_raising_update_leaves_window_full() -> None:

@@ -196,14 +196,6 @@ def test_added_group_has_masters_too() -> None:
     assert masters_of(opt)[-1].tolist() == [1 - STEP / 2] * 2
 
 
-def test_lbfgs_is_refused() -> None:
-    model, _ = make(torch.float16)
-    inner = torch.optim.LBFGS(model.parameters())
-    opt = gradaccum.wrap(inner, steps=1, accumulate_dtype="float16", master_weights=True)
-    with pytest.raises(gradaccum.UsageError, match="closure"):
-        opt.step(lambda: None)
-
-
 def test_rewrapped_optimizer_keeps_its_masters() -> None:
     (model, opt), (other, reference) = make(torch.float16, "adamw_fused"), make(torch.float16, "adamw_fused")
     train(model, opt, 2)

@@ -46,17 +46,6 @@ def test_unscaled_backward_is_refused() -> None:
         opt.step()
 
 
-@pytest.mark.parametrize("options", [{"steps": 2}, {"steps": None}, {"steps": 1, "clip_norm": 1.0}, {"steps": 1, "loss_scale": 2.0}])
-def test_lbfgs_needs_plain_steps_1(options: dict) -> None:
-    """An optimizer that evaluates the model again and again cannot work with longer windows, clipping or a loss scale."""
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters(), lr=0.5), **options)
-    called: list[int] = []
-    with pytest.raises(gradaccum.UsageError, match="steps=1"):
-        opt.step(lambda: called.append(1))
-    assert not called
-
-
 def test_wrong_objects_are_refused() -> None:
     opt = gradaccum.wrap(torch.optim.SGD(make_model().parameters(), lr=0.5), steps=2)
     with pytest.raises(gradaccum.ArgumentTypeError, match="wrapped"):
@@ -77,26 +66,6 @@ def test_step_without_backward_is_refused() -> None:
     opt.backward(loss_of(model), weight=0)
     opt.step()
     assert opt.result.micro_step == 1
-
-
-def test_half_precision_closure_needs_accumulate_dtype() -> None:
-    """The error says which dtype to write, and with it the closure works."""
-    model = make_model().to(torch.bfloat16)
-    opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters(), max_iter=2), steps=1)
-    with pytest.raises(gradaccum.UsageError, match=r"write accumulate_dtype=torch\.bfloat16"):
-        opt.step(lambda: None)
-    opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters(), max_iter=2), steps=1, accumulate_dtype=torch.bfloat16)
-
-    def closure() -> torch.Tensor:
-        model.zero_grad()
-        loss = model(torch.ones(1, 3, dtype=torch.bfloat16)).square().sum()
-        loss.backward()
-        return loss
-
-    before = closure().item()
-    opt.step(closure)
-    assert opt.result.applied
-    assert closure().item() < before
 
 
 SCALES = {"none": {}, "static": {"loss_scale": 8.0}, "scaler": {"loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)}}

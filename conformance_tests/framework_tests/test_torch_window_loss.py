@@ -69,26 +69,6 @@ def test_closure_that_returns_something_else() -> None:
         assert math.isnan(opt.result.loss)
 
 
-def test_lbfgs_tells_where_it_began() -> None:
-    """It evaluates the model again and again. The window's loss is the one before the parameters moved, as LBFGS returns it."""
-    model = made()[0]
-    opt = gradaccum.wrap(torch.optim.LBFGS(model.parameters(), max_iter=4), steps=1)
-    for own_backward in (False, True):
-        expected = near(model)
-
-        def closure(own_backward: bool = own_backward) -> Tensor:
-            opt.zero_grad()
-            loss = loss_of(model)
-            if own_backward:
-                opt.backward(loss)
-            else:
-                loss.backward()
-            return loss
-
-        returned = opt.step(closure)
-        assert opt.result.loss == expected == returned.item()
-
-
 def test_what_is_dropped_is_not_in_it() -> None:
     model, opt = made(steps=1, separate_sums=True)
     opt.backward(loss_of(model) * 100)

@@ -99,12 +99,6 @@ class ShardGroup(OwnSum):
             found = "a window that is multiplied by the workers already, whose update raised"
             raise explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
 
-    def require_no_closure(self) -> None:
-        if self.keeps_sum or self._undivided:
-            # The inner optimizer reads the gradient of a closure at once.
-            fix = 'Leave gradient_sync= out, and write reduction="mean".'
-            raise explain(UsageError, "closure", expected="gradients that FSDP2 averages in each micro-batch", found="other ones", fix=fix)
-
     def require_no_copy(self) -> None:
         if self._shards.workers > 1:
             fix = "Save opt.state_dict(), and wrap anew where it is loaded."

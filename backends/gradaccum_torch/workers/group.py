@@ -130,11 +130,6 @@ class WorkerGroup(Workers):
         own = [each for group in self._optimizer.param_groups for each in group["params"]]
         return None if self._module is not None or module_averaging(own) is None else delivering_zeros(own)
 
-    def require_no_closure(self) -> None:
-        # The inner optimizer reads the gradient of a closure at once, before any worker could add its own.
-        fix = "Leave module= out and let the module reduce in every backward pass, which is right with steps=1."
-        raise explain(UsageError, "closure", expected="no closure beside module= or process_group=", found="one", fix=fix)
-
     def require_no_copy(self) -> None:
         expected = "an optimizer without module= and process_group=, as a copy has no part in the process group"
         fix = "Save opt.state_dict(), and wrap anew where it is loaded."

@@ -142,10 +142,6 @@ class Workers(ABC):
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
         """Raise `ArgumentValueError` unless each of `parameters`, new ones of the optimizer, is one that the workers share."""
 
-    @abstractmethod
-    def require_no_closure(self) -> None:
-        """Raise `UsageError` where a step with a closure cannot be that of all workers."""
-
     def taking_part(self) -> AbstractContextManager[None] | None:
         """Where other workers wait in their backward pass for that of a micro-batch of weight 0: inside, it delivers zeros, and no NaN."""
         return None
@@ -193,8 +189,6 @@ class OwnSum(Workers):
     def window_ended(self) -> None: ...
 
     def require_own_sum(self, call: str) -> None: ...
-
-    def require_no_closure(self) -> None: ...
 
     def require_no_copy(self) -> None: ...
 
