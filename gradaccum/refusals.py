@@ -36,7 +36,7 @@ def half_made_error() -> UsageError:
         UsageError,
         "optimizer",
         expected="an update that was made or was not",
-        found="an inner optimizer that raised when it had written a part of its parameters or of its state",
+        found="an inner optimizer that raised, and may have written a part of its parameters or of its state",
         fix="Load the last checkpoint. To go on from what is there, which holds a part of the update, call discard().",
     )
 

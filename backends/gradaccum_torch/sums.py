@@ -127,11 +127,9 @@ class Measured(NamedTuple):
     """Whether every element is finite."""
     notes: list[float]
     """The values of the notes that were asked for beside it."""
-    norms: list[Tensor]
-    """The norms that it was made of, shape ``()``: of one tensor each, or of several together."""
 
 
-UNMEASURED = Measured(math.nan, True, [], [])
+UNMEASURED = Measured(math.nan, True, [])
 """For a window whose end needs no norm: ``on_overflow="ignore"``."""
 
 
@@ -153,11 +151,11 @@ def _measured(tensors: list[Tensor], notes: Sequence[Tensor]) -> Measured:
     norms = norms_in_few_calls(tensors)
     norm, *read = _fetch(norms, notes)
     if FAINT_HALF <= norm < math.inf or (FAINT <= norm < math.inf and not _are_narrow(norms)):
-        return Measured(norm, True, read, norms)
+        return Measured(norm, True, read)
     peak = largest(tensors)
     if not math.isfinite(peak):
-        return Measured(math.inf, False, read, norms)
-    return Measured(_scaled_norm(tensors, peak), True, read, norms)
+        return Measured(math.inf, False, read)
+    return Measured(_scaled_norm(tensors, peak), True, read)
 
 
 @torch.no_grad()
@@ -210,11 +208,6 @@ def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:
     half, rest = 2.0 ** -(exponent // 2), 2.0 ** (exponent // 2 - exponent)
     (scaled,) = _fetch([norm for tensor in tensors for norm in norms_of([tensor * half * rest])]) if peak else (0.0,)
     return scaled * 2.0**exponent
-
-
-def same_norms(norms: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """True if norms that were measured of the same tensors are equal; waits for the device."""
-    return all(a.equal(b) for a, b in zip(norms, others, strict=True))
 
 
 def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]:

@@ -1,27 +1,27 @@
 """The inner optimizer's one call at the end of a window: it is made, or the window is as it was.
 
-If neither is possible, because something raised when a part was written, the next call raises.
+If the inner optimizer's ``step`` itself raised, nobody knows, and the next call raises.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable
+from operator import is_not
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum import UsageError
 from gradaccum.kit import explain, half_made_error
 from gradaccum_torch.parameters import Group, Parameters
-from gradaccum_torch.private import DIVIDES_BY_GRAD_SCALE, is_sharded, version
+from gradaccum_torch.private import DIVIDES_BY_GRAD_SCALE
 from gradaccum_torch.strategy import Strategy
-from gradaccum_torch.sums import DTYPE, GRAD, Versions, operand, same_norms
+from gradaccum_torch.sums import DTYPE, GRAD, Versions, operand
 
 
 class Update:
@@ -38,18 +38,17 @@ class Update:
         self.made = False
         """The last one was made, even if something raised after it."""
         self.half_made = False
-        """The last one raised when it had written a part, so that parameters and state are neither the old ones nor the new ones."""
+        """The inner optimizer's ``step`` raised last, and may have written a part of its update."""
 
-    def make(self, strategy: Strategy, divisor: float, unclipped: float, norms: list[Tensor], strayed: bool) -> None:
+    def make(self, strategy: Strategy, divisor: float, unclipped: float, strayed: bool) -> None:
         """Run the inner optimizer once on the sum divided by `divisor`.
 
-        If something raises, either `made` is True, or the sum is as it was, or `half_made` is True.
+        If something raises before the inner optimizer's ``step``, the sum is as it was; inside of it `half_made` is True; after it `made`.
 
         Args:
             strategy: has the sum.
             divisor: of the sum.
             unclipped: the divisor without clipping.
-            norms: of the sum; empty if it was not measured.
             strayed: something else may have written into the model, and the masters must take that over first.
         """
         self.made = False
@@ -57,12 +56,10 @@ class Update:
             self._parameters.take_over()
         with self._parameters.masters_in_place():
             if self._kernel_can_divide(strategy, divisor):
-                # Without norms nothing can show that the kernel has not run.
-                idle = _unknown if divisor == 1 or not norms else partial(_undivided, norms, strategy)
                 with Dividing(self._inner, divisor):
-                    self._attempt(strategy, 1.0, 1.0, idle)
+                    self._step(strategy, 1.0, 1.0)
             else:
-                self._attempt(strategy, divisor, unclipped, _unknown)
+                self._step(strategy, divisor, unclipped)
 
     def require_whole(self) -> None:
         """No update was made by half.
@@ -77,36 +74,28 @@ class Update:
         """True if a fused kernel can divide the sum as it reads it: nothing else reads the sum before."""
         return can_divide(self._inner, divisor) and strategy.hands_over_whole() and not step_pre_hooks(self._owner())
 
-    def _attempt(self, strategy: Strategy, divisor: float, unclipped: float, idle: Callable[[], bool]) -> None:
-        attempt = Attempt(self._inner, idle)
+    def _step(self, strategy: Strategy, divisor: float, unclipped: float) -> None:
+        """The inner optimizer's step, between the hooks that were registered on the wrapper; its own hooks it runs itself."""
+        wrapper, entered, hooked = self._owner(), False, None
+        args: tuple[Any, ...] = (wrapper,)
+        kwargs: dict[str, Any] = {}
         try:
             strategy.hand_over(divisor, unclipped)
-            attempt.handed_over()
-            self._run(attempt)
+            if step_pre_hooks(wrapper):
+                hooked = _Gradients(self._inner)
+                args, kwargs = _run_pre_hooks(wrapper, args, kwargs)
+            entered = True
+            self._inner.step(*args[1:], **kwargs)
+            if self._parameters.has_masters:
+                through(self._parameters.round)
             self.made = True
+            for after in tuple(step_post_hooks(wrapper).values()):
+                after(wrapper, args, kwargs)
         except BaseException:
-            self._settle(attempt, strategy, divisor)
+            if not entered:
+                strategy.take_back(divisor, spoiled=hooked is not None and hooked.changed())
+            self.half_made = entered and not self.made
             raise
-
-    def _settle(self, attempt: Attempt, strategy: Strategy, divisor: float) -> None:
-        """Something raised. If the update was made, the window ends. If it had not begun, the window is as it was."""
-        if attempt.made:
-            self._parameters.round()
-            self.made = True
-        elif attempt.begun():
-            self.half_made = True
-        else:
-            strategy.take_back(divisor, spoiled=attempt.gradients_changed())
-
-    def _run(self, attempt: Attempt) -> None:
-        """The inner optimizer's step, between the hooks that were registered on the wrapper; its own hooks it runs itself."""
-        wrapper = self._owner()
-        args, kwargs = _run_pre_hooks(wrapper, (wrapper,))
-        attempt.run(args[1:], kwargs)
-        if self._parameters.has_masters:
-            self._parameters.round()
-        for after in tuple(step_post_hooks(wrapper).values()):
-            after(wrapper, args, kwargs)
 
     def _owner(self) -> torch.optim.Optimizer:
         wrapper = self._wrapper()
@@ -123,9 +112,8 @@ def through(action: Callable[[], None]) -> None:
         raise
 
 
-def _run_pre_hooks(wrapper: torch.optim.Optimizer, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _run_pre_hooks(wrapper: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the step. As in torch, a hook may return other ones, or None; anything else raises."""
-    kwargs: dict[str, Any] = {}
     for before in tuple(step_pre_hooks(wrapper).values()):
         result = before(wrapper, args, kwargs)
         if isinstance(result, tuple) and len(result) == 2:
@@ -136,103 +124,17 @@ def _run_pre_hooks(wrapper: torch.optim.Optimizer, args: tuple[Any, ...]) -> tup
     return args, kwargs
 
 
-def _unknown() -> bool:
-    return False
+class _Gradients:
+    """The gradients that the inner optimizer is about to read, as they are now."""
 
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._parameters = [tensor for group in inner.param_groups for tensor in group["params"]]
+        self._gradients: list[Tensor | None] = list(map(GRAD, self._parameters))
+        self._written = Versions(gradient for gradient in self._gradients if gradient is not None)
 
-def _undivided(norms: list[Tensor], strategy: Strategy) -> bool:
-    """True if the sums still have these norms, so that no kernel has divided them."""
-    return same_norms(norms, strategy.measure().norms)
-
-
-# How far an update came before something raised. The versions of parameters, gradients and state tell.
-#
-# Nothing can undo a half-made update without a second copy of the model. But the window can be left as it was before the update, or as it
-# is after, or refused; the update is never made twice.
-
-
-Numbers = dict[str, int | float]
-"""The versions of an optimizer state's tensors, and its numbers, by name."""
-
-
-class Attempt:
-    """One run of the inner optimizer.
-
-    Args:
-        inner: the optimizer.
-        idle: whether a fused kernel has provably not run; it counts no version.
-    """
-
-    def __init__(self, inner: torch.optim.Optimizer, idle: Callable[[], bool] = lambda: False) -> None:
-        self._inner, self._idle = inner, idle
-        self._own = [tensor for group in inner.param_groups for tensor in group["params"]]
-        self._gradients: list[Tensor | None] = []
-        self._written: Versions | None = None
-        self._parameters: Versions | None = None
-        self._state: list[Numbers] = []
-        self.made = False
-        """The inner optimizer has made its update."""
-
-    def handed_over(self) -> None:
-        """The inner optimizer's gradients are in place."""
-        self._gradients = list(map(GRAD, self._own))
-        self._written = Versions([gradient for gradient in self._gradients if gradient is not None])
-
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The inner optimizer's ``step``."""
-        inner = self._inner
-        self._parameters, self._state = Versions(self._own), self._states()
-        hook = None
-        if (hooks := step_post_hooks(inner)) or (all_step_post_hooks and hooks is not NO_HOOKS):
-            hook = inner.register_step_post_hook(self._note_made)
-            hooks.move_to_end(hook.id, last=False)
-        try:
-            inner.step(*args, **kwargs)
-        finally:
-            if hook is not None:
-                hook.remove()
-        self.made = True
-
-    def begun(self) -> bool:
-        """True if a parameter or the optimizer's state was written, or may have been."""
-        if self._parameters is None:
-            return False
-        uncounted = any(group.get("fused") for group in self._inner.param_groups) or any(map(is_sharded, self._own))
-        return self.moved() or self._states() != self._state or (uncounted and not self._idle())
-
-    def moved(self) -> bool:
-        """True if a parameter was written, as far as writes are counted."""
-        return self._parameters is not None and bool(self._parameters.moved())
-
-    def gradients_changed(self) -> bool:
-        """True if a hook wrote into the gradients that were handed over."""
-        if self._written is None:
-            return False
-        replaced = any(tensor.grad is not gradient for tensor, gradient in zip(self._own, self._gradients, strict=True))
-        return replaced or bool(self._written.moved())
-
-    def _note_made(self, *_: object) -> None:
-        self.made = True
-
-    def _states(self) -> list[Numbers]:
-        """The state, as numbers, of the first parameter with a gradient in each group: a step begins there."""
-        states = []
-        for group in self._inner.param_groups:
-            for tensor in group["params"]:
-                if tensor.grad is not None:
-                    states.append(_written(self._inner.state.get(tensor, {})))
-                    break
-        return states
-
-
-def _written(state: Mapping[str, object]) -> Numbers:
-    """The version of each tensor, and each number; a new one counts as if it were not there."""
-    seen: Numbers = {}
-    for name, value in state.items():
-        number = version(value) if isinstance(value, Tensor) else value
-        if isinstance(number, (int, float)) and number:
-            seen[name] = number
-    return seen
+    def changed(self) -> bool:
+        """True if a hook wrote into one of them or replaced it."""
+        return bool(self._written.moved()) or any(map(is_not, map(GRAD, self._parameters), self._gradients))
 
 
 # ``step(closure)``: a loop that puts the forward and the backward pass into a function, as Lightning's does. The closure is run once, and
@@ -332,9 +234,6 @@ Table = OrderedDict[int, Callable[..., Any]]
 """The hooks of an optimizer by number."""
 
 
-NO_HOOKS: Table = OrderedDict()
-
-
 def hook_tables() -> dict[str, Table]:
     """Empty tables of hooks under the names by which an optimizer keeps them."""
     fresh = torch.optim.SGD([torch.empty(0, device="cpu")])
@@ -355,7 +254,7 @@ def _table(register: str) -> Callable[[torch.optim.Optimizer], Table]:
         try:
             return _table_of(getattr(optimizer, register))
         except AttributeError:
-            return NO_HOOKS
+            return OrderedDict()
 
     return table
 
@@ -372,7 +271,3 @@ load_pre_hooks, load_post_hooks = map(_table, ("register_load_state_dict_pre_hoo
 
 all_step_pre_hooks = _table_of(register_optimizer_step_pre_hook)
 """The hooks before each step of any optimizer: a fused kernel must not divide a gradient that such a hook reads undivided."""
-
-
-all_step_post_hooks = _table_of(register_optimizer_step_post_hook)
-"""The hooks after each step of any optimizer: where such a hook raises, the update was made all the same."""

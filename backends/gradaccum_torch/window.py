@@ -72,8 +72,6 @@ class Verdict(NamedTuple):
     decision: Decision
     unclipped: float
     """The divisor without clipping."""
-    norms: list[Tensor]
-    """Of the sum; empty if it was not measured."""
     strayed: bool
     """The model may differ from the rounded masters."""
 
@@ -231,7 +229,7 @@ class Window:
         self._fields, decision, *_ = verdict = self._verdict(self._fields)
         try:
             if decision.apply:
-                self._update.make(self.strategy, decision.divisor, verdict.unclipped, verdict.norms, verdict.strayed)
+                self._update.make(self.strategy, decision.divisor, verdict.unclipped, verdict.strayed)
         finally:
             if self._update.made or not decision.apply:
                 self._finish(decision)
@@ -324,7 +322,7 @@ class Window:
         unclipped = divisor(fields, self._options, select)
         finite = measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))
         decision = Decision(*decide(fields, measured.norm, finite, self._options, select, self._plan.largest))
-        return Verdict(fields, decision, unclipped, measured.norms, strayed)
+        return Verdict(fields, decision, unclipped, strayed)
 
     def _measured(self, fields: State) -> tuple[State, Measured, bool]:
         """The state with the loss scale in use, the norm, and whether the model may differ from the masters: one wait, or none."""

@@ -165,36 +165,6 @@ def test_float64_is_divided_by_float64(weights: tuple[float, ...], divided_first
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_raising_kernel_never_updates_twice(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the kernel did not run, the window stays open with its sum. If it ran, some groups may be updated: the window is refused."""
-    ps, plain = parameters(), parameters()
-    opt, other = (gradaccum.wrap(OPTIMIZERS["SGD"](qs), steps=None) for qs in (ps, plain))
-    run(opt, ps)
-    run(other, plain)
-    other.flush()
-    sums = [p.grad.clone() for p in ps]
-    kernel = torch._fused_sgd_
-
-    def raising(*args: Any, **kwargs: Any) -> None:
-        if when == "after":
-            kernel(*args, **kwargs)
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "_fused_sgd_", raising)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            opt.flush()
-    if when == "before":
-        assert all(torch.equal(p.grad, total) for p, total in zip(ps, sums, strict=True))
-        opt.flush()
-        assert opt.result.applied
-    else:
-        with pytest.raises(gradaccum.UsageError, match="checkpoint"):
-            opt.flush()
-    assert all(map(torch.equal, ps, plain))
-
-
 def test_half_made_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel raises after the first of two groups. Nothing can undo that, so every call is refused until `discard`."""
     ps = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]

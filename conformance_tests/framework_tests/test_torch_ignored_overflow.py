@@ -98,26 +98,6 @@ def test_clearing_to_zeros_goes_on() -> None:
     assert not parameter.grad.any()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_update_that_raises(fused: bool) -> None:
-    """The window is as it was, or, where a kernel may have divided it, nothing goes on before it is discarded."""
-    parameter, opt = setting(fused=fused)
-
-    def fail(*_: object) -> None:
-        raise OSError("interrupted")
-
-    opt.backward(parameter.sum())
-    opt.step()
-    before = parameter.detach().clone()
-    handle = opt.optimizer.register_step_post_hook(fail)
-    opt.backward(3 * parameter.sum())
-    with pytest.raises(OSError, match="interrupted"):
-        opt.step()
-    handle.remove()
-    assert opt.result.optimizer_step == 1
-    assert torch.equal(parameter, before - 0.5 * 2)
-
-
 @pytest.mark.parametrize("scale", [2.0, "scaler", "dynamic"])
 def test_moving_loss_scales_are_refused(scale: Any) -> None:
     """Nothing would tell them of an overflow."""

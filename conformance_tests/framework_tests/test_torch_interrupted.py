@@ -64,10 +64,9 @@ def assert_as_uninterrupted(place: str, model: nn.Module, opt: Any, windows: int
 
 
 @by_place
-@pytest.mark.parametrize("who", ["wrapper", "inner"])
-def test_raising_post_hook_keeps_the_update(place: str, who: str) -> None:
+def test_raising_post_hook_keeps_the_update(place: str) -> None:
     model, opt = make(place)
-    handle = (opt if who == "wrapper" else opt.optimizer).register_step_post_hook(failing)
+    handle = opt.register_step_post_hook(failing)
     with pytest.raises(Failure):
         micro_batches(model, opt)
     handle.remove()
@@ -146,6 +145,29 @@ def test_window_clipped_before_raising_is_refused() -> None:
     opt.discard()
     micro_batches(model, opt)
     assert opt.result.applied
+
+
+@by_place
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_inner_step_that_raised_is_refused(place: str, when: str, fused: bool) -> None:
+    """Nobody looks how far it came: the next calls are refused until `discard` or a load."""
+    model, opt = make(place)
+    opt.optimizer.param_groups[0]["fused"] = fused
+    state, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
+    handle = getattr(opt.optimizer, f"register_step_{when}_hook")(failing)
+    for way_out in (opt.discard, lambda: opt.load_state_dict(state)):
+        with pytest.raises(Failure):
+            micro_batches(model, opt)
+        for call in (opt.step, opt.flush, opt.state_dict, lambda: opt.backward(loss(model, 0))):
+            with pytest.raises(gradaccum.UsageError, match="checkpoint"):
+                call()
+        assert opt.result.optimizer_step == 0
+        way_out()
+    handle.remove()
+    model.load_state_dict(weights)
+    micro_batches(model, opt)
+    assert_as_uninterrupted(place, model, opt)
 
 
 class HalfAdam(torch.optim.AdamW):

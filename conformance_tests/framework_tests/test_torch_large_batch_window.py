@@ -200,20 +200,15 @@ def test_failed_update_leaves_the_window_full() -> None:
     """As after `flush()`: it can be flushed again, and the batch need not be computed again."""
     model, other = make_model(), make_model()
 
-    class Failing(torch.optim.SGD):
-        fails = True
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no step")
 
-        def step(self, closure: Any = None) -> Any:
-            if self.fails:
-                raise RuntimeError("no step")
-            return super().step(closure)
-
-    inner = Failing(model.parameters(), lr=0.5)
-    opts = [gradaccum.wrap(each, steps=None) for each in (inner, torch.optim.SGD(other.parameters(), lr=0.5))]
+    opts = [gradaccum.wrap(torch.optim.SGD(each.parameters(), lr=0.5), steps=None) for each in (model, other)]
+    handle = opts[0].register_step_pre_hook(fail)
     with pytest.raises(RuntimeError, match="no step"):
         split(model, opts[0])
     assert opts[0].result.micro_step == 3
-    inner.fails = False
+    handle.remove()
     opts[0].flush()
     split(other, opts[1])
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))

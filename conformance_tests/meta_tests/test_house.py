@@ -24,7 +24,7 @@ class Limits(NamedTuple):
 
 LIMITS = {
     "gradaccum": Limits(28, 3_400, 9),
-    "backends/gradaccum_torch": Limits(44, 7_150, 11),
+    "backends/gradaccum_torch": Limits(44, 6_975, 11),
     "backends/gradaccum_jax": Limits(38, 4_100, 9),
     "backends/gradaccum_mindspore": Limits(82, 5_600, 15),
 }

@@ -97,7 +97,7 @@ def backward(
         aux: a prefix nest of kinds, by which the aux merges per leaf: ``"sum"``, ``"mean"`` (over items), ``"weighted_mean"``, ``"max"``,
             ``"min"``, ``"concatenate"``. Leaves are detached.
         optimizer: an optimizer wrapped with ``steps=None``. The micro-batches are then its window, which the call closes with one update;
-            see ``optimizer.result``. If the update itself raises, the window stays full, as after ``flush()``.
+            see ``optimizer.result``. If a step pre-hook raises, the window stays full, as after ``flush()``.
 
     Returns:
         The loss, detached, shape ``()``, in the dtype of `loss_fn`'s; or ``(loss, aux)``. With several workers it is this worker's; a

@@ -19,8 +19,8 @@ MUTANTS = (
     ),
     Mutant(
         "swap_divisor_and_unclipped",
-        "decision.divisor, verdict.unclipped, verdict.norms",
-        "verdict.unclipped, decision.divisor, verdict.norms",
+        "decision.divisor, verdict.unclipped, verdict.strayed",
+        "verdict.unclipped, decision.divisor, verdict.strayed",
         SUITE + "test_clipping.py::test_gradient_is_clipped_to_limit",
     ),
     Mutant(
@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_model_behind_its_masters",
-        "        if self._parameters.has_masters:\n            self._parameters.round()\n",
+        "            if self._parameters.has_masters:\n                through(self._parameters.round)\n",
         "",
         SUITE + "test_master_weights.py::test_small_updates_add_up",
     ),
