@@ -28,45 +28,43 @@ def owner_of(layer: Layer) -> object:
     return next((one for one in (layer, getattr(layer, "__self__", None)) if nnx and isinstance(one, nnx.Module)), None)
 
 
-def applied(layers: Sequence[Layer], owners: Sequence[object], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def applied(layers: Sequence[Layer], arguments: tuple[Any, ...], named: dict[str, Any], owners: Sequence[Any] = ()) -> Any:
     """The layers one after the other; `owners` stand in for those of `owner_of`. All but the first argument goes to every layer."""
-    bound = [_with_owner(layer, owner) for layer, owner in zip(layers, owners, strict=True)]
-    value = bound[0](*arguments, **named)
-    for layer in bound[1:]:
-        value = layer(value, *arguments[1:], **named)
-    return value
-
-
-def stateful(nest: Tree) -> bool:
-    """True if `nest` holds an nnx module, a variable or a random stream."""
-    return any(map(_is_stateful, jax.tree.leaves(nest, is_leaf=_is_stateful)))
+    for layer, owner in zip(layers, owners or [None] * len(layers), strict=True):
+        method = getattr(layer, "__func__", None)
+        bound = layer if owner is None else owner if method is None else functools.partial(method, owner)
+        arguments = (bound(*arguments, **named), *arguments[1:])
+    return arguments[0]
 
 
 def threaded(run: Callable[..., Tree], nest: Tree, replay: Callable[..., Tree]) -> Tree:
-    """``run(nest)`` by way of `replay`, with the state of the modules in `nest` as one more input and result.
+    """``run(*nest)`` by way of `replay`, with the state of the nnx modules in `nest` as one more input and result.
 
     Args:
-        run: of a nest like `nest`.
-        nest: holds nnx modules.
+        run: of a nest like `nest`, a tuple.
+        nest: it may hold nnx modules, variables and random streams.
         replay: ``replay(function, arguments)``.
 
     Raises:
         UsageError: the run gave a module another structure. The modules are as they were.
     """
-    nnx: Any = sys.modules["flax.nnx"]
     nodes, structure = jax.tree.flatten(nest, is_leaf=_is_stateful)
     places = [place for place, node in enumerate(nodes) if _is_stateful(node)]
+    if not places:
+        return replay(run, nest)
+    nnx: Any = sys.modules["flax.nnx"]
     modules = [nodes[place] for place in places]
     definition, state = nnx.split(modules)
 
     def pure(state: Tree, others: list[Any]) -> Tree:
-        copies, filled = nnx.merge(definition, state), list(others)
-        for place, copy in zip(places, copies, strict=True):
-            filled[place] = copy
-        result = run(jax.tree.unflatten(structure, filled))
+        copies = nnx.merge(definition, state)
+        given = dict(zip(places, copies, strict=True))
+        result = run(*jax.tree.unflatten(structure, [given.get(place, node) for place, node in enumerate(others)]))
         after, state = nnx.split(copies)
         if after != definition:
-            raise _structure_error()
+            expected, found = "modules that keep their structure", "one that made or dropped variables"
+            fix = "Make its variables before: run the module once without recompute, or keep such a layer outside."
+            raise explain(UsageError, "recompute", expected=expected, found=found, fix=fix)
         return result, state
 
     result, state = replay(pure, (state, [None if place in places else node for place, node in enumerate(nodes)]))
@@ -80,37 +78,16 @@ def _is_stateful(node: object) -> bool:
 
 
 def require_functional(layer: Layer) -> None:
-    """Refuse a flax linen module, or a method bound to one.
+    """Refuse a flax linen module, a method bound to one, or a function that closes over one: JAX would leak or drop what it writes.
 
     Raises:
         UsageError: it is one. Its variables belong to the transformation that runs it, which `jax.checkpoint` would be invisible to.
     """
     linen: Any = sys.modules.get("flax.linen")
-    if linen is None:
-        return
-    held = [layer, getattr(layer, "__self__", None), *_enclosed(layer)]
-    bound = [one for one in held if isinstance(one, linen.Module) and (one is layer or one.scope is not None)]
-    if bound:
-        name = type(bound[0]).__name__
-        fix = f"Write recompute({name}(...).apply), or flax.linen.remat({name}) inside a module."
-        raise explain(UsageError, "recompute", expected="a pure function", found=f"{name}, a flax linen module", fix=fix)
-
-
-def _with_owner(layer: Layer, owner: object) -> Layer:
-    if owner is None:
-        return layer
-    function = getattr(layer, "__func__", None)
-    return functools.partial(function, owner) if function is not None else owner  # type: ignore[return-value]
-
-
-def _enclosed(layer: Layer) -> list[object]:
-    """What a function closes over; a cell that is not filled yet holds nothing."""
     cells = getattr(layer, "__closure__", None) or ()
-    return [cell.cell_contents for cell in cells if cell != type(cell)()]
-
-
-def _structure_error() -> UsageError:
-    fix = "Make its variables before: run the module once without recompute, or keep such a layer outside."
-    return explain(
-        UsageError, "recompute", expected="modules that keep their structure", found="one that made or dropped variables", fix=fix
-    )
+    enclosed = [cell.cell_contents for cell in cells if cell != type(cell)()]  # An empty cell is not assigned yet.
+    for one in (layer, getattr(layer, "__self__", None), *enclosed):
+        if linen and isinstance(one, linen.Module) and (one is layer or one.scope is not None):
+            name = type(one).__name__
+            fix = f"Write recompute({name}(...).apply), or flax.linen.remat({name}) inside a module."
+            raise explain(UsageError, "recompute", expected="a pure function", found=f"{name}, a flax linen module", fix=fix)
