@@ -1,16 +1,17 @@
 """Gradient accumulation for MindSpore; `gradaccum.wrap` of a MindSpore optimizer comes here."""
 
-from gradaccum_mindspore.accumulator import Accumulator
 from gradaccum_mindspore.backend import backend
-from gradaccum_mindspore.callbacks import FlushAtEpochEnd, WatchWindows
-from gradaccum_mindspore.checkpoint import load_checkpoint_into
-from gradaccum_mindspore.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
-from gradaccum_mindspore.linearity import verify_loss_scaling
+from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
+from gradaccum_mindspore.large_batch.value_and_update import value_and_update
+from gradaccum_mindspore.linearity.check import verify_loss_scaling
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
-from gradaccum_mindspore.recomputation import recompute
-from gradaccum_mindspore.training import TrainOneStepCell
-from gradaccum_mindspore.verification import verify
-from gradaccum_mindspore.workers import redistributed, sharded_cross_entropy
+from gradaccum_mindspore.recomputation.module import recompute
+from gradaccum_mindspore.saving import load_checkpoint_into
+from gradaccum_mindspore.training import Accumulator, FlushAtEpochEnd, TrainOneStepCell, WatchWindows
+from gradaccum_mindspore.verification.check import verify
+from gradaccum_mindspore.workers.cross_entropy import sharded_cross_entropy
+from gradaccum_mindspore.workers.layout import redistributed
 
 __all__ = [
     "AccumulatingExperimentalOptimizer",

@@ -11,25 +11,25 @@ from mindspore.experimental import optim
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, VerificationReport
 from gradaccum.kit import Options, ScaleRule, explain, optimizer_error, wrapped_twice_error
-from gradaccum_mindspore.driven_scaler import scaler_rule
+from gradaccum_mindspore import grad_scaler
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
 from gradaccum_mindspore.scheduler import SCHEDULERS, GatedScheduler
-from gradaccum_mindspore.verification import verify
-from gradaccum_mindspore.workers.found import shares_windows
+from gradaccum_mindspore.verification.check import verify
+from gradaccum_mindspore.workers.group import shares_windows
 
 
 class MindSporeBackend:
     """`gradaccum.kit.Backend` for `mindspore.nn.Optimizer` and `mindspore.experimental.optim.Optimizer`."""
 
     name = "mindspore"
-    scaler_kind = "a mindspore.amp.DynamicLossScaler"
+    scaler_kind = grad_scaler.scaler_kind
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
         """The rule by which a `mindspore.amp.DynamicLossScaler` moves; None for another object."""
-        return scaler_rule(scaler)
+        return grad_scaler.scaler_rule(scaler)
 
     def is_scheduler(self, candidate: object) -> bool:
-        """Whether `candidate` is a scheduler of `mindspore.experimental.optim.lr_scheduler`."""
+        """True if `candidate` is a scheduler of `mindspore.experimental.optim.lr_scheduler`."""
         return isinstance(candidate, SCHEDULERS)
 
     def gate(self, scheduler: object) -> GatedScheduler:
@@ -42,7 +42,7 @@ class MindSporeBackend:
         return ("CPU", *(f"{kind}:{index}" for kind, count in found for index in range(count)))
 
     def verifies(self, model: object) -> bool:
-        """Whether `model` is a `mindspore.nn.Cell`."""
+        """True if `model` is a `mindspore.nn.Cell`."""
         return isinstance(model, nn.Cell)
 
     def verify(self, model: nn.Cell, loss_fn: Callable[..., Any], batch: Any, steps: int = 4, **options: Any) -> VerificationReport:

@@ -1,4 +1,4 @@
-"""Checks of arguments: gradients, weights, parameters. Each raises before anything is changed.
+"""Checks of arguments: gradients, weights, losses, parameters. Each raises before anything is changed.
 
 The gradient checks look at structure, shape and dtype alone, which are constants of a compiled program. So they run at compile time
 inside `mindspore.jit` and graph mode, and at every call in PyNative.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
+from typing import TypeAlias
 
 import mindspore as ms
 import numpy as np
@@ -16,7 +17,18 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, UsageError
 from gradaccum.kit import explain, require_weight
-from gradaccum_mindspore.types import DType, Gradients, NamedGradients, Shape, Spec, Specs, Weight
+from gradaccum_mindspore.sums import DType, Gradients, Number, Shape
+
+Weight: TypeAlias = Number | None
+"""How many items a micro-batch has; None stands for 1."""
+Loss: TypeAlias = Number | None
+"""The loss of a micro-batch, not scaled; None if it is not told."""
+NamedGradients = Mapping[str, Tensor | None]
+"""Gradients by the parameter's name."""
+Spec = tuple[str, Shape, DType]
+"""(name, shape, dtype) of a parameter of the model."""
+Specs = tuple[Spec, ...]
+
 
 LOSS_FIX = "Write optimizer(gradients, weight, loss) with the loss that was differentiated, not scaled."
 

@@ -1,35 +1,225 @@
-"""The events of a window where the state is a Tensor: inside `mindspore.jit` and in graph mode.
+"""The open window where the state is a Tensor: inside `mindspore.jit` and in graph mode.
 
 The compiler drops operations that it believes to have no effect. So this code computes every new value from values that it read before its
 first write; it reads nothing again after it was written, except at the end of a window, which begins with reading; no branch returns a
-value that was computed in it. Each function returns something: the Python interpreter would compute a None.
+value that was computed in it. Each function returns something: the Python interpreter would compute a None. A kernel costs about the same
+for one number as for a thousand, so a micro-batch assigns only what it changes.
 
 The end of a window has two branches: one for the update, one for a norm whose squares overflow. Each costs about as much as ten scalar
 operators. Each is a method of its own, because the compiler copies the rest of a function after an ``if`` into both branches.
 `Notes` carries values from one part to another.
 
 The compiler takes a global function for the method of its name, if that method calls it. So `close` and `discard` of the core have other
-names here.
+names here. Structure, shapes, dtypes and every Python number of an argument are constants of the program. So a wrong argument raises while
+MindSpore compiles.
 """
 
 from __future__ import annotations
 
-import mindspore as ms
-from mindspore import Tensor, ops
+from itertools import count
+from typing import Any, Protocol
 
-from gradaccum.kit import Fields, Options, accumulate, contribution, decide, divisor, usable
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import constexpr
+
+from gradaccum.kit import (
+    Fields,
+    Options,
+    ScaleRule,
+    Terms,
+    UntilWeight,
+    accumulate,
+    contribution,
+    decide,
+    divisor,
+    encode_terms,
+    ends,
+    measures,
+    steps_at,
+    usable,
+)
 from gradaccum.kit import close as state_closed
 from gradaccum.kit import discard as state_discarded
-from gradaccum_mindspore.compiled_arguments import CompiledArguments
-from gradaccum_mindspore.compiled_state import MICRO_STEP, OPTIMIZER_STEP, WEIGHT
-from gradaccum_mindspore.norm import compiled_measure, robust_measure
-from gradaccum_mindspore.packed import Packed
-from gradaccum_mindspore.plain_ends import compiled_ends_plainly, compiled_weigh
-from gradaccum_mindspore.state import STEPS, Storage
-from gradaccum_mindspore.sums import compiled_add, compiled_clear, compiled_finite, compiled_fits, divide, where
-from gradaccum_mindspore.types import Gradients, Loss, Weight
+from gradaccum_mindspore.checks import (
+    Loss,
+    NamedGradients,
+    Weight,
+    check_compiled_gradients,
+    check_compiled_loss,
+    check_compiled_loss_shape,
+    check_compiled_structure,
+    check_compiled_weight,
+    check_compiled_weight_shape,
+    compiled_names_of,
+)
+from gradaccum_mindspore.state import (
+    GRAD_NORM,
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    STEPS,
+    Storage,
+    check_constant_size,
+    check_size_dtype,
+    compiled_ends_plainly,
+    compiled_weigh,
+    is_certain,
+    sizes_of,
+)
+from gradaccum_mindspore.statistics import NO_LOSS
+from gradaccum_mindspore.sums import (
+    DType,
+    Gradients,
+    Number,
+    Packed,
+    Shape,
+    compiled_add,
+    compiled_clear,
+    compiled_finite,
+    compiled_fits,
+    compiled_measure,
+    divide,
+    each,
+    robust_measure,
+    where,
+)
 from gradaccum_mindspore.update import Update
-from gradaccum_mindspore.workers.group import WorkerGroup
+
+NUMBERS = count()
+"""Tells the notes of one program apart: compiled code takes no two Parameters of one name."""
+
+
+class Notes(nn.Cell):  # type: ignore[misc]
+    """The measure and the decision of the window that ends: Parameters that hold a value for the time of one call.
+
+    MindSpore's runtime copies a value that one branch computes and another uses. It frees the copy at the next run of the same branch, but
+    only if an even number of calls lay between: with an even ``steps`` it kept 12 KiB of host memory per window, for good. The runtime does
+    not copy a Parameter. So inside the end of a window no computed value crosses into an inner branch or past it, and each condition there
+    is a bool Parameter. The code reads each note at one place only: the runtime copies a Parameter that is read again after a branch.
+
+    Notes are no state: no checkpoint has them, and a Cell that holds the optimizer does not list or rename them.
+
+    Args:
+        float_dtype: dtype of the norm and of the divisor.
+    """
+
+    weight: Parameter
+    before: Parameter
+    """bool: `State.overflow` before the decision."""
+    loss_scale: Parameter
+    terms: Parameter
+    norm: Parameter
+    """inf or NaN if the sums are not finite."""
+    measured: Parameter
+    """bool: `norm` is right already."""
+    overflow: Parameter
+    divisor: Parameter
+    grad_norm: Parameter
+    applied: Parameter
+    apply: Parameter
+    """bool: `applied`, as a condition."""
+
+    def __init__(self, float_dtype: DType) -> None:
+        super().__init__(auto_prefix=False)
+        self.float_dtype = float_dtype
+        number = next(NUMBERS)
+        self.add("loss_scale", Tensor(1.0, ms.float32), number)
+        self.add("terms", Tensor(encode_terms(Terms("mean", "skip_window", "unused", 1)), ms.int32), number)
+        for field in ("weight", "norm", "divisor", "grad_norm"):
+            self.add(field, Tensor(0.0, float_dtype), number)
+        for field in ("before", "measured", "overflow", "applied", "apply"):
+            self.add(field, Tensor(False), number)
+
+    def add(self, field: str, value: Tensor, number: int) -> None:
+        """Make a Parameter that the Cell does not list."""
+        object.__setattr__(self, field, Parameter(value, name=f"gradaccum.note{number}.{field}", requires_grad=False))
+
+    def write_state(self, weight: Parameter, overflow: Parameter, loss_scale: Parameter) -> bool:
+        """Note the fields that the decision reads. The state itself is written after the decision."""
+        ops.assign(self.weight, weight)
+        ops.assign(self.before, overflow)
+        ops.assign(self.loss_scale, loss_scale)
+        return True
+
+    def write_terms(self, terms: Parameter) -> Tensor:
+        """Note `Storage.terms`, which hold the window's size."""
+        return ops.assign(self.terms, terms)
+
+    def state(self) -> Fields:
+        """The noted fields as a state; no decision reads the other fields, which are zero."""
+        weight, zero = self.weight.value(), 0 * self.weight.value()
+        return zero, zero, zero, weight, self.before & True, self.loss_scale.value(), zero
+
+    def write_measure(self, norm: Tensor, right: Tensor) -> bool:
+        """Note the sums' norm, and whether it is known to be right."""
+        ops.assign(self.norm, norm.astype(self.float_dtype))
+        ops.assign(self.measured, right)
+        return True
+
+    def write_decision(self, apply: Tensor, overflow: Tensor, divisor: Tensor, grad_norm: Tensor) -> bool:
+        """Note the fields of a `Decision`."""
+        ops.assign(self.divisor, divisor.astype(self.float_dtype))
+        ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
+        ops.assign(self.overflow, overflow)
+        ops.assign(self.applied, apply)
+        ops.assign(self.apply, apply)
+        return True
+
+
+MICRO_STEP, OPTIMIZER_STEP, SKIPPED_WINDOWS, WEIGHT, OVERFLOW, LOSS_SCALE, GROWTH_TRACKER = range(7)
+"""The places of the state's fields. If code that writes unpacks a state, MindSpore warns of each field that the code does not use."""
+
+
+def exact_in(dtype: DType, options: Options) -> Options:
+    """`options` for a program that computes in `dtype`: in float64 as Tensors, because MindSpore rounds a Python number to float32."""
+    if dtype != ms.float64:
+        return options
+    limits = {name: getattr(options, name) for name in ("clip_norm", "skip_norm", "noise_decay")}
+    return options._replace(**{name: Tensor(limit, dtype) for name, limit in limits.items() if limit is not None})
+
+
+def number_of(weight: Number) -> Number:
+    """A weight as a number or a scalar Tensor; raises while compiling if it is neither."""
+    if isinstance(weight, Tensor):
+        check_compiled_weight_shape(weight.shape)
+        return weight.reshape(())
+    check_compiled_weight(weight)
+    return weight
+
+
+def shape_of(gradient: Tensor | None) -> Shape:
+    """The gradient's shape, a constant while compiling."""
+    return () if gradient is None else gradient.shape
+
+
+def dtype_of(gradient: Tensor | None) -> DType | None:
+    """The gradient's dtype, a constant while compiling."""
+    return None if gradient is None else gradient.dtype
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def is_constant(number: float | None) -> bool:
+    """True if a number is a constant of the program; what only the running program knows comes as None."""
+    return number is not None
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def float64_of(number: float) -> Tensor:
+    """A constant as a Tensor, because MindSpore rounds a Python number to float32."""
+    return Tensor(number, ms.float64)
+
+
+class Workers(Protocol):
+    """All workers that share a window, as the window of one of them sees them."""
+
+    def compiled_join(self) -> bool:
+        """Add up the window of all workers."""
+
+    def window_ended(self) -> Tensor:
+        """Begin the next window, with this worker's own sum."""
+
+    def require_same_rates(self) -> None:
+        """Raise `UsageError` if windows were skipped because learning rates differ."""
 
 
 def chosen(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -37,13 +227,165 @@ def chosen(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a
 
 
-class CompiledWindow(CompiledArguments):
+class CompiledWindow(nn.Cell):  # type: ignore[misc]
     """One window as Tensors, for the compiler to follow; `PyNativeWindow` has the same methods."""
 
-    def __init__(self, storage: Storage, options: Options, workers: WorkerGroup | None = None) -> None:
-        super().__init__(storage, options)
+    def __init__(self, storage: Storage, options: Options, workers: Workers | None = None) -> None:
+        super().__init__(auto_prefix=False)
+        self.storage = storage
+        self.steps: Any = options.steps
+        self.sizes: Any = sizes_of(options.steps)
+        self.calls_steps, self.by_weight = callable(self.sizes), isinstance(options.steps, UntilWeight)
+        self.measures, self.measures_noise = measures(options), options.noise_decay is not None
+        scale = options.scale_rule.init_scale
+        self.may_be_plain = not self.measures and not self.calls_steps and SMALLEST_SCALE < scale < LARGEST_SCALE
+        """True if a window of good weights has nothing to be decided: it is applied, divided by its weight."""
+        # The compiler cannot follow a function or an object inside a named tuple.
+        self.options = exact_in(storage.float_dtype, options._replace(steps=None, scaler=None))
+        self.float_dtype = storage.float_dtype
+        self.scale_moves = options.scale_rule._replace(init_scale=1.0) != ScaleRule()
+        self.true = Tensor(True)
+        self.one = Tensor(1.0, storage.float_dtype)
+        self.false, self.no_step, self.one_step = Tensor(False), Tensor(0, ms.int32), Tensor(1, ms.int32)
+        self.zero = Tensor(0.0, storage.float_dtype)
+        self.unknown = Tensor(NO_LOSS, storage.float_dtype)
+        self.plain_event = Tensor([1.0, 0.0, 0.0, float("nan")], storage.float_dtype)
+        """What `Storage.last_event` holds after an update that nothing was measured for."""
+        self.nan, self.infinity = (Tensor(float(number), storage.float_dtype) for number in ("nan", "inf"))
+        self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
+        self.varies = storage.varies
+        self.size_code = Tensor([0] * STEPS + [-1 if self.by_weight else 1], ms.int32)
+        self.other_codes = Tensor([*encode_terms(storage.terms_after(0))[:-1], 0], ms.int32)
+        self.notes = Notes(storage.float_dtype)
+        self.names_of = compiled_names_of(storage.specs, storage.names)
         self.workers = workers
         self.packed = Packed(storage.sums, storage.float_dtype)
+
+    def read(self) -> Fields:
+        """The state as plain Tensors, in the order of `gradaccum.kit.State`'s fields."""
+        store = self.storage
+        return (
+            store.micro_step.value(),
+            store.optimizer_step.value(),
+            store.skipped_windows.value(),
+            store.weight.value(),
+            store.overflow & self.true,
+            store.loss_scale.value(),
+            store.growth_tracker.value(),
+        )
+
+    def size(self, optimizer_step: Tensor) -> Tensor:
+        """Micro-batches in the window that follows this update, or its weight; below 1 only if the user's function returns that."""
+        if self.calls_steps:
+            given = self.sizes(optimizer_step)
+            if isinstance(given, Tensor):
+                check_size_dtype(given.dtype, self.by_weight)
+                return given.reshape(())
+            check_constant_size(given, self.by_weight)
+            return 0 * optimizer_step + given
+        return steps_at(self.sizes, optimizer_step, where)
+
+    def is_full(self, state: Fields) -> Tensor:
+        """True if the window ends with the micro-batch that was counted last."""
+        if self.calls_steps:
+            # Not `ends`: the compiler takes a Tensor for a function there.
+            micro_step, optimizer_step, _, weight, _, _, _ = state
+            held = weight if self.by_weight else micro_step
+            return held >= self.size(optimizer_step)
+        return ends(state, self.steps, where)
+
+    def grad_norm(self) -> Tensor:
+        """The norm of the window that was closed last."""
+        return self.storage.last_event.value()[GRAD_NORM]
+
+    def event(self, applied: Tensor, skipped: Tensor, overflow: Tensor, grad_norm: Tensor) -> Tensor:
+        """What `Storage.last_event` is to hold."""
+        return ops.stack([value.astype(self.float_dtype) for value in (applied, skipped, overflow, grad_norm)])
+
+    def write_event(self, event: Tensor) -> Tensor:
+        """Assign what the next `StepResult` will say."""
+        return ops.assign(self.storage.last_event, event)
+
+    def write_open(self, state: Fields, event: Tensor | None) -> bool:
+        """Assign what a micro-batch changes; without an `event` it changes neither that nor the overflow flag."""
+        ops.assign(self.storage.micro_step, state[MICRO_STEP].astype(ms.int32))
+        ops.assign(self.storage.weight, state[WEIGHT].astype(self.float_dtype))
+        if event is not None:
+            ops.assign(self.storage.overflow, state[OVERFLOW])
+            self.write_event(event)
+        return True
+
+    def write_empty(self, event: Tensor) -> bool:
+        """Assign what an empty window holds. The core's zeros would be operators: the compiler does not see that they are constants."""
+        ops.assign(self.storage.micro_step, self.no_step)
+        ops.assign(self.storage.weight, self.zero)
+        ops.assign(self.storage.overflow, self.false)
+        self.write_event(event)
+        return True
+
+    def write_size(self, state: Fields) -> bool:
+        """Assign the size of the open window, if windows have different sizes."""
+        if self.varies:
+            ops.assign(self.storage.terms, self.other_codes + self.size_code * self.size(state[OPTIMIZER_STEP]).astype(ms.int32))
+        return True
+
+    def write_counters(self, state: Fields) -> bool:
+        """Assign what only the end of a window changes."""
+        ops.assign(self.storage.optimizer_step, state[OPTIMIZER_STEP].astype(ms.int32))
+        ops.assign(self.storage.skipped_windows, state[SKIPPED_WINDOWS].astype(ms.int32))
+        if self.scale_moves:
+            ops.assign(self.storage.loss_scale, state[LOSS_SCALE].astype(ms.float32))
+            ops.assign(self.storage.growth_tracker, state[GROWTH_TRACKER].astype(ms.int32))
+        return True
+
+    def ordered(self, gradients: Gradients | NamedGradients) -> Gradients:
+        """The gradients in the parameters' order; raises `GradientError` while compiling."""
+        specs = self.storage.specs
+        if isinstance(gradients, dict):
+            gradients = self.by_name(gradients)
+        gradients = tuple(gradients)
+        check_compiled_structure(len(gradients), specs)
+        checked = check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
+        return gradients if checked else ()  # MindSpore 2.7 warns of a check whose result is unused
+
+    def by_name(self, gradients: NamedGradients) -> Gradients:
+        """A dict's values in the parameters' order."""
+        ordered: Gradients = ()
+        for name in self.names_of(tuple(gradients.keys())):
+            ordered = (*ordered, gradients[name])
+        return ordered
+
+    def adds_certainly(self, weight: Weight) -> bool:
+        """True if the micro-batch is added whatever it holds, and its weight is a constant of the program; so is the answer."""
+        if self.options.on_overflow == "drop_micro_batch":
+            return False
+        if weight is None:
+            return True
+        if isinstance(weight, Tensor):
+            return False
+        check_compiled_weight(weight)
+        certain: bool = is_certain(weight)
+        return certain
+
+    def amount(self, weight: Weight) -> Tensor | None:
+        """A weight as a scalar of the dtype of `State.weight`; None stays None."""
+        return None if weight is None else self.scalar(number_of(weight))
+
+    def loss_number(self, loss: Number) -> Tensor:
+        """A told loss as a scalar Tensor."""
+        if isinstance(loss, Tensor):
+            check_compiled_loss_shape(loss.shape)
+            return self.scalar(loss.reshape(()))
+        check_compiled_loss(loss)
+        return self.scalar(loss)
+
+    def scalar(self, number: Number) -> Tensor:
+        """A number or a Tensor as one of the dtype of `State.weight`."""
+        if isinstance(number, Tensor):
+            return number.astype(self.float_dtype)
+        if self.float_dtype == ms.float64 and is_constant(number):
+            return float64_of(number)
+        return self.one * number
 
     def add(self, gradients: Gradients, weight: Weight, loss: Loss) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add one micro-batch of ordered gradients to the sums.
@@ -92,7 +434,7 @@ class CompiledWindow(CompiledArguments):
         return self.write_size(state)
 
     def needs_first(self, state: Fields) -> Tensor:
-        """Whether the noise scale needs the norm of the sum after this micro-batch."""
+        """True if the noise scale needs the norm of the sum after this micro-batch."""
         return self.storage.knowledge.compiled_needs_first(state) if self.measures_noise else self.true
 
     def see_first(self, needed: Tensor) -> bool:
@@ -117,7 +459,7 @@ class CompiledWindow(CompiledArguments):
         return self.finish(untold)
 
     def ends_plainly(self) -> bool:
-        """Whether the end that is being compiled, of a micro-batch without a weight, needs no decision; a constant."""
+        """True if the end that is being compiled, of a micro-batch without a weight, needs no decision; a constant."""
         if self.may_be_plain and self.workers is None:
             plainly: bool = compiled_ends_plainly(self.storage.key)
             return plainly

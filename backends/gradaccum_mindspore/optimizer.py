@@ -29,23 +29,16 @@ from gradaccum.kit import (
     select,
     shared_until_weight_error,
 )
-from gradaccum_mindspore.capturing import refuse_trace
-from gradaccum_mindspore.checks import gradients_by_position, loss_as_number, weight_as_number, without_none
+from gradaccum_mindspore.checks import Loss, NamedGradients, Weight, gradients_by_position, loss_as_number, weight_as_number, without_none
 from gradaccum_mindspore.compiled_window import CompiledWindow
-from gradaccum_mindspore.inner_scale import inner_scale, with_inner_scale
-from gradaccum_mindspore.masters import turn_to_masters
-from gradaccum_mindspore.modes import is_graph_mode
-from gradaccum_mindspore.phase import OwnPhase
-from gradaccum_mindspore.pynative_window import PyNativeWindow
-from gradaccum_mindspore.scaled import require_read
-from gradaccum_mindspore.sizes import window_size
-from gradaccum_mindspore.state import StateReader, Storage
-from gradaccum_mindspore.types import Gradients, Loss, NamedGradients, Optimizer, Weight
-from gradaccum_mindspore.update import Update
-from gradaccum_mindspore.workers.checks import refuse_compiled_flush
-from gradaccum_mindspore.workers.found import part, place, share
-from gradaccum_mindspore.workers.group import WorkerGroup
-from gradaccum_mindspore.workers.shared_window import SharedWindow
+from gradaccum_mindspore.grad_scaler import require_read
+from gradaccum_mindspore.parameters import Optimizer, turn_to_masters
+from gradaccum_mindspore.private import OwnPhase, is_graph_mode, refuse_trace
+from gradaccum_mindspore.state import StateReader, Storage, window_size
+from gradaccum_mindspore.sums import Gradients
+from gradaccum_mindspore.update import Update, inner_scale, with_inner_scale
+from gradaccum_mindspore.window import PyNativeWindow
+from gradaccum_mindspore.workers.group import SharedWindow, WorkerGroup, part, place, refuse_compiled_flush, share
 
 FIXED = ("options", "inner", "storage", "compiled_window", "pynative_window", "update", "flush", "discard", "loss_scale")
 """Attributes that cannot be set, beside the options."""

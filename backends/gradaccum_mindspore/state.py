@@ -1,22 +1,33 @@
-"""The storage of an accumulation: one `mindspore.Parameter` per field of the state and one sum per parameter of the model.
+"""The storage of an accumulation: a `mindspore.Parameter` per field of the state, a sum per parameter of the model, the window's size.
 
 PyNative code, compiled functions and checkpoints see only Parameters alike. The names of these follow from the names of the model's
 parameters and the ``name=`` option alone, so a resumed run finds them in another process. ``grad_sum`` is a suffix, because
-`mindspore.load_param_into_net` would load a Parameter called ``grad_sum.weight`` into a missing ``weight``.
+`mindspore.load_param_into_net` would load a Parameter called ``grad_sum.weight`` into a missing ``weight``. A sum is zero unless
+``micro_step > 0``: the end of a window assigns exact zeros, which no inf or NaN survives.
 
-A sum is zero unless ``micro_step > 0``: the end of a window assigns exact zeros, which no inf or NaN survives.
+If a function of the user's gives the size of a window, Python code calls it with an int, compiled code with an int32 Tensor. A wrong value
+raises if it is known: outside compiled code, and inside if it is a constant. A Tensor in compiled code must have an integer dtype, and a
+size below 1 makes the window an overflow.
+
+With ``on_overflow="ignore"`` and no limit nothing is measured. What is left to decide at a window's end is whether the weight is above 0,
+no weight was bad and the divisor is in range. All that is certain where no micro-batch is given a weight: each weighs 1, and the compiled
+end has no branch. But the program is compiled once, and another one may give weights to micro-batches of the same window. So each
+accumulation notes what was compiled. Weights that come first keep the decision; weights that come later are refused (`weigh`), because the
+compiled end would not look at them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import SupportsFloat
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, SupportsFloat
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.ops import constexpr
 
-from gradaccum import ArgumentValueError, StepResult
+from gradaccum import ArgumentTypeError, ArgumentValueError, StepResult, UsageError
 from gradaccum.kit import (
     FIELD_DTYPES,
     Fields,
@@ -25,22 +36,132 @@ from gradaccum.kit import (
     Schedule,
     State,
     Terms,
+    UntilWeight,
     at_rest,
     encode_terms,
     explain,
     initial_state,
+    is_known,
     largest_number,
+    require_steps,
+    select,
+    steps_at,
     terms_of,
 )
-from gradaccum_mindspore.driven_scaler import drive
-from gradaccum_mindspore.knowledge import Knowledge
-from gradaccum_mindspore.listening import Listening
-from gradaccum_mindspore.masters import Masters
-from gradaccum_mindspore.plain_ends import keys
-from gradaccum_mindspore.scaled import NEVER, key_of, note_read
-from gradaccum_mindspore.sizes import size_of_code, sizes_of, with_known_size
-from gradaccum_mindspore.sums import HALF, hidden_parameter, narrows, sum_dtype
-from gradaccum_mindspore.types import DType, Saved
+from gradaccum_mindspore.grad_scaler import NEVER, drive, key_of, note_read
+from gradaccum_mindspore.parameters import Masters
+from gradaccum_mindspore.statistics import Knowledge, Listening
+from gradaccum_mindspore.sums import HALF, DType, hidden_parameter, narrows, sum_dtype
+
+Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
+"""The sizes of windows: one, pairs, or a function of the optimizer step."""
+Saved = Mapping[str, Parameter | Tensor]
+"""A checkpoint as `mindspore.load_checkpoint` returns it, by the Parameter's name."""
+
+
+INTEGERS = ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64")
+
+
+def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
+    """The size of the window that follows update number `optimizer_step`: an int, an `UntilWeight` of one, None if the caller closes it.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: a callable `steps` gave no int >= 1.
+    """
+    if is_known(steps):
+        size: Schedule = steps_at(steps, optimizer_step, select)
+        return size
+    function: Any = sizes_of(steps)
+    try:
+        given = function(optimizer_step)
+    except Exception:  # It may consist of operators that take Tensors only, for compiled code.
+        given = function(Tensor(optimizer_step, ms.int32))
+    number = given.item() if isinstance(given, Tensor) else given
+    return require_steps(UntilWeight(number) if isinstance(steps, UntilWeight) else number, optimizer_step, steps)
+
+
+def sizes_of(steps: Schedule) -> Sizes | None:
+    """The numbers in a schedule, of micro-batches or of weights."""
+    return steps.weight if isinstance(steps, UntilWeight) else steps
+
+
+def size_of_code(code: int) -> Schedule:
+    """The size that has this `gradaccum.kit.code_of`."""
+    return UntilWeight(-code) if code < 0 else code or None
+
+
+def with_known_size(options: Options, optimizer_step: int) -> Options:
+    """`options` with the size of one window in place of a schedule."""
+    return options._replace(steps=window_size(options.steps, optimizer_step))
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_constant_size(size: int | None, until_weight: bool) -> None:
+    """Check the constant that a function returned while MindSpore compiled it. A number that the running program computes comes as None."""
+    if size is not None:
+        asked, schedule = (UntilWeight(size), UntilWeight(1)) if until_weight else (size, 1)
+        require_steps(asked, 0, schedule)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_size_dtype(dtype: DType, until_weight: bool) -> None:
+    """Raise `ArgumentTypeError` unless a size that is no constant is an integer."""
+    if str(dtype) not in INTEGERS:
+        argument, what = ("until_weight(...)", "weight") if until_weight else ("steps", "number of micro-batches")
+        found, fix = f"a Tensor of {dtype}", f"Return the {what} of that window, rounded: optimizer_step // 2 + 1."
+        raise explain(ArgumentTypeError, f"{argument}(optimizer_step)", expected="an int >= 1", found=found, fix=fix)
+
+
+LARGEST_WEIGHT = 2.0**40
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-60, 2.0**60
+"""Within these a window's divisor is in float32's range."""
+
+SMALLEST_WEIGHT = 2.0**-40
+"""With such weights and scales a window's divisor is in range too."""
+
+keys = count(1)
+_plain: set[int] = set()
+_weighted: set[int] = set()
+
+
+def weigh(key: int) -> None:
+    """Note that a micro-batch of the accumulation `key` may have a bad or a huge weight.
+
+    Raises:
+        UsageError: an end without a decision is compiled.
+    """
+    if key in _plain:
+        raise explain(
+            UsageError,
+            "weight",
+            expected='a weight in every micro-batch or in none, because with on_overflow="ignore" a compiled end of windows looks at none',
+            found="a program that gives weights after one without was compiled",
+            fix="Write optimizer(gradients, weight) everywhere, with Tensor(1.0) as the weight of one item.",
+        )
+    _weighted.add(key)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def is_certain(weight: float | None) -> bool:
+    """True if a weight is a constant, which otherwise comes as None, and leaves nothing to be decided about its micro-batch."""
+    return weight is not None and bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
+
+
+@constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
+def compiled_weigh(key: int) -> bool:
+    """`weigh`, while compiling."""
+    weigh(key)
+    return True
+
+
+@constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
+def compiled_ends_plainly(key: int) -> bool:
+    """True if the end that is being compiled may be without a decision; from now on it is."""
+    if key in _weighted:
+        return False
+    _plain.add(key)
+    return True
+
 
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
 PACKAGE = "gradaccum"
@@ -88,12 +209,12 @@ class Storage(nn.Cell):  # type: ignore[misc]
         """Positions of the sums that can be finite while their gradient in the inner optimizer's dtype is not."""
         self.options = options
         self.varies = not isinstance(sizes_of(options.steps), int | None)
-        """Whether windows have different sizes."""
+        """True if windows have different sizes."""
         self.inner_scale = inner_scale
         self.unscaled = options.scale_rule == ScaleRule()
-        """Whether the loss scale is 1 for good."""
+        """True if the loss scale is 1 for good."""
         self.key = next(keys)
-        """A constant that names this accumulation in `gradaccum_mindspore.plain_ends`."""
+        """A constant that names this accumulation in `gradaccum_mindspore.state`."""
         self.scaled = key_of(options) if inner_scale == 1 else NEVER
         """A constant: compiled code asks by it whether anyone ever read the loss scale. MindSpore's own pair need not read it."""
         prefix = state_prefix(name)

@@ -1,7 +1,10 @@
-"""The sums of a window and their arithmetic on MindSpore's operators: add, check, divide, clear.
+"""The sums of a window and their arithmetic: add, check, divide, clear, and the global 2-norm.
 
-Functions with ``compiled_`` in their name run where the state is a Tensor (`mindspore.jit`, graph mode) and choose by select;
-`pynative_sums` has their counterparts, which run where the state is a Python number.
+Functions with ``compiled_`` in their name run where the state is a Tensor (`mindspore.jit`, graph mode) and choose by select. `scaled`,
+`parts`, `all_finite`, `divided`, `clear` and `measure` run in PyNative. On a CPU NumPy reads a tensor's memory without a copy. MindSpore
+runs ``assign``, ``assign_add`` and ``zeros_like`` where they are called, and hands most other operators to another thread: tenths of a
+millisecond, where NumPy takes microseconds. So these three and NumPy do all the work in PyNative. MindSpore's operators work on tensors of
+another device, and on bfloat16, which NumPy does not have.
 
 Only `write` and `add_into` write. In PyNative ``Tensor.add_`` and its like leave a Parameter as it was, and a compiled function does not
 see ``set_data``. A sum is exactly zero while no window is open: the window's end writes zeros, in one pass, so a micro-batch is one
@@ -10,19 +13,42 @@ of the graph, a second buffer of the model's size.
 
 Arithmetic on a half-precision sum runs in float32, and the result is rounded as it is written: MindSpore has few bfloat16 operators on a
 CPU, and float16 does not hold a factor or a divisor such as 2^16.
+
+One pass over the sums squares and adds. If the squares overflow, or are so small that some of them vanish, a second pass divides by the
+largest magnitude first: large finite gradients are no overflow, and tiny ones have a norm. A compiled window takes that pass in a branch
+of its own. MindSpore compiles each operator by itself, and takes several times as long for an operator in a branch inside a branch. For
+hundreds of sums the norm was half of the time to compile a step, so `Packed` joins the small sums to one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, TypeAlias
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, ops
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import constexpr
 from mindspore.ops.auto_generate import inplace_copy
+from numpy.typing import NDArray
 
-from gradaccum.kit import accumulate_dtype_error
-from gradaccum_mindspore.types import DType, Gradients, Number, Sums
+from gradaccum.kit import accumulate_dtype_error, largest_number
+
+Array = NDArray[Any]
+"""The memory of a Tensor, as NumPy reads it."""
+DType: TypeAlias = ms.Type
+"""A dtype of MindSpore's, such as ``mindspore.float32``."""
+Shape = tuple[int, ...]
+Number: TypeAlias = float | Tensor
+"""A Python number, or a Tensor of one element."""
+Sums = Sequence[Parameter]
+"""One sum per parameter of the model, in their order."""
+Gradients = Sequence[Tensor | None]
+"""One gradient per parameter, in their order; None for a parameter that took no part."""
+
 
 HALF = (ms.float16, ms.bfloat16)
 FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32, "float64": ms.float64}
@@ -117,7 +143,7 @@ def compiled_scaled(gradient: Tensor, factor: Tensor, dtype: DType) -> Tensor:
 
 
 def compiled_finite(sums: Sums, gradients: Gradients, factor: Tensor) -> Tensor:
-    """Whether everything that `compiled_add` would add is finite, a bool Tensor of shape ()."""
+    """True if everything that `compiled_add` would add is finite, a bool Tensor of shape ()."""
     return ops.stack(each(ops.partial(_finite, factor), sums, gradients)).min() > 0
 
 
@@ -158,13 +184,13 @@ def _multiply(factor: Tensor, total: Parameter, dtype: DType) -> Tensor:
 
 
 def narrows(own: DType, handed: DType) -> bool:
-    """Whether a finite sum of dtype `own` can be an inf in the dtype `handed`; for the compiler to follow too."""
+    """True if a finite sum of dtype `own` can be an inf in the dtype `handed`; for the compiler to follow too."""
     loses_range: bool = handed == ms.float16 or (own == ms.float64 and handed != ms.float64)
     return loses_range
 
 
 def fits(total: Parameter, divisor: Tensor, dtype: DType) -> Tensor:
-    """Whether all of ``sum / divisor`` is finite in `dtype`, a bool Tensor of shape ().
+    """True if all of ``sum / divisor`` is finite in `dtype`, a bool Tensor of shape ().
 
     Rounding is monotone, so the largest element tells.
     """
@@ -182,3 +208,236 @@ def _fits(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
     if narrows(total.dtype, dtype):
         return cast(fits(total, divisor, dtype), divisor.dtype)
     return ops.ones_like(divisor)
+
+
+ARRAYS: dict[DType, np.dtype[np.floating[Any]]] = {
+    ms.float16: np.dtype("float16"),
+    ms.float32: np.dtype("float32"),
+    ms.float64: np.dtype("float64"),
+}
+
+
+def array_of(tensor: Tensor) -> Array | None:
+    """The memory of `tensor` if NumPy can work on it; waits until it is computed."""
+    if tensor.dtype in ARRAYS and tensor.device == "CPU":
+        array: Array = tensor.asnumpy()
+        return array
+    return None
+
+
+def scaled(gradient: Tensor, factor: float, dtype: DType) -> Tensor:
+    """``factor * gradient`` rounded to `dtype`."""
+    if factor == 1 and gradient.dtype == dtype:
+        return gradient
+    work, array = working_dtype(dtype), array_of(gradient)
+    if array is not None and dtype in ARRAYS:
+        return _tensor(array.astype(ARRAYS[work]) * ARRAYS[work].type(factor), dtype)
+    # A Tensor, because MindSpore rounds a Python number to float32.
+    return _cast(ops.mul(_cast(gradient, work), Tensor(factor, work)), dtype)
+
+
+def parts(sums: Sums, gradients: Gradients, factor: float) -> Iterator[tuple[Parameter, Tensor]]:
+    """Each sum and the ``factor * gradient`` to add to it, computed one at a time; None adds nothing."""
+    for total, gradient in zip(sums, gradients, strict=True):
+        if gradient is not None:
+            yield total, scaled(gradient, factor, total.dtype)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """True if every element is finite."""
+    array = array_of(tensor)
+    return bool(ops.isfinite(tensor).all().asnumpy() if array is None else np.isfinite(array).all())
+
+
+def divided(sums: Sums, divisor: float, dtypes: Sequence[DType], float_dtype: DType) -> tuple[Tensor, ...]:
+    """``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `divisor` is rounded to `float_dtype`."""
+    rounded = ARRAYS[float_dtype].type(divisor)
+    return tuple(_quotient(total, rounded, dtype) for total, dtype in zip(sums, dtypes, strict=True))
+
+
+def spoil(sums: Sums) -> None:
+    """Make the smallest sum NaN."""
+    total = min(sums, key=lambda each: each.size)
+    write(total, Tensor(np.full(total.shape, math.nan), total.dtype))
+
+
+def clear(sums: Sums) -> None:
+    """Exact zeros by assignment."""
+    for total in sums:
+        write(total, ops.zeros_like(total))
+
+
+def _cast(tensor: Tensor, dtype: DType) -> Tensor:
+    """`tensor` itself if it has that dtype, else a copy that has."""
+    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
+
+
+def _quotient(total: Parameter, divisor: np.floating[Any], dtype: DType) -> Tensor:
+    array = array_of(total)
+    if array is None or dtype not in ARRAYS:
+        return divide((total,), Tensor(divisor), (dtype,))[0]
+    work = ARRAYS[working_dtype(total.dtype)]
+    return _tensor(array.astype(work, copy=False) / work.type(divisor), dtype)
+
+
+def _tensor(values: Array, dtype: DType) -> Tensor:
+    # NumPy makes a number of a product of arrays without axes.
+    return Tensor.from_numpy(np.asarray(values, ARRAYS[dtype]))
+
+
+ROW = 4096
+"""Elements to sum in one go at most, for accuracy and speed: MindSpore's sum over the last axis runs at the speed of memory, its sum over
+all axes takes seven times as long."""
+SMALLEST = {ms.float32: 2.0**-80, ms.float64: 2.0**-918}
+"""Below this sum of squares, the squares that vanished may count: the smallest normal number over the square of the rounding."""
+
+
+def measure(sums: Sums, dtype: DType) -> tuple[float, bool]:
+    """Global 2-norm of `sums`, worked out in `dtype`, and whether every element is finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = sum(_squares(total, dtype) for total in sums)
+    if SMALLEST[dtype] < squares < math.inf:
+        return math.sqrt(squares), True
+    norm, finite = robust_measure(sums, dtype)
+    return norm.asnumpy().item(), finite.asnumpy().item()
+
+
+def _squares(tensor: Tensor, dtype: DType) -> float:
+    """Sum of the squares of all elements."""
+    array = array_of(tensor)
+    if array is None:
+        return float(sum_of_squares((tensor,), dtype).asnumpy())
+    flat = array.reshape(-1).astype(ARRAYS[dtype], copy=False)
+    rows, rest = flat[: flat.size // ROW * ROW].reshape(-1, ROW), flat[flat.size // ROW * ROW :]
+    return float((np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64) if len(rows) else 0.0) + np.dot(rest, rest))
+
+
+def compiled_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
+    """Global 2-norm, in `dtype`, and whether it is known to be right, bool, shape (). If it is not, ask `robust_measure`."""
+    squares = sum_of_squares(sums, dtype)
+    return ops.sqrt(squares), (squares > smallest_of(dtype)) & ops.isfinite(squares)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def smallest_of(dtype: DType) -> Tensor:
+    """`SMALLEST` of `dtype`. A Tensor, because MindSpore rounds a Python number to float32."""
+    return Tensor(SMALLEST[dtype], dtype)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def largest_of(dtype: DType) -> Tensor:
+    """The largest finite number of `dtype`."""
+    return Tensor(largest_number(float64_weight=dtype == ms.float64), dtype)
+
+
+def sum_of_squares(sums: Sums, dtype: DType) -> Tensor:
+    """Sum of the squares of all elements, in `dtype`, shape (): over rows first, then over the rows' sums."""
+    return ops.addn(each(ops.partial(_square, dtype), sums))
+
+
+def _square(dtype: DType, tensor: Tensor) -> Tensor:
+    return _summed(ops.square(cast(tensor, dtype)))
+
+
+def _summed(squares: Tensor) -> Tensor:
+    large = squares.size > ROW
+    if needs_rows(squares.shape):
+        squares = squares.reshape(-1, row_length(squares.size))
+    if large:
+        squares = squares.sum(-1)
+    return squares.sum()
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def needs_rows(shape: Shape) -> bool:
+    """True if a large tensor must be reshaped, which is a copy, because its last axis is no row to sum over."""
+    return prod(shape) > ROW and (len(shape) < 2 or not ROW // 128 <= shape[-1] <= ROW)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def row_length(size: int) -> int:
+    """The largest divisor of `size` up to `ROW`."""
+    return max(length for length in range(1, ROW + 1) if size % length == 0)
+
+
+def robust_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
+    """Global 2-norm and whether every element is finite, in `dtype` and bool, shape (), for elements whose squares overflow or vanish.
+
+    A norm of finite elements beyond the range of `dtype` is reported as its largest number.
+    """
+    largest = ops.stack(each(ops.partial(_largest, dtype), sums)).max()
+    divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
+    # An inf becomes inf / inf = NaN, and max may overlook a NaN: the sum shows both.
+    squares = ops.addn(each(ops.partial(_square_over, divisor), sums))
+    norm, limit = largest * ops.sqrt(squares), largest_of(dtype)
+    # Not ops.minimum, which compiled is inf of an inf and a number.
+    return ops.where(norm < limit, norm, limit), ops.isfinite(squares)
+
+
+def _largest(dtype: DType, tensor: Tensor) -> Tensor:
+    return ops.abs(cast(tensor, dtype)).max()
+
+
+def _square_over(divisor: Tensor, tensor: Tensor) -> Tensor:
+    return _summed(ops.square(cast(tensor, divisor.dtype) / divisor))
+
+
+def norm_over(sums: Sums, divisor: Tensor) -> Tensor:
+    """Global 2-norm of `sums`, measured on the quotients by `divisor`: right where that brings the elements into range."""
+    return divisor * ops.sqrt(ops.addn(each(ops.partial(_square_over, divisor), sums)))
+
+
+SMALL = 4 * ROW
+"""Elements up to which a sum is small: 64 KiB in float32."""
+JOINED = 2**22
+"""Elements that are joined at most, 16 MiB in float32: the copy and its squares are no buffer of a large model's size."""
+reshape: Callable[[Tensor, tuple[int, ...]], Tensor] = ops.Reshape()
+concat: Callable[[tuple[Tensor, ...]], Tensor] = ops.Concat()
+"""Primitives: the functions of these names are graphs of their own, for each tensor."""
+
+
+def smallest(sums: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    """The small ones that together have no more than `JOINED` elements, smallest first."""
+    small = sorted((total for total in sums if total.size <= SMALL), key=lambda total: total.size)
+    ends = accumulate(total.size for total in small)
+    return tuple(total for total, end in zip(small, ends, strict=True) if end <= JOINED)
+
+
+class Packed(nn.Cell):  # type: ignore[misc]
+    """The sums of one accumulation, for the norms of `gradaccum_mindspore.sums`.
+
+    Args:
+        sums: the sums.
+        dtype: the dtype to measure in.
+    """
+
+    small: Sequence[Parameter]
+    others: Sequence[Parameter]
+    """Large ones, those of another dtype, and what would be more than `JOINED`."""
+
+    def __init__(self, sums: Sequence[Parameter], dtype: DType) -> None:
+        super().__init__(auto_prefix=False)
+        small = smallest(total for total in sums if total.dtype == dtype)
+        self.joins = len(small) > 1
+        joined = {id(total) for total in small} if self.joins else set()
+        # A Cell would list them as its own.
+        object.__setattr__(self, "small", small)
+        object.__setattr__(self, "others", tuple(total for total in sums if id(total) not in joined))
+        elements = sum(total.size for total in small)
+        self.in_rows = elements > ROW
+        gap = -elements % ROW if self.in_rows else 0
+        self.gap = (Tensor(np.zeros(gap), dtype),) if gap else ()
+        """Zeros that fill the last row; the number of elements may be a prime."""
+
+    def construct(self) -> Sums:
+        """The tensors whose elements are those of the sums and zeros."""
+        if not self.joins:
+            return self.others
+        joined = concat((*each(_flat, self.small), *self.gap))
+        if self.in_rows:
+            joined = reshape(joined, (-1, ROW))
+        return (joined, *self.others)
+
+
+def _flat(total: Parameter) -> Tensor:
+    return reshape(total, (-1,))

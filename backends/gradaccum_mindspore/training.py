@@ -1,24 +1,180 @@
-"""The training cell: forward, backward and the wrapped optimizer's call, with the loss scaled and the micro-batch weighed.
+"""Training steps: the training cell, callbacks for `mindspore.train.Model.train`, and the accumulation alone for steps cut in pieces.
 
 `mindspore.nn.TrainOneStepCell` hands over gradients only. It can neither scale the loss by a scale that moves nor say how many items a
-micro-batch has.
+micro-batch has. `TrainOneStepCell` here does both.
+
+On a CPU in graph mode Python chooses among the cell's compiled programs: one for a micro-batch, `HostWindow`'s for the end of a window. A
+compiled end that decides for itself has a graph for the update, one for a norm whose squares overflow, and dozens of scalar operators. The
+host reads the state without a wait, and NumPy measures the sums in one pass. So the program of the end gets the few numbers that it
+writes, has no branch, and writes everything: an interruption finds the window open or closed. There is one program for all micro-batches,
+the last of a window too: two would compile the network twice, and each would draw the random numbers of its dropout from the start of the
+same sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import constexpr
+from mindspore.train import Callback, ModelCheckpoint, RunContext
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import explain
-from gradaccum_mindspore.host_training import HostTraining
-from gradaccum_mindspore.modes import decides_on_host
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum.kit import Decision, Fields, Handle, Listener, Listeners, State, close, explain, has_exact_inverse, make_options, select
+from gradaccum_mindspore import grad_scaler
+from gradaccum_mindspore.checks import Loss, NamedGradients, Weight, require_parameters
+from gradaccum_mindspore.compiled_window import CompiledWindow
+from gradaccum_mindspore.grad_scaler import require_read
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
-from gradaccum_mindspore.types import Weight
+from gradaccum_mindspore.private import OwnPhase, decides_on_host, refuse_trace
+from gradaccum_mindspore.state import NUMPY_DTYPES, StateReader, Storage
+from gradaccum_mindspore.statistics import Known
+from gradaccum_mindspore.sums import DType, Gradients, compiled_clear, divide, multiply
+from gradaccum_mindspore.update import Update
+from gradaccum_mindspore.window import PyNativeWindow, require_room
+from gradaccum_mindspore.workers.group import shares_windows
+
+
+class Program(OwnPhase):
+    """A Cell whose call costs what its operators cost, however many cells it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+
+    def _check_construct_args(self, *inputs: object) -> None:
+        """Nothing: the compiler checks them once, where MindSpore inspects a signature at each call."""
+
+
+class Applied(Program):
+    """The end of a window that was decided on. It takes nothing that it does not use: MindSpore runs such a program half as fast.
+
+    Args:
+        window: the window in compiled code.
+        update: the inner optimizer's call.
+        multiplies: the sums are multiplied by the reciprocal of the divisor.
+    """
+
+    def __init__(self, window: CompiledWindow, update: Update, multiplies: bool) -> None:
+        super().__init__()
+        self.window, self.update, self.multiplies = window, update, multiplies
+        self.lowers_flag = window.options.on_overflow == "drop_micro_batch"
+        """Only then is a window applied whose overflow flag is up."""
+
+    def construct(self, divisor: Tensor, event: Tensor, loss: Tensor, *more: Tensor) -> bool:
+        window, store = self.window, self.window.storage
+        if self.multiplies:
+            self.update(multiply(store.sums, divisor, store.handed))
+        else:
+            self.update(divide(store.sums, divisor, store.handed))
+        compiled_clear(store.sums, 0 * divisor)
+        ops.assign(store.micro_step, window.no_step)
+        ops.assign(store.weight, window.zero)
+        ops.assign_add(store.optimizer_step, window.one_step)
+        if self.lowers_flag:
+            ops.assign(store.overflow, window.false)
+        window.write_event(event)
+        store.knowledge.compiled_write(loss, more[0] if store.knowledge.has_noise else None)
+        if window.scale_moves:
+            ops.assign(store.loss_scale, more[-2])
+            ops.assign(store.growth_tracker, more[-1])
+        return True
+
+
+class HostWindow(PyNativeWindow):
+    """As `PyNativeWindow`, between compiled micro-batches.
+
+    Args:
+        window: the window in compiled code.
+        update: the inner optimizer's call.
+    """
+
+    def __init__(self, window: CompiledWindow, update: Update) -> None:
+        super().__init__(window.storage, window.storage.options)
+        self.scale_moves = window.scale_moves
+        self.applied = {multiplies: Applied(window, update, multiplies) for multiplies in (False, True)}
+
+    def carry_out(self, state: State, decision: Decision, known: Known, update: Update) -> None:
+        """Make the update and close the window in one program; a window that is skipped needs none."""
+        if not decision.apply:
+            super().carry_out(state, decision, known, update)
+            return
+        multiplies, factor = self.factor(decision.divisor)
+        values = [(True, False, decision.overflow, decision.grad_norm), known.loss, *([] if known.noise is None else [known.noise])]
+        moved = self.moved(close(state, True, decision.overflow, self.options, select)) if self.scale_moves else ()
+        self.applied[multiplies](factor, *(tensor(each, self.storage.float_dtype) for each in values), *moved)
+
+    def factor(self, divisor: float) -> tuple[bool, Tensor]:
+        """The factor to multiply by, or the divisor, and a bool: to multiply."""
+        divides = divisor / self.storage.inner_scale
+        multiplies = has_exact_inverse(divides)
+        return multiplies, number(1 / divides if multiplies else divides, self.storage.float_dtype)
+
+    def moved(self, after: Fields) -> tuple[Tensor, Tensor]:
+        """The loss scale and its tracker in a state."""
+        *_, loss_scale, tracker = after
+        return number(loss_scale, ms.float32), number(tracker, ms.int32)
+
+
+def tensor(values: object, dtype: DType) -> Tensor:
+    """Python numbers as a Tensor."""
+    with np.errstate(over="ignore"):
+        return Tensor.from_numpy(np.array(values, NUMPY_DTYPES[dtype]))
+
+
+number = lru_cache(maxsize=64)(tensor)
+"""The same for one number, made once: most windows have the same ones."""
+
+
+class MicroBatch(Program):
+    """Adds one micro-batch of the training cell; the window stays open."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def construct(self, *inputs: object) -> Tensor:
+        return self.cell.added(*inputs)
+
+    def follow(self) -> None:
+        """Train or not as the cell does. `set_train` would say so to the cells below too, some of which the user may have frozen."""
+        self._phase = self.cell._phase
+        self.add_flags(training=self.cell.training)
+
+
+class HostTraining:
+    """Calls the programs of one training cell.
+
+    Args:
+        cell: a `gradaccum_mindspore.TrainOneStepCell`.
+        steps: the micro-batches of a window.
+    """
+
+    def __init__(self, cell: nn.Cell, steps: int) -> None:
+        self.cell, self.steps = cell, steps
+        self.storage, self.update = cell.optimizer.storage, cell.optimizer.update
+        self.window = HostWindow(cell.optimizer.compiled_window, self.update)
+        self.micro_batch = MicroBatch(cell)
+
+    def __call__(self, *inputs: object) -> Any:
+        """One micro-batch; returns what its program returns, the loss.
+
+        Raises:
+            UsageError: the window is full already, because its update raised or was interrupted.
+        """
+        ends = self.storage.micro_step.item() + 1 >= self.steps
+        if ends:
+            require_room(self.storage.pull(), self.steps)
+        if self.micro_batch.training != self.cell.training:
+            self.micro_batch.follow()
+        loss = self.micro_batch(*inputs)
+        if ends:
+            self.window.close(self.storage.pull(), self.update)
+        return loss
+
 
 WeightFunction = Callable[..., Weight]
 
@@ -126,3 +282,193 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         if self.takes_means and loss.size != 1:
             refuse_losses(loss.shape)
         return loss, self.grad_reducer(gradients), weight
+
+
+class FlushAtEpochEnd(Callback):  # type: ignore[misc]
+    """Close the open window in the last step of each epoch, so that no window reaches from one epoch into the next.
+
+    The update divides by the weight that the window holds. Put this callback before callbacks that save checkpoints: they save at the end
+    of a step, where this one flushes. `mindspore.train.Model.fit` validates after it. With a
+    ``sink_size`` MindSpore's epoch is that many steps, where the data goes through a sink; on a CPU it does not, and the epoch is the data.
+
+    Args:
+        optimizer: the wrapped optimizer.
+
+    Raises:
+        ArgumentTypeError: `optimizer` is not wrapped.
+    """
+
+    def __init__(self, optimizer: AccumulatingOptimizer) -> None:
+        super().__init__()
+        self.optimizer = wrapped(optimizer)
+        self.steps: int | None = None
+        """Of an epoch whose data goes through no sink; ``batch_num`` is the ``sink_size`` there too, if one was given."""
+        self.flushed = False
+        """In this epoch. Where workers share their windows each flushes once in an epoch, whatever it holds, as `flush` is collective."""
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this callback: it would save without the tail."""
+        run = run_context.original_args()
+        self.steps = None if run.get("dataset_sink_mode") else run.train_dataset.get_dataset_size()
+        callbacks = run.list_callback
+        if any(isinstance(callback, ModelCheckpoint) for callback in callbacks[: callbacks.index(self)]):
+            expected, found = "FlushAtEpochEnd before ModelCheckpoint, which saves as the step ends", "the other order"
+            raise explain(UsageError, "callbacks", expected=expected, found=found, fix="Write callbacks=[FlushAtEpochEnd(optimizer), ...].")
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Begin an epoch."""
+        self.flushed = False
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Flush, if the epoch ends with this step."""
+        run = run_context.original_args()
+        if run.cur_step_num % (self.steps or run.batch_num) == 0:
+            self.optimizer.flush()
+            self.flushed = True
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Flush the window that an epoch left open when it was stopped early."""
+        shared = self.optimizer.compiled_window.workers is not None
+        if not self.flushed if shared else self.optimizer.storage.micro_step.item() > 0:
+            self.optimizer.flush()
+
+
+class WatchWindows(Callback):  # type: ignore[misc]
+    """Call `listeners` with a `gradaccum.watching.ClosedWindow` after each step that closed a window.
+
+    While `Model.train` runs they are listeners of the optimizer, as by its ``add_listener``. The callback looks for a closed window after
+    each step, because the cell that `Model` builds of a network, a loss and an optimizer is compiled whole. Put it before
+    `FlushAtEpochEnd`. In each step it waits for the device. ``weight`` is NaN where compiled code closes the window; so is ``loss``,
+    unless the optimizer is told all losses of the window, as by `gradaccum_mindspore.TrainOneStepCell`.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        listeners: functions of one window, such as a `gradaccum.watching.JsonLines`.
+
+    Raises:
+        ArgumentTypeError: `optimizer` is not wrapped, or a listener cannot be called.
+    """
+
+    def __init__(self, optimizer: AccumulatingOptimizer, *listeners: Listener) -> None:
+        super().__init__()
+        self.optimizer, self.listeners = wrapped(optimizer), listeners
+        self.handles: list[Handle] = []
+        for listener in listeners:
+            Listeners().add(listener)
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Begin to listen.
+
+        Raises:
+            UsageError: the data goes through a sink.
+        """
+        if run_context.original_args().get("dataset_sink_mode"):
+            found, fix = "steps of a sink, which Python does not see", "Write model.train(..., dataset_sink_mode=False)."
+            raise explain(UsageError, "dataset_sink_mode", expected="False beside WatchWindows", found=found, fix=fix)
+        self.on_train_end(run_context)  # where the last training raised
+        self.handles = [self.optimizer.add_listener(listener) for listener in self.listeners]
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Tell of the window that the step closed."""
+        self.optimizer.storage.listening.tell(micro_batches=1)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Listen no more."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def wrapped(optimizer: object) -> AccumulatingOptimizer:
+    """`optimizer`; raises `ArgumentTypeError` if it is not wrapped."""
+    if isinstance(optimizer, AccumulatingOptimizer):
+        return optimizer
+    found, fix = f"an object of type {type(optimizer).__name__}", "Pass what gradaccum.wrap(optimizer, steps=4) returned."
+    raise explain(ArgumentTypeError, "optimizer", expected="the wrapped optimizer", found=found, fix=fix)
+
+
+class Accumulator(StateReader, OwnPhase):
+    """Adds gradients up, in PyNative, inside `mindspore.jit` and in graph mode.
+
+    ``accumulator(gradients, weight, loss)`` takes in one micro-batch, the last two if you like, and returns a bool Tensor: whether the
+    window is full now. Then: run the optimizer on ``gradients()`` if ``applicable()``, and ``clear()``.
+
+    Args:
+        parameters: the model's parameters, in the order of the gradients.
+        steps: as for `gradaccum.wrap`; None: the caller decides when a window is full.
+        name: part of the names of the Parameters that hold the state.
+        data_parallel: False where there are several workers, and the caller reduces ``gradients()`` or the micro-batches.
+        options: the other options of `gradaccum.wrap`, except ``master_weights``: the caller's optimizer would have to work on them.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an option is wrong, or `parameters` are none.
+        UsageError: there are several workers, and `data_parallel` is not False.
+        UsageError: on a call, there is a loss scale that nobody has asked for yet.
+        GradientError: on a call, another number, shape or dtype of gradients than the parameters'.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        steps: object = None,
+        *,
+        name: str = "gradaccum",
+        data_parallel: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        parameters = require_parameters(parameters)
+        checked = make_options(steps, driver=grad_scaler, **options)
+        if checked.master_weights:
+            raise _masters_error()
+        if shares_windows(data_parallel):
+            raise _workers_error()
+        self.storage = Storage(parameters, checked, name)
+        self.window = CompiledWindow(self.storage, checked)
+
+    def __call__(self, gradients: Gradients | NamedGradients, weight: Weight = None, loss: Loss = None) -> Tensor:
+        """One micro-batch, from Python."""
+        refuse_trace()
+        return super().__call__(gradients, weight, loss)
+
+    def construct(self, gradients: Gradients | NamedGradients, weight: Weight = None, loss: Loss = None) -> Tensor:
+        require_read(self.storage.scaled)
+        state, event, told = self.window.add(self.window.ordered(gradients), weight, loss)
+        full, needed = self.window.is_full(state), self.window.needs_first(state)
+        self.window.write_added(state, event, told, weight)
+        if self.window.measures_noise:
+            self.window.see_first(needed)
+        return full
+
+    def applicable(self) -> Tensor:
+        """True if the open window may be applied: no overflow, a norm within ``skip_norm``, a weight above 0. A bool Tensor."""
+        self.window.note_decision()
+        return self.window.notes.applied & self.window.true
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """The open window's gradient: divided, unscaled, clipped; in the parameters' order and dtypes. Changes nothing."""
+        self.window.note_decision()
+        return self.window.gradients(self.window.notes.divisor.value())
+
+    def clear(self) -> Tensor:
+        """Close the window: count it as an update or as skipped, adjust the loss scale, forget the sums. Returns ``applicable()``."""
+        self.window.note_decision()
+        self.window.finish(False)
+        return self.window.notes.applied & self.window.true
+
+
+def _workers_error() -> UsageError:
+    expected = "False, because the end of a window that workers share is one call, and here the caller makes it of several"
+    return explain(
+        UsageError,
+        "data_parallel",
+        expected=expected,
+        got=True,
+        fix="Wrap the optimizer: gradaccum.wrap(optimizer, steps=4, data_parallel=True).",
+    )
+
+
+def _masters_error() -> ArgumentValueError:
+    expected = "False, because an accumulation alone has no optimizer to work on them"
+    return explain(
+        ArgumentValueError, "master_weights", expected=expected, got=True, fix="Wrap the optimizer: gradaccum.wrap(optimizer, steps=4)."
+    )

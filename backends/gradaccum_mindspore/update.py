@@ -1,4 +1,9 @@
-"""An update: the inner optimizer's call, the rounding of masters after it, and whether an update that raised was made."""
+"""The inner optimizer's call, the rounding of masters after it, whether a call that raised made its update, and its own loss scale.
+
+`mindspore.nn.SGD(..., loss_scale=1024.0)` divides each gradient it is handed by 1024. That is one half of MindSpore's pair for a static
+scale; the other half, `mindspore.amp.FixedLossScaleManager` or ``sens=``, multiplies the loss. So it counts as the loss scale here, and
+norms are norms of the true gradient. The inner optimizer gets the window's gradient times that scale, and divides by it as it would alone.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,32 @@ from typing import Any, Literal
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
-from gradaccum import UsageError
-from gradaccum.kit import explain
-from gradaccum_mindspore.masters import Masters
-from gradaccum_mindspore.types import Gradients, Optimizer
+from gradaccum import ArgumentValueError, UsageError
+from gradaccum.kit import Options, ScaleRule, explain
+from gradaccum_mindspore.parameters import Masters, Optimizer
+from gradaccum_mindspore.sums import Gradients
+
+
+def inner_scale(inner: Optimizer) -> float:
+    """The scale that `inner` divides gradients by; 1 for an optimizer that has no loss scale."""
+    return float(getattr(inner, "loss_scale", 1.0))
+
+
+def with_inner_scale(options: Options, inner: Optimizer) -> Options:
+    """`options` with the inner optimizer's loss scale.
+
+    Raises:
+        ArgumentValueError: there are two loss scales; each gradient would be divided twice.
+    """
+    scale = inner_scale(inner)
+    if scale == 1:
+        return options
+    if options.scale_rule != ScaleRule():
+        expected, found = f"None, because the optimizer divides by its own loss_scale={scale:g}", f"{options.scale_rule.init_scale:g}"
+        fix = "Leave loss_scale out of the optimizer: gradaccum.wrap(nn.SGD(parameters, 0.1), steps=4, loss_scale=1024.0)."
+        raise explain(ArgumentValueError, "loss_scale", expected=expected, found=found, fix=fix)
+    return options._replace(scale_rule=ScaleRule(init_scale=scale))
+
 
 Made = Literal["not", "half", "whole"]
 """How far an update came."""
@@ -61,7 +88,7 @@ class Update(nn.Cell):  # type: ignore[misc]
 
 @cache
 def adds_in_place(device: str) -> bool:
-    """Whether ``Parameter.add_`` adds in PyNative on `device`, the current one. MindSpore 2.10 returns the sum alone on a CPU."""
+    """True if ``Parameter.add_`` adds in PyNative on `device`, the current one. MindSpore 2.10 returns the sum alone on a CPU."""
     tried = Parameter(Tensor([0.0], ms.float32), name="tried")
     tried.add_(Tensor([1.0], ms.float32))
     return bool(tried.asnumpy()[0] == 1.0)

@@ -62,6 +62,6 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that raises inside `mindspore.value_and_grad` of its own leaves MindSpore recording: the next would be slow, or fail."""
     yield
     if request.path.name.startswith("test_mindspore"):
-        from gradaccum_mindspore.recorded import forget_recorded
+        from gradaccum_mindspore.private import forget_recorded
 
         forget_recorded()

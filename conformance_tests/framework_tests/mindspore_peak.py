@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from gradaccum_mindspore.recomputation import recompute
+from gradaccum_mindspore.recomputation.module import recompute
 
 X = Tensor(np.random.RandomState(0).randn(2048, 256).astype(np.float32))
 

@@ -5,7 +5,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from conformance_tests.framework_tests.mindspore_common import set_mode
-from gradaccum_mindspore.recomputation import recompute
+from gradaccum_mindspore.recomputation.module import recompute
 
 RNG = np.random.RandomState(0)
 X = Tensor(RNG.randn(6, 4).astype(np.float32))

@@ -22,7 +22,7 @@ from gradaccum_mindspore.large_batch.auto import is_out_of_memory  # noqa: E402
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad  # noqa: E402
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
-from gradaccum_mindspore.recomputation import recompute  # noqa: E402
+from gradaccum_mindspore.recomputation.module import recompute  # noqa: E402
 
 ITEMS = 8
 X = np.random.RandomState(0).randn(ITEMS, 4).astype(np.float32)

@@ -22,7 +22,8 @@ from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E
     trained,
 )
 from conformance_tests.framework_tests.mindspore_towers import IMAGES, LOSSES, TEXTS, Towers, info_nce  # noqa: E402
-from gradaccum_mindspore.large_batch import coupled_value_and_grad, value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
 
 TOLERANCE = 1e-13
 

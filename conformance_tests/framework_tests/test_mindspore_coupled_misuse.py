@@ -14,7 +14,7 @@ import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, in_mode, tensors, trained  # noqa: E402
 from conformance_tests.framework_tests.mindspore_towers import IMAGES  # noqa: E402
-from gradaccum_mindspore.large_batch import coupled_value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad  # noqa: E402
 
 
 def test_other_randomness_is_noticed():

@@ -15,8 +15,8 @@ import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import X, Y, make_net, pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_graphs import saved_graphs  # noqa: E402
 from conformance_tests.framework_tests.test_mindspore_counts import operators  # noqa: E402
-from gradaccum_mindspore import TrainOneStepCell, host_window, load_checkpoint_into  # noqa: E402
-from gradaccum_mindspore.norm import measure  # noqa: E402
+from gradaccum_mindspore import TrainOneStepCell, load_checkpoint_into, training  # noqa: E402
+from gradaccum_mindspore.sums import measure  # noqa: E402
 
 OPTIONS = {
     "checked": {},
@@ -135,7 +135,7 @@ def test_interrupted_end_leaves_the_window_open(monkeypatch):
     cell, other = make_cell("graph"), make_cell("graph")
     take(cell, 3, 4)
     with monkeypatch.context() as patch:
-        patch.setattr(host_window.HostWindow, "decision", stops)
+        patch.setattr(training.HostWindow, "decision", stops)
         with pytest.raises(Stop):
             take(cell, 5)
     with pytest.raises(gradaccum.UsageError, match="holds 3"):

@@ -13,7 +13,7 @@ from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import two_parameters, values  # noqa: E402
-from gradaccum_mindspore import load_checkpoint_into, masters, pynative_sums, pynative_window  # noqa: E402
+from gradaccum_mindspore import load_checkpoint_into, parameters, sums, window  # noqa: E402
 
 
 class Stop(BaseException):
@@ -82,7 +82,7 @@ def test_missed_update_is_made_by_flush(monkeypatch):
 def test_interrupted_rounding_is_finished(monkeypatch):
     """The interrupt comes after the first of two masters was rounded into the model."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(ms.float16), 1.0), steps=1, master_weights=True)
-    monkeypatch.setattr(masters, "write", StopsAt(masters.write, 2))
+    monkeypatch.setattr(parameters, "write", StopsAt(parameters.write, 2))
     raises(lambda: optimizer(gradients(3.0, ms.float16)))
     assert (values(optimizer), counted(optimizer)) == ([-2.0, -2.0], (0, 1))
 
@@ -92,7 +92,7 @@ def test_interrupted_rounding_is_finished(monkeypatch):
 def test_interrupted_close_is_finished(part, value, monkeypatch):
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=1)
     if part == "clear":
-        monkeypatch.setattr(pynative_sums, "write", StopsAt(pynative_sums.write, 2))
+        monkeypatch.setattr(sums, "write", StopsAt(sums.write, 2))
     else:
         monkeypatch.setattr(optimizer.storage, "_assign", StopsAt(optimizer.storage._assign, 3), raising=False)
     raises(lambda: optimizer(gradients(value)))
@@ -104,7 +104,7 @@ def test_interrupted_close_is_finished(part, value, monkeypatch):
 def test_interrupted_discard_is_finished(monkeypatch):
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     optimizer(gradients(7.0))
-    monkeypatch.setattr(pynative_sums, "write", StopsAt(pynative_sums.write, 2))
+    monkeypatch.setattr(sums, "write", StopsAt(sums.write, 2))
     raises(optimizer.discard)
     assert counted(optimizer) == (0, 0)
     optimizer(gradients(1.0))
@@ -115,7 +115,7 @@ def test_interrupted_discard_is_finished(monkeypatch):
 def test_first_micro_batch_can_be_retried(monkeypatch):
     """An empty window's sums are cleared again after the failure."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
-    monkeypatch.setattr(pynative_window, "add_into", StopsAt(pynative_window.add_into, 2))
+    monkeypatch.setattr(window, "add_into", StopsAt(window.add_into, 2))
     raises(lambda: optimizer(gradients(2.0)))
     assert counted(optimizer) == (0, 0)
     optimizer(gradients(2.0))
@@ -128,7 +128,7 @@ def test_half_added_micro_batch_skips_the_window(policy, monkeypatch, tmp_path):
     """The sums can be neither used nor restored, so the window counts as an overflow, also after a resume."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2, on_overflow=policy)
     optimizer(gradients(2.0))
-    monkeypatch.setattr(pynative_window, "add_into", StopsAt(pynative_window.add_into, 2))
+    monkeypatch.setattr(window, "add_into", StopsAt(window.add_into, 2))
     raises(lambda: optimizer(gradients(4.0)))
     assert counted(optimizer) == (1, 0)
     ms.save_checkpoint(optimizer, str(tmp_path / "interrupted.ckpt"))
@@ -145,7 +145,7 @@ def test_failure_before_adding_changes_nothing(monkeypatch):
     """Scaling by the weight raises, for example because memory runs out."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     optimizer(gradients(2.0), 2)
-    monkeypatch.setattr(pynative_sums, "scaled", StopsAt(pynative_sums.scaled, 1))
+    monkeypatch.setattr(sums, "scaled", StopsAt(sums.scaled, 1))
     raises(lambda: optimizer(gradients(4.0), 2))
     optimizer(gradients(4.0), 2)
     assert values(optimizer) == [-2.0, -2.0]

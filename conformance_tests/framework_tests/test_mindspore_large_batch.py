@@ -27,7 +27,7 @@ from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E
     trained,
 )
 from gradaccum import ArgumentValueError  # noqa: E402
-from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
 
 TOLERANCE = 1e-13
 Pair = namedtuple("Pair", "x y")

@@ -13,7 +13,8 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_large_batch import MODES, in_mode, tensors  # noqa: E402
-from gradaccum_mindspore.large_batch import value_and_grad, value_and_update  # noqa: E402
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
 
 
 @pytest.mark.parametrize("mode", MODES)

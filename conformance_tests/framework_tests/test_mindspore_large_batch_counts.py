@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, ops  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_graphs import saved_graphs  # noqa: E402
 from conformance_tests.framework_tests.mindspore_large_batch import in_mode  # noqa: E402
-from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
 
 SHAPE = (37, 41)
 

@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor  # noqa: E402
 
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_large_batch import in_mode  # noqa: E402
-from gradaccum_mindspore.large_batch import value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
 
 
 @pytest.mark.parametrize("mode", ["pynative", "jit"])

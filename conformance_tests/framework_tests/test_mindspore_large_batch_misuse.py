@@ -14,7 +14,8 @@ import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode, seed, tensors  # noqa: E402, F401
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError  # noqa: E402
-from gradaccum_mindspore.large_batch import value_and_grad, value_and_update  # noqa: E402
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
 
 X = np.arange(10.0).reshape(5, 2)
 

@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode  # noqa: E402
-from gradaccum_mindspore.large_batch import value_and_update  # noqa: E402
+from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
 
 X = np.array([1.0, 2.0, 3.0, -4.0, 6.0])
 """The gradient of mean(w x) by w is the mean of x, 1.6."""

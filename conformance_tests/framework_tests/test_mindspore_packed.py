@@ -12,9 +12,8 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 from conformance_tests.framework_tests.mindspore_common import set_mode  # noqa: E402
-from gradaccum_mindspore import packed  # noqa: E402
-from gradaccum_mindspore.norm import ROW, compiled_measure, norm_over, robust_measure  # noqa: E402
-from gradaccum_mindspore.packed import SMALL, Packed  # noqa: E402
+from gradaccum_mindspore import sums  # noqa: E402
+from gradaccum_mindspore.sums import ROW, SMALL, Packed, compiled_measure, norm_over, robust_measure  # noqa: E402
 
 SHAPES = {
     "one": [(3,)],
@@ -92,8 +91,8 @@ def test_large_sums_are_not_copied():
 
 
 def test_joined_sums_have_a_limit(monkeypatch):
-    monkeypatch.setattr(packed, "JOINED", 12)
-    sums = [Parameter(Tensor(np.full(size, place, np.float32)), name=f"sum{place}") for place, size in enumerate((9, 4, 8, 3))]
-    joined, *others = Packed(sums, ms.float32)()
+    monkeypatch.setattr(sums, "JOINED", 12)
+    totals = [Parameter(Tensor(np.full(size, place, np.float32)), name=f"sum{place}") for place, size in enumerate((9, 4, 8, 3))]
+    joined, *others = Packed(totals, ms.float32)()
     assert joined.asnumpy().tolist() == [3.0] * 3 + [1.0] * 4, "the smallest that are together within the limit"
-    assert others == [sums[0], sums[2]]
+    assert others == [totals[0], totals[2]]

@@ -13,8 +13,8 @@ import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 import gradaccum  # noqa: E402
-from gradaccum_mindspore import pynative_sums  # noqa: E402
-from gradaccum_mindspore.norm import measure  # noqa: E402
+from gradaccum_mindspore import sums  # noqa: E402
+from gradaccum_mindspore.sums import measure  # noqa: E402
 
 SHAPES = ((), (7,), (3, 5), (130, 100))
 """The last has more elements than a row of the norm, and not a multiple of it."""
@@ -26,7 +26,7 @@ WORK = {"float16": "float32", "float32": "float32", "float64": "float64"}
 def way(request, monkeypatch):
     """Runs the test by NumPy, as on a CPU, and by MindSpore's operators, as on other devices."""
     if request.param == "operators":
-        monkeypatch.setattr(pynative_sums, "array_of", lambda tensor: None)
+        monkeypatch.setattr(sums, "array_of", lambda tensor: None)
 
 
 def arrays(dtype):
@@ -52,8 +52,8 @@ def test_one_bad_element_is_found(way, bad, position):
     values = np.ones(13_000, np.float32)
     values[position] = bad
     assert not measure([Tensor(values)], ms.float32)[1]
-    assert not pynative_sums.all_finite(Tensor(values))
-    assert pynative_sums.all_finite(Tensor(np.ones(3, np.float32)))
+    assert not sums.all_finite(Tensor(values))
+    assert sums.all_finite(Tensor(np.ones(3, np.float32)))
 
 
 def test_norm_survives_overflowing_squares(way):
@@ -68,7 +68,7 @@ def test_norm_survives_overflowing_squares(way):
 def test_division_is_rounded_once(way, total, handed, divisor):
     """In the sum's dtype, or in float32 for a float16 sum."""
     float_dtype = ms.float64 if total == "float64" else ms.float32
-    found = pynative_sums.divided(tensors(total), divisor, [getattr(ms, handed)] * len(SHAPES), float_dtype)
+    found = sums.divided(tensors(total), divisor, [getattr(ms, handed)] * len(SHAPES), float_dtype)
     work = np.dtype(WORK[total])
     for tensor, array in zip(found, arrays(total), strict=True):
         assert tensor.dtype == getattr(ms, handed)
@@ -81,18 +81,18 @@ def test_division_is_rounded_once(way, total, handed, divisor):
 def test_scaling_rounds_to_the_sums_dtype(way, own, total, factor):
     work = np.dtype(WORK[total])
     for tensor, array in zip(tensors(own), arrays(own), strict=True):
-        found = pynative_sums.scaled(tensor, factor, getattr(ms, total))
+        found = sums.scaled(tensor, factor, getattr(ms, total))
         assert found.dtype == getattr(ms, total)
         np.testing.assert_array_equal(found.asnumpy(), (array.astype(work) * work.type(factor)).astype(total))
 
 
 def test_bfloat16_is_left_to_operators():
     half = Tensor(np.array([1.0, 3.0], np.float32)).astype(ms.bfloat16)
-    assert pynative_sums.array_of(half) is None
-    (found,) = pynative_sums.divided([Tensor(np.array([2.0], np.float32))], 4.0, [ms.bfloat16], ms.float32)
+    assert sums.array_of(half) is None
+    (found,) = sums.divided([Tensor(np.array([2.0], np.float32))], 4.0, [ms.bfloat16], ms.float32)
     assert found.dtype == ms.bfloat16
     assert found.astype(ms.float32).asnumpy() == [0.5]
-    np.testing.assert_array_equal(pynative_sums.scaled(half, 0.5, ms.float32).asnumpy(), [0.5, 1.5])
+    np.testing.assert_array_equal(sums.scaled(half, 0.5, ms.float32).asnumpy(), [0.5, 1.5])
 
 
 class Nothing(nn.Optimizer):

@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_recompute_cells import HOW, Block, Net, Unread, X, equal, gradients, make, sequence  # noqa: E402
-from gradaccum_mindspore.recomputation import recompute  # noqa: E402
+from gradaccum_mindspore.recomputation.module import recompute  # noqa: E402
 
 pytestmark = HOOKS
 

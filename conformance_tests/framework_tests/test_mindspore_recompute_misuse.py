@@ -13,7 +13,7 @@ from mindspore import nn, ops  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_recompute_cells import Block, Net, X, equal, gradients, make  # noqa: E402
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError  # noqa: E402
-from gradaccum_mindspore.recomputation import recompute  # noqa: E402
+from gradaccum_mindspore.recomputation.module import recompute  # noqa: E402
 
 pytestmark = HOOKS
 

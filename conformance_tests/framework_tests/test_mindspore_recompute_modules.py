@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 from conformance_tests.framework_tests.mindspore_common import HOOKS, MODES, pynative_after  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_recompute_cells import X, equal, gradients, make, sequence  # noqa: E402
-from gradaccum_mindspore.recomputation import recompute  # noqa: E402
+from gradaccum_mindspore.recomputation.module import recompute  # noqa: E402
 
 pytestmark = HOOKS
 

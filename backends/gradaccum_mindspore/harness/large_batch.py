@@ -27,7 +27,9 @@ from gradaccum_mindspore.harness.couplings import COUPLINGS
 from gradaccum_mindspore.harness.session import MindSporeHarness, MindSporeSession, context_mode
 from gradaccum_mindspore.harness.trainer import build_network, ms_dtype, plain
 from gradaccum_mindspore.harness.workers import MindSporeWorkers
-from gradaccum_mindspore.large_batch import coupled_value_and_grad, value_and_grad, value_and_update
+from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
+from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
+from gradaccum_mindspore.large_batch.value_and_update import value_and_update
 from gradaccum_mindspore.sums import write
 
 

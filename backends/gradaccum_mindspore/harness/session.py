@@ -21,8 +21,8 @@ from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State, require_weight
 from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session, Setup, View
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
-from gradaccum_mindspore.checkpoint import load_checkpoint_into
 from gradaccum_mindspore.harness.trainer import MASTER, Trainer, plain
+from gradaccum_mindspore.saving import load_checkpoint_into
 
 FILE = "session.ckpt"
 REPORTS = TemporaryDirectory()

@@ -1,16 +1,20 @@
-"""``micro_batch_size="auto"``: when memory runs out, the call starts over with micro-batches of half the size.
+"""Micro-batches of automatic size: with ``micro_batch_size="auto"`` the call starts over with half the size when memory runs out.
 
 The call itself puts back what it has moved when it raises: statistics, an optimizer's window, the counters of random numbers. What is left
 to do here is to tell an error of memory from others, to free what the failed attempt still holds before memory is asked for again, and to
 let a second attempt draw what the first one drew. MindSpore's errors of memory have no class of their own: their texts are known.
-
 Workers need no vote. Nothing is exchanged before the end of a window, so one worker may halve alone while the others wait for it there.
+
+A CPU has no limit to ask for. ``memory_limit=`` counts what PyNative mode keeps for the backward pass, each memory once. The batch and the
+Parameters are there whatever the size of a micro-batch, so they do not count. What the backward pass itself makes does not count either, a
+recomputed segment's activations among it: MindSpore records it as if it were to be differentiated once more. Compiled code keeps its
+memory to itself.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -20,11 +24,80 @@ from mindspore import Tensor
 from gradaccum import AutoMicroBatchSize, GradAccumError, UsageError
 from gradaccum.kit import Division, explain, free_frames, leaves_of, unknown_limit_error
 from gradaccum_mindspore.checks import require_mindspore
-from gradaccum_mindspore.large_batch.batch import Batch, items_of
-from gradaccum_mindspore.large_batch.memory_limit import MemoryLimitError, within
-from gradaccum_mindspore.large_batch.options import SplitOptions
-from gradaccum_mindspore.large_batch.randomness import DEPTH, cells_of
-from gradaccum_mindspore.large_batch.replay import Replay
+from gradaccum_mindspore.large_batch.batch import Batch, SplitOptions, items_of
+from gradaccum_mindspore.large_batch.replay import DEPTH, Replay, cells_of
+from gradaccum_mindspore.recomputation.function import detached
+
+
+class MemoryLimitError(MemoryError):
+    """Autograd would keep more than the limit: a smaller micro-batch may help."""
+
+
+def within(limit: int | None, existing: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """A context in which autograd may keep `limit` bytes beside those of the tensors that are `existing`; None: any number.
+
+    The operation that would keep more raises `MemoryLimitError`.
+    """
+    if limit is None:
+        return nullcontext()
+    ledger = Ledger(limit, existing)
+    return ms.saved_tensors_hooks(ledger.keep, Kept.handed_out)  # type: ignore[no-any-return]
+
+
+class Ledger:
+    """The memory that autograd keeps now, by its address."""
+
+    def __init__(self, limit: int, existing: Iterable[Tensor]) -> None:
+        self._limit, self._bytes = limit, 0
+        self._existing = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in existing]
+        self._users: dict[int, int] = {}
+        self._backward = False
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Count `tensor`, of any shape and dtype, until what is returned is freed.
+
+        Raises:
+            MemoryLimitError: it would exceed the limit; it is not counted then.
+        """
+        address, size = tensor.data_ptr(), tensor.nbytes
+        if self._backward or any(start <= address < end for start, end in self._existing):
+            return Kept(tensor, None, address, 0)
+        added = 0 if address in self._users else size
+        if self._bytes + added > self._limit:
+            raise MemoryLimitError(f"autograd would keep {self._bytes + added} bytes, and memory_limit is {self._limit}")
+        self._bytes += added
+        self._users[address] = self._users.get(address, 0) + 1
+        return Kept(tensor, self, address, size)
+
+    def hand_out(self) -> None:
+        """A backward pass has begun. It ends when nothing is kept any more."""
+        self._backward = True
+
+    def release(self, address: int, size: int) -> None:
+        """One of those who keep this memory has let go."""
+        self._users[address] -= 1
+        if not self._users[address]:
+            del self._users[address]
+            self._bytes -= size
+        self._backward = self._backward and bool(self._users)
+
+
+class Kept:
+    """A tensor that autograd keeps, counted as long as it does. Detached: an output that kept itself would never be freed."""
+
+    def __init__(self, tensor: Tensor, ledger: Ledger | None, address: int, size: int) -> None:
+        self._tensor, self._ledger, self._address, self._size = detached(tensor), ledger, address, size
+
+    def handed_out(self) -> Any:
+        """The tensor, for the backward pass."""
+        if self._ledger is not None:
+            self._ledger.hand_out()
+        return self._tensor
+
+    def __del__(self) -> None:
+        if self._ledger is not None:
+            self._ledger.release(self._address, self._size)
+
 
 Run: TypeAlias = Callable[[Batch, Division], Any]
 """A whole call with a given division; if it raises, it puts back what it has moved, and raises that."""
@@ -69,7 +142,7 @@ def fitted(run: Run, fn: object, sizes: AutoMicroBatchSize, batch: Batch, option
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller micro-batch may help."""
+    """True if a smaller micro-batch may help."""
     if isinstance(error, GradAccumError):
         return False
     said = str(error).lower()

@@ -1,20 +1,262 @@
-"""How a batch of nested arrays is divided, seen from Python: which leaves have items, how many, and the leaves of one micro-batch.
+"""The large batch and its micro-batches: the options of the call, the leaves that have items, what each micro-batch weighs.
 
-The core says where to cut. What stands here knows that a leaf is a `mindspore.Tensor` or a NumPy array.
+The core says where to cut. What stands here knows that a leaf is a `mindspore.Tensor` or a NumPy array. The core walks nests as Python,
+which MindSpore's compiler cannot follow. So `leaves_in`, `nest_in` and what uses them walk tuples, lists, dicts and leaves in compiled
+code: every ``if`` there asks about a type or a structure, so that it is decided while compiling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import COOTensor, CSRTensor, Parameter, Tensor, nn, ops
+from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import Cut, Division, Nest, divided, explain, is_column, leaves_of, mark_lists, require_one_size, spread, with_leaves
-from gradaccum_mindspore.large_batch.options import SplitOptions
-from gradaccum_mindspore.large_batch.weights import item_weights
+from gradaccum.kit import (
+    ITEMS,
+    Cut,
+    Division,
+    Nest,
+    Options,
+    divided,
+    explain,
+    is_column,
+    item_weights_error,
+    leaves_of,
+    make_division,
+    make_options,
+    mark_lists,
+    moving_weight_error,
+    require_kind,
+    require_one_size,
+    spread,
+    with_leaves,
+)
+from gradaccum_mindspore.checks import weight_as_number
+from gradaccum_mindspore.large_batch.replay import DEPTH, named_by
+from gradaccum_mindspore.sums import sum_dtype
+
+
+def as_array(weights: Any, items: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Per-item weights as float64 of shape (items,).
+
+    Raises:
+        ArgumentValueError: they are not one finite number >= 0 for each item.
+    """
+    given = weights.asnumpy() if isinstance(weights, Tensor) else weights
+    try:
+        array = np.asarray(given, np.float64)
+    except (TypeError, ValueError):
+        raise item_weights_error(items, f"an object of type {type(weights).__name__}") from None
+    if array.shape != (items,):
+        raise item_weights_error(items, f"shape {array.shape}")
+    if not (np.isfinite(array).all() and (array >= 0).all()):
+        raise item_weights_error(items, str(array[~(np.isfinite(array) & (array >= 0))][0]))
+    return array
+
+
+def item_weights(weight: Any, singles: Iterable[tuple[Nest, ...]], items: int) -> list[float]:
+    """The weight of each item; `singles` are the micro-batches of one item, about which a callable is asked."""
+    if callable(weight):
+        return [weight_as_number(weight(*single)) for single in singles]
+    return [float(each) for each in as_array(weight, items)]
+
+
+def weight_of(weight: Any, arguments: tuple[Nest, ...], items: int | None, cut: Cut | None, total: int | None) -> float:
+    """The weight of one micro-batch.
+
+    Args:
+        weight: the option.
+        arguments: the micro-batch.
+        items: how many items it has; None if nobody knows.
+        cut: where it was cut from the batch.
+        total: the items of the batch.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: the weight is no finite number >= 0, or cannot be known.
+    """
+    if callable(weight):
+        given = weight(*arguments)
+        if given is None:
+            fix = "Return the number of tokens, say: weight=lambda x, mask: mask.sum()."
+            raise explain(ArgumentValueError, "weight", expected="a function that returns a number", found="None", fix=fix)
+        return weight_as_number(given)
+    if weight is not None:
+        if cut is None or total is None:
+            raise _unknown_error("per-item weights beside a split of your own, which may order items anew")
+        return float(as_array(weight, total)[cut.start : cut.stop].sum())
+    if items is None:
+        raise _unknown_error("a micro-batch of your own split whose leaves have different lengths")
+    return float(items)
+
+
+def constant(weight: Any, positions: tuple[int, ...], parameters: Sequence[Parameter]) -> Any:
+    """`weight`, but a callable that may depend on what is differentiated raises if it does: its derivative is no part of the gradients.
+
+    Args:
+        weight: the option, of a reduction that divides by weights.
+        positions: the arguments that are differentiated by.
+        parameters: what `moving` returned.
+    """
+    if not callable(weight) or not (positions or parameters):
+        return weight
+
+    def checked(*arguments: Nest) -> Any:
+        given, mode = weight(*arguments), ms.get_context("mode")
+        if isinstance(given, Tensor) and given.is_floating_point():
+            ms.set_context(mode=ms.PYNATIVE_MODE)  # Graph mode cannot read a lambda inside a call.
+            try:
+                slopes = ms.grad(weight, positions or None, parameters or None)(*arguments)
+            finally:
+                ms.set_context(mode=mode)
+            leaves: list[Tensor] = [leaf.value for leaf in leaves_of(slopes)]
+            if any(leaf.asnumpy().any() for leaf in leaves):
+                fix = "Leave it out of grad_position= and weights=; or weigh by what ops.stop_gradient gives, if fn divides by that too."
+                raise moving_weight_error(fix)
+        return given
+
+    return checked
+
+
+def moving(weight: Any, parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
+    """Those of `parameters` that a callable `weight` names, itself or through a Cell, so that it may depend on them."""
+    named: set[int] = set()
+    for each in named_by(weight, DEPTH):
+        named.update(map(id, each.get_parameters() if isinstance(each, nn.Cell) else [each]))
+    return tuple(each for each in parameters if id(each) in named)
+
+
+def _unknown_error(found: str) -> ArgumentValueError:
+    fix = "Write weight= a callable of the micro-batch that returns its number of items or tokens."
+    return explain(ArgumentValueError, "weight", expected="a way to weigh each micro-batch", found=found, fix=fix)
+
+
+class SplitOptions(NamedTuple):
+    """How a batch is divided, how its micro-batches weigh, and how their other outputs merge."""
+
+    division: Division
+    reduction: Options
+    """The options of a window that the caller closes: for `gradaccum.kit.contribution` and `divisor`."""
+    weight: Any
+    """A callable of a micro-batch's arguments, one number per item, or None for the number of items."""
+    axes: Nest
+    """The axis of the items, for each leaf below it."""
+    split: Callable[..., Any] | None
+    """The user's own function that divides, or None."""
+    aux: Nest
+    """How the other outputs merge; None where there are none."""
+    accumulate_dtype: object
+    """The dtype of the sums of gradients, as for `gradaccum.wrap`."""
+
+
+def split_options(
+    has_aux: bool,
+    reduction: Options,
+    *,
+    steps: object = None,
+    micro_batch_size: object = None,
+    micro_batch_weight: object = None,
+    weight: Any = None,
+    axes: Nest = 0,
+    split: Any = None,
+    aux: Nest = None,
+    accumulate_dtype: object = None,
+) -> SplitOptions:
+    """Check the keyword options of `value_and_grad` and of its like.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: naming the option that is wrong.
+    """
+    division = make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
+    if split is not None:
+        require_split(split, division)
+    if weight is not None and not callable(weight):
+        require_array(weight)
+    require_aux(has_aux, aux)
+    sum_dtype(ms.float32, accumulate_dtype)
+    return SplitOptions(division, reduction, weight, axes, split, aux, accumulate_dtype)
+
+
+def with_constant_weight(options: SplitOptions, positions: tuple[int, ...], parameters: Sequence[Parameter]) -> SplitOptions:
+    """`options` whose weight raises if it depends on the arguments at `positions` or on `parameters`, which are differentiated."""
+    if options.reduction.reduction == "sum":
+        return options
+    return options._replace(weight=constant(options.weight, positions, moving(options.weight, parameters)))
+
+
+def plain_reduction(reduction: str) -> Options:
+    """The options of the arithmetic that the core does for a bare `reduction`."""
+    return make_options(None, reduction=reduction)
+
+
+def require_function(argument: str, function: object) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        ArgumentTypeError: `function` is no function and no Cell.
+    """
+    if not callable(function):
+        raise explain(ArgumentTypeError, argument, expected="a function or Cell", got=function, fix="Write def forward(x, y): ...")
+
+
+def require_split(split: Any, division: Division) -> None:
+    """Refuse a split that cannot be called as it will be.
+
+    Raises:
+        ArgumentTypeError: it is no function, or takes no ``steps`` where these are given.
+    """
+    if not callable(split):
+        fix = "Write a function of the batch that yields micro-batches."
+        raise explain(ArgumentTypeError, "split", expected="a function", got=split, fix=fix)
+    if division.steps is not None and not _takes_steps(split):
+        fix = "Write def split(x, y, steps): ..., or leave steps out."
+        raise explain(ArgumentTypeError, "split", expected="a function that takes steps=", got=split, fix=fix)
+
+
+def require_array(weight: Any) -> None:
+    """Refuse a weight that has no length.
+
+    Raises:
+        ArgumentTypeError: it has none.
+    """
+    if not hasattr(weight, "__len__") or isinstance(weight, str | dict):
+        expected = "a callable of the micro-batch, or one number per item"
+        raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix="Write weight=lambda x, mask: mask.sum(), say.")
+
+
+def require_aux(has_aux: bool, aux: Nest) -> None:
+    """Refuse an aux that nobody returns, one that nobody declared, and an unknown kind.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: it is so.
+    """
+    if not isinstance(has_aux, bool):
+        raise explain(ArgumentTypeError, "has_aux", expected="a bool", got=has_aux, fix="Write has_aux=True.")
+    if has_aux and aux is None:
+        fix = "Write aux='mean', or a nest of kinds like the other outputs."
+        raise explain(ArgumentValueError, "aux", expected="how each other output merges, beside has_aux=True", found="none", fix=fix)
+    if aux is not None and not has_aux:
+        fix = "Write has_aux=True and return (loss, aux), or leave aux out."
+        raise explain(ArgumentValueError, "has_aux", expected="True beside aux", found="False", fix=fix)
+    if aux is not None:
+        for kind in _kinds_in(aux):  # Not leaves_of: it takes a tuple of texts for one leaf, a column.
+            require_kind(kind)
+
+
+def _kinds_in(declared: Any) -> list[Any]:
+    inside = declared.values() if isinstance(declared, dict) else declared if isinstance(declared, list | tuple) else None
+    return [declared] if inside is None else [kind for each in inside for kind in _kinds_in(each)]
+
+
+def _takes_steps(split: Any) -> bool:
+    parameters = inspect.signature(split).parameters.values()
+    return any(p.name == "steps" or p.kind is p.VAR_KEYWORD for p in parameters)
+
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None))
 """A leaf that is one plain value has no items, and is given whole to each micro-batch."""
@@ -160,3 +402,155 @@ def _checked(given: Any, steps: int | None) -> Iterator[MicroBatch]:
 def _split_error(found: str) -> ArgumentTypeError:
     fix = "Write: yield x[:4], y[:4] for each micro-batch; with steps= the function gets steps too."
     return explain(ArgumentTypeError, "split", expected="an iterable of micro-batches, each a tuple of arguments", found=found, fix=fix)
+
+
+EMPTY = object()
+"""Stands for what a nest holds, where only its outline is asked for."""
+
+
+def sizes_of(nest: Any, axes: Any, path: str) -> tuple[tuple[Any, ...], ...]:
+    """(path, length along its axis) of each leaf that is divided, and (path, length, brackets) of each list that may be one of items."""
+    found: tuple[tuple[Any, ...], ...] = ()
+    if isinstance(nest, (tuple, list)):
+        check_prefix(axes, len(nest), "axes")
+        kinds: tuple[Any, ...] = ()
+        for place in range(len(nest)):
+            kinds = (*kinds, kind_of(nest[place]))
+        found = doubtful_list(kinds, axes, path, "()" if isinstance(nest, tuple) else "[]")
+        for place in range(len(nest)):
+            found = found + sizes_of(nest[place], axis_at(axes, place), path + "[" + str(place) + "]")
+    elif isinstance(nest, dict):
+        check_keys(axes, tuple(nest.keys()), "axes")
+        for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
+            found = found + sizes_of(nest[key], axis_of(axes, key), path + "['" + key + "']")
+    elif isinstance(nest, (COOTensor, CSRTensor)):
+        check_dense(axes, path)
+    elif isinstance(nest, Tensor):
+        found = size_of(nest.shape, axes, path)
+    return found
+
+
+def kind_of(nest: Any) -> Any:
+    """What elements of one kind share, as `gradaccum.kit.mark_lists` has it."""
+    if isinstance(nest, Tensor):
+        return "Tensor", nest.dtype, len(nest.shape)
+    if isinstance(nest, (tuple, list, dict)):
+        return "tuple" if isinstance(nest, tuple) else "list" if isinstance(nest, list) else "dict"
+    return "None" if nest is None else "plain"
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def doubtful_list(kinds: tuple[Any, ...], axes: Any, path: str, brackets: str) -> tuple[tuple[str, int, str], ...]:
+    """Path, length and brackets of a list that may be one of items, while compiling; nothing of another one."""
+    found = {kind for kind in kinds if kind != "None"}
+    if axes is None or isinstance(axes, tuple | list) or path == "batch" or not kinds:
+        return ()
+    if axes == ITEMS or found <= {"plain"}:
+        fix = "Call it from Python, or make a Tensor of it; write axes=None if every micro-batch is given it whole."
+        raise explain(ArgumentValueError, path, expected="Tensors to split in compiled code", found="a list of items", fix=fix)
+    return ((path, len(kinds), brackets),) if len(found) == 1 else ()
+
+
+def slices_of(nest: Any, axes: Any, indices: Tensor) -> Any:
+    """The nest with the items `indices`, an int Tensor of shape (items of a micro-batch,), of each leaf that is divided."""
+    if isinstance(nest, (tuple, list)):
+        parts = []
+        for place in range(len(nest)):
+            parts.append(slices_of(nest[place], axis_at(axes, place), indices))
+        return tuple(parts) if isinstance(nest, tuple) else parts
+    if isinstance(nest, dict):
+        named = {}
+        for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
+            named[key] = slices_of(nest[key], axis_of(axes, key), indices)
+        return named
+    if isinstance(nest, Tensor) and axes is not None:
+        return ops.gather(nest, indices, axes)
+    return nest
+
+
+def axis_at(axes: Any, place: int) -> Any:
+    """The part of a prefix nest that is for a place of a tuple or list."""
+    return axes[place] if isinstance(axes, (tuple, list)) else axes
+
+
+def axis_of(axes: Any, key: str) -> Any:
+    """The part of a prefix nest that is for a key of a dict."""
+    return axes[key] if isinstance(axes, dict) else axes
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_prefix(prefix: Any, length: int, argument: str) -> None:
+    """Refuse a `prefix` that is none of a tuple or list of this length, while compiling."""
+    if isinstance(prefix, tuple | list | dict) and (isinstance(prefix, dict) or len(prefix) != length):
+        spread(prefix, tuple((EMPTY,) for _ in range(length)), argument)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_keys(prefix: Any, keys: tuple[str, ...], argument: str) -> None:
+    """Refuse a `prefix` that is none of a dict of these keys, while compiling."""
+    if isinstance(prefix, tuple | list | dict) and (not isinstance(prefix, dict) or tuple(prefix) != keys):
+        spread(prefix, dict.fromkeys(keys, (EMPTY,)), argument)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_dense(axis: Any, path: str) -> None:
+    """Refuse to divide a sparse tensor, while compiling."""
+    if axis is not None:
+        raise no_items_error(path, "a sparse tensor")
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def size_of(shape: tuple[int, ...], axis: Any, path: str) -> tuple[tuple[str, int], ...]:
+    """The length of one leaf with its path, or nothing of a leaf that is given whole."""
+    require_axis(axis)
+    return () if axis is None else ((path, shape_along(shape, axis, path)),)
+
+
+def leaves_in(nest: Any) -> tuple[Any, ...]:
+    """The leaves of a nest of tuples, lists and dicts, in order."""
+    if isinstance(nest, dict):
+        nest = tuple(nest.values())
+    if not isinstance(nest, (tuple, list)):
+        return (nest,)
+    found: tuple[Any, ...] = ()
+    for place in range(len(nest)):
+        found = found + leaves_in(nest[place])
+    return found
+
+
+def filled(nest: Any, leaves: Any) -> Any:
+    """A nest like `nest` with `leaves` in place of its own."""
+    made, _ = _filled(nest, leaves, 0)
+    return made
+
+
+def _filled(nest: Any, leaves: Any, start: int) -> tuple[Any, int]:
+    """The part of a nest that begins with the leaf at `start`, and the place of the leaf after it."""
+    if isinstance(nest, dict):
+        named = {}
+        for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
+            each, start = _filled(nest[key], leaves, start)
+            named[key] = each
+        return named, start
+    if isinstance(nest, (tuple, list)):
+        parts = []
+        for place in range(len(nest)):
+            each, start = _filled(nest[place], leaves, start)
+            parts.append(each)
+        return (tuple(parts) if isinstance(nest, tuple) else parts), start
+    return leaves[start], start + 1
+
+
+def nest_in(places: Any, leaves: tuple[Any, ...]) -> Any:
+    """A nest like `places`, which holds numbers, with the leaf of each number in its place."""
+    if isinstance(places, dict):
+        named = {}
+        for key in places.keys():  # noqa: SIM118 - the compiler iterates over no dict
+            named[key] = nest_in(places[key], leaves)
+        return named
+    if isinstance(places, (tuple, list)):
+        parts = []
+        for each in places:
+            parts.append(nest_in(each, leaves))
+        return tuple(parts) if isinstance(places, tuple) else parts
+    return leaves[places]

@@ -1,4 +1,8 @@
-"""The sums of the gradients of one large batch, in PyNative and where Python calls compiled micro-batches.
+"""The gradients, the loss and the other outputs of the large batch, from a Python loop over its micro-batches.
+
+The loop runs in PyNative, and in graph mode, where each micro-batch is a call of a compiled function. One function is differentiated and
+called again and again, so graph mode compiles it once for each size of micro-batch. Python sees every value here: it checks weights, and
+starts over with smaller micro-batches where memory asks for it.
 
 A gradient of a parameter is a sum over micro-batches. A gradient of an argument that was cut is not: each item's part stands in its own
 micro-batch, so the parts are concatenated. Nothing is added in place, because a gradient may share its memory with the user's batch.
@@ -6,16 +10,38 @@ micro-batch, so the parts are concatenated. Nothing is added in place, because a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from gradaccum.kit import Nest, leaves_of, mapped, with_leaves
-from gradaccum_mindspore.pynative_sums import divided, scaled
-from gradaccum_mindspore.sums import sum_dtype, working_dtype
-from gradaccum_mindspore.types import DType
+from gradaccum import ArgumentValueError
+from gradaccum.kit import (
+    Division,
+    Nest,
+    aux_shape_error,
+    children_of,
+    concatenate_error,
+    contribution,
+    divisor,
+    explain,
+    finished,
+    initial_state,
+    kinds_of,
+    leaves_of,
+    mapped,
+    merged,
+    scalar_loss_error,
+    select,
+    share,
+    spread,
+    with_leaves,
+)
+from gradaccum_mindspore.large_batch.batch import Batch, MicroBatch, SplitOptions, items_of, micro_batches, weight_of
+from gradaccum_mindspore.large_batch.replay import Replay, require_one_stream
+from gradaccum_mindspore.sums import FLOATS, HALF, DType, divided, scaled, sum_dtype, working_dtype
 
 
 class GradientSums:
@@ -81,3 +107,269 @@ def _cast(tensor: Tensor, dtype: DType) -> Tensor:
 
 def _zeros(like: Tensor, dtype: DType) -> Tensor:
     return Tensor(np.zeros(like.shape), dtype)
+
+
+class Operators:
+    """The three operations that the core asks for; they run in compiled code too."""
+
+    def maximum(self, a: Tensor, b: Tensor) -> Tensor:
+        """The larger one, element by element; NaN where either is."""
+        return ops.where((a >= b) | (a != a), a, b)  # ops.maximum forgets a NaN that comes first
+
+    def minimum(self, a: Tensor, b: Tensor) -> Tensor:
+        """The smaller one, element by element; NaN where either is."""
+        return ops.where((a <= b) | (a != a), a, b)
+
+    def widened(self, value: Tensor) -> Tensor:
+        """`value` in the dtype of its sum."""
+        if value.dtype in HALF:
+            return value.astype(ms.float32)
+        return value.astype(ms.int64) if value.dtype == ms.bool_ else value
+
+
+OPERATORS = Operators()
+
+
+class MergedOutputs:
+    """The loss and the other outputs of the micro-batches so far.
+
+    Args:
+        declared: how the other outputs merge: a prefix nest of kinds.
+        loss_kind: how the loss does.
+    """
+
+    def __init__(self, declared: Nest, loss_kind: str) -> None:
+        self.declared, self.loss_kind = declared, loss_kind
+        self.kinds: list[str] = []
+        self.shares: list[Any] = []
+        self.outline: Nest = None
+        self.loss_dtype: DType = ms.float32
+
+    def add(self, value: Nest, items: int | None, weight: float) -> None:
+        """Take in what one micro-batch returned: its loss, or a tuple of its loss and other outputs."""
+        if not self.shares:
+            self.kinds, self.loss_dtype = self._kinds(value), _first(value).dtype
+            self.outline = mapped(lambda leaf: object(), value)
+        leaves = leaves_of(value, "output")
+        if len(leaves) != len(self.kinds):
+            raise _structure_error(len(self.kinds), len(leaves))
+        given = [self._share(kind, leaf.path, leaf.value, items, weight) for kind, leaf in zip(self.kinds, leaves, strict=True)]
+        self.shares = given if not self.shares else [_merged(*each) for each in zip(self.kinds, self.shares, given, strict=True)]
+
+    def finished(self, items: int | None, weight: float, divisor: float) -> Nest:
+        """The large batch's loss, or the tuple of it and the other outputs; `divisor` is the loss's."""
+        loss, *others = (_joined(kind, each) for kind, each in zip(self.kinds, self.shares, strict=True))
+        total = (loss / _number(divisor, loss) if divisor != 1 else loss).astype(self.loss_dtype)
+        rest = [
+            finished(kind, each, _number(items or 1, each), _number(weight or 1, each))
+            for kind, each in zip(self.kinds[1:], others, strict=True)
+        ]
+        return with_leaves(self.outline, iter([total, *rest]))
+
+    def _kinds(self, value: Nest) -> list[str]:
+        if self.declared is None:
+            return [self.loss_kind]
+        _, *others = cast("tuple[Nest, ...]", value)
+        return [self.loss_kind, *kinds_of(self.declared, others[0] if len(others) == 1 else tuple(others))]
+
+    def _share(self, kind: str, path: str, value: Any, items: int | None, weight: float) -> Any:
+        value = value if isinstance(value, Tensor) else Tensor(value)
+        if kind == "concatenate":
+            if value.ndim == 0:
+                raise concatenate_error(path, "a scalar")
+            return [value]
+        if kind == "mean" and items is None:
+            raise _items_error(path)
+        if kind == "weighted_mean" and weight == 0:
+            return ops.zeros_like(OPERATORS.widened(value))  # Not 0 * value: the mean over no tokens is NaN.
+        return share(kind, value, _number(items or 1, value), _number(weight, value), OPERATORS)
+
+
+def require_outputs(value: Any, has_aux: bool) -> None:
+    """Refuse what a loss function may not return.
+
+    Raises:
+        ArgumentValueError: the loss is no scalar, or other outputs come undeclared, or are missing.
+    """
+    if isinstance(value, tuple | list) != has_aux:
+        raise aux_shape_error(f"a {type(value).__name__} of {len(value)}" if not has_aux else "the loss alone", declared=has_aux)
+    loss = _first(value)
+    if not isinstance(loss, Tensor):
+        raise scalar_loss_error(f"an object of type {type(loss).__name__}")
+    require_scalar(tuple(loss.shape), loss.dtype)
+
+
+def require_scalar(shape: tuple[int, ...], dtype: DType) -> None:
+    """Refuse the shape or dtype of a loss; for compiled code too, while it is compiled.
+
+    Raises:
+        ArgumentValueError: the loss is no floating scalar.
+    """
+    if shape:
+        raise scalar_loss_error(f"a Tensor of shape {shape}")
+    if dtype not in FLOATS.values():
+        raise scalar_loss_error(f"a Tensor of dtype {dtype}")
+
+
+def loss_kind(reduction: str) -> str:
+    """How the loss of micro-batches adds up under a reduction: as the gradients do."""
+    return "weighted_mean" if reduction == "mean" else "sum"
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple | list) else value
+
+
+def _number(number: float, like: Tensor) -> Tensor:
+    """A Tensor, because MindSpore rounds a Python number to float32."""
+    return Tensor(number, ms.float64 if like.dtype == ms.float64 else ms.float32)
+
+
+def _merged(kind: str, so_far: Any, given: Any) -> Any:
+    return [*so_far, *given] if kind == "concatenate" else merged(kind, so_far, given, OPERATORS)
+
+
+def _joined(kind: str, parts: Any) -> Tensor:
+    if kind != "concatenate":
+        return parts
+    return parts[0] if len(parts) == 1 else ops.concat(parts, 0)
+
+
+def _structure_error(expected: int, found: int) -> ArgumentValueError:
+    fix = "Return the same outputs for every micro-batch."
+    return explain(ArgumentValueError, "loss_fn", expected=f"{expected} outputs, as of the first micro-batch", found=f"{found}", fix=fix)
+
+
+def _items_error(path: str) -> ArgumentValueError:
+    fix = "Declare 'weighted_mean' and write weight=, or 'sum'."
+    found = "a micro-batch of your own split whose leaves have different lengths"
+    return explain(ArgumentValueError, path, expected="a known number of items, to take a mean over items", found=found, fix=fix)
+
+
+Function = Callable[..., Any]
+NO_AUX = "origin fn requires more than one outputs"
+"""What MindSpore says of a function that returns no other output with ``has_aux=True``."""
+
+
+class PythonLoop:
+    """The large batch's value and gradients.
+
+    Args:
+        fn: the user's function, to look for Cells that draw random numbers.
+        backward: `mindspore.value_and_grad` of it.
+        positions: the arguments that it is differentiated by.
+        options: the checked options.
+    """
+
+    def __init__(self, fn: Function, backward: Function, positions: tuple[int, ...], options: SplitOptions) -> None:
+        self.fn, self.backward, self.positions, self.options = fn, backward, positions, options
+
+    def run(self, batch: Batch, division: Division) -> tuple[Any, Any]:
+        """One pass over the batch, divided so; if it raises, statistics are as before."""
+        with Replay(self.fn, lends=False) as replay:
+            return self.passed(batch, division, replay)
+
+    def passed(self, batch: Batch, division: Division, replay: Replay) -> tuple[Any, Any]:
+        """One pass over the batch."""
+        options = self.options
+        sums = GradientSums(options.accumulate_dtype, self.joins(batch))
+        outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
+        items, weight, unit = 0, 0.0, None
+        for place, (part, amount) in enumerate(weighed(self.fn, batch, options, division)):
+            replay.begin(place)
+            unit = unit or unit_of(amount, options)
+            value, gradients = differentiated(self.backward, part.arguments, options.aux is not None)
+            sums.add(gradients, factor_of(amount / unit, options))
+            outputs.add(value, part.items, amount / unit)
+            del value, gradients  # They would live beside the next ones.
+            items, weight = items + (part.items or 0), weight + amount / unit
+        divides = divisor_of(weight, options)
+        return outputs.finished(items, weight, divides), sums.finished(divides)
+
+    def joins(self, batch: Batch) -> list[int | None]:
+        """The axis along which each gradient's parts are concatenated; None where they are added."""
+        return [self._axis(place, batch) for place in self.positions if place < len(batch)]
+
+    def _axis(self, place: int, batch: Batch) -> Any:
+        if self.options.split is not None:
+            fix = "Leave split out, or differentiate by the weights alone."
+            raise explain(ArgumentValueError, "grad_position", expected="None beside split", got=place, fix=fix)
+        if children_of(batch[place]):
+            expected = "an argument that is one Tensor, because MindSpore gives no gradient of a nest in PyNative"
+            fix = "Let fn take the Tensors to differentiate by as arguments of their own."
+            found = f"argument {place}, a {type(batch[place]).__name__}"
+            raise explain(ArgumentValueError, "grad_position", expected=expected, found=found, fix=fix)
+        axes = iter(spread(self.options.axes, batch, "axes"))
+        of_arguments = [[next(axes) for _ in leaves_of(argument)] for argument in batch]
+        return of_arguments[place][0]
+
+
+def weighed(fn: object, batch: Batch, options: SplitOptions, division: Division) -> Iterator[tuple[MicroBatch, float]]:
+    """Each micro-batch with its weight, one after the other."""
+    per_item = options.weight is not None and not callable(options.weight) and options.split is None
+    total = items_of(batch, options.axes) if per_item else None
+    sizes: set[int | None] = set()
+    for part in micro_batches(batch, options, division):
+        known = part if options.split is None else part._replace(items=_counted(part.arguments, options.axes))
+        require_one_stream(fn, sizes, known.items)
+        yield known, weight_of(options.weight, known.arguments, known.items, known.cut, total)
+
+
+def differentiated(backward: Function, arguments: Batch, has_aux: bool, *, scaled: bool = False) -> tuple[Any, Any]:
+    """The value and the gradients of one micro-batch; the value is a pair of the scaled loss and the function's own where it is `scaled`.
+
+    Raises:
+        ArgumentValueError: the loss is no scalar, or other outputs come undeclared, or are missing.
+    """
+    try:
+        value, gradients = backward(*compilable(arguments))
+    except (ValueError, RuntimeError) as error:
+        if NO_AUX in str(error):
+            raise aux_shape_error("the loss alone", declared=True) from error
+        raise
+    require_outputs(value[1] if scaled else value, has_aux)
+    return value, gradients
+
+
+def unit_of(first: float, options: SplitOptions) -> float:
+    """What weights are measured in: numbers of items in the first micro-batch's, so that equal ones need no multiplication."""
+    return first if options.weight is None and options.reduction.reduction == "mean" else 1.0
+
+
+def factor_of(weight: float, options: SplitOptions) -> float:
+    """What a micro-batch's gradient is multiplied by; one of weight 0 adds nothing under any reduction."""
+    return float(contribution(weight, options.reduction)) if weight > 0 else 0.0
+
+
+def divisor_of(weight: float, options: SplitOptions) -> float:
+    """What the sums are divided by."""
+    state = initial_state(1.0)._replace(weight=weight)
+    return float(divisor(state, options.reduction, select))
+
+
+def compilable(arguments: Batch) -> Batch:
+    """The arguments as graph mode takes them.
+
+    A container of Tensors would be a constant there, compiled anew for each micro-batch. A slice, which shares the batch's memory,
+    would be refused where the function returns it as it came.
+    """
+    if ms.get_context("mode") != ms.GRAPH_MODE:
+        return arguments
+    copies = (mapped(_copied, argument) for argument in arguments)
+    return tuple(ms.mutable(each) if children_of(each) and _all_tensors(each) else each for each in copies)
+
+
+def _copied(leaf: object) -> object:
+    return leaf.copy() if isinstance(leaf, Tensor) else leaf
+
+
+def _counted(arguments: Batch, axes: Nest) -> int | None:
+    """The items of a micro-batch of the user's own split; None if its leaves disagree."""
+    try:
+        return items_of(arguments, axes, own_split=True)
+    except ArgumentValueError:
+        return None
+
+
+def _all_tensors(nest: Nest) -> bool:
+    return all(isinstance(leaf.value, Tensor) for leaf in leaves_of(nest))

@@ -1,6 +1,6 @@
 """The large batch's value and gradients in one call, with the memory of one micro-batch.
 
-A call from Python is a loop of Python, `python_loop`; a call inside `mindspore.jit` or inside a Cell in graph mode is a loop of compiled
+A call from Python is a loop of Python, `PythonLoop`; a call inside `mindspore.jit` or inside a Cell in graph mode is a loop of compiled
 code, `compiled`. The Cell keeps nothing between calls; a call that raises leaves everything as it was.
 """
 
@@ -14,11 +14,11 @@ from mindspore import Parameter, Tensor, nn
 
 from gradaccum import AutoMicroBatchSize
 from gradaccum.kit import Nest
-from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.large_batch.auto import fitted
+from gradaccum_mindspore.large_batch.batch import SplitOptions, plain_reduction, require_function, split_options, with_constant_weight
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop, with_leaves
-from gradaccum_mindspore.large_batch.options import SplitOptions, plain_reduction, require_function, split_options, with_constant_weight
-from gradaccum_mindspore.large_batch.python_loop import Function, PythonLoop
+from gradaccum_mindspore.large_batch.gradients import Function, PythonLoop
+from gradaccum_mindspore.private import refuse_trace
 
 
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]

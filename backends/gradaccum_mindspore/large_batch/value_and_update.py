@@ -14,15 +14,13 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, Nest, aux_shape_error, explain
-from gradaccum_mindspore.capturing import refuse_trace
 from gradaccum_mindspore.large_batch.auto import fitted
-from gradaccum_mindspore.large_batch.batch import Batch
+from gradaccum_mindspore.large_batch.batch import Batch, SplitOptions, require_function, split_options, with_constant_weight
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop, with_leaves
-from gradaccum_mindspore.large_batch.merging import MergedOutputs, loss_kind
-from gradaccum_mindspore.large_batch.options import SplitOptions, require_function, split_options, with_constant_weight
-from gradaccum_mindspore.large_batch.python_loop import Function, differentiated, divisor_of, weighed
+from gradaccum_mindspore.large_batch.gradients import Function, MergedOutputs, differentiated, divisor_of, loss_kind, weighed
 from gradaccum_mindspore.large_batch.replay import Replay
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+from gradaccum_mindspore.private import refuse_trace
 from gradaccum_mindspore.sums import where
 
 

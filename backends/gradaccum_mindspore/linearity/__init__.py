@@ -1,5 +1,1 @@
-"""Whether a loss is linear in its scale: grad(s x loss) = s x grad(loss), which loss scaling takes for granted. No part of accumulation."""
-
-from gradaccum_mindspore.linearity.check import verify_loss_scaling
-
-__all__ = ["verify_loss_scaling"]
+"""The check that a loss is linear in its scale: grad(s x loss) = s x grad(loss), as loss scaling assumes."""

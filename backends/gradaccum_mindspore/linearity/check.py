@@ -1,24 +1,213 @@
-"""Whether a loss carries the gradient it is handed through every part, as loss scaling takes for granted.
+"""The check of a loss for loss scaling: every part must carry the gradient that it is handed.
 
 The gradients of the whole at several scales say whether something is wrong. Then each custom backward that was met on the way runs alone,
 and shows whether it is to blame. Custom backwards are `mindspore.nn.Cell.bprop` and the framework's autograd functions.
+
+MindSpore keeps no list of the functions that ran. So `watched` replaces, for the time of a check, the methods by which a custom backward
+comes in: `mindspore.nn.Cell._call_custom_bprop` and each autograd function's ``forward``. Meanwhile everything runs as Python, because a
+compiled function calls neither. At the end `watched` restores everything that a forward pass may change.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeAlias
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import _Function
 from numpy.typing import NDArray
 
 from gradaccum import ArgumentValueError, LinearityReport
-from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report
-from gradaccum_mindspore.linearity.custom_rules import is_float, is_linear, norm, wide
-from gradaccum_mindspore.linearity.watching import Met, watched
-from gradaccum_mindspore.recorded import forgotten_on_error
-from gradaccum_mindspore.types import DType
+from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report, relative_error
+from gradaccum_mindspore.private import forgotten_on_error
+from gradaccum_mindspore.sums import DType, write
+
+Output: TypeAlias = "Tensor | tuple[Output, ...]"
+"""The result of a custom backward's forward pass: Tensors, in tuples."""
+FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
+
+
+class Custom(NamedTuple):
+    """A custom backward as it was met."""
+
+    call: Callable[..., Any]
+    """The cell, or the autograd function's ``apply``."""
+    arguments: tuple[Any, ...]
+    output: Output
+
+
+def is_linear(custom: Custom, tolerance: float) -> bool:
+    """True if the gradients of a custom backward double with the gradient handed to it."""
+    tensors = [value for value in custom.arguments if is_float(value)]
+    gradient = ops.GradOperation(get_all=True, sens_param=True)(_of_tensors(custom))
+    rng = np.random.default_rng(0)
+    upstream = _like(custom.output, rng)
+    once, twice = ([wide(each) for each in gradient(*tensors, _times(upstream, factor))] for factor in (1.0, 2.0))
+    return all(relative_error(b / 2, a, norm) <= tolerance for a, b in zip(once, twice, strict=True))
+
+
+def is_float(value: object) -> bool:
+    """True if it is a floating Tensor."""
+    return isinstance(value, Tensor) and value.dtype in FLOATS
+
+
+def norm(gradient: NDArray[np.float64]) -> float:
+    """Its 2-norm."""
+    return float(np.linalg.norm(gradient))
+
+
+def wide(gradient: Tensor) -> NDArray[np.float64]:
+    """Its numbers in float64."""
+    values: NDArray[np.float64] = gradient.asnumpy().astype(np.float64)
+    return values
+
+
+def _of_tensors(custom: Custom) -> Callable[..., Any]:
+    """The call as a function of its floating Tensors alone."""
+
+    def function(*tensors: Tensor) -> Output:
+        given = iter(tensors)
+        return custom.call(*[next(given) if is_float(value) else value for value in custom.arguments])
+
+    return function
+
+
+def _like(output: Output, rng: np.random.Generator) -> Output:
+    """Random gradients for an output, from numbers that every dtype holds."""
+    if isinstance(output, (tuple, list)):
+        return tuple(_like(part, rng) for part in output)
+    return Tensor(rng.integers(1, 4, output.shape).astype(np.float32), output.dtype)
+
+
+def _times(upstream: Output, factor: float) -> Output:
+    if isinstance(upstream, tuple):
+        return tuple(_times(part, factor) for part in upstream)
+    return upstream * Tensor(factor, upstream.dtype)
+
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+"""Nobody can repeat their random numbers: the kernel keeps its own state."""
+
+
+class Met:
+    """The custom backwards and dtypes that came by while a function ran, and the values that it may have changed."""
+
+    def __init__(self) -> None:
+        self.dtypes: set[DType] = set()
+        self._customs: dict[tuple[str, int], Custom] = {}
+        self._buffers: dict[int, tuple[Parameter, NDArray[Any]]] = {}
+        self._random_state = ms.get_rng_state()
+        self._dropouts: list[nn.Cell] = []
+
+    def customs(self) -> Iterator[tuple[str, Custom]]:
+        """Each custom backward once, by the name of its class."""
+        for (name, _), custom in list(self._customs.items()):
+            yield name, custom
+
+    def note(self, name: str, owner: object, custom: Custom) -> None:
+        """Note a custom backward."""
+        self._customs.setdefault((name, id(owner)), custom)
+
+    def keep(self, cell: nn.Cell) -> None:
+        """Before a cell runs: keep the values that it may change, such as the statistics of a normalization; switch a dropout off."""
+        if isinstance(cell, DROPOUTS) and cell.training:
+            self._dropouts.append(cell.set_train(False))
+        if cell.mixed_precision_type is not None:
+            self.dtypes.add(ms.bfloat16 if "BF16" in str(cell.mixed_precision_type) else ms.float16)
+        for parameter in cell.get_parameters(expand=False):
+            if not parameter.requires_grad and id(parameter) not in self._buffers:
+                self._buffers[id(parameter)] = parameter, parameter.asnumpy().copy()
+
+    def restore(self) -> None:
+        """Put everything back as it was at the start."""
+        self.rewind()
+        for cell in self._dropouts:
+            cell.set_train(True)
+
+    def rewind(self) -> None:
+        """Put Parameters and random state back as they were at the start."""
+        for parameter, value in self._buffers.values():
+            write(parameter, Tensor(value, parameter.dtype))
+        ms.set_rng_state(self._random_state)
+
+
+@contextmanager
+def watched() -> Iterator[Met]:
+    """Run as Python, meet custom backwards, and put everything back at the end."""
+    met = Met()
+    with ExitStack() as stack:
+        stack.callback(ms.set_context, mode=ms.get_context("mode"))
+        stack.callback(met.restore)
+        stack.enter_context(_compiled_as_python())
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        stack.enter_context(_instead(nn.Cell, "__call__", _keeping(met, nn.Cell.__call__)))
+        stack.enter_context(_instead(nn.Cell, "_call_custom_bprop", _noting(met, nn.Cell._call_custom_bprop)))
+        for kind in _subclasses(_Function):
+            stack.enter_context(_instead(kind, "forward", staticmethod(_forwarding(met, kind, kind.forward))))
+        yield met
+
+
+@contextmanager
+def _compiled_as_python() -> Iterator[None]:
+    before = os.environ.get("MS_JIT")
+    os.environ["MS_JIT"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["MS_JIT"]
+        if before is not None:
+            os.environ["MS_JIT"] = before
+
+
+@contextmanager
+def _instead(owner: type, name: str, value: object) -> Iterator[None]:
+    """Give `owner` another attribute for a while, in place of its own or one that it inherits."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if own is not None:
+            setattr(owner, name, own)
+
+
+def _subclasses(kind: type[_Function]) -> set[type[_Function]]:
+    return {below for child in kind.__subclasses__() for below in (child, *_subclasses(child))}
+
+
+def _keeping(met: Met, call: Callable[..., Any]) -> Callable[..., Any]:
+    def kept(cell: nn.Cell, *args: object, **kwargs: object) -> Any:
+        met.keep(cell)
+        return call(cell, *args, **kwargs)
+
+    return kept
+
+
+def _noting(met: Met, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(cell: nn.Cell, *args: object, **kwargs: object) -> Any:
+        output = call(cell, *args, **kwargs)
+        met.note(type(cell).__name__, cell, Custom(lambda *values: cell(*values, **kwargs), args, output))
+        return output
+
+    return noted
+
+
+def _forwarding(met: Met, kind: type[_Function], forward: Callable[..., Any]) -> Callable[..., Any]:
+    with_context = getattr(_Function, "setup_context", None) in (None, getattr(kind, "setup_context", None))  # new in MindSpore 2.10
+
+    def noted(*args: object, **kwargs: object) -> Any:
+        output = forward(*args, **kwargs)
+        given = args[1:] if with_context else args
+        met.note(kind.__name__, kind, Custom(lambda *values: kind.apply(*values, **kwargs), given, output))
+        return output
+
+    return noted
+
 
 EPSILON = {ms.float16: 2.0**-10, ms.bfloat16: 2.0**-7, ms.float32: 2.0**-23, ms.float64: 2.0**-52}
 """Distance from 1 to the next number."""

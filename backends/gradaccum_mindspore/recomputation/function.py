@@ -1,59 +1,334 @@
-"""`recompute`, and what it makes of a plain function: a Cell that PyNative mode calls and MindSpore's compiler compiles."""
+"""Functions whose activations are recomputed: a segment runs without keeping them, and once more when its gradient is asked for.
+
+`mindspore.recompute` frees and repeats. Its way by hooks on saved tensors (``use_reentrant=False``) takes any nest of arguments and finds
+the Parameters by itself; the other way drops the gradients of Tensors in a tuple, and mixes calls up when one is never differentiated.
+``early_stop=False``, because stopping early leaves MindSpore's stack of calls torn when a Cell is among what runs. `Call` does what
+MindSpore does not do in PyNative mode:
+
+- The second run draws what the first run drew. The default generator has a state that can be set; functions such as `mindspore.ops.rand`
+  take their seed from a counter in `mindspore.common.seed`, which can be set too; the kernel of `mindspore.ops.Dropout` keeps its state to
+  itself, so `Tape` records its masks, a byte per element on a CPU. Any other kernel with a state of its own draws anew, and the outputs,
+  which are compared, show it.
+- What the forward pass changes moves once: running statistics, counters, any Parameter without a gradient.
+- The second run casts as the first did. A Cell under `to_float` casts the inputs of every operator inside of it. MindSpore replays
+  `mindspore.amp.auto_mixed_precision`, but not `to_float`; and it passes what it hands to the backward pass through `stop_gradient` inside
+  of the Cell, so that a float32 statistic of a normalization would come back in half precision.
+
+Compiled code needs little of this: MindSpore's compiler never repeats an operator that draws or an assignment. `keep_statistics` says what
+it has to be told.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
 from inspect import getclosurevars, isfunction, ismethod
 from typing import Any
 
 import mindspore as ms
-from mindspore import nn
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore._c_expression import MixedPrecisionType
+from mindspore.ops.operations._grad_ops import DropoutGrad
 
-from gradaccum import ArgumentTypeError, UsageError
+from gradaccum import UsageError
 from gradaccum.kit import explain
-from gradaccum_mindspore.checks import require_mindspore
-from gradaccum_mindspore.recomputation.buffers import keep_statistics
-from gradaccum_mindspore.recomputation.module import recompute_module
-from gradaccum_mindspore.recomputation.segment import Segment
+from gradaccum_mindspore.private import pynative_executor
+from gradaccum_mindspore.sums import Array, DType
+
+_KINDS = {ms.float16: MixedPrecisionType.FP16, ms.bfloat16: MixedPrecisionType.BF16}
+_engine: Any = sys.modules[ms.recompute.__module__]
+
+
+def current() -> Any:
+    """How inputs are cast now. MindSpore does not say, so an operator is asked."""
+    if (wide := _seen(ms.float32)) in _KINDS:
+        return _KINDS[wide]
+    return MixedPrecisionType.FP32 if _seen(ms.float16) == ms.float32 else MixedPrecisionType.NOTSET
+
+
+def _seen(dtype: DType) -> DType:
+    return ops.stop_gradient(Tensor(0, dtype)).dtype
+
+
+@contextmanager
+def cast(kind: Any) -> Iterator[None]:
+    """Operators cast their inputs in this way."""
+    pynative_executor.set_mixed_precision_type(kind)
+    try:
+        yield
+    finally:
+        pynative_executor.set_mixed_precision_type(MixedPrecisionType.NOTSET, False)
+
+
+def uncast() -> Any:
+    """Operators take their inputs as they are."""
+    return cast(MixedPrecisionType.NOTSET)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """The same values without a gradient, in the same dtype."""
+    with uncast():
+        return ops.stop_gradient(tensor)
+
+
+class _Operators:
+    """`mindspore.ops`, of which MindSpore's recomputation takes `stop_gradient`."""
+
+    stop_gradient = staticmethod(detached)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ops, name)
+
+
+@contextmanager
+def kept_whole() -> Iterator[None]:
+    """What MindSpore's recomputation keeps inside has its own dtype."""
+    _engine.ops = _Operators()
+    try:
+        yield
+    finally:
+        _engine.ops = ops
+
+
+seeds: Any = import_module("mindspore.common.seed")
+"""The module; `mindspore.common.seed` is a function of the same name."""
+
+_drop = ops.Dropout.__call__
+
+_tapes: ContextVar[tuple[Tape, ...]] = ContextVar("tapes", default=())
+"""The tapes of the segments that run now, the innermost last."""
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Where MindSpore's random functions stood."""
+
+    generator: Tensor
+    global_seed: int | None
+    counters: dict[tuple[str, int], int]
+
+    @classmethod
+    def now(cls) -> Seeds:
+        """Where they stand."""
+        return cls(ms.get_rng_state(), seeds._GLOBAL_SEED, dict(seeds._KERNEL_SEED))
+
+    def put_back(self) -> None:
+        """Make the next draw the one that followed."""
+        ms.set_rng_state(self.generator)
+        seeds._GLOBAL_SEED = self.global_seed
+        seeds._KERNEL_SEED.clear()
+        seeds._KERNEL_SEED.update(self.counters)
+
+
+class Tape:
+    """What one call of a segment drew: where the seeds stood when it began, and the masks of its dropouts in their order."""
+
+    def __init__(self) -> None:
+        self._seeds = Seeds.now()
+        self._masks: list[Tensor] = []
+        self._next: int | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """The segment runs for the first time."""
+        with _running(self):
+            yield
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """The segment runs again: it draws the same, and what is drawn afterwards stays as it would have been."""
+        before, self._next = Seeds.now(), 0
+        self._seeds.put_back()
+        try:
+            with _running(self):
+                yield
+        finally:
+            self._next = None
+            before.put_back()
+
+    def mask(self, draw: Callable[[], Tensor]) -> Tensor:
+        """The mask of the next dropout. Past the end of the tape the segment differs from its first run, and a new one does no harm."""
+        if self._next is None:
+            self._masks.append(_narrowed(draw()))
+            return self._masks[-1]
+        self._next += 1
+        return self._masks[self._next - 1] if self._next <= len(self._masks) else draw()
+
+
+def _narrowed(mask: Tensor) -> Tensor:
+    """A mask of zeros and ones takes a byte per element. On Ascend it comes as bits and stays."""
+    return mask if mask.dtype in (ms.bool_, ms.uint8) else mask.astype(ms.bool_)
+
+
+@contextmanager
+def _running(tape: Tape) -> Iterator[None]:
+    """Dropouts ask this tape first. MindSpore has no hook for an operator, so its class is changed meanwhile."""
+    token = _tapes.set((*_tapes.get(), tape))
+    before, ops.Dropout.__call__ = ops.Dropout.__call__, _dropped
+    try:
+        yield
+    finally:
+        ops.Dropout.__call__ = before
+        _tapes.reset(token)
+
+
+def _dropped(dropout: ops.Dropout, x: Tensor) -> Any:
+    """What the dropout returns, bit for bit, from its mask: the operator of dropout's gradient is that same product."""
+    if not _tapes.get():  # another thread's
+        return _drop(dropout, x)
+    mask = _mask(_tapes.get(), lambda: _drop(dropout, detached(x))[1])
+    wide = mask.astype(x.dtype) if mask.dtype == ms.bool_ else mask
+    return DropoutGrad(dropout.keep_prob)(x, wide), wide
+
+
+def _mask(tapes: tuple[Tape, ...], draw: Callable[[], Tensor]) -> Tensor:
+    """From the innermost tape that replays; those inside of it record the same mask, those outside of it know it already."""
+    if not tapes:
+        return draw()
+    return tapes[-1].mask(lambda: _mask(tapes[:-1], draw))
+
+
+WRITERS = ("BatchNorm", "SyncBatchNorm", "BatchNormExt", "InstanceNorm")
+"""The operators that write into an argument of theirs, and that MindSpore's compiler repeats all the same."""
+
+
+def buffers_of(cells: Iterable[nn.Cell]) -> list[Tensor]:
+    """What has no gradient in these cells: Parameters that are not trained, and registered buffers. A frozen weight is among them."""
+    found: dict[int, Tensor] = {}
+    for cell in cells:
+        found |= {id(p): p for p in cell.get_parameters() if not p.requires_grad}
+        found |= {id(buffer): buffer for buffer in cell.buffers()}
+    return list(found.values())
+
+
+class Values:
+    """The values of some buffers at one moment."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._pairs = [(buffer, buffer.asnumpy().copy()) for buffer in buffers]
+
+    def forget_unchanged(self) -> None:
+        """Keep the values of what has changed since, and free the others."""
+        self._pairs = [(buffer, value) for buffer, value in self._pairs if not same_bits(buffer.asnumpy(), value)]
+
+    def put_back(self) -> None:
+        """Assign them. A compiled function does not see `set_data`."""
+        with uncast():
+            for buffer, value in self._pairs:
+                ops.assign(buffer, Tensor(value, buffer.dtype))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The buffers have these values inside, and afterwards those from before."""
+        before = Values([buffer for buffer, _ in self._pairs])
+        self.put_back()
+        try:
+            yield
+        finally:
+            before.put_back()
+
+
+def same_bits(first: Array, second: Array) -> bool:
+    """True if two arrays are equal bit for bit; a NaN equals itself."""
+    return first.shape == second.shape and first.dtype == second.dtype and bool(np.array_equal(_bytes(first), _bytes(second)))
+
+
+def _bytes(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def keep_statistics(cells: Iterable[nn.Cell]) -> None:
+    """Let compiled code keep what batch normalization returns, in place of running it again and moving its statistics twice."""
+    for cell in cells:
+        for _, inner in cell.cells_and_names():
+            for value in vars(inner).values():
+                if isinstance(value, ops.Primitive) and value.name in WRITERS:
+                    _keep(value)
+
+
+def _keep(operator: ops.Primitive) -> ops.Primitive:
+    """MindSpore's copy of an operator is made of its arguments alone, and would forget it."""
+    operator.add_prim_attr("recompute", False)
+    operator.__deepcopy__ = lambda memo: _keep(type(operator)(**operator.init_attrs))
+    return operator
+
+
+class Segment:
+    """A function whose activations are recomputed, and the cells that it uses."""
+
+    def __init__(self, function: Callable[..., Any], cells: Iterable[nn.Cell], name: str) -> None:
+        self.function, self.cells, self.name = function, list(cells), name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it. Where nobody asks for a gradient it runs as it is."""
+        if not (pynative_executor.grad_flag() and pynative_executor.enable_grad()):
+            return self.function(*args, **kwargs)
+        call = Call(self)
+        return ms.recompute(lambda *given: call(*given, **kwargs), *args, use_reentrant=False, early_stop=False, save_rng_state=False)
+
+
+class Call:
+    """One call of a segment: what it needs in order to run again as it ran."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._outputs: list[Tensor] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The first time it records, afterwards it replays."""
+        return self._record(*args, **kwargs) if self._outputs is None else self._replay(*args, **kwargs)
+
+    def _record(self, *args: Any, **kwargs: Any) -> Any:
+        self._casting, self._tape, self._values = current(), Tape(), Values(buffers_of(self._segment.cells))
+        try:
+            with self._tape.recording():
+                outputs = self._segment.function(*args, **kwargs)
+        except BaseException:
+            self._values.put_back()
+            raise
+        self._values.forget_unchanged()
+        self._outputs = [detached(tensor) for tensor in tensors_of(outputs)]
+        return outputs
+
+    def _replay(self, *args: Any, **kwargs: Any) -> Any:
+        with cast(self._casting), kept_whole(), self._tape.replaying(), self._values.again():
+            outputs = self._segment.function(*args, **kwargs)
+        self._require_same(tensors_of(outputs))
+        return outputs
+
+    def _require_same(self, outputs: list[Tensor]) -> None:
+        """Raise if the second run returned something else: its gradient would belong to other activations than the loss.
+
+        Raises:
+            UsageError: it did.
+        """
+        first = self._outputs or []
+        if len(first) != len(outputs) or not all(same_bits(a.asnumpy(), b.asnumpy()) for a, b in zip(first, outputs, strict=True)):
+            raise explain(
+                UsageError,
+                f"recompute({self._segment.name})",
+                expected="a second run that returns the same bits as the first",
+                found="other values: it draws numbers that MindSpore cannot draw again in PyNative mode, or depends on what it changes",
+                fix="Use nn.Dropout rather than Dropout1d, Dropout2d or Dropout3d, call mindspore.set_seed before the likes of ops.rand, "
+                "or compile the training step with mindspore.jit, which repeats no operator that draws.",
+            )
+
+
+def tensors_of(nest: object) -> list[Tensor]:
+    """The Tensors in a nest of tuples, lists and dicts."""
+    if isinstance(nest, Tensor):
+        return [nest]
+    inner = nest.values() if isinstance(nest, Mapping) else nest if isinstance(nest, tuple | list) else ()
+    return [tensor for value in inner for tensor in tensors_of(value)]
+
 
 DEPTH = 3
 """How many functions deep Cells are looked for."""
-
-
-def recompute(
-    function: nn.Cell | Callable[..., Any], *, segments: int | None = None, submodules: Sequence[str | nn.Cell] | None = None
-) -> Callable[..., Any]:
-    """The same function or Cell, with the same gradient to the bit, keeping its inputs in place of its activations.
-
-    In PyNative mode, under `mindspore.jit` and in GRAPH mode. Dropout repeats its mask and batch normalization moves its statistics once;
-    `Cell.recompute()` alone promises neither. A Cell is changed in place and returned: its Parameters, their names and its layers stay.
-    Nothing is recomputed where no gradient is asked for. Call it once per Cell, when the Cell has all its layers, and not on layers of it
-    as well. A frozen weight is compared after each forward pass in PyNative mode, because it could be a buffer.
-
-    Args:
-        function: a `SequentialCell`, cut into segments; another Cell, recomputed as a whole; or a function, a method of a Cell among them.
-            In what a function closes over, Cells are found; in what they are attributes of, they are not.
-        segments: into how many segments of consecutive layers, 1 to the number of layers; about its square root unless given,
-            where the memory of a chain of equal layers is least (Chen et al. 2016, "Training deep nets with sublinear memory cost").
-        submodules: recompute these alone: names as `cells_and_names` gives them, or the Cells themselves.
-
-    Raises:
-        ArgumentTypeError: it cannot be called; `segments` is no int, or the Cell no `SequentialCell`; `submodules` is no list.
-        ArgumentValueError: more segments than layers, or fewer than one; a name or Cell that is not there.
-        UsageError: MindSpore is older than 2.9.
-            It is recomputed already; it calls `mindspore.ops.batch_norm`, whose statistics would move twice in compiled code.
-            In the backward pass of PyNative mode: the second run returned other values, as with an operator whose draws cannot be repeated.
-    """
-    require_mindspore("2.9", "recompute", "call cell.recompute() of MindSpore, which may draw other dropout masks the second time")
-    if isinstance(function, nn.Cell):
-        return recompute_module(function, segments, submodules)  # type: ignore[no-any-return]
-    if not callable(function) or isinstance(function, type):
-        raise explain(ArgumentTypeError, "function", expected="a function or a Cell", got=function, fix="Write recompute(net.blocks).")
-    if segments is not None or submodules is not None:
-        given = "segments" if segments is not None else "submodules"
-        fix = f"Leave {given} out, or hand over a Cell."
-        raise explain(UsageError, given, expected="a Cell to cut", found="a function, which is one segment", fix=fix)
-    return RecomputedFunction(function)
 
 
 class RecomputedFunction(nn.Cell):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Cells that are recomputed: in place, so that Parameters, their names, `cells_and_names` and indexing stay as they are.
+"""The public call, and Cells that are recomputed in place: Parameters, their names, `cells_and_names` and indexing stay as they are.
 
 For the compiler `Cell.recompute()` marks the Cell. PyNative mode looks for ``_recompute_cell``, which is set to a `Segment`; if MindSpore
 renamed it, PyNative mode would go MindSpore's own way, and the tests of dropout and of batch normalization would fail.
@@ -13,11 +13,47 @@ from mindspore import nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain, segment_cuts
-from gradaccum_mindspore.recomputation.buffers import keep_statistics
-from gradaccum_mindspore.recomputation.segment import Segment
+from gradaccum_mindspore.checks import require_mindspore
+from gradaccum_mindspore.recomputation.function import RecomputedFunction, Segment, keep_statistics
 
 FUNCTIONAL = ("batch_norm",)
 """Functions that write into an argument by an operator of their own, which nobody can tell the compiler to keep."""
+
+
+def recompute(
+    function: nn.Cell | Callable[..., Any], *, segments: int | None = None, submodules: Sequence[str | nn.Cell] | None = None
+) -> Callable[..., Any]:
+    """The same function or Cell, with the same gradient to the bit, keeping its inputs in place of its activations.
+
+    In PyNative mode, under `mindspore.jit` and in GRAPH mode. Dropout repeats its mask and batch normalization moves its statistics once;
+    `Cell.recompute()` alone promises neither. A Cell is changed in place and returned: its Parameters, their names and its layers stay.
+    Nothing is recomputed where no gradient is asked for. Call it once per Cell, when the Cell has all its layers, and not on layers of it
+    as well. A frozen weight is compared after each forward pass in PyNative mode, because it could be a buffer.
+
+    Args:
+        function: a `SequentialCell`, cut into segments; another Cell, recomputed as a whole; or a function, a method of a Cell among them.
+            In what a function closes over, Cells are found; in what they are attributes of, they are not.
+        segments: into how many segments of consecutive layers, 1 to the number of layers; about its square root unless given,
+            where the memory of a chain of equal layers is least (Chen et al. 2016, "Training deep nets with sublinear memory cost").
+        submodules: recompute these alone: names as `cells_and_names` gives them, or the Cells themselves.
+
+    Raises:
+        ArgumentTypeError: it cannot be called; `segments` is no int, or the Cell no `SequentialCell`; `submodules` is no list.
+        ArgumentValueError: more segments than layers, or fewer than one; a name or Cell that is not there.
+        UsageError: MindSpore is older than 2.9.
+            It is recomputed already; it calls `mindspore.ops.batch_norm`, whose statistics would move twice in compiled code.
+            In the backward pass of PyNative mode: the second run returned other values, as with an operator whose draws cannot be repeated.
+    """
+    require_mindspore("2.9", "recompute", "call cell.recompute() of MindSpore, which may draw other dropout masks the second time")
+    if isinstance(function, nn.Cell):
+        return recompute_module(function, segments, submodules)  # type: ignore[no-any-return]
+    if not callable(function) or isinstance(function, type):
+        raise explain(ArgumentTypeError, "function", expected="a function or a Cell", got=function, fix="Write recompute(net.blocks).")
+    if segments is not None or submodules is not None:
+        given = "segments" if segments is not None else "submodules"
+        fix = f"Leave {given} out, or hand over a Cell."
+        raise explain(UsageError, given, expected="a Cell to cut", found="a function, which is one segment", fix=fix)
+    return RecomputedFunction(function)
 
 
 def recompute_module(module: nn.Cell, segments: int | None, submodules: Sequence[str | nn.Cell] | None) -> nn.Cell:

@@ -1,5 +1,1 @@
 """`verify`: whether accumulation is right for a loss, found by experiment on one batch. Accumulation needs nothing of it."""
-
-from gradaccum_mindspore.verification.check import verify
-
-__all__ = ["verify"]

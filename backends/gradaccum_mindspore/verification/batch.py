@@ -1,4 +1,4 @@
-"""The batch of a loss under comparison: which leaves have items, and the arguments of a micro-batch."""
+"""The batch of a loss under comparison: its leaves, the rows of each that belong to items, the arguments of a micro-batch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,27 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, ops
+from numpy.typing import NDArray
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import ITEMS, Column, Nest, explain, is_column, leaves_of, mark_lists, require_one_size, spread, with_leaves
-from gradaccum_mindspore.verification.rows import rows, wide
+
+
+def rows(value: Any, axis: int, items: int, part: Sequence[int]) -> Any:
+    """Those of the items of `part`, of a Tensor or a NumPy array with the same number of rows for each of `items`."""
+    each = value.shape[axis] // items
+    places = np.asarray([item * each + row for item in part for row in range(each)], np.int32)
+    return ops.gather(value, Tensor(places), axis) if isinstance(value, Tensor) else np.take(value, places, axis)
+
+
+def wide(value: Any) -> NDArray[np.float64]:
+    """A Tensor or a NumPy array as NumPy's, in float64."""
+    if isinstance(value, Tensor):
+        value = (value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy()
+    made: NDArray[np.float64] = np.asarray(value).astype(np.float64)
+    return made
+
 
 READABLE = 200_000
 """Numbers of a leaf above which it is not read as plain ones: no mask or label is so large in a batch for a check."""
@@ -75,7 +91,7 @@ class Batch:
 
 
 def is_float(value: object) -> bool:
-    """Whether `value` is a floating Tensor or NumPy array."""
+    """True if `value` is a floating Tensor or NumPy array."""
     if isinstance(value, Tensor):
         return value.dtype in FLOATS
     return isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating)

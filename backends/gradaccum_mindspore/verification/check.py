@@ -11,8 +11,7 @@ from mindspore import Tensor, nn
 
 from gradaccum import ArgumentTypeError, VerificationReport
 from gradaccum.kit import Nest, as_loss, examine, explain, item_weights_error, require_weight
-from gradaccum_mindspore.verification.batch import Batch
-from gradaccum_mindspore.verification.rows import wide
+from gradaccum_mindspore.verification.batch import Batch, wide
 from gradaccum_mindspore.verification.subject import MindSporeSubject, Weight
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn
 
-from gradaccum_mindspore.verification.rows import rows
+from gradaccum_mindspore.verification.batch import rows
 
 
 class Lent:
@@ -60,7 +60,7 @@ class Lent:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is dropped now."""
+        """True if nothing is dropped now."""
         return self._part is None
 
 

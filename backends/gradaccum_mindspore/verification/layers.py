@@ -1,4 +1,4 @@
-"""Which Cells mix the items of a batch? Each is run again by itself: on the large batch's inputs, and on the rows of half of the items.
+"""The Cells that mix the items of a batch. Each is run again by itself: on the large batch's inputs, and on the rows of half of the items.
 
 A Cell is named if the half's outputs are not those rows of all outputs, by more than rounding moves them. Only the innermost such Cells are
 named. A Cell whose output has no axis of items (a loss) is not compared, and neither is one that fails when it is run alone.
@@ -14,8 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from gradaccum.kit import ROUNDING_LIMIT, item_axis
-from gradaccum_mindspore.verification.batch import perturbed
-from gradaccum_mindspore.verification.rows import rows, wide
+from gradaccum_mindspore.verification.batch import perturbed, rows, wide
 
 
 class Call(NamedTuple):

@@ -1,33 +1,285 @@
-"""The end of a window over all workers: first a few numbers, then the sums, added up once.
+"""The window of several workers: what they agree on before, the end that they make together, and what they send each other.
 
-Workers may hold different numbers of micro-batches, or none. A worker that runs out of data calls ``flush`` from Python. It then takes part
-in the windows of the others, with nothing, until they flush too: so all make the same updates.
+Whoever starts several workers has to say what a window is. Without ``data_parallel=`` each would update its own copy of the model, and
+nothing would say so. Workers that share windows must start with equal options and equal parameters: they exchange no more than gradients.
 
-The others may end their windows in compiled code while this worker flushes from Python. NumPy may round a norm as MindSpore's operators do
-not, and two workers would drift apart. So the numbers say where compiled code is at the end of this window, and then the rest of the end
-runs as compiled code here too.
+The end adds up a few numbers, then the sums, once. Workers may hold different numbers of micro-batches, or none. A worker that runs out of
+data calls ``flush`` from Python. It then takes part in the windows of the others, with nothing, until they flush too: so all make the same
+updates. The others may end their windows in compiled code meanwhile. NumPy may round a norm as MindSpore's operators do not, and two
+workers would drift apart. So the numbers say where compiled code is at the end of this window, and then the rest of the end runs as
+compiled code here too. Each worker puts its learning rates in places of its own among the numbers, so each sees all. Compiled code that
+finds different ones cannot raise: all workers skip the window as an overflow, and Python raises afterwards.
 
-Each worker puts its learning rates in places of its own among the numbers, so each sees all. Compiled code that finds different ones
-cannot raise: all workers skip the window as an overflow, and Python raises afterwards.
+Small sums travel packed together, as a message has a price of its own; a large one travels alone. One message leaves when the one before
+has arrived: so no more than one packed copy lives, and the order is the same on every worker, which the kernels for the CPU match messages
+by. These kernels add up float32 and float16 only, and gather float64 rounded to float32. So half-precision sums travel as float32. A
+float64 number travels as a sum of three of float32, which is exact, and each worker adds up what all of them sent; a number beyond
+float32's range arrives as an inf, and its window is skipped as an overflow.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.communication import GlobalComm, get_group_size, get_rank
+from mindspore.ops import Primitive, constexpr
 
-from gradaccum.kit import State, at_rest, joined, missing_worker_error, require_same_rates, torn_window_error, update_due_error
-from gradaccum_mindspore.notes import NUMBERS
-from gradaccum_mindspore.pynative_sums import ARRAYS
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum.kit import (
+    Options,
+    Schedule,
+    State,
+    at_rest,
+    explain,
+    joined,
+    missing_worker_error,
+    require_same_rates,
+    torn_window_error,
+    update_due_error,
+)
+from gradaccum_mindspore.compiled_window import NUMBERS, CompiledWindow
+from gradaccum_mindspore.parameters import Optimizer
 from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage
-from gradaccum_mindspore.sums import hidden_parameter
-from gradaccum_mindspore.types import Optimizer
-from gradaccum_mindspore.workers.exchange import NoAnswerError, added_up, compiled_added_up
-from gradaccum_mindspore.workers.reduction import buckets
+from gradaccum_mindspore.sums import ARRAYS, Array, Gradients, Sums, array_of, each, hidden_parameter, working_dtype, write
+from gradaccum_mindspore.update import Update
+from gradaccum_mindspore.window import PyNativeWindow
+
+ALL_REDUCE, ALL_GATHER = ops.AllReduce, ops.AllGather
+
+
+class NoAnswerError(Exception):
+    """The engine gave up waiting for another worker, or lost it."""
+
+
+def added_up(mine: Array) -> Array:
+    """The sum over the workers of a vector of float32 or float64, in NumPy; `compiled_added_up` sends the same."""
+    if mine.dtype == np.float32:
+        return _answer(ALL_REDUCE, mine)
+    with np.errstate(over="ignore", invalid="ignore"):
+        high = mine.astype(np.float32)
+        rest = mine - high
+        middle = rest.astype(np.float32)
+        low = (rest - middle).astype(np.float32)
+    gathered = _answer(ALL_GATHER, np.stack((high, middle, low)))
+    return _in_turn(gathered.astype(np.float64).reshape(-1, 3, mine.size))
+
+
+def _in_turn(parts: Array) -> Array:
+    """The sum over workers and parts, in the order in which compiled code adds."""
+    each = parts[:, 0] + parts[:, 1] + parts[:, 2]
+    total: Array = each[0]
+    for other in each[1:]:
+        total = total + other
+    return total
+
+
+def compiled_added_up(mine: Tensor, workers: int) -> Tensor:
+    """The same on Tensors, for the compiler to follow."""
+    if mine.dtype == ms.float32:
+        return ALL_REDUCE()(mine)
+    high = mine.astype(ms.float32)
+    rest = mine - high.astype(ms.float64)
+    middle = rest.astype(ms.float32)
+    low = (rest - middle.astype(ms.float64)).astype(ms.float32)
+    gathered = ALL_GATHER()(ops.stack((high, middle, low))).astype(ms.float64).reshape((workers, 3, -1))
+    each = gathered[:, 0] + gathered[:, 1] + gathered[:, 2]
+    total = each[0]
+    for worker in range(1, workers):
+        total = total + each[worker]
+    return total
+
+
+def gather_texts(text: str) -> list[str]:
+    """The texts of all workers, by rank. Collective."""
+    codes = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    lengths = _answer(ALL_GATHER, np.array([len(codes)], np.int32))
+    rows = _answer(ALL_GATHER, np.pad(codes, (0, int(lengths.max()) - len(codes)))).reshape(len(lengths), -1)
+    return [bytes(row[:length].astype(np.uint8)).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _answer(operator: type[Primitive], values: Array) -> Array:
+    try:
+        array: Array = operator()(Tensor.from_numpy(np.ascontiguousarray(values))).asnumpy()
+    except RuntimeError as error:
+        raise NoAnswerError from error
+    return array
+
+
+INIT = "Call mindspore.communication.init() first, in a program that msrun started."
+OWN_MODES = ("stand_alone", "data_parallel")
+"""The parallel modes in which MindSpore's compiler does not reduce gradients by itself."""
+
+
+def shares_windows(data_parallel: object) -> bool:
+    """The option ``data_parallel``, checked: whether the windows are those of all workers.
+
+    Raises:
+        ArgumentTypeError: it is neither a bool nor None.
+        UsageError: it is None where there are several workers; or True where there are none, or where MindSpore shards by itself.
+    """
+    mode = ms.get_auto_parallel_context("parallel_mode")
+    if data_parallel is None:
+        if mode == "data_parallel" or _workers_here() > 1:
+            expected = "True or False where there are several workers"
+            fix = (
+                "Write gradaccum.wrap(optimizer, steps=4, data_parallel=True) for windows over all workers; False if this worker's "
+                "gradients need no other's, or are reduced before they come in."
+            )
+            raise explain(UsageError, "data_parallel", expected=expected, got=None, fix=fix)
+        return False
+    if not isinstance(data_parallel, bool):
+        raise explain(
+            ArgumentTypeError, "data_parallel", expected="True, False or None", got=data_parallel, fix="Write data_parallel=True."
+        )
+    if data_parallel and not GlobalComm.INITED:
+        raise explain(UsageError, "data_parallel", expected="communication that is initialised", found="none in this process", fix=INIT)
+    if data_parallel and mode not in OWN_MODES:
+        expected, fix = f"False in the parallel mode {mode}", "MindSpore reduces the gradients in every micro-batch there: leave it False."
+        raise explain(UsageError, "data_parallel", expected=expected, got=True, fix=fix)
+    return data_parallel
+
+
+def place() -> tuple[int, int]:
+    """The rank of this worker, and the number of all."""
+    return int(get_rank()), int(get_group_size())
+
+
+def share(parameters: Sequence[Parameter], options: Options, name: str) -> None:
+    """Let this worker share the windows of an optimizer of `parameters`. Collective: all workers call it, in the same order.
+
+    `mindspore.nn.TrainOneStepCell` gets a reducer in MindSpore's data parallel mode, which would reduce every micro-batch. It leaves
+    Parameters alone that are marked as ``layerwise_parallel``, and so they are.
+
+    Raises:
+        ArgumentValueError: on every worker: a worker's differ.
+    """
+    # Two workers' functions and scalers are different objects.
+    steps = "a function" if callable(options.steps) else options.steps
+    mine = dict(options._asdict(), steps=steps, scaler=type(options.scaler).__name__, accumulate_dtype=str(options.accumulate_dtype))
+    text = json.dumps([str(dict(mine, name=name)), *map(_spec, parameters), *map(_values, parameters)])
+    try:
+        texts = gather_texts(text)
+    except NoAnswerError as error:
+        expected, found = "every worker to wrap its optimizer too", "an exchange that failed or timed out"
+        fix = "Wrap on every worker, in the same order."
+        raise explain(UsageError, "gradaccum.wrap", expected=expected, found=found, fix=fix) from error
+    everyone = [json.loads(text) for text in texts]
+    _require_equal([each[:1] for each in everyone], "options", "Give every worker the same options.")
+    fix = "Build the same model with the same optimizer on every worker."
+    _require_equal([each[1 : len(each) // 2 + 1] for each in everyone], "parameters", fix)
+    fix = "Call mindspore.set_seed(1) before the model is built, or load one checkpoint on every worker."
+    _require_equal([each[len(each) // 2 + 1 :] for each in everyone], "parameters", fix)
+    for parameter in parameters:
+        parameter.layerwise_parallel = True
+        parameter.shares_windows = True
+
+
+def part(parameters: Sequence[Parameter]) -> None:
+    """Undo `share` for parameters that go on in windows of this worker's own: MindSpore's reducer may reduce them again."""
+    for parameter in parameters:
+        if getattr(parameter, "shares_windows", False):
+            parameter.layerwise_parallel = parameter.shares_windows = False
+
+
+def _require_equal(everyone: Sequence[Sequence[str]], argument: str, fix: str) -> None:
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            first = next((pair for pair in zip(everyone[0], other, strict=False) if pair[0] != pair[1]), (len(everyone[0]), len(other)))
+            expected, found = f"the same on every worker: {first[0]}", f"{first[1]} on rank {rank}"
+            raise explain(ArgumentValueError, argument, expected=expected, found=found, fix=fix)
+
+
+def _spec(parameter: Parameter) -> str:
+    return f"{parameter.name!r}, {parameter.dtype} of shape {tuple(parameter.shape)}"
+
+
+def _values(parameter: Parameter) -> str:
+    wide = parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter
+    return f"{parameter.name!r} with the checksum {zlib.crc32(wide.asnumpy().tobytes()):08x}"
+
+
+def _workers_here() -> int:
+    return int(get_group_size()) if GlobalComm.INITED else int(os.environ.get("MS_WORKER_NUM", "1"))
+
+
+BUCKET_ELEMENTS = 25 * 2**18
+"""25 MiB of float32, the size of the buckets of `torch.nn.parallel.DistributedDataParallel`."""
+LARGE_ELEMENTS = 2**18
+
+
+class Bucket(nn.Cell):  # type: ignore[misc]
+    """Sums of one working dtype that travel as one vector.
+
+    Args:
+        sums: these sums.
+        workers: the number of all workers.
+    """
+
+    def __init__(self, sums: Sequence[Parameter], workers: int) -> None:
+        super().__init__(auto_prefix=False)
+        object.__setattr__(self, "sums", tuple(sums))  # A Cell would list them as its own.
+        self.workers = workers
+        sizes = [prod(total.shape) for total in sums]
+        self.starts = tuple(sum(sizes[:index]) for index in range(len(sizes)))
+        self.ends = tuple(start + size for start, size in zip(self.starts, sizes, strict=True))
+
+    def add_up(self) -> None:
+        """Make each sum the total of all workers, from Python."""
+        arrays = [_array(each_sum).reshape(-1) for each_sum in self.sums]
+        total = added_up(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        for each_sum, start, end in zip(self.sums, self.starts, self.ends, strict=True):
+            write(each_sum, Tensor.from_numpy(total[start:end].reshape(each_sum.shape)).astype(each_sum.dtype))
+
+    def construct(self, after: Tensor) -> Tensor:
+        """The same in compiled code, once `after` is computed; returns the vector of totals."""
+        packed = ops.depend(ops.concat(each(_flat, self.sums)), after)
+        total = compiled_added_up(packed, self.workers)
+        each(ops.partial(_unpack, total), self.sums, self.starts, self.ends)
+        return total
+
+
+def buckets(sums: Sums, workers: int) -> list[Bucket]:
+    """`sums` in buckets: neighbours of one working dtype, a large one alone."""
+    made: list[Bucket] = []
+    small: list[Parameter] = []
+    for dtype in (ms.float32, ms.float64):
+        for total in (total for total in sums if working_dtype(total.dtype) == dtype):
+            if total.size >= LARGE_ELEMENTS:
+                made.append(Bucket([total], workers))
+                continue
+            if sum(other.size for other in small) + total.size > BUCKET_ELEMENTS:
+                made.append(Bucket(small, workers))
+                small = []
+            small.append(total)
+        if small:
+            made.append(Bucket(small, workers))
+            small = []
+    return made
+
+
+def _array(total: Parameter) -> Array:
+    array = array_of(total)
+    wide: Array = total.astype(ms.float32).asnumpy() if array is None else array.astype(ARRAYS[working_dtype(total.dtype)], copy=False)
+    return wide
+
+
+def _flat(total: Parameter) -> Tensor:
+    return total.astype(working_dtype(total.dtype)).reshape(-1)
+
+
+def _unpack(packed: Tensor, total: Parameter, start: int, end: int) -> bool:
+    write(total, packed[start:end].reshape(total.shape).astype(total.dtype))
+    return True
+
 
 _MORE_TIME = "Give slow workers more time: MS_CPU_COMM_OP_TIMEOUT=600, in seconds."
 
@@ -179,3 +431,89 @@ def rates_of(inner: Optimizer) -> list[Any]:
         return [group["lr"] if isinstance(group["lr"], float) else rate for group, rate in groups]
     held = getattr(inner, "learning_rate", None)
     return [held] if isinstance(held, Parameter) else list(held) if isinstance(held, ParameterTuple) else []
+
+
+class CompiledEnd(nn.Cell):  # type: ignore[misc]
+    """The end of a window whose workers are added up, as compiled code."""
+
+    def __init__(self, window: CompiledWindow, update: Update) -> None:
+        super().__init__(auto_prefix=False)
+        self.window, self.update = window, update
+
+    def construct(self) -> bool:
+        return self.window.close_joined(self.update, False)
+
+
+class SharedWindow(PyNativeWindow):
+    """As `PyNativeWindow`; the end of a window and `flush` are collective.
+
+    Args:
+        storage: its Parameters.
+        options: the checked options.
+        compiled_window: the same window in compiled code.
+        workers: those that share it.
+    """
+
+    def __init__(self, storage: Storage, options: Options, compiled_window: CompiledWindow, workers: WorkerGroup) -> None:
+        super().__init__(storage, options)
+        self.compiled_window, self.workers = compiled_window, workers
+        self.flushing = False
+        """A `flush` has begun and not ended, be it because an update raised in it."""
+        self.compiled_end: Callable[[], bool] | None = None
+
+    def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
+        self.workers.require_own_sum("gradients")
+        return super().add(gradients, weight, size, loss)
+
+    def close(self, state: State, update: Update) -> None:
+        self.flushing = False
+        self.end(state, update)
+
+    def end(self, state: State, update: Update) -> Joined:
+        """End the window of all workers, in this one's part; returns what came together."""
+        joined = self.workers.join(state, self.flushing)
+        if joined.is_open and joined.in_compiled_code:
+            self.compiled(update)()
+        elif joined.is_open:
+            super().close(joined.state, update)
+        return joined
+
+    def compiled(self, update: Update) -> Callable[[], bool]:
+        """`CompiledEnd` in the mode of the program."""
+        if self.compiled_end is None:
+            cell = CompiledEnd(self.compiled_window, update)
+            self.compiled_end = cell if ms.get_context("mode") == ms.GRAPH_MODE else ms.jit(cell.construct)
+        return self.compiled_end
+
+    def flush(self, update: Update) -> bool:
+        """End windows until all workers flush; returns whether one of them held a micro-batch.
+
+        If the update of the window raised that all workers ended together, this makes it, and takes part in no other one.
+        """
+        if self.storage.held() == OF_ALL:
+            joined = self.end(self.storage.pull(), update)
+            if not self.flushing or joined.all_flush:
+                self.flushing = False
+                return True
+        self.flushing, closed, all_flush = True, False, False
+        while not all_flush:
+            joined = self.end(self.storage.pull(), update)
+            closed, all_flush = closed or joined.is_open, joined.all_flush
+            if joined.is_open and not all_flush:
+                self.storage.listening.between()
+        self.flushing = False
+        self.workers.require_same_rates()
+        return closed
+
+    def clear(self) -> None:
+        super().clear()
+        self.storage.hold(OWN)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def refuse_compiled_flush() -> None:
+    """Raise `UsageError`: compiled code cannot wait until all workers flush."""
+    expected = "a call from Python where workers share their windows, as it ends windows until all workers have called it"
+    raise explain(
+        UsageError, "flush()", expected=expected, found="one in compiled code", fix="Call optimizer.flush() after the compiled step."
+    )

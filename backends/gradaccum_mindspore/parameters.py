@@ -1,9 +1,9 @@
-"""float32 master weights: the inner optimizer works on them, and the model holds the rounded copies.
+"""The float32 master weights of half-precision parameters: the inner optimizer works on them, and the model holds the rounded copies.
 
 A MindSpore optimizer takes the model's Parameters when it is built, and clones its moments from them. So `turn_to_masters` changes it in
-place, before its first call here: it replaces each half-precision Parameter by its master wherever the optimizer and its cells keep it, and
-makes their own half-precision state float32 under its old name. Groups, learning rates and weight decay are positions in lists, and stay.
-MindSpore compiles an old call anew, because the gradients now have another dtype.
+place, before its first call here: it replaces each half-precision Parameter by its master wherever the optimizer and its cells keep it,
+and makes their own half-precision state float32 under its old name. Groups, learning rates and weight decay are positions in lists, and
+stay. MindSpore compiles an old call anew, because the gradients now have another dtype.
 
 Some state starts at a number that the half-precision dtype does not hold, such as `nn.Adagrad`'s ``accum=0.1``. The optimizer rounded it
 when it was built, and it starts from there.
@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, TypeAlias
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, nn
+from mindspore.experimental import optim
 
 from gradaccum_mindspore.sums import HALF, cast, each, write
-from gradaccum_mindspore.types import Optimizer
+
+Optimizer: TypeAlias = nn.Optimizer | optim.Optimizer
+"""An optimizer of MindSpore's, of either family."""
+
 
 Replacements = Mapping[int, Parameter]
 """A master by the `id` of the Parameter that it replaces."""

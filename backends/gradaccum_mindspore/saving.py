@@ -3,23 +3,57 @@
 `mindspore.save_checkpoint` of the training cell saves everything: the model with the statistics of its normalizations, the inner
 optimizer's state, the open window. A checkpoint of the optimizer alone has no statistics. Load with `load_checkpoint_into`:
 `mindspore.load_param_into_net` skips a value that it does not find and checks no window, and a function that was compiled before ignores
-the values that it writes.
+the values that it writes. Where workers share a window, the checkpoint says which of how many saved it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from mindspore import Parameter, Tensor, nn
 
 from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, decode_terms, encode_terms, explain, resumed, terms_of
-from gradaccum_mindspore.plain_ends import LARGEST_WEIGHT, weigh
-from gradaccum_mindspore.sizes import with_known_size
-from gradaccum_mindspore.state import OWN, Storage
+from gradaccum_mindspore.state import LARGEST_WEIGHT, OWN, SHARED, TORN, Saved, Storage, weigh, with_known_size
 from gradaccum_mindspore.sums import write
-from gradaccum_mindspore.types import Saved
-from gradaccum_mindspore.workers.saved_place import require_place, saved_place
+
+
+class SavedPlace(NamedTuple):
+    """`gradaccum_mindspore.state.Storage.shared` as it was saved."""
+
+    held: int
+    rank: int
+    workers: int
+
+
+def saved_place(state: Saved, prefix: str) -> SavedPlace:
+    """The place of the worker that saved `state`; the only one, if its optimizer had no others.
+
+    Raises:
+        CheckpointError: its sum is that of no worker and not of all, because a reduction failed before it was saved.
+    """
+    entry = state.get(f"{prefix}.{SHARED}")
+    place = SavedPlace(OWN, 0, 1) if entry is None else SavedPlace(*entry.asnumpy().tolist())
+    if place.held == TORN:
+        found, fix = "one whose reduction over the workers failed", "Load an earlier checkpoint, on every worker."
+        raise explain(CheckpointError, f"{prefix}.{SHARED}", expected="a whole sum", found=found, fix=fix)
+    return place
+
+
+def require_place(saved: SavedPlace, own: tuple[int, int], prefix: str) -> None:
+    """The open window that `saved` belongs to may go on here.
+
+    Raises:
+        CheckpointError: another worker saved it, or another number of them.
+    """
+    if saved[1:] != own:
+        expected, found = f"the open window of rank {own[0]} of {own[1]}", f"that of rank {saved.rank} of {saved.workers}"
+        fix = (
+            "Let each worker load its own file; for another number of workers write gradaccum_mindspore.redistributed(states, workers), or "
+            "save between two windows."
+        )
+        raise explain(CheckpointError, f"{prefix}.{SHARED}", expected=expected, found=found, fix=fix)
 
 
 def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:

@@ -1,7 +1,7 @@
 """The checkpoints of an open window for another number of workers than saved them.
 
-A window's sum lies in parts, one on each worker. The first of the new workers gets all of it, and the others begin with nothing: the end of
-the window adds up the same.
+A window's sum lies in parts, one on each worker. The first of the new workers gets all of it, and the others begin with nothing: the end
+of the window adds up the same.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from mindspore import Parameter, Tensor
 from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, explain
 from gradaccum.kit import redistributed as redistributed_fields
-from gradaccum_mindspore.knowledge import LOSS, NOISE
-from gradaccum_mindspore.pynative_sums import ARRAYS
-from gradaccum_mindspore.state import GRAD_NORM, OF_ALL, OWN, SHARED, prefixes_in, suffixes
-from gradaccum_mindspore.sums import hidden_parameter, working_dtype
-from gradaccum_mindspore.types import Array, Saved
-from gradaccum_mindspore.workers.saved_place import saved_place
+from gradaccum_mindspore.saving import saved_place
+from gradaccum_mindspore.state import GRAD_NORM, OF_ALL, OWN, SHARED, Saved, prefixes_in, suffixes
+from gradaccum_mindspore.statistics import LOSS, NOISE
+from gradaccum_mindspore.sums import ARRAYS, Array, hidden_parameter, working_dtype
 
 Entry: TypeAlias = Parameter | Tensor
 KEPT = {LOSS: np.array([False, False, True]), NOISE: np.array([False, False, True, True, False])}
-"""Which numbers of `gradaccum_mindspore.knowledge.Knowledge` are of closed windows, and so the same on every worker."""
+"""The numbers of `gradaccum_mindspore.statistics.Knowledge` that are of closed windows, and so the same on every worker."""
 
 
 def redistributed(states: Sequence[Saved], workers: int) -> list[dict[str, Entry]]:

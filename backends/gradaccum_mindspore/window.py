@@ -1,4 +1,4 @@
-"""The events of a window in PyNative: the core's transitions move the state as Python numbers.
+"""The open window in PyNative: add, close, flush, discard. The core's transitions move the state as Python numbers.
 
 There an operator costs more than reading a scalar, so a Python ``if`` leaves out every operator that it can.
 """
@@ -32,14 +32,9 @@ from gradaccum.kit import (
     select,
     usable,
 )
-from gradaccum_mindspore import pynative_sums
-from gradaccum_mindspore.knowledge import Known
-from gradaccum_mindspore.norm import measure
-from gradaccum_mindspore.plain_ends import LARGEST_WEIGHT, weigh
-from gradaccum_mindspore.sizes import window_size
-from gradaccum_mindspore.state import Storage
-from gradaccum_mindspore.sums import add_into, fits
-from gradaccum_mindspore.types import Gradients
+from gradaccum_mindspore.state import LARGEST_WEIGHT, Storage, weigh, window_size
+from gradaccum_mindspore.statistics import Known
+from gradaccum_mindspore.sums import Gradients, add_into, all_finite, clear, divided, fits, measure, parts, scaled, spoil
 from gradaccum_mindspore.update import Update
 
 FLOAT16_MAX = 65504.0
@@ -52,7 +47,7 @@ class PyNativeWindow:
         self.storage = storage
         self.options = options
         self.half_made: Callable[[], bool] | None = None
-        """Whether everything is still as an update left it that raised when it was made by half."""
+        """True while nothing has been loaded since an update raised when it was partly made."""
 
     def require_whole(self) -> None:
         """No update was made by half, or something was loaded since.
@@ -85,7 +80,7 @@ class PyNativeWindow:
         knowledge, begun = self.storage.knowledge, False
         known = None if loss is None and not knowledge.has_noise else knowledge.pull()
         try:
-            for total, part in pynative_sums.parts(self.storage.sums, added, factor):
+            for total, part in parts(self.storage.sums, added, factor):
                 begun = True
                 add_into(total, part)
             begun = True
@@ -107,13 +102,13 @@ class PyNativeWindow:
         """The state before a micro-batch of which some sums may hold a part, and what was known then, if that may have changed."""
         if known is not None:
             self.storage.knowledge.push(known)
-        (pynative_sums.spoil if state.micro_step else pynative_sums.clear)(self.storage.sums)
+        (spoil if state.micro_step else clear)(self.storage.sums)
         self.storage.push(state, self.storage.pull())
 
     def finite(self, gradients: Gradients, factor: float) -> bool:
-        """Whether everything that would be added is finite."""
+        """True if everything that would be added is finite."""
         parts = zip(self.storage.sums, gradients, strict=True)
-        return all(g is None or pynative_sums.all_finite(pynative_sums.scaled(g, factor, s.dtype)) for s, g in parts)
+        return all(g is None or all_finite(scaled(g, factor, s.dtype)) for s, g in parts)
 
     def size(self) -> Schedule:
         """Micro-batches in the open window when it is full, or its weight; None: the caller closes it.
@@ -175,7 +170,7 @@ class PyNativeWindow:
         return norm, finite and self.fits(state, norm)
 
     def fits(self, state: State, norm: float) -> bool:
-        """Whether the divided sums, not yet clipped, are finite in the inner optimizer's dtypes; `norm` is the sums'."""
+        """True if the divided sums, not yet clipped, are finite in the inner optimizer's dtypes; `norm` is the sums'."""
         divides = divisor(state, self.options, select) / self.storage.inner_scale
         # No element exceeds the norm, so the elements themselves are seldom looked at.
         if norm <= FLOAT16_MAX * divides:
@@ -216,11 +211,11 @@ class PyNativeWindow:
 
     def clear(self) -> None:
         """Forget the sum."""
-        pynative_sums.clear(self.storage.sums)
+        clear(self.storage.sums)
 
     def gradients(self, divides: float) -> tuple[Tensor, ...]:
         """The sums divided by `divides`, as the inner optimizer gets them."""
-        return pynative_sums.divided(self.storage.sums, divides / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
+        return divided(self.storage.sums, divides / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
 
 
 def require_room(state: State, size: Schedule) -> None:

@@ -1,0 +1,107 @@
+"""The loss scale: a `mindspore.amp.DynamicLossScaler` that the wrapped optimizer drives, and who has read the scale.
+
+The window's end divides gradients by the loss scale, so the user must have multiplied the loss by it. Stock cells such as
+`mindspore.nn.TrainOneStepCell` cannot: their gradients would be too small by the whole scale, and Adam nearly hides that. So `note_read`
+stands where somebody reads the scale, and `require_read` where a gradient comes in. Both run as Python while MindSpore compiles a program,
+and at each call in PyNative.
+
+MindSpore's own loop unscales the gradients and adjusts a scaler in every micro-batch. The wrapped optimizer does both once, at the
+window's end, so that loop would divide twice and move the scale within a window. On a driven scaler `adjust` raises, and so does `unscale`
+of gradients; `unscale` of a loss stays. `drive` replaces the methods on the object, where compiled code finds them too.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from types import MethodType
+
+from mindspore import Tensor
+from mindspore.amp import DynamicLossScaler
+from mindspore.ops import constexpr
+
+from gradaccum import ArgumentValueError, UsageError
+from gradaccum.kit import Options, ScaleRule, explain
+
+NEVER = 0
+"""The key of an accumulation without a loss scale."""
+
+_keys = count(1)
+_read: set[int] = set()
+
+
+def key_of(options: Options) -> int:
+    """A constant that names one accumulation in compiled code."""
+    return NEVER if options.scale_rule == ScaleRule() else next(_keys)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def note_read(key: int) -> bool:
+    """Note that someone asked for the loss scale."""
+    _read.add(key)
+    return True
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def require_read(key: int) -> bool:
+    """Raise `UsageError` if gradients come in before anyone could scale their loss."""
+    if key == NEVER or key in _read:
+        return True
+    raise explain(
+        UsageError,
+        "gradients",
+        expected="gradients of the loss times the loss scale",
+        found="a micro-batch before anyone asked for the loss scale",
+        fix="Train with gradaccum_mindspore.TrainOneStepCell(network, optimizer), which mindspore.train.Model takes as its network; or "
+        "return optimizer.scale(loss) from the function that is differentiated; or pass optimizer.loss_scale as sens "
+        "(reading optimizer.result does not count).",
+    )
+
+
+scaler_kind = "a mindspore.amp.DynamicLossScaler"
+"""As `gradaccum.kit.make_options` names what it takes: it asks this module as its driver of scalers."""
+
+
+def scaler_rule(scaler: object) -> ScaleRule | None:
+    """The rule of a `mindspore.amp.DynamicLossScaler`, which starts at its current scale and has a floor of 1. None for another object."""
+    if not isinstance(scaler, DynamicLossScaler):
+        return None
+    factor = float(scaler.scale_factor)
+    return ScaleRule(float(scaler.scale_value), factor, 1 / factor, int(scaler.scale_window), min_scale=1.0)
+
+
+def drive(scaler: DynamicLossScaler, key: int) -> None:
+    """Take `scaler` over for the accumulation called `key`.
+
+    Raises:
+        ArgumentValueError: another accumulation drives it, and would move the scale in mid-window.
+    """
+    if hasattr(scaler, "driven_by"):
+        expected = "a scaler that no other wrapped optimizer drives, because each moves it at the end of its own windows"
+        fix = "Give each optimizer a scaler of its own, or loss_scale=gradaccum.DynamicLossScale()."
+        raise explain(ArgumentValueError, "loss_scale", expected=expected, found="one that is driven already", fix=fix)
+    scaler.driven_by = key
+    scaler.bare_scale, scaler.bare_unscale = scaler.scale, scaler.unscale
+    scaler.scale, scaler.unscale, scaler.adjust = (MethodType(method, scaler) for method in (_scale, _unscale, _adjust))
+
+
+def _scale(self: DynamicLossScaler, inputs: Tensor) -> Tensor:
+    note_read(self.driven_by)
+    return self.bare_scale(inputs)
+
+
+def _unscale(self: DynamicLossScaler, inputs: Tensor) -> Tensor:
+    if not isinstance(inputs, Tensor):
+        _leave_out("unscale(gradients)")
+    return self.bare_unscale(inputs)
+
+
+def _adjust(self: DynamicLossScaler, grads_finite: Tensor) -> bool:
+    _leave_out("adjust(finite)")
+    return True
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def _leave_out(call: str) -> None:
+    expected = "to be left out, because the wrapped optimizer does it once per window"
+    fix = "Hand optimizer(gradients) the gradients of scaler.scale(loss) as they are, in every micro-batch, finite or not."
+    raise explain(UsageError, f"scaler.{call}", expected=expected, found="a call", fix=fix)

@@ -1,0 +1,122 @@
+"""Private names of MindSpore: its mode, its captures of Python, the phase of a Cell, the operators that it has recorded.
+
+``jit(capture_mode="bytecode")`` fails on some of the functions here ("should not reach here"). MindSpore skips its own files, and
+`skip_in_bytecode` makes MindSpore skip these too: it captures the user's function, and the wrapped optimizer runs as in PyNative.
+``jit(capture_mode="trace")`` records the operators of the first call and repeats them: no later call would decide whether a window ends.
+
+MindSpore goes on recording operators after a function raised inside `mindspore.value_and_grad`, unless a Cell raised. It would
+differentiate a later call through what came before, as a second derivative: slower, and some operators have none. `forget_recorded` ends
+that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+
+import mindspore as ms
+from mindspore import Tensor, nn
+from mindspore._c_expression import pi_jit_set_context
+
+import gradaccum
+from gradaccum import UsageError
+from gradaccum.kit import explain
+
+try:
+    from mindspore.graph import api
+except ImportError:  # its place before MindSpore 2.9
+    from mindspore.common import api
+
+pynative_executor = api._pynative_executor
+
+
+def forget_recorded() -> None:
+    """Let MindSpore forget the operators that it has recorded."""
+    pynative_executor.clear_res()
+
+
+@contextmanager
+def forgotten_on_error() -> Iterator[None]:
+    """If the block raises, what it has recorded is forgotten."""
+    try:
+        yield
+    except BaseException:
+        forget_recorded()
+        raise
+
+
+_mode = getattr(ms.context, "_get_mode", partial(ms.get_context, "mode"))
+"""What `mindspore.nn.Cell` itself asks at each call; `mindspore.get_context` takes as long as ten operators."""
+
+
+def is_graph_mode() -> bool:
+    """True if MindSpore compiles a Cell that Python calls."""
+    return bool(_mode() == ms.GRAPH_MODE)
+
+
+def decides_on_host() -> bool:
+    """True if Python chooses the program of a micro-batch: it reads a counter, which means no wait for the device on a CPU only."""
+    return is_graph_mode() and _on_cpu() and ms.get_auto_parallel_context("parallel_mode") == "stand_alone"
+
+
+@cache
+def _on_cpu() -> bool:
+    # A program follows at once, and from then on MindSpore lets nobody change the device.
+    return bool(ms.get_context("device_target") == "CPU")
+
+
+class OwnPhase(nn.Cell):  # type: ignore[misc]
+    """A Cell that does not tell the cells below it which program was called: none of these asks.
+
+    MindSpore's own setter tells all of them, at each call. For the cells of a wrapped optimizer that takes as long as ten operators.
+    """
+
+    @property
+    def compile_phase(self) -> str | None:
+        """The program of the last call."""
+        phase: str | None = self._compile_phase
+        return phase
+
+    @compile_phase.setter
+    def compile_phase(self, phase: str) -> None:
+        object.__setattr__(self, "_compile_phase", phase)
+
+
+try:
+    from mindspore.graph import jit_trace
+except ImportError:  # its place before MindSpore 2.9
+    from mindspore.common import jit_trace
+
+
+def skip_in_bytecode() -> None:
+    """Keep bytecode capture out of this package and the core."""
+    pi_jit_set_context(skip_files=tuple(str(Path(file).parent) for file in (__file__, gradaccum.__file__)))
+
+
+def refuse_trace() -> None:
+    """Raise if MindSpore is recording operators now.
+
+    Raises:
+        UsageError: it is.
+    """
+    if jit_trace._using_trace:
+        _stop_tracing()
+        raise explain(
+            UsageError,
+            "capture_mode",
+            expected="'ast' or 'bytecode' around a wrapped optimizer, because a trace repeats the operators of the first micro-batch",
+            found="trace",
+            fix="Write @mindspore.jit.",
+        )
+
+
+def _stop_tracing() -> None:
+    """Stop recording. MindSpore goes on if a recorded function raises, and then the next operator crashes."""
+    phase = jit_trace._trace_jit_context.phase
+    jit_trace._jit_trace_end(Tensor(0.0))
+    jit_trace._trace_compile_cache.discard(phase)
+
+
+skip_in_bytecode()
