@@ -141,7 +141,7 @@ def test_largest_of_negative_outputs(backend: LargeBatchHarness) -> None:
 
 @pytest.mark.parametrize("place", [0, 11], ids=["first", "last"])
 def test_no_extreme_hides_a_nan(backend: LargeBatchHarness, place: int) -> None:
-    """Whether it comes before the numbers or after them. Each item is a micro-batch: within one, the framework itself looks for extremes."""
+    """It may come before the numbers or after them. Each item is a micro-batch: within one, the framework itself looks for extremes."""
     batch = standard_batch(MLP)
     x = batch.x.copy()
     x[place] = np.nan
