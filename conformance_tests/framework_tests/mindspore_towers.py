@@ -1,4 +1,4 @@
-"""Two towers with a temperature, seven pairs of data, and three losses that couple the items of a batch."""
+"""Two towers with a temperature, seven pairs of data, and a loss that couples the items of a batch."""
 
 import mindspore as ms
 import numpy as np
@@ -32,31 +32,3 @@ def info_nce(net):
         return ((by_image - own) + (by_text - own)).mean()
 
     return loss
-
-
-def vicreg(net):
-    """Invariance, variance and covariance over the batch; the temperature weighs the last."""
-
-    def loss(outputs):
-        a, b = outputs["images"], outputs["texts"]
-        centred = a - a.mean(0)
-        covariance = ops.matmul(centred.T, centred) / a.shape[0]
-        variance = ops.sqrt((centred * centred).mean(0) + 1e-4)
-        return ((a - b) ** 2).mean() + ops.relu(1 - variance).mean() + net.temperature * (covariance * covariance).sum()
-
-    return loss
-
-
-def moe_balance(net):
-    """The share of each expert times its mean probability, over the whole batch, and the task's loss."""
-
-    def loss(outputs):
-        gates = ops.exp(outputs["images"] * net.temperature)
-        gates = gates / gates.sum(1, keepdims=True)
-        chosen = (gates == gates.max(axis=1, keepdims=True)).astype(gates.dtype)
-        return gates.shape[1] * (chosen.mean(0) * gates.mean(0)).sum() + ((gates * outputs["texts"]).sum(1) ** 2).mean()
-
-    return loss
-
-
-LOSSES = (info_nce, vicreg, moe_balance)

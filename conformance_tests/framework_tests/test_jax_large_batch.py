@@ -25,21 +25,6 @@ def wide() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("division", [{"steps": n} for n in (1, 3, 5, 10)] + [{"micro_batch_size": n} for n in (3, 7, 99)], ids=str)
-def test_large_batch_is_exact(division: Any) -> None:
-    made = gradaccum_jax.value_and_grad(mean_loss, **division)(model(), *data())
-    close(made, jax.value_and_grad(mean_loss)(model(), *data()))
-
-
-@pytest.mark.parametrize("reduction", ["sum", "item_mean"])
-def test_summed_losses(reduction: str) -> None:
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        return jnp.sum(errors(params, x, y))
-
-    made = gradaccum_jax.value_and_grad(loss, steps=4, reduction=reduction)(model(), *data())
-    close(made, jax.value_and_grad(loss if reduction == "sum" else mean_loss)(model(), *data()))
-
-
 def token_loss(params: Any, x: Any, y: Any, tokens: Any) -> Any:
     return jnp.sum(errors(params, x, y) * tokens) / jnp.sum(tokens)
 

@@ -23,7 +23,7 @@ from conformance_tests.framework_tests.torch_loss_scale_loop import Alone, Loop,
 from gradaccum_torch import backend
 
 SMALLEST = 2.0**-125
-PATTERNS = 1500
+PATTERNS = 500
 
 
 def patterns(seed: int, events: int) -> Iterator[tuple[dict[str, Any], np.ndarray]]:

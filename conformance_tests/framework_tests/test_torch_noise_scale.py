@@ -212,15 +212,3 @@ def test_error_in_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
         each.flush()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert opt.result.noise_scale >= 0, "not NaN"
-
-
-def test_windows_of_one() -> None:
-    model, opt = made(steps=1)
-    feed(model, opt, 1, 2, 3)
-    assert math.isnan(opt.result.noise_scale)
-
-
-@pytest.mark.parametrize("given", [1.0, -0.1, math.nan, "yes", None])
-def test_bad_decays_are_refused(given: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="noise_scale"):
-        made(noise_scale=given)

@@ -40,11 +40,6 @@ def test_ends(options: dict[str, Any]) -> None:
     assert feed(parameter, opt, 1, 0, 0.5, 0.5, 7) == [1, 1, 1, 2, 3]
 
 
-def test_schedules() -> None:
-    assert feed(*setting(gradaccum.until_weight([(0, 4), (2, 6)])), 4, 3, 1, 4, 4) == [1, 1, 2, 2, 3]
-    assert feed(*setting(gradaccum.until_weight(lambda step: 2 + step)), 2, 2, 1, 4) == [1, 1, 2, 3]
-
-
 @pytest.mark.parametrize("given", [0, 2.5, None, True])
 def test_bad_answers_are_refused_at_step(given: object) -> None:
     parameter, opt = setting(gradaccum.until_weight(lambda step: given))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from .example import install, run_suite
+from conformance_tests.framework_tests.preloaded import Preloaded
+
+from .example import install, program_of, run_suite
 
 
 @pytest.fixture
@@ -18,25 +20,19 @@ def test_example_passes_the_suite(site) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
-def test_passing_gap_fails_the_run(site) -> None:
-    gaps = site / "gaps.txt"
-    gaps.write_text("test_windows::test_steps_one*  # declared, but it works\n", encoding="utf-8")
-    done = run_suite(site, "--xfails-file", str(gaps), "-k", "steps_one")
-    assert done.returncode == 1
-    assert "XPASS(strict)" in done.stdout
-
-
-def test_stale_line_fails_the_run(site) -> None:
-    gaps = site / "gaps.txt"
-    gaps.write_text("test_windows::test_gone  # was removed long ago\n", encoding="utf-8")
-    done = run_suite(site, "--xfails-file", str(gaps))
-    assert done.returncode != 0
-    assert "stale line" in done.stdout + done.stderr
-
-
-def test_gap_without_reason_fails_the_run(site) -> None:
-    gaps = site / "gaps.txt"
-    gaps.write_text("test_windows::*\n", encoding="utf-8")
-    done = run_suite(site, "--xfails-file", str(gaps))
-    assert done.returncode != 0
-    assert "without a reason" in done.stdout + done.stderr
+@pytest.mark.parametrize(
+    ("line", "options", "words"),
+    [
+        ("test_windows::test_steps_one*  # declared, but it works", ("-k", "steps_one"), "XPASS(strict)"),
+        ("test_windows::test_gone  # was removed long ago", (), "stale line"),
+        ("test_windows::*", (), "without a reason"),
+    ],
+    ids=["passing gap", "stale line", "no reason"],
+)
+def test_bad_declaration_fails_the_run(site, light: Preloaded, line: str, options: tuple[str, ...], words: str) -> None:
+    (site / "gaps.txt").write_text(f"{line}\n", encoding="utf-8")
+    program = site / "declared.py"
+    program.write_text(program_of(site, "--xfails-file", str(site / "gaps.txt"), *options), encoding="utf-8")
+    status, said = light.run(program)
+    assert status != 0
+    assert words in said

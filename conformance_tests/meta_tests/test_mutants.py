@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,19 +14,6 @@ from .mutants import MUTANTS, SELECTED
 
 EACH = 8
 """How many of the mutants wait for ``--deep`` beside the one that does not: each runs the suite until it fails."""
-
-
-@pytest.fixture(scope="module")
-def light(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
-    """Processes that start fast: no plugins of other packages, and compiled test modules kept from process to process.
-
-    Where Python may not write bytecode, each process would otherwise compile the whole suite again.
-    """
-    environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-        environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
-    with Preloaded("pytest", "gradaccum_conformance", **environment) as imported:
-        yield imported
 
 
 @pytest.mark.parametrize("name", deep_but(list(MUTANTS)[::EACH], MUTANTS))

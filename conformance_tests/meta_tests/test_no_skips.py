@@ -2,54 +2,62 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from conformance_tests.framework_tests.preloaded import Preloaded
 from gradaccum_conformance.deep import deep_but
 
 SKIPS = {
     "test": "import pytest\n\ndef test_one():\n    pytest.skip('not here')\n\ndef test_two():\n    pass\n",
     "module": "import pytest\n\npytest.skip('not here', allow_module_level=True)\n",
 }
+DISTRIBUTED = ("-p", "xdist.plugin", "-n", "1")
 GAP = "@pytest.mark.xfail(reason='declared', strict=True)\ndef test_one():\n    assert False\n"
 PLAIN = f"import pytest\n\n{GAP}\ndef test_two():\n    pass\n"
 
 
-def run(folder, code: str, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_some.py").write_text(code, encoding="utf-8")
-    (folder / "test_other.py").write_text("def test_other():\n    pass\n", encoding="utf-8")
-    plugin = ["-p", "gradaccum_conformance.plugin", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "--backend", "numpy", "-q", *plugin, *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+@pytest.fixture
+def run(tmp_path: Path, light: Preloaded) -> Callable[..., tuple[int, str]]:
+    """Runs the tests in `code` beside one that passes; gives the exit status and what pytest said."""
+
+    def run(code: str, *options: str) -> tuple[int, str]:
+        (tmp_path / "test_some.py").write_text(code, encoding="utf-8")
+        (tmp_path / "test_other.py").write_text("def test_other():\n    pass\n", encoding="utf-8")
+        arguments = ["--backend", "numpy", "-q", "-p", "gradaccum_conformance.plugin", "-p", "no:cacheprovider", *options]
+        (tmp_path / "program.py").write_text(f"import pytest, sys\n\nsys.exit(pytest.main({arguments!r}))\n", encoding="utf-8")
+        return light.run(tmp_path / "program.py")
+
+    return run
 
 
-@pytest.mark.parametrize("workers", deep_but([("-n", "1")], [(), ("-n", "1")]), ids=["alone", "distributed"])
+@pytest.mark.parametrize("workers", deep_but([DISTRIBUTED], [(), DISTRIBUTED]), ids=["alone", "distributed"])
 @pytest.mark.parametrize("code", deep_but((SKIPS["test"],), SKIPS.values()), ids=SKIPS)
-def test_skip_fails_the_run(tmp_path, code: str, workers: tuple[str, ...]) -> None:
-    assert run(tmp_path, code, *workers).returncode == 0
-    forbidden = run(tmp_path, code, "--no-skips", *workers)
-    assert forbidden.returncode == 1, forbidden.stdout
-    assert "1 skipped" in forbidden.stdout
+def test_skip_fails_the_run(run, code: str, workers: tuple[str, ...]) -> None:
+    assert run(code, *workers)[0] == 0
+    status, said = run(code, "--no-skips", *workers)
+    assert status == 1, said
+    assert "1 skipped" in said
 
 
-def test_declared_gap_is_no_skip(tmp_path) -> None:
-    assert run(tmp_path, PLAIN, "--no-skips").returncode == 0
+def test_declared_gap_is_no_skip(run) -> None:
+    assert run(PLAIN, "--no-skips")[0] == 0
 
 
-def test_backend_without_workers_has_no_case(tmp_path) -> None:
-    """Nor a skipped one."""
+def test_backend_without_workers_has_no_case(tmp_path, run) -> None:
+    """Nor a skipped one. (The two files differ in size: Python would take them for one if they were written within a second.)"""
     code = "def test_one(crews):\n    pass\n"
-    for kind, passed in (("type('Other', (), {})", 1), ("plugin.WorkersHarness", 2)):
+    for kind, passed in (("type('Another', (), {})", 1), ("plugin.WorkersHarness", 2)):
         conftest = f"from gradaccum_conformance.workers import plugin\n\nplugin.WorkersHarness = {kind}\n"
         (tmp_path / "conftest.py").write_text(conftest, encoding="utf-8")
-        done = run(tmp_path, code, "--no-skips")
-        assert done.returncode == 0, done.stdout
-        assert f"{passed} passed" in done.stdout
+        status, said = run(code, "--no-skips")
+        assert status == 0, said
+        assert f"{passed} passed" in said
 
 
-def test_missing_backend_fails_the_run(tmp_path) -> None:
-    done = run(tmp_path, PLAIN, "--require-backend", "no-such-backend")
-    assert done.returncode != 0
-    assert "required, but not installed: no-such-backend" in done.stdout + done.stderr
+def test_missing_backend_fails_the_run(run) -> None:
+    status, said = run(PLAIN, "--require-backend", "no-such-backend")
+    assert status != 0
+    assert "required, but not installed: no-such-backend" in said

@@ -10,7 +10,7 @@ from importlib import import_module
 
 NAMES = {
     "exact": """
-        clipped_and_skipped loss_scale dropped schedule flushed half_precision masters mixed_dtypes model chain scan ensemble
+        schedule half_precision masters mixed_dtypes model chain scan ensemble
     """,
     "programs": "one_reduction_per_window one_for_each_dtype nothing_is_copied replicated_gradients benchmark",
     "resuming": "other_number_of_devices checked_state",

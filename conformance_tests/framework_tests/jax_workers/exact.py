@@ -26,40 +26,10 @@ from conformance_tests.framework_tests.jax_workers.common import (
 SCALE = gradaccum.DynamicLossScale(init_scale=8.0, growth_interval=2)
 
 
-def clipped_and_skipped() -> None:
-    """The norms of single devices would decide otherwise: they are those of a quarter of the sum."""
-    todo = events(3, windows=5, steps=2)
-    results = check(todo, {"steps": 2, "reduction": "sum", "clip_norm": 10.0, "skip_norm": 12.0})
-    norms = [float(result.grad_norm) for result in results]
-    assert min(norms) < 10 < 12 < max(norms), norms
-    assert [bool(result.applied) for result in results] == [norm <= 12 for norm in norms]
-
-
-def loss_scale() -> None:
-    """An overflow on one device skips on all, and the scale backs off on all; clean windows let it grow."""
-    results = check(events(4, windows=6, steps=2, bad=math.inf), {"steps": 2, "loss_scale": SCALE})
-    assert [bool(result.overflow) for result in results] == [False, True, False] * 2
-    assert [float(result.loss_scale) for result in results] == [8, 4, 4, 8, 4, 4]
-
-
-def dropped() -> None:
-    options = {"steps": 2, "on_overflow": "drop_micro_batch", "loss_scale": SCALE, "reduction": "item_mean"}
-    results = check(events(5, windows=3, steps=2, bad=math.nan), options)
-    assert [(bool(result.applied), bool(result.overflow)) for result in results] == [(True, False), (True, True), (True, False)]
-
-
 def schedule() -> None:
     """Windows of two and three micro-batches, and a short one that is flushed."""
     todo = events(6, windows=1, steps=2) + events(7, windows=1, steps=3) + events(8, windows=1, steps=2, close="flush")
     assert all(result.applied for result in check(todo, {"steps": [(0, 2), (1, 3)]}))
-
-
-def flushed() -> None:
-    """Windows that the caller closes or forgets; an empty one changes nothing, the last event included."""
-    todo = events(8, windows=2, steps=2, close="flush")
-    todo += events(9, windows=1, steps=2, close="discard") + events(10, windows=1, steps=1, close="flush")
-    results = check([*todo, todo[-1]], {"steps": None})
-    assert [bool(result.applied) for result in results] == [True, True, False, True, True]
 
 
 def half_precision() -> None:

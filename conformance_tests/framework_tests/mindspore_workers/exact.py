@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import mindspore as ms
-import numpy as np
 
 import gradaccum
 from conformance_tests.framework_tests.mindspore_workers.checks import check
@@ -21,27 +20,6 @@ from conformance_tests.framework_tests.mindspore_workers.common import (
 )
 from conformance_tests.framework_tests.mindspore_workers.counting import called
 
-EVERY_OPTION = (
-    {},
-    {"clip_norm": 0.05},
-    {"reduction": "sum"},
-    {"loss_scale": 1024.0},
-    {"accumulate_dtype": "float64"},
-)
-
-
-@check
-def unequal_workers_make_the_large_batch(rank: int) -> None:
-    """Numbers of items and of micro-batches differ; the second window is empty on one worker."""
-    for options in EVERY_OPTION:
-        worker, truth = Worker(**options).train(micro_batches(rank)), Truth()
-        for window in all_windows():
-            truth.window(window, **{name: value for name, value in options.items() if name in ("clip_norm", "reduction")})
-        require_truth(worker, truth)
-        assert worker.opt.result.optimizer_step == 2
-        assert math.isclose(worker.opt.result.grad_norm, truth.norm, rel_tol=1e-5)
-        require_same_everywhere((numbers(worker), worker.opt.result))
-
 
 @check
 def half_precision_is_summed_in_float32(rank: int) -> None:
@@ -55,42 +33,6 @@ def half_precision_is_summed_in_float32(rank: int) -> None:
         assert numbers(worker) == numbers(alone)
         assert math.isclose(worker.opt.result.grad_norm, alone.opt.result.grad_norm, rel_tol=1e-6)
         require_same_everywhere((numbers(worker), worker.opt.result))
-
-
-@check
-def missing_gradients_count_as_zeros(rank: int) -> None:
-    """A parameter that took no part on one worker is divided by the weight of all."""
-    worker = Worker(steps=None)
-    gradients = [ms.Tensor(np.full(p.shape, 2.0 + rank), ms.float32) for p in worker.opt.parameters]
-    worker.opt((gradients[0], None if rank else gradients[1]), 1.0 + rank)
-    before = numbers(worker)
-    worker.opt.flush()
-    moved = [float((np.asarray(old) - np.asarray(new)).flat[0]) for old, new in zip(before, numbers(worker), strict=True)]
-    np.testing.assert_allclose(moved, [0.1 * (2 * 1 + 3 * 2) / 3, 0.1 * 2 / 3], rtol=1e-5)
-
-
-@check
-def norm_to_skip_is_that_of_all(rank: int) -> None:
-    truth = Truth()
-    truth.window(all_windows()[0])
-    for limit, applied in ((0.99 * truth.norm, False), (1.01 * truth.norm, True)):
-        worker = Worker(steps=None, skip_norm=limit).train(micro_batches(rank)[:4])
-        assert worker.opt.result.applied is applied
-
-
-@check
-def dropped_micro_batch_is_left_out(rank: int) -> None:
-    worker = Worker(on_overflow="drop_micro_batch", loss_scale=gradaccum.DynamicLossScale(64.0))
-    for index, batch in enumerate(micro_batches(rank)):
-        worker.learn(batch, math.nan if rank == 0 and index == 0 else 1.0)
-    worker.opt.flush()
-    truth = Truth()
-    first, second = all_windows()
-    truth.window(first[1:])
-    truth.window(second)
-    require_truth(worker, truth)
-    assert worker.opt.result.loss_scale == 32.0
-    require_same_everywhere(worker.opt.result)
 
 
 @check
@@ -122,12 +64,3 @@ def two_reductions_per_window(rank: int) -> None:
             worker.opt.flush()
             assert [size < SIZE for _, size in calls] == [True]
         assert {name for name, _ in calls} == {"AllReduce"}
-
-
-@check
-def empty_windows_change_nothing(rank: int) -> None:
-    worker = Worker()
-    before = numbers(worker)
-    worker.opt.flush()
-    assert not worker.opt.result.closed
-    assert numbers(worker) == before

@@ -14,7 +14,6 @@ from conformance_tests.framework_tests.mindspore_common import BIAS, MODES, WEIG
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import (
     STEPS,
-    WORLD,
     Truth,
     Worker,
     all_windows,
@@ -70,26 +69,6 @@ def every_mode_makes_the_large_batch(rank: int) -> None:
 def compiled_micro_batch_reduces_nothing(rank: int) -> None:
     for mode in ("jit", "graph"):
         require_one_branch(compiled(mode)[2])
-
-
-@check
-def overflow_on_one_worker_skips_on_all(rank: int) -> None:
-    batches, truth = micro_batches(rank), Truth()
-    truth.window([micro_batches(one)[index % 3] for one in range(WORLD) for index in range(4)], clip_norm=CLIP)
-    for mode in MODES:
-        worker = restarted(mode)
-        before = numbers(worker)
-        for index in range(4):
-            worker.learn(batches[index % 3], math.inf if rank == 1 and index == 0 else 1.0)
-        assert (worker.opt.result.skipped, worker.opt.result.overflow, worker.opt.result.loss_scale) == (True, True, 512.0), mode
-        assert numbers(worker) == before
-        set_mode(mode)
-        for index in range(4):
-            worker.learn(batches[index % 3])
-        assert worker.opt.result.applied
-        assert math.isclose(worker.opt.result.grad_norm, truth.norm, rel_tol=1e-5)
-        require_truth(worker, truth)
-        require_same_everywhere((numbers(worker), worker.opt.result))
 
 
 @check

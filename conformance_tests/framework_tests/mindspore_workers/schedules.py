@@ -13,7 +13,7 @@ from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import StepLR
 
 import gradaccum
-from conformance_tests.framework_tests.mindspore_common import MODES, set_mode
+from conformance_tests.framework_tests.mindspore_common import set_mode
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import WORLD, Worker, micro_batches, numbers, require_same_everywhere
 from conformance_tests.framework_tests.refusing import refused
@@ -72,14 +72,13 @@ def schedules_and_averages_move_once_per_update(rank: int) -> None:
         return lambda: None
 
     expected, expected_average = reference()
-    for mode in MODES:
-        for follow in (gated, listening):
-            worker, average = trained(mode, rank, follow)
-            for found, truth in zip(numbers(worker), numbers(expected), strict=True):
-                np.testing.assert_allclose(found, truth, rtol=0, atol=3e-6)
-            np.testing.assert_allclose(average.value, expected_average.value, rtol=0, atol=3e-6)
-            np.testing.assert_allclose(float(worker.opt.param_groups[0]["lr"]), 0.1 * 0.5**3, rtol=1e-6)
-            require_same_everywhere((numbers(worker), worker.opt.result, average.value.tolist()))
+    for mode, follow in (("pynative", gated), ("pynative", listening), ("jit", gated), ("graph", listening)):
+        worker, average = trained(mode, rank, follow)
+        for found, truth in zip(numbers(worker), numbers(expected), strict=True):
+            np.testing.assert_allclose(found, truth, rtol=0, atol=3e-6)
+        np.testing.assert_allclose(average.value, expected_average.value, rtol=0, atol=3e-6)
+        np.testing.assert_allclose(float(worker.opt.param_groups[0]["lr"]), 0.1 * 0.5**3, rtol=1e-6)
+        require_same_everywhere((numbers(worker), worker.opt.result, average.value.tolist()))
 
 
 @check
@@ -102,26 +101,25 @@ def schedules_that_drift_apart_are_refused(rank: int) -> None:
 @check
 def other_rates_in_compiled_code_skip_the_window(rank: int) -> None:
     """It cannot raise. Python raises as soon as it is asked, on every worker: the one in compiled code and the one that flushes."""
-    for mode in ("graph", "jit"):
-        for inner in (optim.SGD, nn.Momentum):
-            worker = Worker(mode, steps=STEPS, inner=inner)
-            rate = worker.opt.lrs[0] if inner is optim.SGD else worker.opt.learning_rate
-            batches, start = micro_batches(rank), numbers(worker)
-            ops.assign(rate, rate.value() * (1 + rank))
-            with refused(gradaccum.UsageError, f"learning rates on rank {rank}", "listener"):
-                if rank == 0:
-                    for batch in batches[:STEPS]:
-                        worker.learn(batch)
-                else:
-                    worker.learn(batches[0])
-                    worker.opt.flush()
-                print(worker.opt.result)
-            set_mode(mode if mode == "graph" else "pynative")
+    for mode, inner in (("graph", optim.SGD), ("jit", nn.Momentum)):
+        worker = Worker(mode, steps=STEPS, inner=inner)
+        rate = worker.opt.lrs[0] if inner is optim.SGD else worker.opt.learning_rate
+        batches, start = micro_batches(rank), numbers(worker)
+        ops.assign(rate, rate.value() * (1 + rank))
+        with refused(gradaccum.UsageError, f"learning rates on rank {rank}", "listener"):
             if rank == 0:
+                for batch in batches[:STEPS]:
+                    worker.learn(batch)
+            else:
+                worker.learn(batches[0])
                 worker.opt.flush()
-            assert (worker.opt.result.optimizer_step, worker.opt.result.overflow, numbers(worker)) == (0, True, start)
-            ops.assign(rate, rate.value() / (1 + rank))
-            for batch in batches[:STEPS]:
-                worker.learn(batch)
-            assert worker.opt.result.applied
-            require_same_everywhere(numbers(worker))
+            print(worker.opt.result)
+        set_mode(mode if mode == "graph" else "pynative")
+        if rank == 0:
+            worker.opt.flush()
+        assert (worker.opt.result.optimizer_step, worker.opt.result.overflow, numbers(worker)) == (0, True, start)
+        ops.assign(rate, rate.value() / (1 + rank))
+        for batch in batches[:STEPS]:
+            worker.learn(batch)
+        assert worker.opt.result.applied
+        require_same_everywhere(numbers(worker))

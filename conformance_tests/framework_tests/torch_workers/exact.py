@@ -58,52 +58,6 @@ def half_precision_is_summed_in_float32(rank: int) -> None:
 
 
 @check
-def dropped_micro_batch_is_left_out(rank: int) -> None:
-    model = build()
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel, on_overflow="drop_micro_batch", loss_scale=gradaccum.DynamicLossScale(64.0))
-    for index, (x, y, rare) in enumerate(micro_batches(rank)):
-        learn(parallel, opt, (x * (math.nan if rank == 0 and index == 0 else 1), y, rare))
-    opt.flush()
-    first, second = all_windows()
-    reference, _ = alone([first[1:], second])
-    require_equal(model, reference)
-    assert opt.result.loss_scale == 32.0
-    require_same_everywhere(opt.result)
-
-
-@check
-def norm_to_skip_is_that_of_all(rank: int) -> None:
-    norm = alone(all_windows()[:1])[1].result.grad_norm
-    for limit, applied in ((0.99 * norm, False), (1.01 * norm, True)):
-        model = build()
-        parallel = DistributedDataParallel(model, find_unused_parameters=True)
-        opt = gradaccum.wrap(sgd(model), steps=None, module=parallel, skip_norm=limit)
-        for batch in micro_batches(rank)[:4]:
-            learn(parallel, opt, batch)
-        opt.flush()
-        assert opt.result.applied is applied
-
-
-@check
-def overflow_on_one_worker_skips_on_all(rank: int) -> None:
-    model = build()
-    before = numbers(model)
-    parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = gradaccum.wrap(sgd(model), steps=2, module=parallel, loss_scale=gradaccum.DynamicLossScale(1024.0))
-    for index, (x, y, rare) in enumerate(micro_batches(rank)[:2]):
-        learn(parallel, opt, (x * (math.inf if rank == 1 and index == 0 else 1), y, rare))
-    assert opt.result.skipped
-    assert opt.result.overflow
-    assert opt.result.loss_scale == 512.0
-    assert numbers(model) == before
-    for batch in micro_batches(rank)[:2]:
-        learn(parallel, opt, batch)
-    assert opt.result.applied
-    require_same_everywhere((numbers(model), opt.result))
-
-
-@check
 def discarded_window_is_one_worker_s_own(rank: int) -> None:
     model = build()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
@@ -114,15 +68,6 @@ def discarded_window_is_one_worker_s_own(rank: int) -> None:
         opt.discard()
     opt.flush()
     require_equal(model, alone([micro_batches(0)[:3]])[0])
-
-
-@check
-def empty_windows_change_nothing(rank: int) -> None:
-    model = build()
-    opt = gradaccum.wrap(sgd(model), steps=4, module=DistributedDataParallel(model))
-    opt.flush()
-    assert not opt.result.closed
-    assert numbers(model) == numbers(build())
 
 
 @check

@@ -25,7 +25,7 @@ def elements(tree: Arrays | None) -> set[float]:
 
 @by_half
 def test_sum_is_float32(backend: Harness, mode: str, dtype: Dtype) -> None:
-    session = start(backend, steps=4, dtype=dtype, mode=mode)
+    session = start(backend, steps=3, dtype=dtype, mode=mode)
     session.gradients(constant(0.5))
     assert {array.dtype.name for array in session.accumulator().values()} == {"float32"}
     assert elements(session.accumulator()) == {0.5}

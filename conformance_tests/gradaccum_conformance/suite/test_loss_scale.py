@@ -76,10 +76,9 @@ def test_weightless_windows_do_not_count(backend: Harness, mode: str) -> None:
     assert session.state().loss_scale == 8.0
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**4, 2.0**12])
-def test_scale_leaves_no_trace(backend: Harness, mode: str, scale: float) -> None:
+def test_scale_leaves_no_trace(backend: Harness, mode: str) -> None:
     """A power of two multiplies exactly. So the unscaled gradient is the same, bit for bit."""
-    scaled, plain = start(backend, steps=3, loss_scale=scale, mode=mode), start(backend, steps=3, mode=mode)
+    scaled, plain = start(backend, steps=3, loss_scale=2.0**12, mode=mode), start(backend, steps=3, mode=mode)
     for session in (scaled, plain):
         for seed in range(3):
             session.gradients(random_tree(LINEAR, seed))

@@ -13,7 +13,6 @@ from gradaccum_conformance.scenarios import poisoned, random_tree, refuses_to_lo
 from gradaccum_conformance.specs import LINEAR, Arrays, Optimizer
 
 HALF = ("float16", "bfloat16")
-by_half = pytest.mark.parametrize("dtype", HALF)
 STEP = 2.0**-13
 """The size of an update: less than half the distance from 1 to the next float16 number, and far less for bfloat16."""
 RATE = 0.125
@@ -44,7 +43,7 @@ def test_small_updates_add_up(backend: Harness, mode: str, dtype: Dtype) -> None
     assert elements(without.parameters()) == {1.0}, "without masters each update is lost: the test would prove nothing otherwise"
 
 
-@by_half
+@pytest.mark.parametrize("dtype", deep_but(("bfloat16",), HALF))
 def test_model_holds_the_rounded_masters(backend: Harness, mode: str, dtype: Dtype) -> None:
     session = begin(backend, dtype, mode=mode)
     for seed in range(6):
@@ -73,7 +72,7 @@ def test_float32_parameters_need_no_masters(backend: Harness) -> None:
     assert same(with_masters.parameters(), without.parameters())
 
 
-@by_half
+@pytest.mark.parametrize("dtype", deep_but(("bfloat16",), HALF))
 @pytest.mark.parametrize("stop", [1, 2, 5])
 def test_masters_survive_a_checkpoint(backend: Harness, mode: str, tmp_path: Path, dtype: Dtype, stop: int) -> None:
     whole, first, resumed = (begin(backend, dtype, mode=mode) for _ in range(3))
