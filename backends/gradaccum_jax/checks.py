@@ -14,6 +14,7 @@ import optax
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
 from gradaccum.kit import Options, Scalar, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
 from gradaccum_jax.arrays import Array, DType, Gradients, InnerState, Leaves, Params, Tree, is_half, is_none, takes_part, unique, wider
+from gradaccum_jax.sharding import ADD_UP, axes_in_parts
 from gradaccum_jax.state import AccumulationState
 
 ACCUMULATING = (AccumulationState, optax.MultiStepsState)
@@ -171,7 +172,7 @@ def align(gradients: Tree, accumulator: Tree, *, any_float: bool) -> Gradients:
         any_float: let through dtypes wider than the accumulator's, because the user chose its dtype.
 
     Raises:
-        GradientError: the structure, a shape or a dtype differs; names the path of the leaf.
+        GradientError: the structure, a shape or a dtype differs, or the devices hold parts that are not added up; names the path.
     """
     held, structure = _named(accumulator)
     given, other = _named(gradients)
@@ -223,6 +224,8 @@ def _check_leaf(name: str, gradient: Array, held: Array, any_float: bool) -> Non
         dtype = jnp.result_type(gradient)
     except TypeError:
         _refuse(name, "an array", f"a {type(gradient).__name__}")
+    if axes := axes_in_parts(gradient):
+        _refuse(name, "a gradient whose parts are added up", f"one typed reduced or unreduced over {sorted(axes)}", ADD_UP)
     _check_dtype(name, dtype, held, any_float)
 
 

@@ -20,7 +20,7 @@ from gradaccum_jax.arrays import Array, DType, Extra, Gradients, Params, Tree, U
 from gradaccum_jax.checks import align, require_dtype, require_plain
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.optimizer import require_transformation
-from gradaccum_jax.sharding import every, refuse_parts
+from gradaccum_jax.sharding import every, require_ordinary
 from gradaccum_jax.update import Update
 from gradaccum_jax.window import check_known, probe, size_at
 
@@ -82,7 +82,12 @@ class MultiSteps:
         return self._opt
 
     def init(self, params: Params) -> optax.MultiStepsState:
-        """The state before the first mini-step."""
+        """The state before the first mini-step.
+
+        Raises:
+            ArgumentTypeError: an explicit mesh types a parameter as ``reduced``.
+        """
+        require_ordinary(params)
         gradient_step = jnp.zeros((), jnp.int32)
         _, skip_state = self._should_skip(sums.clear(params), gradient_step, params)
         inner_state = strong(self._opt.init(params))
@@ -107,7 +112,6 @@ class MultiSteps:
         """
         check_known(self._options.steps, state.gradient_step)
         aligned = align(updates, state.acc_grads, any_float=self._accumulator_dtype is not None)
-        refuse_parts(aligned)
         stepped: tuple[Updates, optax.MultiStepsState] = call_jitted(
             self._jitted_update, self._update, aligned, updates, state, params, extra_args
         )

@@ -23,7 +23,7 @@ from gradaccum_jax.arrays import Extra, Gradients, InnerState, Params, Tree, Upd
 from gradaccum_jax.checks import align, as_loss, as_weight, require_arrays, require_params, require_plain, require_state, require_statistics
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.parameters import in_place_of
-from gradaccum_jax.sharding import ShardAxes, as_given, replicated, require_whole, vary_like, whole
+from gradaccum_jax.sharding import ShardAxes, replicated, require_ordinary, vary_like
 from gradaccum_jax.state import AccumulationState, event_of, fields_of, first_terms, fresh, with_event
 from gradaccum_jax.update import Update, require_placeable
 from gradaccum_jax.window import MicroBatch, check_known, size_at
@@ -47,17 +47,18 @@ class Accumulation:
 
         Raises:
             ArgumentTypeError: the inner optimizer accumulates too, or cannot stand inside a wrapper: see `update`. Or a parameter is no
-                array.
+                array, or an explicit mesh types it as ``reduced``.
             ArgumentValueError: JAX has ``accumulate_dtype`` switched off.
             UsageError: with ``axis_name``: no such axis is in scope, or the parameters differ along it. Or some parameters are sharded by
                 `jax.shard_map`, and ``shard_axes`` is not given.
         """
         require_arrays(params, "params")
+        require_ordinary(params)
         group.require_axes(self.axes)
         group.require_told(params, frozenset(self.axes), self.shard_axes)
         group.require_same_params(params, self.axes)
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
-        inner_state, masters = self._inner_state(whole(params))
+        inner_state, masters = self._inner_state(params)
         require_plain(inner_state)
         require_placeable(params, inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
@@ -82,7 +83,7 @@ class Accumulation:
             extra: passed on to the inner optimizer.
 
         Raises:
-            GradientError: `grads` has another structure, shape or dtype; names the leaf.
+            GradientError: `grads` has another structure, shape or dtype, or is typed ``unreduced`` on an explicit mesh; names the leaf.
             ArgumentTypeError, ArgumentValueError: `state` is not this optimizer's, `weight` or `value` is no such scalar, or `params` are
                 missing.
             ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1, outside `jax.jit`. Under `jax.jit` no value is
@@ -96,7 +97,6 @@ class Accumulation:
         self.check(state, params, extra)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
-        require_whole(aligned, self.options)
         group.require_own(aligned, state.accumulator, self.axes)
         dtype = jnp.result_type(state.weight)
         micro_batch = MicroBatch(aligned, as_weight(weight, dtype), as_loss(value, dtype))
@@ -124,6 +124,7 @@ class Accumulation:
         """
         held = require_state(state)
         require_statistics(held, self.options)
+        require_ordinary(params)
         group.require_in_scope(self.shard_axes)
         if self.axes:
             group.require_axes(self.axes)
@@ -146,7 +147,6 @@ class Accumulation:
             GradientError, UsageError: as for `update`.
         """
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
-        require_whole(aligned, self.options)
         group.require_own(aligned, state.accumulator, self.axes)
         return window.add(state, MicroBatch(aligned, weight, loss), None, self.options, self.shard_axes)[0]
 
@@ -171,17 +171,17 @@ class Accumulation:
             updates, state = window.keep(state, update, self.options, never=full, **last)
         else:
             updates, state = window.close(state, update, self.options, at_end=full, **last)
-        return as_given(updates, params), state
+        return updates, state
 
     def _flush(self, state: AccumulationState, params: Params, extra: Extra) -> tuple[Updates, AccumulationState]:
         update, before, is_open = self._inner_update(state, params, extra), event_of(state), jnp.asarray(state.micro_step) > 0
         updates, state = window.close(state, update, self.options, at_end=is_open, tells=extra.get("value") is None)
         event = (jnp.where(is_open, new, old) for new, old in zip(event_of(state), before, strict=True))
-        return as_given(updates, params), with_event(state, *event)
+        return updates, with_event(state, *event)
 
     def _inner_update(self, state: AccumulationState, params: Params, extra: Extra, gradients: Gradients | None = None) -> Update:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
-        held = replicated(whole(params), self.axes)
+        held = replicated(params, self.axes)
         part = gradients is not None and self.options.steps not in (1, None)
         return Update(self.inner.update, dtypes, held, group.same_extra(extra, self.axes), self.axes, self.shard_axes, part)
 

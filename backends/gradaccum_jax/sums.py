@@ -19,10 +19,9 @@ from jax import lax
 
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Scalar, Where, explain
-from gradaccum_jax import sharding
 from gradaccum_jax.arrays import Array, DType, Gradients, Leaves, Params, Tree, is_key, standard, takes_part, typeof, wider
 from gradaccum_jax.control_flow import once
-from gradaccum_jax.sharding import ShardAxes, axes_of, axes_unreduced, explicitly_sharded, factor_of, partitioned, shards_of, vary
+from gradaccum_jax.sharding import ShardAxes, axes_of, explicitly_sharded, partitioned, shards_of, vary
 
 
 def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
@@ -50,7 +49,7 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
     """An empty accumulator for `params`: exact zeros, one array per leaf; None for random keys, and where `params` has None."""
 
     def empty(leaf: Array) -> Array:
-        return None if is_key(leaf) else vary(sharding.zeros_for(leaf, sum_dtype(leaf, accumulate_dtype)), axes_of(leaf))
+        return None if is_key(leaf) else vary(jnp.zeros_like(leaf, dtype=sum_dtype(leaf, accumulate_dtype)), axes_of(leaf))
 
     return jax.tree.map(empty, params)
 
@@ -75,7 +74,7 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, h
     def add_leaf(held: Array, gradient: Array) -> Array:
         if gradient is None:
             return held
-        held, gradient = sharding.alike(held, standard(gradient))
+        gradient = standard(gradient)
         if factor is not None:
             return add_weighted(held, gradient, factor, adds, harmless)
         return pick(adds, plus(held, gradient), held)
@@ -99,7 +98,7 @@ def add_weighted(held: Array, gradient: Array, weight: Scalar, adds: Scalar, har
         adds: bool scalar: the product is added.
         harmless: bool scalar: the product is added, or the weight is 0. Where it is False, the derivative by the weight is 0.
     """
-    return pick(adds, plus(held, factor_of(weight, gradient) * gradient), held)
+    return pick(adds, plus(held, weight * gradient), held)
 
 
 @add_weighted.defjvp
@@ -139,14 +138,14 @@ def divide(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Tree:
 
 
 def emptied(accumulator: Tree, where: Scalar) -> Tree:
-    """Zeros where the bool scalar holds, else `accumulator`; sums in parts as they are, see `sharding.parts_cleared`."""
+    """Zeros where the bool scalar holds, else `accumulator`."""
     zeros = fills(lambda _: 0)
-    return jax.tree.map(lambda leaf: leaf if axes_unreduced(leaf) else pick(where, zeros(leaf), leaf), accumulator)
+    return jax.tree.map(lambda leaf: pick(where, zeros(leaf), leaf), accumulator)
 
 
 def clear(tree: Tree) -> Tree:
     """Exact zeros of the same shapes and dtypes."""
-    return jax.tree.map(sharding.zeros_like, tree)
+    return jax.tree.map(jnp.zeros_like, tree)
 
 
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:

@@ -17,7 +17,7 @@ from gradaccum import ArgumentTypeError, kit
 from gradaccum.kit import Decision, Fields, Options, Scalar, accumulate, contribution, decide, divisor, explain, joined, measures, usable
 from gradaccum.kit import close as close_fields
 from gradaccum.kit import discard as discard_fields
-from gradaccum_jax import sharding, statistics, sums
+from gradaccum_jax import statistics, sums
 from gradaccum_jax.arrays import Gradients, Tree, Updates
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.sharding import ShardAxes, everywhere
@@ -101,8 +101,6 @@ def close(
     Returns:
         The updates (zeros if none was made) and the state.
     """
-    parts = state.accumulator
-    state = state._replace(accumulator=sharding.parts_added(parts, at_end))
     decision, whole = decide_on(state, update, options, at_end)
     loss = statistics.loss_of(whole.loss, whole.fields, options)
     update = update.told(loss) if tells else update
@@ -113,7 +111,6 @@ def close(
     fields = _where(at_end, close_fields(whole.fields, apply, overflow, options, jnp.where), fields_of(state))
     # On its way out of `data_parallel` a device's sum gets a leading axis, for which XLA would copy it; a select is written in place.
     total = sums.emptied(total, at_end) if update.axes else total
-    total = sharding.parts_cleared(parts, total, at_end)
     norm = jnp.asarray(jnp.where(at_end, as_stored(decision.grad_norm), state.last_grad_norm), jnp.result_type(state.last_grad_norm))
     state = statistics.close(state, loss, whole.firsts, decision.grad_norm, whole.fields, options, at_end)
     ended = with_fields(state, fields)._replace(accumulator=total, inner_state=held[0], masters=held[1], last_grad_norm=norm)
@@ -136,11 +133,8 @@ def keep(
     """
     never = never if state.noise is None else never & (state.weight >= 0)  # always so, but see `statistics.add`
     update = update.told(jnp.zeros_like(state.loss)) if tells else update
-    parts = state.accumulator
-    state = state._replace(accumulator=jax.tree.map(sharding.empty_whole, parts))
     traced = _traced(state, update, options, jnp.ones_like(state.weight), weight)
     updates, total = update.keep(state.accumulator, traced.updates, never)
-    total = sharding.parts_cleared(parts, total, never)
     return updates, with_event(state._replace(accumulator=total), False, False, dropped)
 
 

@@ -34,7 +34,7 @@ from gradaccum_jax.large_batch.batch import (
     spread_over,
     weight_of,
 )
-from gradaccum_jax.sharding import axes_of, axes_reduced, vary
+from gradaccum_jax.sharding import axes_of, require_ordinary, vary
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,7 @@ class Differentiation:
             raise explain(ArgumentValueError, "argnums", expected=f"an argument number {max(self.places)}", found=found, fix=fix)
         by = tuple(arguments[place] for place in self.places)
         self.check(by)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(by)[0]:
-            if axes := axes_reduced(leaf):
-                found = f"one typed reduced over {sorted(axes)}"
-                fix = "Write jax.reshard(params, PartitionSpec()); tx.update and value_and_update take such types."
-                raise explain(ArgumentTypeError, self._name(path), expected="a parameter of an ordinary type", found=found, fix=fix)
+        require_ordinary(by, self._name)
         return by, tuple(a for i, a in enumerate(arguments) if i not in self.places)
 
     def joined(self, by: tuple[Tree, ...], batch: tuple[Tree, ...]) -> list[Tree]:

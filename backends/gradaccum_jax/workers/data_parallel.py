@@ -18,7 +18,7 @@ from jax.extend import core
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.arrays import Array, Axes, Tree, typeof
-from gradaccum_jax.sharding import axes_of, axes_reduced, replicated, reshard, shard_map, vary
+from gradaccum_jax.sharding import axes_in_parts, axes_of, replicated, reshard, shard_map, vary
 from gradaccum_jax.state import AccumulationState, find_states
 from gradaccum_jax.workers.group import copies_of_params, mapped, require_names, require_shared
 from gradaccum_jax.workers.layout import require_layout
@@ -157,7 +157,7 @@ def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: list[Spec], axes
     def place(leaf: Array, spec: Spec) -> Array:
         wanted, own = ([_named(entry, axes) for entry in _entries(each)] for each in (spec, typeof(leaf).sharding.spec))
         wanted += [()] * (len(own) - len(wanted))
-        return leaf if own == wanted and not axes_reduced(leaf) else reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
+        return leaf if own == wanted and not axes_in_parts(leaf) else reshard(leaf, jax.sharding.NamedSharding(mesh, spec))
 
     return [place(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
 

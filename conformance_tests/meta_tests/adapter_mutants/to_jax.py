@@ -19,8 +19,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_where_nothing_is_to_be_added",
-        "return pick(adds, plus(held, factor_of(weight, gradient) * gradient), held)",
-        "return plus(held, factor_of(weight, gradient) * gradient)",
+        "return pick(adds, plus(held, weight * gradient), held)",
+        "return plus(held, weight * gradient)",
         SUITE + "test_weights.py::test_weight_zero_adds_exactly_nothing",
     ),
     Mutant(
