@@ -15,7 +15,7 @@ if not torch.distributed.is_gloo_available():
 
 from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU  # noqa: E402
 from conformance_tests.framework_tests.torch_shards import CHECKS, EARLY  # noqa: E402
-from conformance_tests.framework_tests.torch_workers.processes import ROOT, run_workers  # noqa: E402
+from conformance_tests.framework_tests.torch_workers.processes import ROOT, SECONDS, run_workers  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("torch_shards")
 
@@ -39,5 +39,5 @@ def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
 def test_four_workers_in_one_process() -> None:
     """HSDP: two copies of the parameters, each split in two."""
     command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_shards.hybrid"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]

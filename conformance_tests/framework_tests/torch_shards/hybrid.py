@@ -32,7 +32,7 @@ from conformance_tests.framework_tests.torch_shards.common import (
     wrap,
 )
 
-WORKERS, SECONDS = 4, 120
+WORKERS, SECONDS = 4, 400
 SMALL = 100
 """Bytes: a quarter or a half of the first layer has more than the numbers that travel beside the gradients."""
 _MEET = threading.Barrier(WORKERS, timeout=SECONDS)
