@@ -55,15 +55,10 @@ from gradaccum_mindspore.checks import (
 )
 from gradaccum_mindspore.state import (
     GRAD_NORM,
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
     STEPS,
     Storage,
     check_constant_size,
     check_size_dtype,
-    compiled_ends_plainly,
-    compiled_weigh,
-    is_certain,
     sizes_of,
 )
 from gradaccum_mindspore.statistics import NO_LOSS
@@ -168,6 +163,8 @@ class Notes(nn.Cell):  # type: ignore[misc]
 
 MICRO_STEP, OPTIMIZER_STEP, SKIPPED_WINDOWS, WEIGHT, OVERFLOW, LOSS_SCALE, GROWTH_TRACKER = range(7)
 """The places of the state's fields. If code that writes unpacks a state, MindSpore warns of each field that the code does not use."""
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-40, 2.0**40
+"""Between these a weight, and the sum of a window's weights, are above 0 and finite in float32."""
 
 
 def exact_in(dtype: DType, options: Options) -> Options:
@@ -204,6 +201,12 @@ def is_constant(number: float | None) -> bool:
 
 
 @constexpr  # type: ignore[untyped-decorator]
+def is_certain(weight: float | None) -> bool:
+    """True if a weight is a constant, which otherwise comes as None, and leaves nothing to be decided about its micro-batch."""
+    return weight is not None and bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
+
+
+@constexpr  # type: ignore[untyped-decorator]
 def float64_of(number: float) -> Tensor:
     """A constant as a Tensor, because MindSpore rounds a Python number to float32."""
     return Tensor(number, ms.float64)
@@ -237,9 +240,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.sizes: Any = sizes_of(options.steps)
         self.calls_steps, self.by_weight = callable(self.sizes), isinstance(options.steps, UntilWeight)
         self.measures, self.measures_noise = measures(options), options.noise_decay is not None
-        scale = options.scale_rule.init_scale
-        self.may_be_plain = not self.measures and not self.calls_steps and SMALLEST_SCALE < scale < LARGEST_SCALE
-        """True if a window of good weights has nothing to be decided: it is applied, divided by its weight."""
         # The compiler cannot follow a function or an object inside a named tuple.
         self.options = exact_in(storage.float_dtype, options._replace(steps=None, scaler=None))
         self.float_dtype = storage.float_dtype
@@ -249,8 +249,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.false, self.no_step, self.one_step = Tensor(False), Tensor(0, ms.int32), Tensor(1, ms.int32)
         self.zero = Tensor(0.0, storage.float_dtype)
         self.unknown = Tensor(NO_LOSS, storage.float_dtype)
-        self.plain_event = Tensor([1.0, 0.0, 0.0, float("nan")], storage.float_dtype)
-        """What `Storage.last_event` holds after an update that nothing was measured for."""
         self.nan, self.infinity = (Tensor(float(number), storage.float_dtype) for number in ("nan", "inf"))
         self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
         self.varies = storage.varies
@@ -403,8 +401,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             factor = None if weight is None or self.options.reduction != "mean" else amount
             compiled_add(self.storage.sums, gradients, factor, None)
             return accumulate(before, self.one if weight is None else amount, self.true, chosen), None, told
-        if weight is not None and self.may_be_plain:
-            compiled_weigh(self.storage.key)
         amount = self.one if weight is None else self.amount(weight)
         factor = contribution(amount, self.options)
         finite = self.true
@@ -457,32 +453,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.note_decision()
         self.apply(update)
         return self.finish(untold)
-
-    def ends_plainly(self) -> bool:
-        """True if the end that is being compiled, of a micro-batch without a weight, needs no decision; a constant."""
-        if self.may_be_plain and self.workers is None:
-            plainly: bool = compiled_ends_plainly(self.storage.key)
-            return plainly
-        return False
-
-    def close_plainly(self, update: Update, told: bool) -> bool:
-        """End a window that needs no measure and no decision: its weight is above 0, and its divisor in range.
-
-        Here is no branch, and nearly every value that is written is a constant. `told`: the last micro-batch told its loss.
-        """
-        state = self.read()
-        update(self.gradients(divisor(state, self.options, where)))
-        loss, noise = self.unknown, None
-        if told:
-            loss, noise = self.storage.knowledge.compiled_after(state, self.nan)
-        after = state_closed(state, self.true, self.false, self.options, where)
-        compiled_clear(self.storage.sums, after[WEIGHT])
-        self.storage.knowledge.compiled_write(loss, noise)
-        ops.assign(self.storage.micro_step, self.no_step)
-        ops.assign(self.storage.weight, self.zero)
-        ops.assign(self.storage.optimizer_step, after[OPTIMIZER_STEP].astype(ms.int32))
-        self.write_event(self.plain_event)
-        return True
 
     def note_decision(self) -> bool:
         """Measure the window, decide about it, and note the decision."""

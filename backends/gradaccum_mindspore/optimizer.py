@@ -248,11 +248,8 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
         if self.compiled_window.steps is None:
             return full
         certain = self.compiled_window.adds_certainly(weight)
-        if certain and self.compiled_window.ends_plainly():
-            if full:
-                self.compiled_window.close_plainly(self.update, loss is not None)
-        elif full:
-            self.compiled_window.close(self.update, certain and loss is None)
+        if full:
+            self.compiled_window.close(self.update, loss is None and certain)
         return full
 
     def take(self, gradients: Gradients, weight: Weight, loss: Loss) -> bool:

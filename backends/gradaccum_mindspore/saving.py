@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, nn
 
 from gradaccum import ArgumentTypeError, CheckpointError
 from gradaccum.kit import FIELD_DTYPES, State, decode_terms, encode_terms, explain, resumed, terms_of
-from gradaccum_mindspore.state import LARGEST_WEIGHT, OWN, SHARED, TORN, Saved, Storage, weigh, with_known_size
+from gradaccum_mindspore.state import OWN, SHARED, TORN, Saved, Storage, with_known_size
 from gradaccum_mindspore.sums import write
 
 
@@ -69,7 +69,6 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
         CheckpointError: a value is missing, of another shape or dtype; the checkpoint has a sum or a master that `cell` has not; its open
             window was saved under another reduction, overflow policy, loss scale or number of steps, or by another worker or number of
             workers; or two Parameters of `cell` have one name. Nothing was written then.
-        UsageError: its open window has a bad weight, which a program compiled with ``on_overflow="ignore"`` would not see.
     """
     _check_arguments(cell, parameter_dict)
     parameters = _parameters(cell)
@@ -138,8 +137,6 @@ def _resumed(storage: Storage, parameter_dict: Saved) -> Iterator[tuple[str, flo
     own = storage.options
     saved = State(*(parameter_dict[getattr(storage, field).name].asnumpy().item() for field in FIELD_DTYPES))
     terms = decode_terms(parameter_dict[storage.terms.name].asnumpy().tolist())
-    if saved.overflow or saved.weight > LARGEST_WEIGHT:
-        weigh(storage.key)
     if saved.micro_step:
         own = with_known_size(own, saved.optimizer_step)
     elif storage.varies:

@@ -8,18 +8,11 @@ parameters and the ``name=`` option alone, so a resumed run finds them in anothe
 If a function of the user's gives the size of a window, Python code calls it with an int, compiled code with an int32 Tensor. A wrong value
 raises if it is known: outside compiled code, and inside if it is a constant. A Tensor in compiled code must have an integer dtype, and a
 size below 1 makes the window an overflow.
-
-With ``on_overflow="ignore"`` and no limit nothing is measured. What is left to decide at a window's end is whether the weight is above 0,
-no weight was bad and the divisor is in range. All that is certain where no micro-batch is given a weight: each weighs 1, and the compiled
-end has no branch. But the program is compiled once, and another one may give weights to micro-batches of the same window. So each
-accumulation notes what was compiled. Weights that come first keep the decision; weights that come later are refused (`weigh`), because the
-compiled end would not look at them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from typing import Any, SupportsFloat
 
 import mindspore as ms
@@ -27,7 +20,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, StepResult, UsageError
+from gradaccum import ArgumentTypeError, ArgumentValueError, StepResult
 from gradaccum.kit import (
     FIELD_DTYPES,
     Fields,
@@ -112,57 +105,6 @@ def check_size_dtype(dtype: DType, until_weight: bool) -> None:
         raise explain(ArgumentTypeError, f"{argument}(optimizer_step)", expected="an int >= 1", found=found, fix=fix)
 
 
-LARGEST_WEIGHT = 2.0**40
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-60, 2.0**60
-"""Within these a window's divisor is in float32's range."""
-
-SMALLEST_WEIGHT = 2.0**-40
-"""With such weights and scales a window's divisor is in range too."""
-
-keys = count(1)
-_plain: set[int] = set()
-_weighted: set[int] = set()
-
-
-def weigh(key: int) -> None:
-    """Note that a micro-batch of the accumulation `key` may have a bad or a huge weight.
-
-    Raises:
-        UsageError: an end without a decision is compiled.
-    """
-    if key in _plain:
-        raise explain(
-            UsageError,
-            "weight",
-            expected='a weight in every micro-batch or in none, because with on_overflow="ignore" a compiled end of windows looks at none',
-            found="a program that gives weights after one without was compiled",
-            fix="Write optimizer(gradients, weight) everywhere, with Tensor(1.0) as the weight of one item.",
-        )
-    _weighted.add(key)
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def is_certain(weight: float | None) -> bool:
-    """True if a weight is a constant, which otherwise comes as None, and leaves nothing to be decided about its micro-batch."""
-    return weight is not None and bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
-
-
-@constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
-def compiled_weigh(key: int) -> bool:
-    """`weigh`, while compiling."""
-    weigh(key)
-    return True
-
-
-@constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
-def compiled_ends_plainly(key: int) -> bool:
-    """True if the end that is being compiled may be without a decision; from now on it is."""
-    if key in _weighted:
-        return False
-    _plain.add(key)
-    return True
-
-
 DTYPES = {"int32": ms.int32, "float32": ms.float32, "float64": ms.float64, "bool": ms.bool_}
 PACKAGE = "gradaccum"
 SHARED = "workers"
@@ -213,8 +155,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.inner_scale = inner_scale
         self.unscaled = options.scale_rule == ScaleRule()
         """True if the loss scale is 1 for good."""
-        self.key = next(keys)
-        """A constant that names this accumulation in `gradaccum_mindspore.state`."""
         self.scaled = key_of(options) if inner_scale == 1 else NEVER
         """A constant: compiled code asks by it whether anyone ever read the loss scale. MindSpore's own pair need not read it."""
         prefix = state_prefix(name)

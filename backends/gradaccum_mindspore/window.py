@@ -32,7 +32,7 @@ from gradaccum.kit import (
     select,
     usable,
 )
-from gradaccum_mindspore.state import LARGEST_WEIGHT, Storage, weigh, window_size
+from gradaccum_mindspore.state import Storage, window_size
 from gradaccum_mindspore.statistics import Known
 from gradaccum_mindspore.sums import Gradients, add_into, all_finite, clear, divided, fits, measure, parts, scaled, spoil
 from gradaccum_mindspore.update import Update
@@ -71,8 +71,6 @@ class PyNativeWindow:
         """
         state = self.storage.pull()
         require_room(state, size)
-        if weight > LARGEST_WEIGHT:
-            weigh(self.storage.key)
         factor = contribution(weight, self.options)
         finite = weight == 0 or self.options.on_overflow != "drop_micro_batch" or self.finite(gradients, factor)
         adds = bool(usable(state, weight, finite))
