@@ -41,6 +41,7 @@ from gradaccum.kit import (
 )
 from gradaccum.kit import close as state_closed
 from gradaccum.kit import discard as state_discarded
+from gradaccum_mindspore import sums
 from gradaccum_mindspore.checks import (
     Loss,
     NamedGradients,
@@ -62,22 +63,7 @@ from gradaccum_mindspore.state import (
     sizes_of,
 )
 from gradaccum_mindspore.statistics import NO_LOSS
-from gradaccum_mindspore.sums import (
-    DType,
-    Gradients,
-    Number,
-    Packed,
-    Shape,
-    compiled_add,
-    compiled_clear,
-    compiled_finite,
-    compiled_fits,
-    compiled_measure,
-    divide,
-    each,
-    robust_measure,
-    where,
-)
+from gradaccum_mindspore.sums import DType, Gradients, Number, Packed, Shape, each, where
 from gradaccum_mindspore.update import Update
 
 NUMBERS = count()
@@ -399,20 +385,20 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             if loss is not None:
                 told = known.compiled_certain(self.loss_number(loss), amount)
             factor = None if weight is None or self.options.reduction != "mean" else amount
-            compiled_add(self.storage.sums, gradients, factor, None)
+            sums.compiled_add(self.storage.sums, gradients, factor, None)
             return accumulate(before, self.one if weight is None else amount, self.true, chosen), None, told
         amount = self.one if weight is None else self.amount(weight)
         factor = contribution(amount, self.options)
         finite = self.true
         if self.options.on_overflow == "drop_micro_batch":
-            finite = compiled_finite(self.storage.sums, gradients, factor) | (amount == 0)
+            finite = sums.compiled_finite(self.storage.sums, gradients, factor) | (amount == 0)
         state = accumulate(before, amount, finite, where)
         never, dropped = state[MICRO_STEP] < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
         event = self.event(never, never, dropped * (state[MICRO_STEP] + 1), self.grad_norm())
         adds = usable(before, amount, finite)
         if loss is not None:
             told = known.compiled_told(self.loss_number(loss), amount, adds)
-        compiled_add(self.storage.sums, gradients, None if weight is None else factor, adds)
+        sums.compiled_add(self.storage.sums, gradients, None if weight is None else factor, adds)
         return state, event, told
 
     def write_added(self, state: Fields, event: Tensor | None, told: Tensor | None, weight: Weight) -> bool:
@@ -463,7 +449,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if not self.measures:
             state, sound = self.sized(notes.state())
             return notes.write_decision(*decide(state, self.nan, sound, self.options, where, self.storage.largest))
-        norm, right = compiled_measure(self.packed(), self.float_dtype)
+        norm, right = sums.compiled_measure(self.packed(), self.float_dtype)
         notes.write_measure(norm, right)
         self.measure_again()
         state, sound = self.sized(notes.state())
@@ -480,7 +466,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if self.notes.measured:
             pass
         else:
-            norm, finite = robust_measure(self.packed(), self.float_dtype)
+            norm, finite = sums.robust_measure(self.packed(), self.float_dtype)
             ops.assign(self.notes.norm, where(finite, norm, self.infinity))
         return True
 
@@ -498,7 +484,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         """`finite`, and the divided sums are finite in the inner optimizer's dtypes."""
         if self.storage.narrowed:
             divides = divisor(state, self.options, where)
-            finite = finite & compiled_fits(self.storage.sums, self.handed_over(divides), self.storage.handed)
+            finite = finite & sums.compiled_fits(self.storage.sums, self.handed_over(divides), self.storage.handed)
         return finite
 
     def apply(self, update: Update) -> bool:
@@ -516,7 +502,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if untold and self.workers is None:
             loss = self.unknown
         after = state_closed(before, apply, overflow, self.options, where)
-        compiled_clear(self.storage.sums, after[WEIGHT])
+        sums.compiled_clear(self.storage.sums, after[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
         self.storage.knowledge.compiled_write(loss, noise)
@@ -537,14 +523,14 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         event = self.event(never, never, never, self.grad_norm())
         loss, noise = self.storage.knowledge.compiled_forgotten()
         self.storage.knowledge.compiled_write(loss, noise)
-        compiled_clear(self.storage.sums, state[WEIGHT])
+        sums.compiled_clear(self.storage.sums, state[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
         return self.write_open(state, event)
 
     def gradients(self, divides: Tensor) -> tuple[Tensor, ...]:
         """The sums divided by `divides`, as the inner optimizer gets them."""
-        return divide(self.storage.sums, self.handed_over(divides), self.storage.handed)
+        return sums.divide(self.storage.sums, self.handed_over(divides), self.storage.handed)
 
     def handed_over(self, divides: Tensor) -> Tensor:
         """`divides` without the scale that the inner optimizer divides by itself."""

@@ -15,20 +15,8 @@ from typing import Any
 from mindspore import ParameterTuple, Tensor, nn
 from mindspore.experimental import optim
 
-from gradaccum import StepResult, UsageError
-from gradaccum.kit import (
-    Handle,
-    Listener,
-    Options,
-    Schedule,
-    State,
-    UntilWeight,
-    described,
-    ends,
-    explain,
-    select,
-    shared_until_weight_error,
-)
+from gradaccum import StepResult, UsageError, kit
+from gradaccum.kit import Handle, Listener, Options, Schedule, State, UntilWeight, explain
 from gradaccum_mindspore.checks import Loss, NamedGradients, Weight, gradients_by_position, loss_as_number, weight_as_number, without_none
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.grad_scaler import require_read
@@ -107,7 +95,7 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
             self.parameters = ParameterTuple(inner.parameters)
         options = with_inner_scale(options, inner)
         if data_parallel and isinstance(options.steps, UntilWeight):
-            raise shared_until_weight_error(options.steps)
+            raise kit.shared_until_weight_error(options.steps)
         if data_parallel:
             share(inner.parameters, options, name)
         else:
@@ -186,7 +174,7 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
             return super().__call__(ordered, *(None if number is None else Tensor(number, dtype) for number in given))
         size = self.pynative_window.size()
         state = self.pynative_window.add(ordered, amount, size, told)
-        full = bool(ends(state, size, select))
+        full = bool(kit.ends(state, size, kit.select))
         if full:
             self.pynative_window.close(state, self.update)
         return full
@@ -227,7 +215,7 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
     def __repr__(self) -> str:
         """The state in one line; waits for the device, which has it. ``print(optimizer.inner)`` shows the inner optimizer."""
         state = self.storage.pull()
-        return described(type(self).__name__, type(self.inner).__name__, self.options, state, self._steps(state))
+        return kit.described(type(self).__name__, type(self.inner).__name__, self.options, state, self._steps(state))
 
     def _steps(self, state: State) -> Schedule:
         """The size of the open window, or of the next one; None if the user's function does not give one, or the caller closes it."""

@@ -20,27 +20,8 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, StepResult
-from gradaccum.kit import (
-    FIELD_DTYPES,
-    Fields,
-    Options,
-    ScaleRule,
-    Schedule,
-    State,
-    Terms,
-    UntilWeight,
-    at_rest,
-    encode_terms,
-    explain,
-    initial_state,
-    is_known,
-    largest_number,
-    require_steps,
-    select,
-    steps_at,
-    terms_of,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, StepResult, kit
+from gradaccum.kit import FIELD_DTYPES, Fields, Options, ScaleRule, Schedule, State, Terms, UntilWeight, explain
 from gradaccum_mindspore.grad_scaler import NEVER, drive, key_of, note_read
 from gradaccum_mindspore.parameters import Masters
 from gradaccum_mindspore.statistics import Knowledge, Listening
@@ -61,8 +42,8 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     Raises:
         ArgumentTypeError, ArgumentValueError: a callable `steps` gave no int >= 1.
     """
-    if is_known(steps):
-        size: Schedule = steps_at(steps, optimizer_step, select)
+    if kit.is_known(steps):
+        size: Schedule = kit.steps_at(steps, optimizer_step, kit.select)
         return size
     function: Any = sizes_of(steps)
     try:
@@ -70,7 +51,7 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
     except Exception:  # It may consist of operators that take Tensors only, for compiled code.
         given = function(Tensor(optimizer_step, ms.int32))
     number = given.item() if isinstance(given, Tensor) else given
-    return require_steps(UntilWeight(number) if isinstance(steps, UntilWeight) else number, optimizer_step, steps)
+    return kit.require_steps(UntilWeight(number) if isinstance(steps, UntilWeight) else number, optimizer_step, steps)
 
 
 def sizes_of(steps: Schedule) -> Sizes | None:
@@ -93,7 +74,7 @@ def check_constant_size(size: int | None, until_weight: bool) -> None:
     """Check the constant that a function returned while MindSpore compiled it. A number that the running program computes comes as None."""
     if size is not None:
         asked, schedule = (UntilWeight(size), UntilWeight(1)) if until_weight else (size, 1)
-        require_steps(asked, 0, schedule)
+        kit.require_steps(asked, 0, schedule)
 
 
 @constexpr  # type: ignore[untyped-decorator]
@@ -142,7 +123,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         dtypes = [sum_dtype(parameter.dtype, options.accumulate_dtype) for parameter in parameters]
         self.float_dtype = ms.float64 if ms.float64 in dtypes else ms.float32
         """dtype of `weight` and of norms."""
-        self.largest = largest_number(float64_weight=self.float_dtype == ms.float64)
+        self.largest = kit.largest_number(float64_weight=self.float_dtype == ms.float64)
         object.__setattr__(self, "model", tuple(parameters))  # A Cell would list them as its own.
         self.specs = tuple((parameter.name, tuple(parameter.shape), parameter.dtype) for parameter in parameters)
         self.handed = tuple(ms.float32 if options.master_weights and p.dtype in HALF else p.dtype for p in parameters)
@@ -166,7 +147,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
                 for parameter, dtype in zip(parameters, dtypes, strict=True)
             ]
         )
-        codes = encode_terms(self.terms_after(0))
+        codes = kit.encode_terms(self.terms_after(0))
         require_free_names(prefix, parameters)
         for field, entry in self.first_state(options, prefix).items():
             setattr(self, field, entry)
@@ -189,7 +170,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
 
     def first_state(self, options: Options, prefix: str) -> dict[str, Parameter]:
         """A Parameter per field. If a `mindspore.amp.DynamicLossScaler` is driven, its own two stand for scale and tracker, renamed."""
-        start = initial_state(options.scale_rule.init_scale)._asdict()
+        start = kit.initial_state(options.scale_rule.init_scale)._asdict()
         fields = {field: hidden_parameter(Tensor(value, self.field_dtype(field)), f"{prefix}.{field}") for field, value in start.items()}
         scaler = options.scaler
         if scaler is not None:
@@ -205,7 +186,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
 
     def terms_after(self, optimizer_step: int) -> Terms:
         """The options that the window after this update depends on."""
-        return terms_of(with_known_size(self.options, optimizer_step), optimizer_step)
+        return kit.terms_of(with_known_size(self.options, optimizer_step), optimizer_step)
 
     def push_size(self, code: int) -> None:
         """Write the code of the open window's size into its terms."""
@@ -234,7 +215,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
 
     def push(self, state: Fields, before: State) -> State:
         """Write what differs between a state of Python numbers and `before`, the one that was pulled or pushed last."""
-        rounded = at_rest(State(*state), float64_weight=self.float_dtype == ms.float64)
+        rounded = kit.at_rest(State(*state), float64_weight=self.float_dtype == ms.float64)
         for field, old, new in zip(FIELD_DTYPES, before, rounded, strict=True):
             if new != old:
                 self._assign(getattr(self, field), new)

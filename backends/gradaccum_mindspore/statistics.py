@@ -20,27 +20,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from gradaccum import StepResult, UsageError
-from gradaccum.kit import (
-    Fields,
-    Handle,
-    Listener,
-    Listeners,
-    Options,
-    State,
-    add_loss,
-    contribution,
-    explain,
-    first_seen,
-    forget_window,
-    is_first,
-    joined_noise,
-    noise_scale,
-    noise_shares,
-    select,
-    window_loss,
-    window_seen,
-)
+from gradaccum import StepResult, UsageError, kit
+from gradaccum.kit import Fields, Handle, Listener, Listeners, Options, State, explain
 from gradaccum_mindspore.sums import DType, Sums, hidden_parameter, norm_over, where
 
 LOSS, NOISE = "loss", "noise"
@@ -95,33 +76,33 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
     def add_loss(self, loss: float, weight: float, adds: bool) -> None:
         """A micro-batch told its loss; `adds`: whether its gradient was added."""
         total, told, last = self.loss.tolist()
-        self._assign(self.loss, (add_loss(total, loss, weight, adds, self.options, select), told + weight if adds else told, last))
+        self._assign(self.loss, (kit.add_loss(total, loss, weight, adds, self.options, kit.select), told + weight if adds else told, last))
 
     def needs_first(self, state: State) -> bool:
         """True if the sum's norm is wanted now: this micro-batch is the first of its window to have added something."""
-        return self.has_noise and bool(is_first(self.noise.tolist()[:4], state))
+        return self.has_noise and bool(kit.is_first(self.noise.tolist()[:4], state))
 
     def see_first(self, state: State, norm: float) -> None:
         """The norm of the sum that `needs_first` asked for."""
-        self._assign(self.noise, (*first_seen(self.noise.tolist()[:4], state, norm, select), 1.0))
+        self._assign(self.noise, (*kit.first_seen(self.noise.tolist()[:4], state, norm, kit.select), 1.0))
 
     def after(self, state: State, grad_norm: float) -> Known:
         """The values after a window with this state and norm."""
         total, told, _ = self.loss.tolist()
-        loss = window_loss(total if told == state.weight else math.nan, state, self.options, select)
+        loss = kit.window_loss(total if told == state.weight else math.nan, state, self.options, kit.select)
         if not self.has_noise:
             return Known((0.0, 0.0, loss), None)
         *noise, firsts = self.noise.tolist()
-        return Known((0.0, 0.0, loss), (*window_seen(noise, state, grad_norm, self.options, select, firsts), 0.0))
+        return Known((0.0, 0.0, loss), (*kit.window_seen(noise, state, grad_norm, self.options, kit.select, firsts), 0.0))
 
     def forgotten(self) -> Known:
         """The values after a discard."""
         *_, last = self.loss.tolist()
-        return Known((0.0, 0.0, last), (*forget_window(self.noise.tolist()[:4]), 0.0) if self.has_noise else None)
+        return Known((0.0, 0.0, last), (*kit.forget_window(self.noise.tolist()[:4]), 0.0) if self.has_noise else None)
 
     def results(self) -> tuple[float, float]:
         """The loss and the noise scale of a `StepResult`."""
-        scale = float(noise_scale(self.noise.tolist()[:4], select)) if self.has_noise else math.nan
+        scale = float(kit.noise_scale(self.noise.tolist()[:4], kit.select)) if self.has_noise else math.nan
         return self.loss.tolist()[2], scale
 
     def shares(self, state: State) -> list[float]:
@@ -130,7 +111,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         loss = total if told == state.weight else math.nan
         if not self.has_noise:
             return [loss]
-        return [loss, *noise_shares(self.noise.tolist()[:4], select)]
+        return [loss, *kit.noise_shares(self.noise.tolist()[:4], kit.select)]
 
     def push_joined(self, state: State, shares: Sequence[float]) -> None:
         """Write the sums of the workers' `shares`; `state` is that of all."""
@@ -138,17 +119,17 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         self._assign(self.loss, (shares[0], state.weight, last))
         if self.has_noise:
             _, weight, squares, firsts = shares
-            self._assign(self.noise, (*joined_noise(self.noise.tolist()[:4], weight, squares, select), firsts))
+            self._assign(self.noise, (*kit.joined_noise(self.noise.tolist()[:4], weight, squares, kit.select), firsts))
 
     def compiled_told(self, loss: Tensor, weight: Tensor, adds: Tensor) -> Tensor:
         """The value of `loss` after a micro-batch."""
         # A weighted mean's parts are multiplied by the weight, so that its weight stands there as 1.
         parts = ops.stack((loss, self.one if self.options.reduction == "mean" else weight, self.zero))
-        return add_loss(self.loss.value(), parts, weight, adds, self.options, where)
+        return kit.add_loss(self.loss.value(), parts, weight, adds, self.options, where)
 
     def compiled_certain(self, loss: Tensor, weight: Tensor | None) -> Tensor:
         """What a micro-batch that is certainly added adds to `loss`; its weight is 1 if it is None."""
-        part = loss if weight is None else contribution(weight, self.options) * loss
+        part = loss if weight is None else kit.contribution(weight, self.options) * loss
         return ops.stack((part, self.one if weight is None else weight, self.zero))
 
     def compiled_after(self, state: Fields, grad_norm: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -156,11 +137,11 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         _, _, _, weight, _, _, _ = state
         value = self.loss.value()
         total = where(value[1] == weight, value[0], self.nan)
-        loss = where(weight > 0, window_loss(total, state, self.options, where), self.nan)
+        loss = where(weight > 0, kit.window_loss(total, state, self.options, where), self.nan)
         noise = None
         if self.has_noise:
             seen = self.noise.value()
-            fields = window_seen((seen[0], seen[1], seen[2], seen[3]), state, grad_norm, self.options, where, seen[4])
+            fields = kit.window_seen((seen[0], seen[1], seen[2], seen[3]), state, grad_norm, self.options, where, seen[4])
             noise = self.stacked(fields, self.zero)
         return ops.stack((self.zero, self.zero, loss.astype(self.float_dtype))), noise
 
@@ -169,7 +150,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         noise = None
         if self.has_noise:
             seen = self.noise.value()
-            noise = self.stacked(forget_window((seen[0], seen[1], seen[2], seen[3])), self.zero)
+            noise = self.stacked(kit.forget_window((seen[0], seen[1], seen[2], seen[3])), self.zero)
         return ops.stack((self.zero, self.zero, self.loss.value()[2])), noise
 
     def compiled_write(self, loss: Tensor, noise: Tensor | None) -> bool:
@@ -182,7 +163,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
     def compiled_needs_first(self, state: Fields) -> Tensor:
         """`needs_first`, a bool Tensor of shape ()."""
         seen = self.noise.value()
-        return is_first((seen[0], seen[1], seen[2], seen[3]), state)
+        return kit.is_first((seen[0], seen[1], seen[2], seen[3]), state)
 
     def compiled_see_first(self, sums: Sums, weight: Parameter, loss_scale: Parameter) -> bool:
         """Measure the sum that `needs_first` asked for. Reads Parameters alone: the runtime would keep a copy of any other value."""
@@ -190,7 +171,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         zero = self.zero
         # Only the weight and the scale of the state are read.
         state = (zero, zero, zero, held, zero > 1, scale, zero)
-        fields = first_seen((seen[0], seen[1], seen[2], seen[3]), state, norm_over(sums, held * scale), where)
+        fields = kit.first_seen((seen[0], seen[1], seen[2], seen[3]), state, norm_over(sums, held * scale), where)
         ops.assign(self.noise, self.stacked(fields, self.one))
         return True
 
@@ -201,7 +182,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         if not self.has_noise:
             return (loss,)
         seen = self.noise.value()
-        weight, squares, count = noise_shares((seen[0], seen[1], seen[2], seen[3]), where)
+        weight, squares, count = kit.noise_shares((seen[0], seen[1], seen[2], seen[3]), where)
         return loss, weight, squares, count
 
     def compiled_push_joined(self, numbers: Tensor, place: int) -> bool:
@@ -209,7 +190,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         ops.assign(self.loss, ops.stack((numbers[place], numbers[0], self.loss.value()[2])))
         if self.has_noise:
             seen = self.noise.value()
-            fields = joined_noise((seen[0], seen[1], seen[2], seen[3]), numbers[place + 1], numbers[place + 2], where)
+            fields = kit.joined_noise((seen[0], seen[1], seen[2], seen[3]), numbers[place + 1], numbers[place + 2], where)
             ops.assign(self.noise, self.stacked(fields, numbers[place + 3]))
         return True
 

@@ -11,27 +11,8 @@ from collections.abc import Callable
 import mindspore as ms
 from mindspore import Tensor
 
-from gradaccum import UsageError
-from gradaccum.kit import (
-    Decision,
-    Options,
-    Schedule,
-    State,
-    UntilWeight,
-    accumulate,
-    close,
-    code_of,
-    contribution,
-    decide,
-    discard,
-    divisor,
-    ends,
-    explain,
-    half_made_error,
-    measures,
-    select,
-    usable,
-)
+from gradaccum import UsageError, kit
+from gradaccum.kit import Decision, Options, Schedule, State, UntilWeight, explain
 from gradaccum_mindspore.state import Storage, window_size
 from gradaccum_mindspore.statistics import Known
 from gradaccum_mindspore.sums import Gradients, add_into, all_finite, clear, divided, fits, measure, parts, scaled, spoil
@@ -57,7 +38,7 @@ class PyNativeWindow:
         """
         if self.half_made is not None:
             if self.half_made():
-                raise half_made_error()
+                raise kit.half_made_error()
             self.half_made = None
 
     def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
@@ -71,9 +52,9 @@ class PyNativeWindow:
         """
         state = self.storage.pull()
         require_room(state, size)
-        factor = contribution(weight, self.options)
+        factor = kit.contribution(weight, self.options)
         finite = weight == 0 or self.options.on_overflow != "drop_micro_batch" or self.finite(gradients, factor)
-        adds = bool(usable(state, weight, finite))
+        adds = bool(kit.usable(state, weight, finite))
         added = gradients if adds else (None,) * len(gradients)
         knowledge, begun = self.storage.knowledge, False
         known = None if loss is None and not knowledge.has_noise else knowledge.pull()
@@ -82,7 +63,7 @@ class PyNativeWindow:
                 begun = True
                 add_into(total, part)
             begun = True
-            after = self.storage.push(accumulate(state, weight, finite, select), state)
+            after = self.storage.push(kit.accumulate(state, weight, finite, kit.select), state)
             if not finite:
                 self.storage.push_event(False, False, True, micro_step=after.micro_step)
             if loss is not None:
@@ -116,7 +97,7 @@ class PyNativeWindow:
         if not self.storage.varies:
             return self.options.steps
         size = window_size(self.options.steps, self.storage.optimizer_step.item())
-        self.storage.push_size(code_of(size))
+        self.storage.push_size(kit.code_of(size))
         return size
 
     def close(self, state: State, update: Update) -> None:
@@ -134,8 +115,8 @@ class PyNativeWindow:
 
     def decision(self, state: State) -> Decision:
         """What becomes of the window."""
-        norm, finite = self.measure(state) if measures(self.options) else (math.nan, True)
-        return Decision(*decide(state, norm, finite, self.options, select, self.storage.largest))
+        norm, finite = self.measure(state) if kit.measures(self.options) else (math.nan, True)
+        return Decision(*kit.decide(state, norm, finite, self.options, kit.select, self.storage.largest))
 
     def carry_out(self, state: State, decision: Decision, known: Known, update: Update) -> None:
         """Make the update, if that was decided, and end the window; `known` of it from now on."""
@@ -169,7 +150,7 @@ class PyNativeWindow:
 
     def fits(self, state: State, norm: float) -> bool:
         """True if the divided sums, not yet clipped, are finite in the inner optimizer's dtypes; `norm` is the sums'."""
-        divides = divisor(state, self.options, select) / self.storage.inner_scale
+        divides = kit.divisor(state, self.options, kit.select) / self.storage.inner_scale
         # No element exceeds the norm, so the elements themselves are seldom looked at.
         if norm <= FLOAT16_MAX * divides:
             return True
@@ -180,7 +161,7 @@ class PyNativeWindow:
         """Clear the sums, write the state after the window and what is known of it; a second call does the same."""
         self.clear()
         self.storage.knowledge.push(known)
-        self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)
+        self.storage.push(kit.close(state, decision.apply, decision.overflow, self.options, kit.select), state)
         self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
 
     def flush(self, update: Update) -> bool:
@@ -204,7 +185,7 @@ class PyNativeWindow:
         self.clear()
         self.storage.knowledge.push(self.storage.knowledge.forgotten())
         state = self.storage.pull()
-        self.storage.push(discard(state), state)
+        self.storage.push(kit.discard(state), state)
         self.storage.push_event(False, False, False)
 
     def clear(self) -> None:
@@ -218,7 +199,7 @@ class PyNativeWindow:
 
 def require_room(state: State, size: Schedule) -> None:
     """Raise `UsageError` if the window is full already."""
-    if state.micro_step > 0 and ends(state, size, select):
+    if state.micro_step > 0 and kit.ends(state, size, kit.select):
         full = f"of {size} that holds {state.micro_step}"
         if isinstance(size, UntilWeight):
             full = f"of weight {size.weight} that holds {state.weight:.10g}"

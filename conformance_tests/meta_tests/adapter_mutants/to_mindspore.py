@@ -14,14 +14,14 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_counter_at_discard",
-        "        self.storage.push(discard(state), state)\n",
+        "        self.storage.push(kit.discard(state), state)\n",
         "",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
         "pynative",
     ),
     Mutant(
         "add_without_the_weight",
-        "        factor = contribution(weight, self.options)\n        finite = weight == 0",
+        "        factor = kit.contribution(weight, self.options)\n        finite = weight == 0",
         "        factor = 1.0\n        finite = weight == 0",
         SUITE + "test_weights.py::test_gradient_follows_the_definition",
         "pynative",
@@ -42,8 +42,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_loss_scale",
-        "self.storage.push(close(state, decision.apply, decision.overflow, self.options, select), state)",
-        "self.storage.push(close(state, decision.apply, False, self.options, select), state)",
+        "self.storage.push(kit.close(state, decision.apply, decision.overflow, self.options, kit.select), state)",
+        "self.storage.push(kit.close(state, decision.apply, False, self.options, kit.select), state)",
         SUITE + "test_loss_scale.py::test_scale_moves_once_per_window",
         "pynative",
     ),
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "forget_the_first_micro_batch_s_norm",
-        "        self._assign(self.noise, (*first_seen(self.noise.tolist()[:4], state, norm, select), 1.0))\n",
+        "        self._assign(self.noise, (*kit.first_seen(self.noise.tolist()[:4], state, norm, kit.select), 1.0))\n",
         "        pass\n",
         SUITE + "test_knowledge.py::test_noise_scale_is_the_reference_s",
         "pynative",
