@@ -59,6 +59,14 @@ def short_and_open_windows(rank: int) -> None:
 
 
 @check
+def closures(rank: int) -> None:
+    for _, model, opt in each_way(steps=3):
+        for x, rare in batches(rank):
+            opt.step(lambda x=x, rare=rare: opt.backward(model(x, rare).square().mean(1).mean(), len(x)))
+        require_equal(model, alone(windows_of())[0])
+
+
+@check
 def discarded_window_leaves_nothing(rank: int) -> None:
     for _, model, opt in each_way():
         train(model, opt, rank, 2)
