@@ -11,11 +11,12 @@ By the second group `wrap` recognises an optimizer's framework, and tells whethe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from inspect import Parameter, signature
+from inspect import Parameter, isroutine, signature
 from typing import Any, Protocol, cast, runtime_checkable
 
 from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, GradAccumError, explain
@@ -130,13 +131,18 @@ def backend_of(optimizer: object) -> Backend:
         except LookupError:
             continue
         return cast(Backend, _load_entry(entry))
-    raise explain(
-        ArgumentTypeError,
-        "optimizer",
-        expected=f"an object of one of the packages {sorted(owners(TYPES))}",
-        got=optimizer,
-        fix=f"Backends here: {', '.join(map(_describe, registered_backends())) or 'none; reinstall gradaccum'}.",
-    )
+    raise _not_an_optimizer(optimizer)
+
+
+def _not_an_optimizer(given: object) -> ArgumentTypeError:
+    expected = f"an optimizer of {', '.join(map(_describe, registered_backends())) or 'a backend, but none is registered'}"
+    found, fix = f"an object of type {type(given).__name__}", "Build the framework's own optimizer and pass it."
+    if isinstance(given, type) or isroutine(given):
+        name = given.__name__
+        found, fix = f"{'the class' if isinstance(given, type) else 'the function'} {name}", f"Call it: gradaccum.wrap({name}(...), steps=4)."
+    elif isinstance(given, list | tuple):
+        found, fix = f"a {type(given).__name__} of {len(given)}", "Wrap each optimizer by itself."
+    return explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix)
 
 
 @cache
@@ -167,6 +173,11 @@ def _describe(name: str) -> str:
 
 
 _NOT_GIVEN: Any = object()
+ELSEWHERE = {
+    "steps": ("accumulate_grad_batches", "accumulation_steps", "every_k_schedule", "gradient_accumulation_steps"),
+    "clip_norm": ("gradient_clip_val", "max_grad_norm", "max_norm"),
+}
+"""The names that Lightning, Transformers, optax and torch have for options of `wrap`."""
 _DEFAULTS = {name: parameter.default for name, parameter in signature(make_options).parameters.items() if name not in ("steps", "driver")}
 
 
@@ -252,8 +263,9 @@ def _require_nothing_beside_a_scheduler(given: Mapping[str, object]) -> None:
 def _require_own_options(backend: Backend, given: Mapping[str, object]) -> None:
     """The options of one backend are the keyword-only arguments of its ``wrap``."""
     own = sorted(name for name, p in signature(backend.wrap).parameters.items() if p.kind is Parameter.KEYWORD_ONLY)
+    known = ("steps", *_DEFAULTS, *own)
     for name, value in given.items():
         if name not in own:
-            known = ", ".join((*_DEFAULTS, *own))
-            fix = "Leave it out, or check its spelling."
-            raise explain(ArgumentTypeError, name, expected=f"an option of gradaccum.wrap for {backend.name}: {known}", got=value, fix=fix)
+            near = [ours for ours, theirs in ELSEWHERE.items() if name in theirs] or get_close_matches(name, known, 1)
+            fix = f"Did you mean {near[0]}={value!r}?" if near else f"The options are {', '.join(known)}."
+            raise explain(ArgumentTypeError, name, expected=f"an option of gradaccum.wrap for {backend.name}", got=value, fix=fix)

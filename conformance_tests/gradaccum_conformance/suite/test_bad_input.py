@@ -49,7 +49,9 @@ class ForeignScaler:
 
 
 SAME_ERRORS: dict[str, tuple[str, Option, type, str]] = {
-    "unknown option": ("no_such_option", 1, gradaccum.ArgumentTypeError, "expected an option of gradaccum.wrap for"),
+    "unknown option": ("no_such_option", 1, gradaccum.ArgumentTypeError, "The options are steps, reduction"),
+    "misspelt option": ("clip_nrom", 1.0, gradaccum.ArgumentTypeError, "Did you mean clip_norm=1.0?"),
+    "option of another library": ("gradient_accumulation_steps", 4, gradaccum.ArgumentTypeError, "Did you mean steps=4?"),
     "dtype of a Python type": (
         "accumulate_dtype",
         int,
@@ -102,6 +104,15 @@ def test_model_is_no_optimizer(backend: Harness) -> None:
         gradaccum.wrap(backend.not_an_optimizer(), steps=4)
 
 
-def test_foreign_object_lists_backends(backend: Harness) -> None:
-    with pytest.raises(gradaccum.ArgumentTypeError, match=backend.name):
-        gradaccum.wrap(object(), steps=4)
+def make_optimizer() -> None:
+    """A function in the place of what it returns."""
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [(object(), "type object"), (dict, r"class dict. Call it: gradaccum.wrap\(dict"), (make_optimizer, "Call it"), ([object()], "each optimizer")],
+    ids=["object", "class", "function", "list"],
+)
+def test_foreign_object_lists_backends(backend: Harness, given: object, words: str) -> None:
+    with pytest.raises(gradaccum.ArgumentTypeError, match=f"{backend.name}.*{words}"):
+        gradaccum.wrap(given, steps=4)
