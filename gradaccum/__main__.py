@@ -8,18 +8,34 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from gradaccum import doctor
+from gradaccum import __version__, doctor
+
+HELP = """Usage: gradaccum [--version] [--help] COMMAND
+
+doctor       Name what is wrong with this environment, and what mends it.
+demo         Train on handwritten digits in every installed framework.
+conformance  Test that accumulated gradients equal the large batch's.
+
+All but doctor need: pip install 'gradaccum[conformance]'"""
 
 
 def main() -> None:
     """Run the command line, or say what to install."""
-    if sys.argv[1:2] == ["doctor"]:
-        sys.exit(doctor.main(sys.argv[2:]))
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["doctor"]:
+        sys.exit(doctor.main(arguments[1:]))
+    if arguments == ["--version"]:
+        print(f"gradaccum {__version__}")
+        return
     try:
         cli = import_module("gradaccum_conformance.cli")
     except ModuleNotFoundError as error:
+        if arguments in ([], ["--help"]):
+            print(HELP)
+            return
         sys.exit(
-            f"gradaccum: its commands need the package {error.name!r}. Run: pip install 'gradaccum[conformance]' (or: gradaccum doctor)"
+            f"gradaccum: its commands need the package {error.name!r}. Run: pip install 'gradaccum[conformance]', which brings pytest, hypothesis, "
+            "rich, typer, matplotlib and scikit-learn (or: gradaccum doctor)"
         )
     cli.main()
 

@@ -139,7 +139,10 @@ def _not_an_optimizer(given: object) -> ArgumentTypeError:
     found, fix = f"an object of type {type(given).__name__}", "Build the framework's own optimizer and pass it."
     if isinstance(given, type) or isroutine(given):
         name = given.__name__
-        found, fix = f"{'the class' if isinstance(given, type) else 'the function'} {name}", f"Call it: gradaccum.wrap({name}(...), steps=4)."
+        found, fix = (
+            f"{'the class' if isinstance(given, type) else 'the function'} {name}",
+            f"Call it: gradaccum.wrap({name}(...), steps=4).",
+        )
     elif isinstance(given, list | tuple):
         found, fix = f"a {type(given).__name__} of {len(given)}", "Wrap each optimizer by itself."
     return explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix)

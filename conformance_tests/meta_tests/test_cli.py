@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import gradaccum
 from gradaccum import BackendNotFoundError
+from gradaccum import __main__ as command_line
 from gradaccum_conformance import cli, selection
 from gradaccum_conformance.demo import command as demo_command
 from gradaccum_conformance.report import command as report_command
@@ -31,6 +33,14 @@ def known_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three backends are known, jax is not installed."""
     monkeypatch.setattr(selection, "registered_backends", lambda: ("jax", "numpy", "torch"))
     monkeypatch.setattr(selection, "available_backends", lambda: ("numpy", "torch"))
+
+
+@pytest.fixture
+def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name="typer")
+
+    monkeypatch.setattr(command_line, "import_module", missing)
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -58,6 +68,24 @@ def test_help_names_every_command() -> None:
     assert "demo" in output
     assert "conformance" in output
     assert "doctor" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [("--version", f"gradaccum {gradaccum.__version__}"), ("--help", "gradaccum[conformance]"), ("", "gradaccum[conformance]")],
+)
+def test_version_and_help_need_no_package(
+    without_packages: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, words: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gradaccum", *arguments.split()])
+    command_line.main()
+    assert words in capsys.readouterr().out
+
+
+def test_command_names_the_missing_extra(without_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gradaccum", "demo"])
+    with pytest.raises(SystemExit, match=r"'typer'.*gradaccum\[conformance\].*matplotlib"):
+        command_line.main()
 
 
 def test_doctor_gets_its_options() -> None:

@@ -110,7 +110,12 @@ def make_optimizer() -> None:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [(object(), "type object"), (dict, r"class dict. Call it: gradaccum.wrap\(dict"), (make_optimizer, "Call it"), ([object()], "each optimizer")],
+    [
+        (object(), "type object"),
+        (dict, r"class dict. Call it: gradaccum.wrap\(dict"),
+        (make_optimizer, "Call it"),
+        ([object()], "each optimizer"),
+    ],
     ids=["object", "class", "function", "list"],
 )
 def test_foreign_object_lists_backends(backend: Harness, given: object, words: str) -> None:
