@@ -34,8 +34,8 @@ def main() -> None:
             print(HELP)
             return
         sys.exit(
-            f"gradaccum: its commands need the package {error.name!r}. Run: pip install 'gradaccum[conformance]', which brings pytest, hypothesis, "
-            "rich, typer, matplotlib and scikit-learn (or: gradaccum doctor)"
+            f"gradaccum: its commands need the package {error.name!r}. Run: pip install 'gradaccum[conformance]', which brings pytest, "
+            "hypothesis, rich, typer, matplotlib and scikit-learn (or: gradaccum doctor)"
         )
     cli.main()
 

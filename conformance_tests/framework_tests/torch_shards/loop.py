@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
@@ -18,6 +19,7 @@ from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_shards.common import (
     DTYPE,
     WAYS,
+    Batch,
     Branches,
     Way,
     alone,
@@ -58,11 +60,17 @@ def short_and_open_windows(rank: int) -> None:
         require_equal(model, alone(windows_of((3,)))[0])
 
 
+def lost(model: Branches, opt: Any, batch: Batch) -> Tensor:
+    x, rare = batch
+    loss: Tensor = opt.backward(model(x, rare).square().mean(), len(x))
+    return loss
+
+
 @check
 def closures(rank: int) -> None:
     for _, model, opt in each_way(steps=3):
-        for x, rare in batches(rank):
-            opt.step(lambda x=x, rare=rare: opt.backward(model(x, rare).square().mean(1).mean(), len(x)))
+        for batch in batches(rank):
+            opt.step(functools.partial(lost, model, opt, batch))
         require_equal(model, alone(windows_of())[0])
 
 
