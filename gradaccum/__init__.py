@@ -1,7 +1,7 @@
 """Gradient accumulation that means the same thing, exactly, in PyTorch, JAX/optax and MindSpore.
 
-`wrap` is all that most users need; the rest is for those who read results and catch errors. Who writes a backend finds the state machine in
-`gradaccum.kit`. Importing this package imports the standard library only.
+Most users need `wrap` only. Authors of a backend find the state machine in `gradaccum.kit`. Importing this package imports the standard
+library only.
 """
 
 from gradaccum.errors import (

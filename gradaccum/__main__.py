@@ -1,7 +1,4 @@
-"""``gradaccum`` on the command line: ``doctor`` runs anywhere; the other commands live in the conformance package.
-
-That package may not be fully installed, which is when a doctor is called.
-"""
+"""The ``gradaccum`` command: ``doctor`` runs anywhere, the other commands live in the conformance package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``gradaccum doctor``: is this environment one in which gradaccum works?
+"""The ``gradaccum doctor`` command, which looks for what is missing or broken in an environment.
 
-The doctor needs the standard library only, since it must run where something is missing. It imports no framework into its own process: an
-import can end the process, or wait for a device for ever. Exit codes: 0, nothing is wrong; 1, something is; 2, an argument is wrong.
+The doctor needs the standard library only and imports each framework in a child process, since an import can end its process or hang.
+Exit codes: 0, nothing is wrong; 1, something is; 2, an argument is wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SETTINGS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DE
 
 
 class Requirement(NamedTuple):
-    """One line of a package's metadata: it needs `package` within `bounds`, such as ``>=1.26,<2``; empty: every version will do."""
+    """A package's requirement: `package` within `bounds`, such as ``>=1.26,<2``. Empty bounds allow every version."""
 
     package: str
     bounds: str
@@ -61,7 +61,7 @@ class Requirement(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What became of the import of one backend."""
+    """The result of importing one backend."""
 
     backend: str
     outcome: str
@@ -75,7 +75,7 @@ class Probe(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """All that the doctor looks at: plain values, so that a rule can be tested on an environment that nobody has."""
+    """Everything that the doctor looks at, as plain values, so that tests can make up an environment."""
 
     running: str
     """The version of the code that runs."""
@@ -87,7 +87,7 @@ class Environment(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong (``"problem"``: results are wrong or a call fails), or worth to know (``"note"``)."""
+    """A ``"problem"`` (results are wrong or a call fails) or a ``"note"``."""
 
     kind: str
     where: str
@@ -99,7 +99,7 @@ class Finding(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="gradaccum doctor", description="Is this environment one in which gradaccum works?")
     parser.add_argument("--backend", action="append", choices=_backends(), help="Import this backend only; repeat it for several.")
     parser.add_argument("--limit", type=_seconds, default=LIMIT, help="Seconds for the import of the backends (default: %(default)g).")
@@ -128,7 +128,6 @@ def _seconds(text: str) -> float:
 
 
 def report(environment: Environment, findings: Sequence[Finding]) -> str:
-    """What is installed, what works and what is wrong, as text."""
     lines = [f"gradaccum {environment.running} · Python {platform.python_version()} ({sys.executable}) · {platform.platform()}"]
     lines += [f"  {name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
     direct = dict.fromkeys(one.package for one in environment.requirements[THIS])
@@ -149,7 +148,7 @@ def _state(one: Probe) -> str:
 
 
 def examine(backends: Iterable[str], limit: float) -> Environment:
-    """Look at this environment, and import `backends`, all at once, for `limit` seconds at most."""
+    """Inspect this environment and import `backends` at the same time, for at most `limit` seconds."""
     missing = {name: package for name in backends for package in _missing(name)}
     probed = probes_of([name for name in backends if name not in missing], limit)
     requirements = {package: requirements_of(package) for package in (THIS, "torch", "jax", "optax", "mindspore")}
@@ -160,7 +159,7 @@ def examine(backends: Iterable[str], limit: float) -> Environment:
 
 
 def _missing(name: str) -> Iterator[str]:
-    """The packages that the backend called `name` wraps and that are not installed. Imports none."""
+    """Yield the packages that the backend wraps and that are not installed, without importing any."""
     values = {entry.value for entry in entry_points(group=BACKENDS, name=name)}
     for entry in entry_points(group=TYPES):
         with suppress(ValueError):  # A module without a spec, which is there.
@@ -169,7 +168,6 @@ def _missing(name: str) -> Iterator[str]:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of `package`, or None where no metadata of it is found."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -177,7 +175,7 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements_of(package: str) -> tuple[Requirement, ...]:
-    """What `package` asks for on every machine. A requirement with a marker other than an extra is left out: it holds on some machines."""
+    """Return what `package` requires on every machine; requirements with a marker other than an extra are left out."""
     try:
         lines = requires(package) or ()
     except PackageNotFoundError:
@@ -195,14 +193,14 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {"==": eq, "!=": ne, "<": 
 
 
 def satisfies(installed: str, bounds: str) -> bool:
-    """True if the version `installed` lies within `bounds`. A clause that cannot be read is taken as fulfilled: it accuses nobody."""
+    """True if `installed` lies within `bounds`. An unreadable clause counts as fulfilled."""
     clauses = (re.fullmatch(r"\s*([=!<>]=?)\s*([\d.]*\d)\s*", clause) for clause in bounds.split(","))
     readable = (clause.groups() for clause in clauses if clause and clause[1] in _COMPARISONS)
     return all(_COMPARISONS[operator](_key(installed), _key(bound)) for operator, bound in readable)
 
 
 def _key(text: str) -> tuple[tuple[int, ...], bool]:
-    """What versions are ordered by: the numbers without zeros at the end, and a pre-release before its release."""
+    """Return a sort key: the version's numbers without trailing zeros, pre-releases before their release."""
     release, before = re.match(r"([\d.]*)(?:[-_.]?(a|b|c|rc|dev|pre))?", text).groups()  # type: ignore[union-attr]  # Empty texts match.
     return tuple(int(part) for part in re.sub(r"(\.0+)*\.?$", "", release).split(".") if part), before is None
 
@@ -214,7 +212,7 @@ _LAST_WORDS = 400
 
 
 def probes_of(backends: Sequence[str], limit: float) -> list[Probe]:
-    """Import every one of `backends`, all at once, for `limit` seconds at most. No process of theirs is left."""
+    """Import all `backends` at the same time, for at most `limit` seconds, and kill what still runs then."""
     places = json.dumps([os.path.abspath(place) for place in sys.path])
     children: dict[str, subprocess.Popen[bytes]] = {}
     with tempfile.TemporaryDirectory(prefix="gradaccum-doctor-", ignore_cleanup_errors=True) as folder:
@@ -248,7 +246,7 @@ def _judged(name: str, child: subprocess.Popen[bytes], deadline: float, folder: 
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process, if it still runs, and all that it started."""
+    """End the process and all that it started."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -257,7 +255,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def describe(name: str, result: str) -> None:
-    """In the child: import the backend called `name`, and write what came of it into the file `result`."""
+    """Import the backend in this child process and write the outcome into the file `result`."""
     found: dict[str, Any] = {"outcome": "works", "detail": "", "devices": [], "lacking": []}
     try:
         backend = load(BACKENDS, name)
@@ -279,13 +277,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def findings_of(environment: Environment) -> tuple[Finding, ...]:
-    """All that is wrong with `environment`, problems first. One package out of one bound is named once."""
+    """Return all that is wrong with `environment`, problems first, each package out of bounds once."""
     found = dict.fromkeys(finding for rule in RULES for finding in rule(environment))
     return tuple(sorted(found, key=lambda finding: finding.kind != "problem"))
 
 
 def unregistered(environment: Environment) -> Iterator[Finding]:
-    """Without metadata no backend can be found."""
+    """Report missing metadata, without which no backend can be found."""
     installed = environment.versions.get(THIS)
     if installed is None:
         what = "its code is on the path but it is not installed, so that none of its backends is registered"
@@ -296,7 +294,7 @@ def unregistered(environment: Environment) -> Iterator[Finding]:
 
 
 def out_of_bounds(environment: Environment) -> Iterator[Finding]:
-    """Versions that this package's extras exclude, or a framework's own requirements."""
+    """Report versions that this package's extras, or a framework's own requirements, exclude."""
     for asker, requirements in environment.requirements.items():
         for one in requirements:
             key = one.extra if asker == THIS else asker
@@ -323,7 +321,7 @@ _VERDICTS = {
 
 
 def broken_backends(environment: Environment) -> Iterator[Finding]:
-    """Backends whose framework is there and that cannot be used."""
+    """Report backends whose framework is installed and that cannot be used."""
     for one in environment.probes:
         if one.outcome in _VERDICTS:
             what, fix = _VERDICTS[one.outcome]
@@ -333,14 +331,14 @@ def broken_backends(environment: Environment) -> Iterator[Finding]:
 
 
 def lacking_names(environment: Environment) -> Iterator[Finding]:
-    """Names that a framework has dropped or renamed, and without which a backend does less."""
+    """Report names that a framework has dropped or renamed and that a backend uses."""
     for one in environment.probes:
         for name, lost in one.lacking:
             yield Finding("note", one.backend, f"this version lacks {name.replace(':', '.')}", f"What that costs: {lost}")
 
 
 def unequal_devices(environment: Environment) -> Iterator[Finding]:
-    """A framework on the CPU beside one that sees an accelerator: most often a build without it."""
+    """Report a framework that sees only the CPU where another framework sees an accelerator."""
     on_cpu = {one: all("cpu" in device.lower() for device in one.devices) for one in environment.probes if one.devices}
     for other in [one for one, cpu in on_cpu.items() if not cpu][:1]:
         for one in (one for one, cpu in on_cpu.items() if cpu):

@@ -1,4 +1,4 @@
-"""The errors that a user can meet. Each names the argument, the expected value, the given one and the fix."""
+"""The errors that a user can meet: each names the argument, the expected value, the given value and the fix."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ E = TypeVar("E", bound=GradAccumError)
 
 
 def explain(kind: type[E], argument: str, *, expected: str, fix: str, got: object = None, found: str | None = None) -> E:
-    """An error in the one shape that all of them have: ``argument: expected ...; got .... fix``.
+    """Return an error in the common shape: ``argument: expected ...; got .... fix``.
 
     Args:
         kind: the class of the error.
         argument: the name of what is wrong, as the user writes it.
         expected: what would have been right, as a noun phrase.
         fix: what to write instead, as a sentence.
-        got: the value that was given; its `repr` and its type are shown.
-        found: in place of `got`, what was there in words, where the value would not say it.
+        got: the value that was given; the error shows its `repr` and its type.
+        found: in place of `got`, a description in words.
     """
     given = f"{got!r} ({type(got).__name__})" if found is None else found
     return kind(f"{argument}: expected {expected}; got {given}. {fix}")
@@ -58,7 +58,7 @@ def explain(kind: type[E], argument: str, *, expected: str, fix: str, got: objec
 
 
 def require_int(argument: str, value: object, *, at_least: int, fix: str | None = None) -> int:
-    """`value` if it is an int of at least `at_least`; integer scalars of a framework count, bools and traced values do not."""
+    """Raise unless `value` is an int >= `at_least`. Integer scalars of a framework count; bools and traced values do not."""
     expected, fix = f"an int >= {at_least}", fix or f"Write for example {argument}={max(at_least, 4)}."
     try:
         number = None if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
@@ -81,7 +81,7 @@ def require_number(
     allow_infinity: bool = False,
     fix: str | None = None,
 ) -> float:
-    """`value` as a float if it lies in (above, below), or [above, below) with `or_equal`."""
+    """Raise unless `value` lies in (above, below), or in [above, below) with `or_equal`; return it as a float."""
     bound = ">=" if or_equal else ">"
     limit = "" if below == math.inf else f" and < {below:g}"
     expected = f"a {'' if allow_infinity else 'finite '}number {bound} {above:g}{limit}"
@@ -100,14 +100,14 @@ def require_number(
 
 
 def require_bool(argument: str, value: object) -> bool:
-    """`value` if it is True or False."""
+    """Raise unless `value` is True or False."""
     if isinstance(value, bool):
         return value
     raise explain(ArgumentTypeError, argument, expected="True or False", got=value, fix=f"Write {argument}=True.")
 
 
 def require_choice(argument: str, value: object, choices: Collection[str]) -> str:
-    """`value` if it is one of `choices`."""
+    """Raise unless `value` is one of `choices`."""
     if isinstance(value, str) and value in choices:
         return value
     kind = ArgumentValueError if isinstance(value, str) else ArgumentTypeError
@@ -116,5 +116,5 @@ def require_choice(argument: str, value: object, choices: Collection[str]) -> st
 
 
 def require_weight(weight: object) -> float:
-    """A micro-batch's weight as a float: a finite number >= 0."""
+    """Raise unless a micro-batch's weight is a finite number >= 0; return it as a float."""
     return require_number("weight", weight, above=0, or_equal=True)

@@ -1,14 +1,14 @@
-"""The second door: what a backend is made of. `gradaccum` itself has what users need, the classes of the errors among it.
+"""The parts of a backend. `gradaccum` itself has what users need, the error classes included.
 
-- `accumulate`, `usable`, `contribution`, `ends`, `decide`, `close`, `discard`: the transitions of the `State`, by `Options`;
-- `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: what a window knows besides its gradient;
-- `terms_of`, `resumed`, `redistributed`: what an open window depends on, and how a saved one goes on;
-- `make_division`, `divided`, `leaves_of`, `share`: where a large batch is cut, the nests that it comes in, how other outputs merge;
-- `explain` and the ``require_`` and ``_error`` functions: one mistake has one class and one wording in every backend;
-- `Listeners`: who hears of closed windows; `described`, `status`: the state in one line;
-- `comparable`, `linearity_report`: whether a loss can be scaled;
-- `examine`, `Subject`, `Conditions`, `Run`: what `gradaccum.verify` runs, and how;
-- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: what the core asks for in return.
+- `accumulate`, `usable`, `contribution`, `ends`, `decide`, `close`, `discard`: transitions of the `State` under `Options`;
+- `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: a window's loss and noise;
+- `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
+- `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging its outputs;
+- `explain`, ``require_...`` and ``..._error``: one class and one wording for each mistake in every backend;
+- `Listeners`: callbacks for closed windows; `described`, `status`: the state in one line;
+- `comparable`, `linearity_report`: the check whether a loss is linear in its scale;
+- `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
+- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: protocols that a backend implements.
 """
 
 from gradaccum.errors import explain, require_bool, require_weight

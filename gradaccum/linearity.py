@@ -1,7 +1,7 @@
-"""Whether a loss is linear in its scale: grad(s x loss) = s x grad(loss), which loss scaling takes for granted.
+"""Linearity of a loss in its scale, grad(s x loss) = s x grad(loss), which loss scaling relies on.
 
-A custom backward that ignores the gradient it is handed breaks it without a sign: training seems to run and does not converge. An adapter
-differentiates at several scales and finds the culprit; how far two gradients are apart, and how far they may be, is said here, once.
+A custom backward that ignores its incoming gradient breaks this silently. An adapter differentiates at several scales and names the
+culprit; this module says how far two gradients may be apart.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LinearityReport(NamedTuple):
 
 
 def relative_error(gradient: Gradient, reference: Gradient, norm: Norm) -> float:
-    """||gradient - reference|| / ||reference||; inf where `reference` is zero and `gradient` is not, or where one is NaN."""
+    """Return ||gradient - reference|| / ||reference||; inf if only `reference` is zero, or either holds a NaN."""
     off, size = norm(gradient - reference), norm(reference)
     if off == 0:
         return 0.0
@@ -56,14 +56,14 @@ def relative_error(gradient: Gradient, reference: Gradient, norm: Norm) -> float
 
 
 def comparable(measured: Iterable[T], finite: Callable[[T], bool], *, float16: bool) -> Iterator[T]:
-    """Choose the measurements to compare from those at each of `SCALES`; the first one is the reference.
+    """Yield the measurements to compare, of those at each of `SCALES`; the first one is the reference.
 
-    With float16 somewhere in the program only the last `FLOAT16_SCALES` that are finite: at smaller scales gradients may have vanished, as
-    loss scaling is there to prevent; larger ones overflow.
+    With float16 in the program these are the last `FLOAT16_SCALES` finite ones: at smaller scales gradients may underflow, at larger ones
+    overflow.
 
     Args:
         measured: a measurement per scale, in the order of `SCALES`.
-        finite: whether all gradients of a measurement are finite.
+        finite: tells whether all gradients of a measurement are finite.
         float16: whether the program computes in float16.
     """
     every = iter(measured)
@@ -74,13 +74,12 @@ def comparable(measured: Iterable[T], finite: Callable[[T], bool], *, float16: b
 
 
 def linearity_report(gradients: Iterable[Mapping[str, Gradient]], culprits: Iterable[str], epsilon: float, norm: Norm) -> LinearityReport:
-    """A report of what was measured.
+    """Return the report on the measured gradients.
 
     Args:
         gradients: the `comparable` ones by parameter name.
-        culprits: names of functions that do not carry the gradient they are handed, in any order, repeats allowed; looked at when all
-            gradients have been.
-        epsilon: distance from 1 to the next number, of the coarsest dtype in the program.
+        culprits: names of functions that do not carry their incoming gradient, read after all gradients; repeats are allowed.
+        epsilon: machine epsilon of the coarsest dtype in the program.
         norm: the backend's 2-norm.
     """
     compared = iter(gradients)

@@ -1,13 +1,11 @@
-"""Nests of arrays: the shapes that a batch comes in.
+"""Nests of arrays: the containers that a batch comes in.
 
-A nest is a tuple, a list, a dict or another mapping, a dataclass, any of these in each other, or a leaf: whatever else stands there. A list
-or tuple of plain values (texts, numbers) is one leaf with one value per item, since nobody splits a text. JAX has trees of its own, to
-which users add classes; the other adapters walk nests by this module, and every adapter spells a path as `paths` does.
+A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tuple of plain values (texts, numbers) is one leaf with one
+value per item. JAX has trees of its own; the other adapters walk nests by this module, and every adapter spells a path as `paths` does.
 
-Any other list or tuple is a container: each of its elements holds a part of all items, as the two views of a batch do. A list of items, one
-dict per image, looks the same. So `require_one_size` refuses a list of elements of one kind that may be as long as the batch, until the
-user's ``axes`` say what it is: "items", an axis for each element, or None. Shapes tell nothing: two images may have two boxes each. Only a
-tuple of arrays of one length, which is not the tuple's own, is a container without a question: ``(x, y)`` is how a batch is written.
+Any other list or tuple is a container whose elements each hold a part of all items, such as two views of a batch. A list of items (one
+dict per image) looks the same, so `require_one_size` refuses an ambiguous list until the user's ``axes`` say "items", an axis per
+element, or None. Only a tuple of arrays of one length other than the tuple's own, ``(x, y)``, needs no ``axes``.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
-    """The leaves of `nest` in order, each with its path, which begins with `path`."""
+    """Return the leaves of `nest` in order, each with its path, which begins with `path`."""
     inside = children_of(nest)
     if inside is None:
         return [Leaf(path, nest)]
@@ -53,7 +51,7 @@ def leaves_of(nest: Nest, path: str = "") -> list[Leaf]:
 
 
 def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
-    """What a container holds, each with its step of a path; None of a leaf."""
+    """Return the children of a container, each with its step of a path; None for a leaf."""
     if _is_dataclass(nest):
         return [(f".{field.name}", getattr(nest, field.name)) for field in dataclasses.fields(nest)]  # type: ignore[arg-type]
     if isinstance(nest, Mapping):
@@ -66,12 +64,12 @@ def children_of(nest: Nest) -> list[tuple[str, Nest]] | None:
 
 
 def is_column(nest: Nest) -> bool:
-    """True if `nest` is one leaf with an element for each item: `Items`, or a list or tuple of plain values."""
+    """True if `nest` is one leaf with an element per item: `Items`, or a list or tuple of plain values."""
     return isinstance(nest, Items) or (_is_list(nest) and bool(nest) and all(isinstance(v, PLAIN) for v in nest))  # type: ignore[attr-defined]
 
 
 def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
-    """A nest like `nest` with the next `leaves` in place of its own; containers keep their types, and `nest` stays as it is."""
+    """Return a nest like `nest` with the next `leaves` in place of its own; containers keep their types."""
     inside = children_of(nest)
     if inside is None:
         return next(leaves)
@@ -79,15 +77,15 @@ def with_leaves(nest: Nest, leaves: Iterator[object]) -> Nest:
 
 
 def mapped(change: Callable[[object], object], nest: Nest) -> Nest:
-    """A nest like `nest` with ``change(leaf)`` for each leaf."""
+    """Return a nest like `nest` with ``change(leaf)`` for each leaf."""
     return with_leaves(nest, (change(leaf.value) for leaf in leaves_of(nest)))
 
 
 def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
-    """One value of `prefix` for each leaf of `nest`: a leaf of `prefix` stands for everything below its place in `nest`.
+    """Return one value of `prefix` for each leaf of `nest`.
 
     Args:
-        prefix: a nest whose containers are a beginning of those of `nest`: ``{"ids": 0, "flags": None}``, or one value for all.
+        prefix: a nest whose leaves stand for everything below their place in `nest`: ``{"ids": 0, "flags": None}``, or one value for all.
         nest: what the values are for.
         argument: the name of `prefix`, for the error.
 
@@ -104,15 +102,15 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
 
 
 def mark_lists(batch: N, axes: Nest) -> tuple[N, list[tuple[str, int, str]]]:
-    """Mark the lists that hold items, and find those that may.
+    """Mark the lists that hold items, and find the lists that may.
 
     Args:
         batch: a tuple of arguments.
         axes: a prefix of it that `spread` accepts.
 
     Returns:
-        `batch` with `Items` for each list that `axes` call `ITEMS`; and path, length and brackets of each list of one kind of element that
-        `axes` do not reach into, for `require_one_size`.
+        `batch` with `Items` for each list that `axes` call `ITEMS`; and path, length and brackets of each ambiguous list, for
+        `require_one_size`.
     """
     given, inside, found = dict(_inside(axes) or ()), children_of(batch) or [], list[tuple[str, int, str]]()
     parts = [_marked(child, given.get(step, axes), f"batch{step}", found) for step, child in inside]
@@ -138,7 +136,7 @@ def _unless_same(nest: N, inside: list[tuple[str, Nest]], parts: list[Nest]) -> 
 
 
 def _are_of_one_kind(elements: list[tuple[str, Nest]]) -> bool:
-    """True if all but None have one type, dtype and rank: arrays of another dtype or rank are other columns."""
+    """True if all elements except None have one type, dtype and rank."""
     values = [value for _, value in elements if value is not None]
     return len({(type(value), str(getattr(value, "dtype", None)), getattr(value, "ndim", None)) for value in values}) == 1
 
@@ -152,7 +150,7 @@ def _elements(nest: list[Nest] | tuple[Nest, ...]) -> list[tuple[str, Nest]]:
 
 
 def _inside(prefix: Nest) -> list[tuple[str, Nest]] | None:
-    """What a prefix holds: its lists of plain values are containers, too."""
+    """Return the children of a prefix; unlike in a nest, its lists of plain values are containers."""
     return _elements(prefix) if _is_list(prefix) else children_of(prefix)  # type: ignore[arg-type]
 
 
@@ -173,7 +171,7 @@ def _is_dataclass(nest: Nest) -> bool:
 
 
 def _rebuilt(nest: Nest, children: list[Nest]) -> Nest:
-    """A copy of a container, with no constructor run where a copy can be changed: a constructor may check lengths or derive values."""
+    """Copy a container with other children, without its constructor where possible: a constructor may check lengths or derive values."""
     if _is_dataclass(nest):
         made = copy.copy(nest)
         for field, child in zip(dataclasses.fields(nest), children, strict=True):  # type: ignore[arg-type]
@@ -211,17 +209,17 @@ class MergingOps(Protocol):
     """The three operations that a framework supplies."""
 
     def maximum(self, a: Any, b: Any) -> Any:
-        """The larger one, element by element; NaN where either is."""
+        """Return the larger value of each element; NaN where either is NaN."""
 
     def minimum(self, a: Any, b: Any) -> Any:
-        """The smaller one, element by element; NaN where either is."""
+        """Return the smaller value of each element; NaN where either is NaN."""
 
     def widened(self, value: Any) -> Any:
-        """`value` in the dtype of its sum: float32 for half precision, the default integer for booleans, otherwise its own."""
+        """Cast `value` to the dtype of its sum: float32 for half precision, the default integer for bools, else its own."""
 
 
 def kinds_of(declared: Nest, aux: Nest) -> list[str]:
-    """The kind of each leaf of `aux`, from the user's declaration: one kind for all, or a prefix nest of kinds.
+    """Return the kind of each leaf of `aux`, from one kind for all or a prefix nest of kinds.
 
     Raises:
         ArgumentValueError: a kind is unknown, or the declaration has another structure.
@@ -233,17 +231,13 @@ def kinds_of(declared: Nest, aux: Nest) -> list[str]:
 
 
 def require_kind(kind: object) -> None:
-    """Refuse what is no kind of merging.
-
-    Raises:
-        ArgumentValueError: `kind` is not one of `KINDS`.
-    """
+    """Raise unless `kind` is one of `KINDS`."""
     if kind not in KINDS:
         raise explain(ArgumentValueError, "aux", expected=f"one of {', '.join(KINDS)}", got=kind, fix="Write aux='mean', say.")
 
 
 def share(kind: str, value: A, items: Any, weight: Any, ops: MergingOps) -> A:
-    """What one micro-batch gives to the merged value: its `value` times its number of items or its `weight` where a mean is asked for."""
+    """Return one micro-batch's contribution: for a mean, `value` times its number of items or its `weight`."""
     if kind in ("max", "min", "concatenate"):
         return value
     if kind == "sum":
@@ -252,7 +246,7 @@ def share(kind: str, value: A, items: Any, weight: Any, ops: MergingOps) -> A:
 
 
 def merged(kind: str, so_far: A, given: A, ops: MergingOps) -> A:
-    """The merged value with one more `share`; not for "concatenate", which only the backend can do."""
+    """Return the merged value with one more `share`. The backend itself merges "concatenate"."""
     if kind == "max":
         return ops.maximum(so_far, given)  # type: ignore[no-any-return]
     if kind == "min":
@@ -261,7 +255,7 @@ def merged(kind: str, so_far: A, given: A, ops: MergingOps) -> A:
 
 
 def finished(kind: str, so_far: A, items: Any, weight: Any) -> A:
-    """The value of the large batch, from the shares of all micro-batches, its number of items and its weight."""
+    """Return the value of the large batch from the merged shares."""
     if kind == "mean":
         return so_far / items  # type: ignore[no-any-return]
     if kind == "weighted_mean":
@@ -270,6 +264,6 @@ def finished(kind: str, so_far: A, items: Any, weight: Any) -> A:
 
 
 def concatenate_error(path: str, found: str) -> GradAccumError:
-    """The error for a leaf that is to be concatenated and has no leading axis."""
+    """Return the error for a leaf without a leading axis that is to be concatenated."""
     fix = "Return an array with one row per item, or declare sum, mean, max or min for this leaf."
     return explain(ArgumentValueError, path or "aux", expected="an array with a leading axis to concatenate", found=found, fix=fix)

@@ -1,4 +1,4 @@
-"""The options of an accumulation, validated once, here, for every backend: a window's length, its loss scale, and the rest."""
+"""The options of an accumulation, checked once for every backend: window length, loss scale and the rest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LARGEST = 2**31 - 1
 
 
 class _Argument(NamedTuple):
-    """What an argument that holds sizes is called, and how it is written."""
+    """The name of an argument that holds sizes, and how the user writes it."""
 
     name: str
     expected: str
@@ -59,17 +59,17 @@ _WEIGHT = _Argument(
 
 
 def until_weight(weight: object) -> UntilWeight:
-    """``steps=until_weight(524_288)``: a window ends with the micro-batch by which its weight, in items or tokens, reaches that number.
+    """Make windows end by weight: ``steps=until_weight(524_288)`` ends a window when it holds that many items or tokens.
 
-    The micro-batches' weights are those that the optimizer is given with them, 1 each if none is given. A window may so hold more than the
-    number, by less than its last micro-batch; its gradient is divided by what it holds. The weight of a window is a float32 (a float64
-    beside float64 sums): beyond 2^24 it counts in steps of 2, 4, ..., and loses a micro-batch that is lighter than half a step.
+    The weights are those passed to the optimizer with each micro-batch (default 1). A window may exceed the number by less than its last
+    micro-batch; the gradient is divided by the weight that the window holds. That weight is a float32 (float64 beside float64 sums): beyond
+    2^24 it counts in steps of 2, 4, ..., and loses a micro-batch lighter than half a step.
 
     Args:
         weight: an int >= 1 and < 2^31; or, as for ``steps``, pairs ``(first optimizer_step, weight)`` or a callable of the optimizer step.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: it is none of these.
+        ArgumentTypeError, ArgumentValueError: `weight` is none of these.
 
     Examples:
         >>> until_weight(524_288)
@@ -79,12 +79,12 @@ def until_weight(weight: object) -> UntilWeight:
 
 
 def is_known(schedule: Schedule) -> bool:
-    """True if the sizes can be known without calling anything."""
+    """True if the sizes are known without calling a function."""
     return not callable(schedule.weight if isinstance(schedule, UntilWeight) else schedule)
 
 
 def make_schedule(steps: object) -> Schedule:
-    """The checked form of the user's ``steps=``.
+    """Check the user's ``steps=``.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: it is none of the five forms.
@@ -93,18 +93,18 @@ def make_schedule(steps: object) -> Schedule:
 
 
 def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int | UntilWeight:
-    """What a callable gave for `optimizer_step`, as an int >= 1 and < 2^31, or an `UntilWeight` of one.
+    """Raise unless a callable returned an int >= 1 and < 2^31, or an `UntilWeight` of one.
 
-    Each backend asks this wherever the value is known: when it wraps, for step 0, and for each window outside compiled code. Compiled
-    code cannot raise: there a size below 1 makes each micro-batch one that is not finite, so that no update is made and the result says so.
+    A backend calls this when it wraps, for step 0, and for each window outside compiled code. Compiled code cannot raise: there a size
+    below 1 makes every micro-batch count as not finite, so that no update is made and the result says so.
 
     Args:
-        size: as `gradaccum.kit.steps_at` gives it.
+        size: as `gradaccum.kit.steps_at` returns it.
         optimizer_step: updates before the window.
-        schedule: the one that was asked. Only an `UntilWeight` may give one: a backend looks at the schedule for what ends a window.
+        schedule: the schedule that was asked. Only an `UntilWeight` schedule may return an `UntilWeight`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: it is none.
+        ArgumentTypeError, ArgumentValueError: `size` is no such size.
     """
     if isinstance(schedule, UntilWeight):
         argument, fix = f"until_weight(...)({optimizer_step})", "Return the weight of that window, in whole items."
@@ -116,7 +116,7 @@ def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int 
 
 
 def _make_sizes(sizes: object, argument: _Argument) -> Sizes:
-    """The checked form of a number, pairs or a callable."""
+    """Check a number, pairs or a callable."""
     if callable(sizes):
         return cast(Callable[[Scalar], Scalar], sizes)
     # A framework's scalar, such as jnp.int32(4), can be iterated over by its type, but not by its value.
@@ -156,7 +156,7 @@ def _make_pairs(sizes: Iterable[object], argument: _Argument) -> tuple[tuple[int
 
 
 class ScaleRule(NamedTuple):
-    """The constants of the transition. A scale that never moves is the rule with both factors 1 and an interval of 1."""
+    """The constants by which a loss scale moves. A static scale has both factors 1 and an interval of 1."""
 
     init_scale: float = 1.0
     growth_factor: float = 1.0
@@ -188,15 +188,15 @@ class StaticLossScale:
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that backs off after an overflow and grows after clean windows; it moves only between windows.
+    """A loss scale that backs off after an overflow and grows after clean windows. It moves only between windows.
 
     Args:
         init_scale: the first scale, > 0.
-        growth_factor: multiplies it after `growth_interval` clean windows, > 1.
-        backoff_factor: multiplies it after a window with an overflow, in (0, 1).
+        growth_factor: multiplies the scale after `growth_interval` clean windows, > 1.
+        backoff_factor: multiplies the scale after a window with an overflow, in (0, 1).
         growth_interval: clean windows between two growths, an int >= 1.
         min_scale: the floor, > 0 and at most `init_scale`.
-        max_scale: the ceiling, at least `init_scale`; inf is float32's own: a growth that would leave its range is not made.
+        max_scale: the ceiling, at least `init_scale`. With inf the scale stays within float32's range.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is not as above.
@@ -242,23 +242,21 @@ LossScale = StaticLossScale | DynamicLossScale
 
 @runtime_checkable
 class ScalerDriver(Protocol):
-    """A backend that takes its framework's own loss scaler as ``loss_scale=`` and drives it once per window."""
+    """A backend that accepts its framework's loss scaler as ``loss_scale=`` and drives it once per window."""
 
     scaler_kind: str
     """The scaler's type with an article, for messages: ``"a torch.amp.GradScaler"``."""
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
-        """The rule by which `scaler` moves now; None if it is another kind of object."""
+        """Return the rule by which `scaler` moves now; None if `scaler` is another kind of object."""
         ...
 
 
 def scale_rule(loss_scale: object, driver: ScalerDriver | None = None) -> tuple[ScaleRule, Any]:
-    """The rule of what the user gave as ``loss_scale=``, and the framework's own scaler if it is one, else None.
-
-    No loss scale is a scale of 1 that never moves.
+    """Return the rule of the user's ``loss_scale=``, and the framework's own scaler if it is one, else None.
 
     Raises:
-        ArgumentTypeError: it is neither None, a number, a rule of gradaccum's nor a scaler that `driver` takes.
+        ArgumentTypeError: it is neither None, a number, a rule of gradaccum nor a scaler that `driver` takes.
         ArgumentValueError: a number that is not finite or not above 0.
     """
     if loss_scale is None:
@@ -323,9 +321,7 @@ def make_options(
     noise_scale: bool | float = False,
     driver: ScalerDriver | None = None,
 ) -> Options:
-    """Check the options of `gradaccum.wrap` and bring them into the form that the transitions read.
-
-    `driver` is the backend, if it drives loss scalers of its framework.
+    """Check the options of `gradaccum.wrap`; `driver` is the backend if it drives loss scalers of its framework.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: naming the argument that is wrong.
@@ -350,16 +346,12 @@ def make_options(
 
 
 def require_reduction(reduction: object) -> Reduction:
-    """`reduction` if it is one of `REDUCTIONS`.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: it is none.
-    """
+    """Raise unless `reduction` is one of `REDUCTIONS`."""
     return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))
 
 
 def _noise_decay(noise_scale: object) -> float | None:
-    """The decay that ``noise_scale=`` asks for."""
+    """Return the decay that ``noise_scale=`` asks for."""
     if isinstance(noise_scale, bool):
         return DECAY if noise_scale else None
     return require_number("noise_scale", noise_scale, above=0, below=1, or_equal=True)

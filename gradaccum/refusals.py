@@ -1,4 +1,4 @@
-"""Errors shared by all backends: one mistake has one class and one wording."""
+"""Errors shared by all backends: one class and one wording for each mistake."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gradaccum.state import State
 
 
 def optimizer_error(expected: str, got: object, fix: str) -> GradAccumError:
-    """The error for an object that is no optimizer of the framework; `expected` and `fix` name the framework's own."""
+    """Return the error for an object that is no optimizer of the framework; `expected` and `fix` name the framework's own."""
     return explain(ArgumentTypeError, "optimizer", expected=expected, found=f"an object of type {type(got).__name__}", fix=fix)
 
 
 def wrapped_twice_error(got: object) -> GradAccumError:
-    """The error for an optimizer that is wrapped already."""
+    """Return the error for an optimizer that is wrapped already."""
     fix = "Wrap it once: steps multiply, so that one wrap with their product does the same."
     return explain(
         ArgumentTypeError, "optimizer", expected="one that is not wrapped", found=f"a wrapped one: {type(got).__name__}", fix=fix
@@ -24,14 +24,14 @@ def wrapped_twice_error(got: object) -> GradAccumError:
 
 
 def accumulate_dtype_error(got: object) -> GradAccumError:
-    """The error for an ``accumulate_dtype`` that is neither a floating dtype nor the name of one."""
+    """Return the error for an ``accumulate_dtype`` that is no floating dtype."""
     kind = ArgumentValueError if isinstance(got, str) else ArgumentTypeError
     expected, fix = "a floating dtype of the framework or its name", "Write accumulate_dtype='float32'."
     return explain(kind, "accumulate_dtype", expected=expected, got=got, fix=fix)
 
 
 def half_made_error() -> UsageError:
-    """The error for going on after an inner optimizer that raised in the midst of its update."""
+    """Return the error for resuming after an inner optimizer that raised during its update."""
     return explain(
         UsageError,
         "optimizer",
@@ -42,7 +42,7 @@ def half_made_error() -> UsageError:
 
 
 def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageError:
-    """The error for a window's end whose reduction over the workers failed: most often one of them did not come.
+    """Return the error for a failed reduction at a window's end; most often another worker did not come.
 
     Args:
         state: this worker's.
@@ -61,20 +61,20 @@ def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageE
 
 
 def update_due_error(call: str) -> UsageError:
-    """The error for a `call` that needs this worker's own sum, where the update of a window raised that is added up over all workers."""
+    """Return the error for a `call` that needs this worker's own sum after the sums of all workers were added up and the update raised."""
     fix = "Call flush() on every worker to make the update that is due, or discard() on every worker."
     found = "a window that is added up over all workers, whose update raised"
     return explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
 
 
 def torn_window_error(call: str) -> UsageError:
-    """The error for a `call` on a window whose reduction over the workers failed in the middle."""
+    """Return the error for a `call` on a window whose reduction over the workers failed halfway."""
     fix = "Load the last checkpoint on every worker, or call discard()."
     return explain(UsageError, call, expected="a whole sum", found="one whose reduction over the workers failed", fix=fix)
 
 
 def shared_until_weight_error(steps: object) -> UsageError:
-    """Windows that several workers share were to end by their weight, of which each worker sees only its own part."""
+    """Return the error for windows that end by weight where each worker sees only its own weight."""
     return explain(
         UsageError,
         "steps",
@@ -85,28 +85,28 @@ def shared_until_weight_error(steps: object) -> UsageError:
 
 
 def moving_weight_error(fix: str) -> ArgumentValueError:
-    """The error for a callable weight with a derivative by what is differentiated, which is no part of the large batch's gradients."""
+    """Return the error for a callable weight that depends on the parameters: the large batch's gradient has no such term."""
     expected = "a weight that stays as it is where its arguments and parameters move, as its derivative is left out"
     return explain(ArgumentValueError, "weight", expected=expected, found="one with a derivative", fix=fix)
 
 
 def rate_bits(rates: Sequence[float]) -> list[int]:
-    """Fingerprint an optimizer's learning rates: 32 numbers, each 0 or 1, that workers add up beside a window's numbers, exactly."""
+    """Fingerprint an optimizer's learning rates as 32 numbers, each 0 or 1, whose sum over the workers is exact."""
     mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *rates))
     return [mark >> bit & 1 for bit in range(32)]
 
 
 def require_same_rates(rates: Sequence[float], added: Sequence[float], workers: int, rank: int) -> None:
-    """Raise unless all workers have the same learning rates, so that one window's update is the same on each.
+    """Raise unless all workers have the same learning rates.
 
     Args:
         rates: the learning rate of each group on this worker.
-        added: the sum over the workers of the `rate_bits` of each.
-        workers: their number.
-        rank: the place of this worker among them.
+        added: the `rate_bits` of all workers, summed.
+        workers: the number of workers.
+        rank: this worker's place among them.
 
     Raises:
-        UsageError: two workers have different rates; every worker of the window raises it.
+        UsageError: two workers have different rates; every worker raises it.
     """
     if any(count not in (0, workers) for count in added):
         fix = "Let a listener move the schedule: one flush() may close several windows, and a listener hears of each as it closes."
@@ -121,11 +121,7 @@ LOSS_REDUCTIONS = ("mean", "sum", "none")
 
 
 def require_loss_options(ignore_index: object, label_smoothing: object, reduction: object) -> None:
-    """`ignore_index` is an int, `label_smoothing` a number in [0, 1], `reduction` one of "mean", "sum" and "none".
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: one of them is not.
-    """
+    """Raise unless `ignore_index` is an int, `label_smoothing` in [0, 1] and `reduction` "mean", "sum" or "none"."""
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise explain(ArgumentTypeError, "ignore_index", expected="an int", got=ignore_index, fix="Write ignore_index=-100.")
     is_number = isinstance(label_smoothing, (int, float)) and not isinstance(label_smoothing, bool)
@@ -136,12 +132,7 @@ def require_loss_options(ignore_index: object, label_smoothing: object, reductio
 
 
 def require_shard_sizes(shard_sizes: object, own: int, rank: int, workers: int) -> tuple[int, ...]:
-    """`shard_sizes` as a tuple with one entry for each worker, of which that of `rank` is `own`.
-
-    Raises:
-        ArgumentTypeError: it is no sequence of ints.
-        ArgumentValueError: it has another length, a negative entry, or another entry for this worker.
-    """
+    """Raise unless `shard_sizes` has one entry >= 0 per worker and the entry of `rank` is `own`; return it as a tuple."""
     fix = f"Pass how many classes each of the {workers} workers holds, by rank, or None."
     if not isinstance(shard_sizes, Sequence) or any(isinstance(size, bool) or not isinstance(size, int) for size in shard_sizes):
         raise explain(ArgumentTypeError, "shard_sizes", expected="a sequence of ints", got=shard_sizes, fix=fix)
@@ -152,11 +143,7 @@ def require_shard_sizes(shard_sizes: object, own: int, rank: int, workers: int) 
 
 
 def require_classes(classes: int) -> int:
-    """The number of all `classes`, over all workers.
-
-    Raises:
-        ArgumentValueError: it is 0.
-    """
+    """Raise unless all workers together have at least one class."""
     if classes:
         return classes
     fix = "Only some of the workers may be without classes."

@@ -1,11 +1,9 @@
-"""`gradaccum.wrap`, and the backends that it finds through entry points, so that importing gradaccum imports no framework.
+"""`gradaccum.wrap`, and the entry points by which it finds a backend without importing any framework.
 
 There are two groups of entry points. A name has one owner in each:
 
 - ``gradaccum.backends``: the backend's name, pointing at its `Backend` object;
-- ``gradaccum.types``: the top-level package that defines the optimizers it wraps (``optax`` for ``jax``), pointing at the same object.
-
-By the second group `wrap` recognises an optimizer's framework, and tells whether it is installed, without importing it.
+- ``gradaccum.types``: the top-level package of the optimizers that it wraps (``optax`` for ``jax``), pointing at the same object.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class Backend(Protocol):
     name: str
 
     def wrap(self, optimizer: Any, options: Options) -> Any:
-        """Wrap `optimizer`, or raise `ArgumentTypeError` if it is not one, or is wrapped already."""
+        """Wrap `optimizer`, or raise `ArgumentTypeError` if it is no optimizer or already wrapped."""
         ...
 
 
@@ -41,7 +39,7 @@ class GatingBackend(Protocol):
     """A backend whose framework has learning-rate schedulers that step beside the optimizer."""
 
     def is_scheduler(self, candidate: object) -> bool:
-        """True if `candidate` is a scheduler, whatever optimizer it was built on."""
+        """True if `candidate` is a scheduler, whatever its optimizer."""
         ...
 
     def gate(self, scheduler: Any) -> Any:
@@ -54,12 +52,12 @@ class DeviceBackend(Protocol):
     """A backend that names the devices which its framework sees, for ``gradaccum doctor``."""
 
     def devices(self) -> Iterable[str]:
-        """One text per device, the processor with ``cpu`` in its name."""
+        """Return one text per device; the processor's contains ``cpu``."""
         ...
 
 
 def owners(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of `group` by name.
+    """Return the entry points of `group` by name.
 
     Raises:
         GradAccumError: two different objects are registered under one name.
@@ -75,7 +73,7 @@ def owners(group: str) -> Mapping[str, EntryPoint]:
 
 
 def load(group: str, name: str) -> Any:
-    """The object registered as `name` in `group`; nothing else is imported.
+    """Load the object registered as `name` in `group`, and import nothing else.
 
     Raises:
         BackendNotFoundError: there is none, or what it needs is not installed.
@@ -92,7 +90,7 @@ def load(group: str, name: str) -> Any:
 
 
 def load_backend(name: str) -> Backend:
-    """The backend called `name`: imports its adapter, and so its framework.
+    """Import the backend called `name`, and so its framework.
 
     Raises:
         BackendNotFoundError: no such backend, or its framework is not installed.
@@ -101,12 +99,12 @@ def load_backend(name: str) -> Backend:
 
 
 def registered_backends() -> tuple[str, ...]:
-    """The names of all backends known here, sorted, whether or not their frameworks are installed."""
+    """Return the names of all backends, sorted, whether or not their frameworks are installed."""
     return tuple(sorted(owners(BACKENDS)))
 
 
 def available_backends() -> tuple[str, ...]:
-    """The names of the backends whose framework is installed here, sorted. Imports none of them."""
+    """Return the names of the backends whose framework is installed, sorted, without importing any."""
     types = owners(TYPES)
     return tuple(
         sorted(
@@ -118,9 +116,7 @@ def available_backends() -> tuple[str, ...]:
 
 
 def backend_of(optimizer: object) -> Backend:
-    """The backend whose package defines the type of `optimizer`, a base of it, or the optimizer that it holds.
-
-    A scheduler of a library such as timm is recognised by the optimizer that it holds.
+    """Find the backend whose package defines the type of `optimizer`, a base of it, or the optimizer that it holds (a scheduler of timm).
 
     Raises:
         ArgumentTypeError: no backend's package does.
@@ -150,10 +146,10 @@ def _not_an_optimizer(given: object) -> ArgumentTypeError:
 
 @cache
 def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
-    """The backend whose package defines one of `bases`. Found once: reading entry points takes milliseconds. A failure is not remembered.
+    """Find the backend whose package defines one of `bases`; cached, since reading entry points takes milliseconds.
 
     Raises:
-        LookupError: there is none.
+        LookupError: there is none. A failure is not cached.
     """
     types = owners(TYPES)
     for base in bases:
@@ -202,35 +198,35 @@ def wrap(
 
     Args:
         optimizer: a `torch.optim.Optimizer`, an `optax.GradientTransformation`, a `mindspore.nn.Optimizer` or an optimizer of any
-            installed backend. Or a torch learning-rate scheduler built on a wrapped optimizer, then with no other argument:
+            installed backend. Or a torch learning-rate scheduler built on a wrapped optimizer, then without other arguments:
             it moves only when an update was applied.
         steps: micro-batches per window: an int >= 1; a callable of the optimizer step; pairs ``(first optimizer_step, steps)``;
             or None, and the caller closes every window with ``flush``. Or ``gradaccum.until_weight(n)`` of these: the window ends
             when its weight reaches n.
-        reduction: ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss and w_i its number of items, 1 unless given;
+        reduction: ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss and w_i its number of items (default 1);
             ``"sum"``: sum(g_i); ``"item_mean"``: sum(g_i) / sum(w_i), g_i the gradient of a summed loss.
         clip_norm: clip the window's gradient to this global 2-norm, once, at its end.
         skip_norm: make no update if the window's gradient has a larger global 2-norm.
-        accumulate_dtype: dtype of the sum: float32 for float16 and bfloat16 gradients unless given, else the gradient's own.
-        loss_scale: what the loss is multiplied by before differentiation: a number, `StaticLossScale`, `DynamicLossScale`, or the
-            framework's own scaler (`torch.amp.GradScaler`, `mindspore.amp.DynamicLossScaler`), which then moves once per window.
+        accumulate_dtype: dtype of the sum; by default float32 for float16 and bfloat16 gradients, else the gradient's own.
+        loss_scale: factor of the loss before differentiation: a number, `StaticLossScale`, `DynamicLossScale`, or the framework's
+            scaler (`torch.amp.GradScaler`, `mindspore.amp.DynamicLossScaler`), which then moves once per window.
         on_overflow: ``"skip_window"``: a non-finite gradient makes the window end without an update; ``"drop_micro_batch"``: such a
             micro-batch adds nothing; ``"ignore"``: it is applied as the bare optimizer would, and no norm is measured unless `clip_norm`,
-            `skip_norm` or `noise_scale` asks for it. A loss scale that moves is refused there.
-        master_weights: keep float32 masters of float16 and bfloat16 parameters: the inner optimizer works on those, and the model holds
+            `skip_norm` or `noise_scale` asks for it. ``"ignore"`` beside a loss scale that moves is refused.
+        master_weights: keep float32 masters of float16 and bfloat16 parameters: the inner optimizer works on the masters, the model holds
             the rounded copy (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1).
-        noise_scale: measure the gradient noise scale, ``result.noise_scale``, with one norm more per window (McCandlish et al., "An
+        noise_scale: measure the gradient noise scale, ``result.noise_scale``, at the cost of one norm per window (McCandlish et al., "An
             Empirical Model of Large-Batch Training", 2018, appendix A.1). A number in [0, 1) is the decay of its running means, True
             is 0.99.
         backend_options: options of one backend, listed in its documentation.
 
     Returns:
-        What that framework's users can use in the optimizer's place: a `torch.optim.Optimizer`, an
-        `optax.GradientTransformationExtraArgs`, a `mindspore.nn.Optimizer`.
+        An optimizer of the same framework: a `torch.optim.Optimizer`, an `optax.GradientTransformationExtraArgs`, a
+        `mindspore.nn.Optimizer`.
 
     Raises:
-        ArgumentTypeError: `optimizer` belongs to no installed backend, or is already wrapped; an option has the wrong type or is unknown
-            to the backend; an option stands beside a scheduler.
+        ArgumentTypeError: `optimizer` belongs to no installed backend, or is already wrapped; an option has the wrong type, is unknown
+            to the backend, or stands beside a scheduler.
         ArgumentValueError: an option has a value that makes no sense.
     """
     backend = backend_of(optimizer)
@@ -264,7 +260,7 @@ def _require_nothing_beside_a_scheduler(given: Mapping[str, object]) -> None:
 
 
 def _require_own_options(backend: Backend, given: Mapping[str, object]) -> None:
-    """The options of one backend are the keyword-only arguments of its ``wrap``."""
+    """Raise unless each option is a keyword-only argument of the backend's ``wrap``."""
     own = sorted(name for name, p in signature(backend.wrap).parameters.items() if p.kind is Parameter.KEYWORD_ONLY)
     known = ("steps", *_DEFAULTS, *own)
     for name, value in given.items():

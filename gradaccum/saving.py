@@ -1,8 +1,7 @@
-"""Saving and resuming an open window: its terms travel with its state.
+"""The terms of an open window, saved beside its state and checked when it resumes.
 
-A partial sum has a meaning only under the options that made it: its weighting, its scale, the length of its window. So a checkpoint holds
-these terms, and a window resumes under the same ones or is refused. Between two windows there is no sum, and every option may change: the
-counters go on, and a loss scale goes on if it is dynamic in both runs.
+A partial sum has a meaning only under the options that made it: its weighting, its scale, the length of its window. So an open window
+resumes under the same terms or is refused. Between two windows there is no sum, and every option may change.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Terms(NamedTuple):
 
 
 def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
-    """The terms of the window that follows update number `optimizer_step`, an int or an integer scalar.
+    """Return the terms of the window that follows update number `optimizer_step`, an int or an integer scalar.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
+        ArgumentTypeError, ArgumentValueError: a callable ``steps`` returned no int >= 1.
     """
     step = int(optimizer_step)
     steps = None if options.steps is None else require_steps(steps_at(options.steps, step, select), step, options.steps)
@@ -43,34 +42,30 @@ def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
 
 
 def require_format(found: object) -> None:
-    """Raise unless `found` is the format that this release reads.
-
-    Raises:
-        CheckpointError: it is another one.
-    """
+    """Raise unless `found` is the format that this release reads."""
     if found != FORMAT:
         fix = "Load it with the gradaccum that saved it, or save it again with this one."
         raise explain(CheckpointError, "format", expected=f"a window's state in format {FORMAT}", found=f"format {found}", fix=fix)
 
 
 def encode_terms(terms: Terms) -> tuple[int, int, int, int, int]:
-    """`FORMAT` and `terms` as integers, for a checkpoint of arrays only; ``steps=None`` is 0, and a window's weight is negative."""
+    """Return `FORMAT` and `terms` as integers, for a checkpoint of arrays; ``steps=None`` is 0, a window's weight is negative."""
     names = ((REDUCTIONS, terms.reduction), (ON_OVERFLOW, terms.on_overflow), (SCALES_IN_USE, terms.scale))
     return cast(tuple[int, int, int, int, int], (FORMAT, *(choices.index(name) for choices, name in names), code_of(terms.steps)))
 
 
 def code_of(size: Scalar) -> Scalar:
-    """The code of a window's size, as `Terms.steps` or `gradaccum.kit.steps_at` give it."""
+    """Return the code of a window's size."""
     if isinstance(size, UntilWeight):
         return -cast(Scalar, size.weight)
     return 0 if size is None else size
 
 
 def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
-    """The inverse of `encode_terms`.
+    """Invert `encode_terms`.
 
     Raises:
-        CheckpointError: they are none of its making, or of another format.
+        CheckpointError: `codes` are no such codes, or of another format.
     """
     try:
         made_in, reduction, on_overflow, scale, steps = (int(code) for code in codes)
@@ -85,18 +80,18 @@ def decode_terms(codes: Iterable[SupportsInt]) -> Terms:
 
 
 def resumed(fields: State, saved: Terms, options: Options) -> State:
-    """The fields to go on with under `options`, of a state that was saved under the terms `saved`.
+    """Return the state with which a saved run resumes under `options`.
 
-    An open window goes on as it is. A full one, whose update was interrupted, is open. Between two windows the loss scale goes on if it is
-    dynamic in both runs; else it is the option's own, as is its growth tracker.
+    An open window resumes as it is; a full one, whose update was interrupted, counts as open. If no window is open, the saved loss scale
+    and growth tracker are kept only when both runs use a dynamic scale. Otherwise both start from `options`.
 
     Args:
         fields: the saved state, in Python numbers.
-        saved: what it was saved under.
-        options: those of the optimizer that is to go on.
+        saved: the terms it was saved under.
+        options: those of the optimizer that resumes.
 
     Raises:
-        CheckpointError: a window is open and one of its terms is another here; names the term. Nothing was changed.
+        CheckpointError: a window is open and one of its terms differs; names the term.
     """
     if fields.micro_step:
         _require_same_window(fields, saved, terms_of(options, fields.optimizer_step), options.scale_rule)
@@ -107,14 +102,14 @@ def resumed(fields: State, saved: Terms, options: Options) -> State:
 
 
 def redistributed(states: Sequence[State], workers: int) -> list[State]:
-    """The states of `workers` workers that go on with the open window of others, whose number may differ.
+    """Return the states of `workers` workers that resume an open window, whose number may differ from the workers that saved it.
 
-    The first holds the weight and the overflow flag of all, as it is to hold the sum of their sums; the others hold nothing. All have the
-    micro-batches of the worker that had most, so that their windows end together.
+    The first worker takes the sum of all sums, and so their weight and overflow flag; the others hold nothing. All count the micro-batches
+    of the worker that had most, so that their windows end together.
 
     Args:
         states: one per worker that saved, in Python numbers.
-        workers: the number of workers to go on, >= 1.
+        workers: the number of workers that resume, >= 1.
 
     Raises:
         ArgumentValueError: there is no state, or no worker.
@@ -171,13 +166,13 @@ _TOLD_OTHERWISE = ("steps", "scale_rule", "scaler")
 
 
 def status(state: State, steps: Schedule) -> str:
-    """What the open window holds, and how far the run is: ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
+    """Return the progress in words: ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
-    Where windows end by their weight: ``micro-batch 2, weight 96 of 128, update 17``.
+    If windows end by weight: ``micro-batch 2, weight 96 of 128, update 17``.
 
     Args:
         state: in Python numbers.
-        steps: the size of the open window, or of the next one; None: not known, or the caller closes it.
+        steps: the size of the open or next window; None: not known, or the caller closes it.
     """
     by_weight = isinstance(steps, UntilWeight)
     said = [f"micro-batch {state.micro_step}" + ("" if steps is None or by_weight else f" of {steps}")]
@@ -189,9 +184,9 @@ def status(state: State, steps: Schedule) -> str:
 
 
 def described(wrapper: str, inner: str, options: Options, state: State, steps: Schedule) -> str:
-    """One line for ``repr``: ``AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0 | micro-batch 2 of 4, update 17)``.
+    """Return one line for ``repr``: ``AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0 | micro-batch 2 of 4, update 17)``.
 
-    The options are those of `gradaccum.wrap` that are not at their defaults. The inner optimizer prints its own itself.
+    Shows the options of `gradaccum.wrap` that are not at their defaults.
 
     Args:
         wrapper: the name of the wrapped optimizer's class.
@@ -207,14 +202,14 @@ def described(wrapper: str, inner: str, options: Options, state: State, steps: S
 
 
 def _in_a_word(steps: object) -> str:
-    """`steps` as the user may have written it; a function by its name."""
+    """Return `steps` as the user may have written it; a function by its name."""
     if isinstance(steps, UntilWeight):
         return f"until_weight({_in_a_word(steps.weight)})"
     return getattr(steps, "__name__", type(steps).__name__) if callable(steps) else repr(steps)
 
 
 def _scale(options: Options) -> str:
-    """Who moves the loss scale, or that it stays; "" without one."""
+    """Name the rule of the loss scale; "" without one."""
     if options.scaler is not None:
         return type(options.scaler).__name__
     return "" if options.scale_rule == ScaleRule() else terms_of(options._replace(steps=None), 0).scale

@@ -1,6 +1,6 @@
-"""Where a large batch is cut: consecutive items, in order, each in one micro-batch.
+"""The cuts of a large batch into micro-batches of consecutive items.
 
-All of it is arithmetic of plain numbers, so that three frameworks cut the same batch at the same places and refuse the same ones.
+All of it is arithmetic of plain numbers, so that all frameworks cut a batch at the same places and refuse the same batches.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _BYTES = "Write bytes: memory_limit=2 * 1024**3 is 2 GiB."
 class AutoMicroBatchSize:
     """Finds the largest micro-batch that fits, and remembers it.
 
-    ``micro_batch_size="auto"`` uses one that the whole process shares; an instance of your own keeps its choices apart, takes a limit and
-    is where you read them.
+    ``micro_batch_size="auto"`` uses an instance shared by the process. An instance of your own has its own sizes and may have a limit.
 
     Args:
         memory_limit: the most bytes that the call may use; None asks the device. A CPU has no limit to ask for.
@@ -49,20 +48,20 @@ class AutoMicroBatchSize:
 
     @property
     def size(self) -> int | None:
-        """The size of micro-batch that the last call ran with, in items; None before the first."""
+        """The size of micro-batch, in items, of the last call; None before the first."""
         return self._last
 
     @property
     def choices(self) -> Mapping[Hashable, int]:
-        """Every size that was found, by what it was found for."""
+        """Every size that was found, by its key."""
         return MappingProxyType(self._choices)
 
     def start(self, key: Hashable, items: int) -> int:
-        """The size to try first: what fitted `key` before, or all `items` at once."""
+        """Return the size to try first: the size that fitted `key` before, or all `items`."""
         return min(self._choices.get(key, items), items)
 
     def after_failure(self, size: int) -> int:
-        """The size to try after `size` did not fit: half of it, rounded up.
+        """Return the size to try after `size` did not fit: half of it, rounded up.
 
         Raises:
             UsageError: `size` is 1 already. Raise it from the framework's own error.
@@ -76,7 +75,7 @@ class AutoMicroBatchSize:
         self._choices[key] = self._last = size
 
     def forget(self) -> None:
-        """Try from the whole batch again: after memory was freed or the model changed."""
+        """Try the whole batch again, after memory was freed or the model changed."""
         self._choices.clear()
         self._last = None
 
@@ -89,12 +88,7 @@ SHARED = AutoMicroBatchSize()
 
 
 def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
-    """`value` as a number of items or as an automatic size.
-
-    Raises:
-        ArgumentTypeError: `value` is neither an int, "auto" nor an `AutoMicroBatchSize`.
-        ArgumentValueError: it is below 1, or another text than "auto".
-    """
+    """Raise unless `value` is an int >= 1, "auto" or an `AutoMicroBatchSize`."""
     expected, fix = 'an int >= 1 or "auto"', 'Write micro_batch_size=8 or micro_batch_size="auto".'
     if isinstance(value, AutoMicroBatchSize):
         return value
@@ -106,10 +100,7 @@ def require_micro_batch_size(value: object) -> int | AutoMicroBatchSize:
 
 
 def free_frames(error: BaseException) -> None:
-    """Free what the frames of `error` hold, and of those errors that it came from: somebody else may still hold the error.
-
-    A traceback keeps the arrays of the attempt that failed, and the next attempt would lack their memory.
-    """
+    """Clear the frames of `error` and of its causes, whose tracebacks keep the failed attempt's arrays in memory."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -121,13 +112,13 @@ def free_frames(error: BaseException) -> None:
 
 
 def unknown_limit_error(device: str) -> GradAccumError:
-    """The error for an automatic size on a `device` that states no limit of memory."""
+    """Return the error for an automatic size on a `device` that states no memory limit."""
     fix = "Write micro_batch_size=AutoMicroBatchSize(memory_limit=2 * 1024**3), the bytes that the call may use, or a number of items."
     return explain(ArgumentValueError, "micro_batch_size", expected="a device with a known limit", found=f"auto on {device}", fix=fix)
 
 
 def too_small_error(limit: int | None) -> UsageError:
-    """The error for a micro-batch of one item that does not fit."""
+    """Return the error for a micro-batch of one item that does not fit."""
     known = "" if limit is None else f" into {limit} bytes"
     fix = "Recompute activations (recompute), shorten the item, or use a smaller model."
     found = f"one that does not fit{known}"
@@ -138,19 +129,18 @@ BY_ITEM = "write 'items', or split= a function"
 
 
 class Cut(NamedTuple):
-    """The items of one micro-batch: from `start` up to, not including, `stop`."""
+    """The items of one micro-batch, from `start` up to, not including, `stop`."""
 
     start: int
     stop: int
 
     @property
     def items(self) -> int:
-        """How many items it has."""
         return self.stop - self.start
 
 
 class Division(NamedTuple):
-    """How a batch is to be divided; one of the three is given, or none where the user's own `split` decides."""
+    """The way to divide a batch: at most one of the three is set; none where the user's own `split` decides."""
 
     steps: int | None
     """At most so many micro-batches, of ceil(items / steps) items."""
@@ -163,13 +153,13 @@ class Division(NamedTuple):
 def make_division(
     steps: object = None, micro_batch_size: object = None, micro_batch_weight: object = None, *, own_split: bool = False
 ) -> Division:
-    """The division that the user asks for, checked.
+    """Check how the user asks to divide the batch.
 
     Args:
         steps: an int >= 1.
         micro_batch_size: an int >= 1, "auto" or an `AutoMicroBatchSize`.
         micro_batch_weight: a finite number > 0.
-        own_split: whether the user gives a `split` of his own, which may go with `steps` or with nothing.
+        own_split: whether the user passes a `split` function, alone or beside `steps`.
 
     Raises:
         ArgumentValueError: none or several are given, or one has a value that makes no sense.
@@ -187,7 +177,7 @@ def make_division(
 
 
 def cuts(items: int, size: int) -> tuple[Cut, ...]:
-    """`items` cut into micro-batches of `size`; the last one may be smaller.
+    """Cut `items` into micro-batches of `size`; the last one may be smaller.
 
     Examples:
         >>> cuts(7, 3)
@@ -197,10 +187,9 @@ def cuts(items: int, size: int) -> tuple[Cut, ...]:
 
 
 def size_for(items: int, steps: int) -> int:
-    """The smallest size of which at most `steps` micro-batches hold `items`: ceil(items / steps).
+    """Return ceil(items / steps), the smallest size with at most `steps` micro-batches.
 
-    It is also the largest size that `steps` equal parts would have, so memory is that of `steps` micro-batches and never more of them
-    run: nine items in four steps are three micro-batches of three, and a last batch of three items is three of one.
+    The call never runs more than `steps` micro-batches: nine items in four steps are three micro-batches of three.
 
     Raises:
         ArgumentValueError: there is no item.
@@ -210,7 +199,7 @@ def size_for(items: int, steps: int) -> int:
 
 
 def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
-    """Consecutive items packed into micro-batches of at most `budget` each, in order.
+    """Pack consecutive items into micro-batches of at most `budget` each, in order.
 
     Args:
         weights: each item's, finite and >= 0: its number of tokens.
@@ -236,12 +225,12 @@ def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
 
 
 def divided(division: Division, items: int, weights: Sequence[float] | None) -> tuple[Cut, ...]:
-    """The cuts that a `division` makes of `items`; an automatic size has to be an int by now.
+    """Return the cuts of `items` by a `division`, whose automatic size is an int by now.
 
     Args:
         division: how to divide.
         items: the number of items in the batch.
-        weights: each item's, where they are known.
+        weights: each item's, where known.
 
     Raises:
         ArgumentValueError: the batch is empty, or is to be packed without weights.
@@ -256,15 +245,15 @@ def divided(division: Division, items: int, weights: Sequence[float] | None) -> 
 
 
 def require_one_size(sizes: Iterable[tuple[str, int]], lists: Sequence[tuple[str, int, str]] = (), by_item: str = BY_ITEM) -> int:
-    """The number of items that all leaves share.
+    """Raise unless all leaves have the same number of items; return that number.
 
     Args:
-        sizes: for each leaf that is split its path and its length along the batch axis.
+        sizes: path and length along the batch axis of each leaf that is split.
         lists: path, length and brackets of each list that may be one of items, from `mark_lists`.
         by_item: what the user writes where the elements of a list are the items.
 
     Raises:
-        ArgumentValueError: no leaf is split, a leaf has another length than the first, or a list may be as long as the batch; it is named.
+        ArgumentValueError: no leaf is split, a leaf has another length than the first, or a list may be as long as the batch; names it.
     """
     known = list(sizes)
     # Beside a list, or an array, that is as long, a record may be one of items: eight images of three channels, and their eight targets.
@@ -288,38 +277,26 @@ def require_one_size(sizes: Iterable[tuple[str, int]], lists: Sequence[tuple[str
 
 
 def _elsewhere(known: Sequence[tuple[str, int]], lists: Sequence[tuple[str, int, str]]) -> set[int]:
-    """The lengths of leaves that stand in none of `lists`."""
+    """Return the lengths of leaves that stand in none of `lists`."""
     return {size for path, size in known if not any(path.startswith(f"{place}[") for place, *_ in lists)}
 
 
 def _is_record(place: str, length: int, brackets: str, known: Sequence[tuple[str, int]]) -> bool:
-    """True for a tuple of arrays of one length that is not the tuple's own, as ``(x, y)`` is: arrays of other sizes would be items."""
+    """True if a tuple holds arrays of one length that is not its own, as ``(x, y)`` does."""
     own = {f"{place}[{index}]" for index in range(length)}
     sizes = [size for path, size in known if path in own]
     return brackets == "()" and len(sizes) == length and len({*sizes, length}) == 2
 
 
 def require_items(items: int) -> None:
-    """Refuse a batch of no items.
-
-    Raises:
-        ArgumentValueError: `items` is 0.
-    """
+    """Raise unless the batch has an item."""
     if items == 0:
         fix = "Skip a batch that holds nothing: it has no gradient and no mean."
         raise explain(ArgumentValueError, "batch", expected="at least one item", found="0 items", fix=fix)
 
 
 def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[float]:
-    """The weights of all items as floats.
-
-    Args:
-        weights: one number per item; a framework's one-dimensional array can be iterated over, one of another rank cannot be read.
-        items: the number of items in the batch.
-
-    Raises:
-        ArgumentValueError: there are more or fewer, or one is negative or not finite.
-    """
+    """Raise unless there is one finite number >= 0 for each of `items`; return them as floats."""
     try:
         numbers = [float(weight) for weight in weights]
     except (TypeError, ValueError):
@@ -333,19 +310,19 @@ def require_item_weights(weights: Iterable[SupportsFloat], items: int) -> list[f
 
 
 def item_weights_error(expected: int, found: str) -> GradAccumError:
-    """The error for per-item weights that are not one finite number >= 0 for each of `expected` items."""
+    """Return the error for weights that are not one finite number >= 0 per item."""
     fix = "Give one number per item, or a callable of the micro-batch that returns its weight."
     return explain(ArgumentValueError, "weight", expected=f"{expected} finite numbers >= 0, one per item", found=found, fix=fix)
 
 
 def scalar_loss_error(found: str) -> GradAccumError:
-    """The error for a loss that is no scalar; `found` says what it is, in words."""
+    """Return the error for a loss that is no scalar; `found` describes it in words."""
     fix = "Reduce it in the loss: loss.mean() goes with reduction='mean', loss.sum() with 'sum' or 'item_mean'."
     return explain(ArgumentValueError, "loss_fn", expected="a function that returns a scalar loss", found=found, fix=fix)
 
 
 def aux_shape_error(found: str, *, declared: bool) -> GradAccumError:
-    """The error for a loss function that returns an aux nobody declared, or none where one is declared."""
+    """Return the error for an aux that is returned and not declared, or declared and not returned."""
     expected = "a function that returns (loss, aux)" if declared else "a function that returns a scalar loss"
     fix = "Declare how it merges, as aux='mean', or return the loss alone." if not declared else "Return both, or leave aux out."
     return explain(ArgumentValueError, "loss_fn", expected=expected, found=found, fix=fix)
@@ -387,15 +364,15 @@ def _heavy_item_error(place: int, weight: float, budget: float) -> GradAccumErro
 
 
 def segment_cuts(depth: int, segments: object = None) -> list[Cut]:
-    """The layers of each segment, in order; the first segments have one layer more where the depth does not divide.
+    """Return the layers of each segment, in order; the first segments have one layer more if `depth` does not divide.
 
     Args:
-        depth: how many layers the chain has.
+        depth: the number of layers.
         segments: an int from 1 to `depth`; None takes sqrt(depth), rounded.
 
     Raises:
         ArgumentTypeError: `segments` is no int.
-        ArgumentValueError: the chain is empty, or `segments` is below 1 or above `depth`.
+        ArgumentValueError: there is no layer, or `segments` is below 1 or above `depth`.
     """
     if depth < 1:
         fix = "Pass the layers in the order in which they run."

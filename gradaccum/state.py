@@ -1,7 +1,7 @@
-"""The state of an accumulation: seven scalars, the same names in every backend and every checkpoint.
+"""The state of an accumulation: seven scalars with the same names in every backend and every checkpoint.
 
 A state is immutable. A backend decides where its scalars live (Python numbers, `jax.Array`, MindSpore `Parameter`);
-the transitions in `gradaccum.transitions` are the only code that computes a new one.
+only the transitions in `gradaccum.transitions` compute a new one.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class State(NamedTuple):
 
 
 def initial_state(loss_scale: float = 1.0) -> State:
-    """The state before the first micro-batch, in Python numbers."""
+    """Return the state before the first micro-batch, in Python numbers."""
     return State(0, 0, 0, 0.0, False, float(loss_scale), 0)
 
 
 def round_to_float32(value: float) -> float:
-    """`value` rounded to the nearest float32, as a Python float.
+    """Round `value` to the nearest float32, as a Python float.
 
     One float64 operation on float32 operands followed by this equals the float32 operation bit for bit
     (53 >= 2 x 24 + 2: S. Figueroa, "When is double rounding innocuous?", 1995).
@@ -64,19 +64,19 @@ def round_to_float32(value: float) -> float:
 
 
 def largest_number(*, float64_weight: bool) -> float:
-    """The largest finite number of the dtype in which a window's sums are divided; see `gradaccum.decide`."""
+    """Return the largest finite number of the dtype in which a window's sums are divided; see `gradaccum.decide`."""
     return sys.float_info.max if float64_weight else 3.4028234663852886e38
 
 
 def has_exact_inverse(number: float) -> bool:
-    """True if multiplying by the inverse gives the bits of dividing: a power of two that is a normal float32, and whose inverse is one."""
+    """True if multiplying by the inverse gives the bits of dividing: both are normal float32 powers of two."""
     return math.frexp(number)[0] == 0.5 and 2.0**-126 <= number <= 2.0**126
 
 
 def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State:
-    """A state of Python numbers, or its plain tuple, with each float rounded to the dtype of its field.
+    """Return a state of Python numbers with each float rounded to the dtype of its field.
 
-    A total of weights beyond that dtype is inf, and spoils its window.
+    A total weight beyond that dtype is inf, and spoils its window.
     """
     micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker = state
     weight = weight if float64_weight else round_to_float32(weight)
@@ -87,7 +87,7 @@ def at_rest(state: tuple[Scalar, ...], *, float64_weight: bool = False) -> State
 
 
 class StepResult(NamedTuple):
-    """What the last micro-batch, flush or discard did. Python numbers, or scalars of the framework inside compiled code."""
+    """The result of the last micro-batch, flush or discard, in Python numbers, or in the framework's scalars inside compiled code."""
 
     applied: Scalar
     """bool: it closed a window with an update."""
@@ -113,5 +113,5 @@ class StepResult(NamedTuple):
 
     @property
     def closed(self) -> Scalar:
-        """bool: it closed a window. False for a micro-batch in mid-window."""
+        """bool: a window closed. False for a micro-batch in mid-window."""
         return self.applied | self.skipped

@@ -1,8 +1,7 @@
 """Numbers beside an update: the window's loss, the gradient noise scale, and the learning rate of a larger batch.
 
-The loss of a window is that of one large batch: the losses of its micro-batches are combined as their gradients are. The functions are
-transitions in the sense of `gradaccum.transitions`: they have the same source everywhere. A loss that nobody told is NaN, and makes the
-window's NaN.
+Losses of micro-batches are combined as their gradients are. The functions are transitions in the sense of `gradaccum.transitions`. A
+loss that was not passed is NaN, and makes the window's loss NaN.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ if TYPE_CHECKING:
 
 
 def add_loss(total: Scalar, loss: Scalar, weight: Scalar, adds: Scalar, options: Options, where: Where) -> Scalar:
-    """The sum of the open window's losses after a micro-batch; a dropped one, or one of weight 0, is no part of it.
+    """Return the sum of the open window's losses after a micro-batch. Dropped micro-batches and those of weight 0 add nothing.
 
     Args:
-        total: as before it; 0 at the window's start.
-        loss: the micro-batch's, a scalar, not scaled; NaN if it was not told.
+        total: the sum before it; 0 at the window's start.
+        loss: the micro-batch's, a scalar, not scaled; NaN if none was passed.
         weight: its weight, a scalar.
         adds: bool: `gradaccum.kit.usable` of it.
-        options: the validated options.
+        options: the checked options.
         where: the backend's `Where`.
     """
     return where(adds, total + contribution(weight, options) * loss, total)
 
 
 def window_loss(total: Scalar, state: Fields, options: Options, where: Where) -> Scalar:
-    """The loss of the window that ends: the weighted mean, the sum or the item mean by `reduction`; NaN for a window of weight 0.
+    """Return the loss of the ending window: weighted mean, sum or item mean by `reduction`; NaN for a window of weight 0.
 
     Args:
-        total: from `add_loss`; of all workers, if several share the window.
+        total: from `add_loss`; summed over all workers that share the window.
         state: the state that was decided on.
-        options: the validated options.
+        options: the checked options.
         where: the backend's `Where`.
     """
     weight = state[3]
@@ -69,7 +68,7 @@ NoiseFields = tuple[Scalar, Scalar, Scalar, Scalar]
 
 
 class Noise(NamedTuple):
-    """What is known of the noise. Every field is a scalar of the dtype of `State.weight`."""
+    """The measured noise. Every field is a scalar of the dtype of `State.weight`."""
 
     first_weight: Scalar
     """Weight of the open window's first micro-batch that added to the sum; 0 before it."""
@@ -82,27 +81,27 @@ class Noise(NamedTuple):
 
 
 def no_noise() -> Noise:
-    """Before the first micro-batch, in Python numbers."""
+    """Return the noise before the first micro-batch, in Python numbers."""
     return Noise(0.0, 0.0, 0.0, 0.0)
 
 
 def is_first(noise: NoiseFields, state: Fields) -> Scalar:
-    """bool: the micro-batch that was counted last is the first of its window to have added something, so its norm is to be measured.
+    """True if the last micro-batch is the first of its window that added something, so that its norm must be measured.
 
     Args:
-        noise: as before it.
-        state: the state after it.
+        noise: before the micro-batch.
+        state: after it.
     """
     return (noise[0] == 0) & (state[3] > 0)
 
 
 def first_seen(noise: NoiseFields, state: Fields, norm: Scalar, where: Where) -> NoiseFields:
-    """The noise after the micro-batch for which `is_first` holds.
+    """Return the noise after the micro-batch for which `is_first` holds.
 
     Args:
-        noise: as before it.
-        state: the state after it.
-        norm: 2-norm of the sum, which holds this micro-batch alone, as it is: weighted and scaled.
+        noise: before the micro-batch.
+        state: after it.
+        norm: 2-norm of the sum, which holds this micro-batch alone, weighted and scaled.
         where: the backend's `Where`.
     """
     first, weight, loss_scale = is_first(noise, state), state[3], state[5]
@@ -112,15 +111,15 @@ def first_seen(noise: NoiseFields, state: Fields, norm: Scalar, where: Where) ->
 
 
 def window_seen(noise: NoiseFields, state: Fields, grad_norm: Scalar, options: Options, where: Where, workers: Scalar = 1) -> NoiseFields:
-    """The noise after a window: the running means moved, unless the window tells nothing; the next window has no first micro-batch yet.
+    """Return the noise after a window, with its running means moved.
 
-    A window of one micro-batch tells nothing, nor does one whose gradient is not finite.
+    A window of one micro-batch, or one whose gradient is not finite, moves nothing.
 
     Args:
         noise: with the first micro-batch; `joined_noise`, if several workers share the window.
         state: the state that was decided on, of all workers.
         grad_norm: `Decision.grad_norm`.
-        options: the validated options.
+        options: the checked options.
         where: the backend's `Where`.
         workers: how many of them had a first micro-batch.
     """
@@ -147,40 +146,34 @@ def window_seen(noise: NoiseFields, state: Fields, grad_norm: Scalar, options: O
 
 
 def noise_shares(noise: NoiseFields, where: Where) -> tuple[Scalar, Scalar, Scalar]:
-    """What the workers of a window add up of their own first micro-batches: weight, weighted square, and how many have one.
-
-    Args:
-        noise: one worker's.
-        where: the backend's `Where`.
-    """
+    """Return what the workers of a window sum over their first micro-batches: weight, weighted square, and 1 if there is one."""
     weight, square, _, _ = noise
     has_one, zero = weight > 0, 0 * weight
     return weight, where(has_one, weight * square, zero), where(has_one, zero + 1, zero)
 
 
 def joined_noise(noise: NoiseFields, weight: Scalar, squares: Scalar, where: Where) -> NoiseFields:
-    """The noise of a window that several workers share, for `window_seen`.
+    """Return the noise of a window that several workers share, for `window_seen`.
 
     Args:
         noise: one worker's.
         weight: the sum of the first of their `noise_shares`.
-        squares: the sum of the second. That of the third is `window_seen`'s ``workers``.
+        squares: the sum of the second. The sum of the third is `window_seen`'s ``workers``.
         where: the backend's `Where`.
     """
     return weight, squares / where(weight > 0, weight, 0 * weight + 1), noise[2], noise[3]
 
 
 def forget_window(noise: NoiseFields) -> NoiseFields:
-    """The noise after a discard: the means as they were.
+    """Return the noise after a discard: only the running means stay.
 
-    Also that of a window which other workers go on with: the next micro-batch then counts as the first, with all that the sum holds. Any
-    part of a window would do as well as its first micro-batch.
+    Also used when other workers resume a window: all that its sum holds then counts as the first micro-batch, which is as good a part.
     """
     return 0 * noise[0], 0 * noise[0], noise[2], noise[3]
 
 
 def noise_scale(noise: NoiseFields, where: Where) -> Scalar:
-    """tr(Sigma) / |G|^2 in items; inf where the gradient cannot be told from noise, NaN before any window told something."""
+    """Return tr(Sigma) / |G|^2 in items; inf if the gradient cannot be told from noise, NaN before any window was measured."""
     _, _, trace, square = noise
     one = 0 * trace + 1
     ratio = where(trace > 0, trace, 0 * one) / where(square > 0, square, one)
@@ -200,7 +193,7 @@ RULES = ("linear", "sqrt")
 
 
 def effective_batch_size(per_device: int, steps: int, world_size: int = 1) -> int:
-    """Items in one update: ``per_device * steps * world_size``.
+    """Return the items in one update, ``per_device * steps * world_size``.
 
     Args:
         per_device: items in a micro-batch on one device, an int >= 1.
@@ -215,12 +208,12 @@ def effective_batch_size(per_device: int, steps: int, world_size: int = 1) -> in
 
 
 def scaled_learning_rate(base: float, effective: int, reference: int = 256, rule: Rule = "linear") -> float:
-    """The learning rate for a batch of `effective` items, where `base` was right for one of `reference`.
+    """Return the learning rate for a batch of `effective` items, where `base` was right for `reference` items.
 
     Args:
         base: the learning rate for the reference batch, > 0.
         effective: items in one update; see `effective_batch_size`.
-        reference: items in one update of the recipe that `base` comes from. 256 is that of Goyal et al.
+        reference: items in one update of the recipe that `base` comes from, 256 in Goyal et al.
         rule: ``"linear"``: ``base * effective / reference`` (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1, for SGD with
             a warmup); ``"sqrt"``: ``base * sqrt(effective / reference)``, which keeps the variance of an update (Krizhevsky, "One weird
             trick for parallelizing convolutional neural networks", 2014, section 5), usual for Adam.

@@ -1,11 +1,10 @@
-"""The state machine, written once: how a micro-batch, the end of a window and a discard change the state.
+"""The state machine: how a micro-batch, the end of a window and a discard change the state.
 
-Everything here is arithmetic, comparison, ``&``, ``|`` and one passed-in ``where``; no Python ``if`` ever looks at a
-value of the state. So the same source runs on Python numbers (torch), is traced by JAX and is compiled by MindSpore. That is
-why ``x == False`` stands where Python would say ``not x``, why constants are derived from a field (``0 * micro_step``: a compiled
-field must never turn into a bare Python number), and why a state comes in and goes out as a plain tuple in the order of `State`'s
-fields: MindSpore compiles those into the graph, but hands a named tuple back to the interpreter. ``if`` on an option is fine:
-options are constants of the program.
+Everything here is arithmetic, comparison, ``&``, ``|`` and one passed-in ``where``; no Python ``if`` looks at a value of the state. So
+the same source runs on Python numbers (torch), is traced by JAX and compiled by MindSpore. Hence ``x == False`` in place of ``not x``,
+and constants derived from a field, ``0 * micro_step``: MindSpore's compiler must not turn a field into a Python number. A state is passed
+as a plain tuple in the order of `State`'s fields, since MindSpore cannot compile a named tuple. ``if`` on an option is fine: options are
+constants of the program.
 
 A backend calls, in this order:
 
@@ -36,7 +35,7 @@ INFINITY = float("inf")
 
 
 class Where(Protocol):
-    """``where(condition, a, b)``: `a` where `condition` holds, else `b`, elementwise."""
+    """``where(condition, a, b)``: elementwise `a` where `condition` holds, else `b`."""
 
     def __call__(self, condition: Scalar, a: Scalar, b: Scalar, /) -> Scalar: ...
 
@@ -55,7 +54,7 @@ class Decision(NamedTuple):
 
 
 def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
-    """``where`` for Python numbers."""
+    """Choose between Python numbers, as ``where``."""
     return a if condition else b
 
 
@@ -64,8 +63,8 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
 
     Args:
         state: the state before it.
-        weight: its weight, a scalar >= 0. One that is negative or not finite, which only compiled code can let through, is
-            treated as a gradient that is not finite.
+        weight: its weight, a scalar >= 0. A negative or non-finite weight, which only compiled code can let through, counts as a
+            non-finite gradient.
         finite: bool, False if its gradient is known to hold an inf or NaN; its weight is then left out.
         where: the backend's `Where`.
     """
@@ -84,10 +83,10 @@ def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> F
 
 
 def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
-    """bool: the micro-batch adds its gradient to the sum and its weight to the total.
+    """True if the micro-batch adds its gradient to the sum and its weight to the total.
 
-    One of weight 0 adds nothing, whatever its gradient is. One whose weight is negative or not finite, or makes the total infinite, adds
-    nothing either, and `accumulate` raises the overflow flag.
+    A micro-batch of weight 0 adds nothing, whatever its gradient. Nor does a weight that is negative, not finite, or makes the total
+    infinite; then `accumulate` raises the overflow flag.
 
     Args:
         state: the state before the micro-batch.
@@ -98,17 +97,15 @@ def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
 
 
 def contribution(weight: Scalar, options: Options) -> Scalar:
-    """The factor of a micro-batch's gradient as it is added: w_i for ``"mean"``, else 1."""
+    """Return the factor of a micro-batch's gradient as it is added: w_i for ``"mean"``, else 1."""
     return weight if options.reduction == "mean" else 0 * weight + 1
 
 
 def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar:
-    """The size of the window that follows update number `optimizer_step`; None if the caller closes it.
-
-    A number of micro-batches, or an `UntilWeight` of a number.
+    """Return the size of the window that follows update number `optimizer_step`; None if the caller closes it.
 
     Args:
-        schedule: `Options.steps`. What a callable gives is not checked here; see `gradaccum.kit.require_steps`.
+        schedule: `Options.steps`. A callable's result is not checked here; see `gradaccum.kit.require_steps`.
         optimizer_step: int scalar.
         where: the backend's `Where`.
     """
@@ -125,11 +122,11 @@ def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar
 
 
 def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
-    """bool: the window ends with the micro-batch that was counted last; never where the caller closes it.
+    """True if the window ends with the last micro-batch; never where the caller closes it.
 
     Args:
         state: the state after the micro-batch.
-        steps: the size of this window, or the schedule that `steps_at` asks.
+        steps: the size of this window, or the schedule for `steps_at`.
         where: the backend's `Where`.
     """
     size = steps_at(steps, state[1], where)
@@ -139,11 +136,11 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
 
 
 def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
-    """The state of one worker for a window that several share: the weight and the overflow flag become those of all.
+    """Return one worker's state with the weight and overflow flag of all workers that share the window.
 
     Args:
         state: this worker's.
-        weight: the weight that the sum of all workers has.
+        weight: the sum of the weights of all workers.
         overflow: bool: the flag of one of them is up.
     """
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = state
@@ -151,9 +148,9 @@ def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
 
 
 def divisor(state: Fields, options: Options, where: Where) -> Scalar:
-    """The divisor of the window's sum before clipping: loss scale times denominator.
+    """Return the divisor of the window's sum before clipping: loss scale times denominator.
 
-    The denominator is 1 for ``"sum"``, else the window's weight. That of a window of weight 0, whose sum is 0, is 1.
+    The denominator is 1 for ``"sum"`` and for a window of weight 0, else the window's weight.
     """
     weight, loss_scale = state[3], state[5]
     one = 0 * weight + 1
@@ -165,18 +162,15 @@ def decide(
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
     """Decide on the window that ends here: the fields of a `Decision`.
 
-    A divisor beyond the sums' dtype would turn the gradient into 0, one below it into inf, and either would count as applied. So such a
-    window is an overflow: no update is made, and the loss scale, which grew or shrank too far, backs off.
-
-    With ``on_overflow="ignore"`` a sum that is not finite is applied as it is, unclipped; `measures` tells whether anything
-    has to be measured.
+    A divisor outside the sums' dtype would silently make the gradient 0 or inf. So such a window is an overflow: no update is made, and the
+    loss scale backs off. With ``on_overflow="ignore"`` a sum that is not finite is applied as it is, unclipped.
 
     Args:
         state: the state after its last micro-batch.
-        norm: global 2-norm of the accumulator as it is (still scaled, not yet divided); NaN if it was not measured.
-        finite: bool, whether every element of the accumulator is finite. Apart from `norm`, because the squares of large finite
-            gradients may overflow, which is no reason to skip. True if it was not measured.
-        options: the validated options.
+        norm: global 2-norm of the accumulator as it is (scaled, not yet divided); NaN if it was not measured.
+        finite: bool, whether every element of the accumulator is finite; True if not measured. Not derived from `norm`: the squares of
+            large finite gradients may overflow.
+        options: the checked options.
         where: the backend's `Where`.
         largest: the largest finite number of the dtype of the sums' division: float32's, or float64's where `weight` is float64.
     """
@@ -212,13 +206,13 @@ def measures(options: Options) -> bool:
 
 
 def close(state: Fields, apply: Scalar, overflow: Scalar, options: Options, where: Where) -> Fields:
-    """The state after the window: counters moved, the window empty, the loss scale adjusted.
+    """Return the state after the window: counters moved, the window empty, the loss scale adjusted.
 
     Args:
         state: the state that was decided on.
         apply: bool, the decision's: whether the update was made.
         overflow: bool, the decision's.
-        options: the validated options.
+        options: the checked options.
         where: the backend's `Where`.
     """
     micro_step, optimizer_step, skipped_windows, weight, _, loss_scale, growth_tracker = state
@@ -229,7 +223,7 @@ def close(state: Fields, apply: Scalar, overflow: Scalar, options: Options, wher
 
 
 def discard(state: Fields) -> Fields:
-    """The state with the open window forgotten: no update, nothing counted, the loss scale untouched."""
+    """Return the state without the open window: no update, nothing counted, the loss scale untouched."""
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = state
     # Not 0 * weight: a weight that several workers added up may be infinite, and 0 times it NaN for ever.
     return 0 * micro_step, optimizer_step, skipped_windows, 0 * loss_scale, micro_step < 0, loss_scale, growth_tracker

@@ -1,8 +1,8 @@
-"""Windows taken from a loader, with totals that are known before the first forward pass.
+"""Windows read from a loader, with totals that are known before the first forward pass.
 
-A loss with one denominator needs none of this: give each micro-batch its weight. A loss of several terms, each divided by its own total
-(tokens, sequences, masked tokens), has no weight that fits all of them. So each term is divided by the window's total of it, which must be
-known before the first forward pass, and the window is summed with ``reduction="sum"``.
+A loss with one denominator needs none of this: pass each micro-batch's weight. A loss of several terms, each divided by its own total
+(tokens, sequences, masked tokens), has no such weight. So the user divides each term by the window's total of it, and sums the window
+with ``reduction="sum"``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ROUNDING = 1e-5
 
 
 class Counts(Generic[M]):
-    """The functions of ``count=`` and ``weight=``, checked, and their values of a micro-batch.
+    """The checked functions of ``count=`` and ``weight=``, and their values of a micro-batch.
 
-    Values come as a list: 1 for the micro-batch itself, then each count, then the weight if it is a function of its own.
+    Values are a list: 1 for the micro-batch itself, then each count, then the weight if it is a function of its own.
 
     Args:
         count: functions of a micro-batch, by name.
@@ -50,7 +50,7 @@ class Counts(Generic[M]):
         self._weight = self._place_of(weight)
 
     def _place_of(self, weight: str | Count[M] | None) -> int | None:
-        """Where the weight stands among the values."""
+        """Return the weight's place among the values."""
         if isinstance(weight, str) and weight not in self._names:
             raise _weight_error(ArgumentValueError, self._names, weight)
         if weight is None or isinstance(weight, str):
@@ -61,11 +61,10 @@ class Counts(Generic[M]):
         return len(self._functions)
 
     def zeros(self) -> list[float]:
-        """The values where there is no micro-batch."""
         return [0.0] * (1 + len(self._functions))
 
     def of(self, micro_batch: M, place: str) -> list[float]:
-        """The values of a micro-batch.
+        """Return the values of a micro-batch.
 
         Raises:
             ArgumentTypeError, ArgumentValueError: a count is no finite number >= 0.
@@ -82,20 +81,19 @@ class Counts(Generic[M]):
         return values
 
     def totals(self, values: list[float]) -> dict[str, float]:
-        """Values by name."""
         return dict(zip(self._names, values[1:], strict=False))
 
     def weight(self, values: list[float]) -> float:
-        """The value that a window ends by; only if a weight was given."""
+        """Return the value by which a window ends; only if a weight was given."""
         return values[cast(int, self._weight)]
 
 
 def summed(reduce: Reduce, values: list[float]) -> list[float]:
-    """`values` over all workers.
+    """Return the sum of `values` over all workers.
 
     Raises:
-        ArgumentTypeError: `reduce` gave no numbers.
-        ArgumentValueError: it gave another number of them, or less than this worker's own.
+        ArgumentTypeError: `reduce` returned no numbers.
+        ArgumentValueError: it returned another number of them, or less than this worker's own.
     """
     fix = "Return the sums over all workers, in the same order, as floats."
     given = reduce(list(values))
@@ -133,9 +131,9 @@ def _weight_error(kind: type[GradAccumError], names: tuple[str, ...], got: objec
 
 
 class Window(Generic[M]):
-    """The micro-batches of one window. It can be iterated over again and again, until the next window is asked for.
+    """The micro-batches of one window, iterable any number of times until the next window begins.
 
-    Its `number`, its `len` and its `totals` stay after that; the micro-batches are let go.
+    Its `number`, `len` and `totals` stay after that.
     """
 
     def __init__(self, number: int, micro_batches: list[M], totals: Mapping[str, float]) -> None:
@@ -147,7 +145,7 @@ class Window(Generic[M]):
         self._length = len(micro_batches)
 
     def __len__(self) -> int:
-        """Micro-batches of this worker in it; 0 if only other workers have some."""
+        """Return this worker's micro-batches; 0 if only other workers have some."""
         return self._length
 
     def __iter__(self) -> Iterator[M]:
@@ -162,7 +160,7 @@ class Window(Generic[M]):
         return f"Window(number={self.number}, micro_batches={self._length}, totals={dict(self.totals)})"
 
     def forget(self) -> None:
-        """Let the micro-batches go; the loop does it where the next window begins."""
+        """Release the micro-batches, when the next window begins."""
         self._micro_batches = None
 
     def _at(self, index: int) -> M:
@@ -173,7 +171,7 @@ class Window(Generic[M]):
 
 
 class Windows(Generic[M]):
-    """What `gradaccum.windows` returns: each ``for`` over it reads the loader anew, from its beginning. Their numbers go on."""
+    """The iterable that `gradaccum.windows` returns: each ``for`` reads the loader from its beginning, and numbers windows on."""
 
     def __init__(self, loader: Iterable[M], schedule: Schedule, counts: Counts[M], reduce: Reduce | None, start: int) -> None:
         self.loader, self.schedule, self.counts, self.reduce = loader, schedule, counts, reduce
@@ -187,7 +185,7 @@ class Windows(Generic[M]):
 class _Reader(Iterator[Window[M]]):
     """One pass over the loader.
 
-    What was read, but not given yet, survives an error of the loader, of a count or of the reduction: the next ``next`` goes on there.
+    What was read and not yet returned survives an error of the loader, of a count or of the reduction.
     """
 
     def __init__(self, windows: Windows[M], loader: Iterator[M]) -> None:
@@ -232,7 +230,7 @@ class _Reader(Iterator[Window[M]]):
         return self._size is not None and len(self._micro_batches) >= self._size
 
     def _read_one(self) -> None:
-        """Read a micro-batch, if there is one, and count it; where the workers agree on the end, count those of all."""
+        """Read and count a micro-batch, if there is one; where the workers agree on the end, count those of all."""
         values = self._next_values()
         if self._agrees and self._windows.reduce is not None:
             values = summed(self._windows.reduce, values)
@@ -253,7 +251,7 @@ class _Reader(Iterator[Window[M]]):
         return self._counts.of(self._uncounted[0], place)
 
     def _totals(self) -> list[float]:
-        """The values of the window that was read, over all workers. A worker whose loader has ended takes part with zeros."""
+        """Return the values of the read window over all workers. A worker whose loader has ended takes part with zeros."""
         reduce = self._windows.reduce
         return self._values if reduce is None or self._agrees else summed(reduce, self._values)
 
@@ -281,23 +279,22 @@ def windows(
 
     ``for window in windows(loader, 4, count={"tokens": f})``: `window` is iterable over its micro-batches, has `len` and
     ``window.totals["tokens"]``; the short last one too. Wrap the optimizer with ``steps=None``, and ``flush`` after each window. One window
-    is held in memory, and nothing of it after the next is asked for.
+    at a time is held in memory.
 
     Args:
-        loader: yields the micro-batches, of any type, each in memory of its own: a window is read before it is used, so a loader that fills
-            one buffer again and again must yield copies. An error of it passes through; the next ``next`` of the same iterator goes on.
+        loader: yields the micro-batches, of any type. A window is read before it is used, so a loader that fills one buffer again and again
+            must yield copies. An error of the loader passes through; the next ``next`` of the same iterator continues.
         steps: micro-batches per window, as for `gradaccum.wrap`: an int >= 1, pairs ``(first number, steps)`` or a callable of the window's
-            number, 0, 1, ...; that is `optimizer_step` only while no window was skipped. ``until_weight(n)``: a window ends with
+            number, 0, 1, ..., which is `optimizer_step` only while no window was skipped. ``until_weight(n)``: a window ends with
             the micro-batch by which its weight reaches n.
         count: functions of a micro-batch by name; each returns a finite number >= 0, or a framework's scalar. A scalar on a device makes
             the loop wait for it: count before the micro-batch is sent there.
         weight: with ``until_weight``: the name of a count, or a function as in `count`.
         reduce: with several workers: a function of a list of floats that returns the list summed over all of them, best in float64: float32
             holds whole numbers up to 2^24. It is called once per window, and once more at the end; with ``until_weight`` once per
-            micro-batch. Totals are then those of all workers, and so is the weight. Every worker must go through every window: one
+            micro-batch. Totals and weight are then those of all workers. Every worker must iterate through every window: a worker
             whose loader ends early gets windows of `len` 0 until all have ended.
-        start: the number of the first window, for a schedule that goes on after a resume. A second ``for`` over the same object goes on as
-            well.
+        start: the number of the first window, for a schedule that resumes.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is not as above, at once or, for what functions return, when it is read.
@@ -323,7 +320,7 @@ def windows(
 
 
 def _require_fitting(schedule: Schedule, weight: object) -> None:
-    """A weight where windows end by it, and none where nothing would read it."""
+    """Raise unless a weight is given exactly where windows end by it."""
     ends_by_weight = isinstance(schedule, UntilWeight)
     if ends_by_weight == (weight is not None):
         return

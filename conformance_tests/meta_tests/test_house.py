@@ -94,15 +94,6 @@ def test_imports_are_few() -> None:
     assert sum(imports for _, imports in counted) <= IMPORTS * sum(lines for lines, _ in counted)
 
 
-def test_no_summary_is_a_question() -> None:
-    """A function that answers with a bool says "True if"."""
-    for package in LIMITS:
-        for file in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.FunctionDef):
-                    assert not (ast.get_docstring(node) or "").startswith(("Whether ", "Which ")), f"{file}: {node.name}"
-
-
 def constants(file: Path) -> list[str]:
     """The names that a module assigns at its top, as often as it does."""
     targets = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,13 @@ def test_public_names_are_those_of_the_record() -> None:
 
 def test_refusals_are_those_of_the_record() -> None:
     assert list(changes(read(file_of("refusals")), refusals.found())) == [], ADVICE
+
+
+@pytest.mark.parametrize("package", [*names.PACKAGES, *(f"gradaccum_{name}" for name in BACKENDS)])
+def test_public_names_have_docstrings(package: str) -> None:
+    module = import_module(package)
+    values = {name: getattr(module, name) for name in module.__all__}
+    assert [name for name, value in values.items() if (inspect.isclass(value) or inspect.isroutine(value)) and not value.__doc__] == []
 
 
 @pytest.mark.parametrize("framework", [name for name in BACKENDS if counts.environment(name) in read(file_of("counts"))])

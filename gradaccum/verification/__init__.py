@@ -1,4 +1,4 @@
-"""Is accumulation right for MY loss? `verify` tells, and says why not."""
+"""`verify`: a check whether accumulation is right for a user's loss."""
 
 from gradaccum.verification.examining import examine
 from gradaccum.verification.measuring import ROUNDING_LIMIT, item_axis

@@ -34,7 +34,7 @@ class Count(NamedTuple):
 
 
 def counts(columns: Sequence[Column]) -> list[Count]:
-    """The counts to try, each with other values; those that are the same for every item say nothing."""
+    """Return the counts to try, without duplicates and without those that are equal for all items."""
     found: dict[tuple[float, ...], Count] = {}
     for column in columns:
         for count in _counts_of(column):
@@ -44,7 +44,7 @@ def counts(columns: Sequence[Column]) -> list[Count]:
 
 
 def labels(columns: Sequence[Column]) -> list[Column]:
-    """Those columns that have one value per item."""
+    """Return the columns that have one value per item."""
     return [column for column in columns if all(len(row) == 1 for row in column.rows)]
 
 
@@ -98,19 +98,17 @@ KINDS = (
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few of `names`, and how many more there are."""
+    """Return the first few of `names`, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
 def not_finite(names: Sequence[str]) -> Cause:
-    """The large batch's own gradient is inf or NaN."""
     explanation = "The gradient of the large batch itself is not finite, so nothing can be compared with it."
     return Cause("not_finite", listed(names), explanation, "Mend the loss first, or verify with another batch.")
 
 
 def not_finite_part(names: Sequence[str], times: str) -> Cause:
-    """The gradient of a micro-batch is inf or NaN, that of the large batch is not."""
     explanation = (
         f"The gradient of the large batch is finite, that of {times} is not: the loss divides by a count that is zero there, or by a "
         "deviation over too few items."
@@ -120,7 +118,6 @@ def not_finite_part(names: Sequence[str], times: str) -> Cause:
 
 
 def hidden_state(names: Sequence[str]) -> Cause:
-    """The same batch gives two gradients."""
     explanation = (
         f"Two runs of the same batch, with the model's state and the random state put back, differ in {listed(names)}: the loss keeps or "
         "reads something that changes from call to call, as a generator without a seed does."
@@ -130,7 +127,6 @@ def hidden_state(names: Sequence[str]) -> Cause:
 
 
 def custom_backward(names: Sequence[str], culprits: Sequence[str]) -> Cause:
-    """The gradient does not scale with the loss."""
     seen = f"A loss multiplied by a number does not give the multiplied gradient in {listed(names)}. " if names else ""
     explanation = f"{seen}A backward pass ignores the gradient that it is handed, and with it the weight of a micro-batch."
     fix = "Multiply by the incoming gradient in the backward pass of the custom function."
@@ -138,14 +134,13 @@ def custom_backward(names: Sequence[str], culprits: Sequence[str]) -> Cause:
 
 
 def shared_randomness(places: Sequence[str]) -> Cause:
-    """Every micro-batch draws the same random numbers."""
     explanation = "These random numbers do not follow the random state: a seed or key is fixed, so every micro-batch gets the same ones."
     fix = "Seed once, at the start of the program, not in the loss. In JAX give each micro-batch its own key: axes='key' or fold_in."
     return Cause("shared_randomness", listed(places), explanation, fix)
 
 
 def numbers_by_place() -> Cause:
-    """Every micro-batch gets the same numbers, each item by its place in the micro-batch."""
+    """Name random numbers that are equal in every micro-batch, each item's by its place in the micro-batch."""
     explanation = (
         "The loss gives an item a number by its place in the micro-batch, the same in every micro-batch: as a generator does that is made "
         "with a seed in the loss, or numbers from a table."
@@ -155,7 +150,7 @@ def numbers_by_place() -> Cause:
 
 
 def randomness(places: Sequence[str], names: Sequence[str]) -> Cause:
-    """Random numbers that cannot be given to the items again."""
+    """Name random numbers that cannot be replayed for the same items."""
     explanation = (
         f"The gradient of {listed(names)} depends on random numbers that cannot be given to the same items again in another partition, so "
         "that only evaluation mode can be compared."
@@ -166,7 +161,7 @@ def randomness(places: Sequence[str], names: Sequence[str]) -> Cause:
 
 
 def state(changed: Sequence[str], names: Sequence[str]) -> Cause:
-    """What one micro-batch leaves behind changes the gradient of the next."""
+    """Name state left by one micro-batch that changes the gradient of the next."""
     explanation = (
         f"The forward pass changes this and the loss reads it: with the state put back before each micro-batch the gradient of "
         f"{listed(names)} is another one."
@@ -176,7 +171,7 @@ def state(changed: Sequence[str], names: Sequence[str]) -> Cause:
 
 
 def batch_statistics(layers: Sequence[Layer], settled: bool | None) -> Cause:
-    """Layers whose output for an item depends on the other items."""
+    """Name layers whose output for an item depends on the other items."""
     kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
     said = {
         True: " In evaluation mode the gradient stays the same.",
@@ -189,7 +184,6 @@ def batch_statistics(layers: Sequence[Layer], settled: bool | None) -> Cause:
 
 
 def wrong_reduction(reduction: str, right: str) -> Cause:
-    """Another reduction makes it right."""
     weights = " and these weights" if reduction == right else ""
     stays = f"reduction={right!r}{' and without them' if weights else ''}"
     explanation = f"The gradient moves with reduction={reduction!r}{weights}; it stays the same under every partition with {stays}."
@@ -197,7 +191,7 @@ def wrong_reduction(reduction: str, right: str) -> Cause:
 
 
 def unequal_count(count: Count, times: str = "") -> Cause:
-    """A count of the batch makes it right. `times`: which micro-batches have a gradient that is not finite, in words; "" if none has."""
+    """Name a count of the batch that makes it right; `times` says which micro-batches have a non-finite gradient, "" if none."""
     seen = f" The gradient of {times} is not finite: the count is zero there, and a weight of zero leaves such a micro-batch out."
     explanation = (
         f"The loss divides by a count ({count.where}) that differs between micro-batches. With that count as the weight the gradient stays "
@@ -208,7 +202,7 @@ def unequal_count(count: Count, times: str = "") -> Cause:
 
 
 def unequal_weights(values: Sequence[float], labels: str | None, by_label: Sequence[tuple[float, float]]) -> Cause:
-    """Weights that were measured make it right."""
+    """Name measured weights that make it right."""
     if labels is not None:
         table = ", ".join(f"{label:g}: {weight:.3g}" for label, weight in by_label)
         seen, where = f"The weight follows {labels}: {table}.", f"a weight by {labels}"
@@ -222,7 +216,7 @@ def unequal_weights(values: Sequence[float], labels: str | None, by_label: Seque
 
 
 def repeated_term(names: Sequence[str]) -> Cause:
-    """A part of the gradient grows with the number of micro-batches."""
+    """Name a part of the gradient that grows with the number of micro-batches."""
     explanation = (
         "The gradient of these parameters grows with the number of micro-batches: each micro-batch adds a part of it in full. That part is "
         "a penalty, an auxiliary loss, or a parameter of the loss itself, such as a temperature."
@@ -232,7 +226,7 @@ def repeated_term(names: Sequence[str]) -> Cause:
 
 
 def summed_term(names: Sequence[str]) -> Cause:
-    """A part of the gradient shrinks with the number of micro-batches."""
+    """Name a part of the gradient that shrinks with the number of micro-batches."""
     explanation = (
         "A part of the gradient of these parameters shrinks with the number of micro-batches: the loss adds a sum over the items to a mean "
         "over them, and reduction='mean' divides both."
@@ -241,7 +235,7 @@ def summed_term(names: Sequence[str]) -> Cause:
 
 
 def several_counts(names: Sequence[str], wheres: Sequence[str]) -> Cause:
-    """Each term of the loss divides by a count of its own."""
+    """Name the counts that the terms of the loss divide by."""
     explanation = (
         f"In {listed(names)} the loss adds terms that divide by different counts ({'; '.join(wheres)}). No one weight is right for all of "
         "them; with each count taken over the whole window the micro-batches add up."
@@ -254,7 +248,7 @@ def several_counts(names: Sequence[str], wheres: Sequence[str]) -> Cause:
 
 
 def missing_gradients(names: Sequence[str], times: str) -> Cause:
-    """Parameters without a gradient in a part of the micro-batches."""
+    """Name parameters without a gradient in some micro-batches."""
     explanation = (
         f"These parameters have no gradient in {times}: some micro-batches take a branch and others do not, and the choice depends on the "
         "batch."
@@ -264,7 +258,6 @@ def missing_gradients(names: Sequence[str], times: str) -> Cause:
 
 
 def coupled_loss(names: Sequence[str], off: float | None) -> Cause:
-    """The loss of one item depends on other items."""
     best = "" if off is None else f" (the best ones are {off:.3g} units of rounding off)"
     explanation = (
         f"No weights make the micro-batches add up to the large batch's gradient in {listed(names)}{best}: the loss of one item depends on "

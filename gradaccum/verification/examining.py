@@ -1,4 +1,4 @@
-"""The order of the experiments: what would disturb a later one is looked for first, and taken away before the next."""
+"""The order of the experiments: a cause that would disturb a later experiment is looked for, and removed, first."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def examine(subject: Subject, steps: object, reduction: object = "mean") -> Veri
 
 
 class _Examination:
-    """The experiments on one bench, and what they found so far."""
+    """The experiments on one bench, and their findings so far."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -61,7 +61,7 @@ class _Examination:
         self._notes: list[str] = []
 
     def report(self) -> VerificationReport:
-        """Run them."""
+        """Run the experiments."""
         for ask in (finite, repeatable, linear, fresh_numbers):
             if self._conditions is not None:
                 self._take(ask(self._bench))
@@ -107,7 +107,7 @@ class _Examination:
             self._errors = self._bench.errors(self._conditions)
 
     def _find_in_the_loss(self, conditions: Conditions, names: tuple[str, ...], missing: Mapping[str, str]) -> None:
-        """What the loss itself does with the items."""
+        """Look for causes in the way the loss combines items."""
         infinite = infinite_parts(self._bench, conditions) if any(map(math.isinf, self._errors.values())) else {}
         times = next(iter(infinite.values()), "")
         weighted, off = right_weights(self._bench, conditions, times)
@@ -131,7 +131,7 @@ class _Examination:
             self._causes.append(causes.coupled_loss(left, off))
 
     def _note_missing(self, missing: Mapping[str, str]) -> None:
-        """Say which parameters lack a gradient in some micro-batches, where that does no harm, and which have none at all."""
+        """Note parameters that lack a gradient in some micro-batches without harm, and those that have none at all."""
         reached = self._bench.large(TRAINING).gradients
         unused = [name for name in self._bench.subject.names if name not in reached and name not in missing]
         if unused:

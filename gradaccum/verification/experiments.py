@@ -1,6 +1,6 @@
 """Experiments that change one condition at a time: the loss's scale, the random numbers, the state carried over, the mode.
 
-Each gives a `Finding`: the causes, and the conditions under which the next experiment goes on, from which the cause is taken away.
+Each returns a `Finding`: the causes, and the conditions for the next experiment, without these causes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FACTORS = (0.25, 8.0)
 
 
 class Finding(NamedTuple):
-    """What an experiment found."""
+    """The result of one experiment."""
 
     causes: tuple[Cause, ...] = ()
     go_on: Conditions | None = TRAINING
@@ -35,21 +35,21 @@ class Finding(NamedTuple):
 
 
 def finite(bench: Bench) -> Finding:
-    """Is the large batch's own gradient finite?"""
+    """Test that the large batch's own gradient is finite."""
     gradients = bench.large(TRAINING).gradients
     bad = [name for name, gradient in gradients.items() if not math.isfinite(bench.norm(gradient))]
     return Finding((causes.not_finite(bad),), None) if bad else Finding()
 
 
 def repeatable(bench: Bench) -> Finding:
-    """Does the same batch give the same gradient twice? By the floor: what is hidden would move the perturbed runs, and so the units."""
+    """Test that the same batch gives the same gradient twice, to within the floor: hidden state would also move the units."""
     again = bench.subject.window([bench.items], TRAINING)[0].gradients
     names = moved(bench.apart_by(bench.floor(TRAINING), again, bench.large(TRAINING).gradients))
     return Finding((causes.hidden_state(names),), None) if names else Finding()
 
 
 def linear(bench: Bench) -> Finding:
-    """Does the gradient scale with the loss? A scale that overflows tells nothing."""
+    """Test that the gradient scales with the loss. Scales that overflow are left out."""
     large, found = bench.large(TRAINING).gradients, dict.fromkeys(bench.subject.names, 0.0)
     for factor in FACTORS:
         scaled = bench.subject.window([bench.items], replace(TRAINING, scale=factor))[0].gradients
@@ -60,13 +60,13 @@ def linear(bench: Bench) -> Finding:
 
 
 def fresh_numbers(bench: Bench) -> Finding:
-    """Do the random numbers follow the random state?"""
+    """Test that the random numbers follow the random state."""
     places = bench.subject.fixed_draws()
     return Finding((causes.shared_randomness(places),)) if places else Finding()
 
 
 def replayed(bench: Bench, conditions: Conditions) -> Finding:
-    """Are there random numbers that the items cannot be given again? Then evaluation mode is compared, if they are not drawn there too."""
+    """Test that random numbers can be replayed for the same items; if not, compare in evaluation mode, unless they are drawn there too."""
     places = bench.subject.unreplayed_draws()
     if not places:
         return Finding((), conditions)
@@ -78,13 +78,13 @@ def replayed(bench: Bench, conditions: Conditions) -> Finding:
 
 
 def _follow_the_seed(bench: Bench, conditions: Conditions) -> tuple[str, ...]:
-    """The parameters whose gradient is another one with other random numbers."""
+    """Return the parameters whose gradient changes with the random seed."""
     other = bench.subject.window([bench.items], replace(conditions, seed=1))[0].gradients
     return moved(bench.apart(other, bench.large(conditions).gradients, conditions))
 
 
 def stateless(bench: Bench, conditions: Conditions) -> Finding:
-    """Does what one micro-batch leaves behind change the gradient of the next? Sums that are not finite either way do not tell."""
+    """Test that one micro-batch leaves nothing behind that changes the gradient of the next. Non-finite sums are left out."""
     alone = replace(conditions, carry_state=False)
     changed: dict[str, None] = {}
     found: dict[str, float] = {}
@@ -106,7 +106,7 @@ def _without_same_infinities(bench: Bench, a: Gradients, b: Gradients) -> tuple[
 
 
 def infinite_parts(bench: Bench, conditions: Conditions) -> dict[str, str]:
-    """Parameters whose gradient is not finite in some micro-batches; where, in words."""
+    """Return the parameters whose gradient is not finite in some micro-batches, and where, in words."""
     found: dict[str, str] = {}
     for partition in bench.partitions:
         runs = bench.subject.window(partition.parts, conditions)
@@ -118,7 +118,7 @@ def infinite_parts(bench: Bench, conditions: Conditions) -> dict[str, str]:
 
 
 def separate(bench: Bench, conditions: Conditions, missing: Mapping[str, str]) -> Finding:
-    """Is there a layer whose output for an item depends on the other items? Not one that chooses a branch: that is another cause.
+    """Test that no layer's output for an item depends on the other items, except through a choice of branch, which is another cause.
 
     Args:
         bench: the batch.
@@ -136,7 +136,7 @@ def separate(bench: Bench, conditions: Conditions, missing: Mapping[str, str]) -
 
 
 def missing_gradients(bench: Bench, conditions: Conditions) -> dict[str, str]:
-    """Parameters with a gradient in some micro-batches of a partition and not in others, or only in the large batch; where, in words."""
+    """Return the parameters that have a gradient in only some micro-batches, or only in the large batch, and where, in words."""
     found: dict[str, str] = {}
     whole = bench.large(conditions).gradients
     for partition in bench.partitions:
@@ -184,7 +184,7 @@ Errors = Mapping[int, list[dict[str, Gradient]]]
 
 
 def counted_terms(bench: Bench, conditions: Conditions, names: tuple[str, ...]) -> tuple[Cause | None, tuple[str, ...]]:
-    """The cause, and which of `names`, the parameters that moved, it explains."""
+    """Return the cause, and which of `names`, the parameters that moved, it explains."""
     usable = len(bench.items) // FOUR * FOUR
     if not usable:
         return None, ()
@@ -200,7 +200,7 @@ def counted_terms(bench: Bench, conditions: Conditions, names: tuple[str, ...]) 
 
 
 def _error(bench: Bench, steps: int, dealt: bool, conditions: Conditions) -> dict[str, Gradient]:
-    """Accumulated gradient - the large batch's."""
+    """Return the accumulated gradient minus the large batch's."""
     items = bench.items
     parts = tuple(items[start::steps] for start in range(steps)) if dealt else cut(items, len(items) // steps)
     return _difference(bench.accumulated(parts, conditions), bench.large(conditions).gradients)
@@ -222,7 +222,7 @@ def _difference(a: Gradients, b: Gradients) -> dict[str, Gradient]:
 
 
 def several_counts(bench: Bench, conditions: Conditions, names: Sequence[str]) -> Cause | None:
-    """The cause, if `names` fit a sum of terms that divide by two or three counts, and by no single one; None otherwise."""
+    """Return the cause if `names` fit a sum of terms that divide by two or three counts and by no single count; else None."""
     items = Count("the number of items", "", (1.0,) * bench.subject.items)
     found = [items, *counts(bench.subject.columns())[:CANDIDATES]]
     several = {tuple(count.values[item] for count in found): item for item in reversed(bench.items)}.values()
@@ -238,7 +238,7 @@ def several_counts(bench: Bench, conditions: Conditions, names: Sequence[str]) -
     room = [limit or 1.0 for limit in room]
 
     def off(basis: Sequence[list[float]]) -> float:
-        """By how much the gradients miss the span of `basis`, in what rounding may explain; inf if they hardly can."""
+        """Return how far the gradients miss the span of `basis`, in units of rounding; inf if rounding hardly explains it."""
         return max(map(partial(_off_basis, basis), series, room)) if len(basis) + SPARE <= len(rows) else math.inf
 
     columns = [list(_terms(rows, probe, count)) for count in found]
@@ -253,7 +253,7 @@ def several_counts(bench: Bench, conditions: Conditions, names: Sequence[str]) -
 
 
 def _products(bench: Bench, parts: Sequence[Items], conditions: Conditions, names: Sequence[str]) -> tuple[list[list[float]], list[float]]:
-    """The gradient of each of `parts` times a few directions, in units; and how far rounding alone may move each of these."""
+    """Return the gradient of each of `parts` times a few directions, in units, and how far rounding alone may move each product."""
     units = {name: bench.units(conditions)[name] or 1.0 for name in names}
     alone = [bench.subject.window([part], conditions)[0].gradients for part in parts[:2]]
     finite = [each for each in alone if all(math.isfinite(bench.norm(gradient)) for gradient in each.values())]
@@ -269,14 +269,14 @@ def _products(bench: Bench, parts: Sequence[Items], conditions: Conditions, name
 
 
 def _terms(parts: Sequence[Items], probe: Items, count: Count) -> Iterator[list[float]]:
-    """What the unknown of each item is multiplied by in each of `parts`; where the count is 0 there is no term."""
+    """Yield the factors of each item's unknown in each of `parts`; a count of 0 has no term."""
     totals = [math.fsum(count.values[item] for item in part) for part in parts]
     for item in probe:
         yield [1 / total if item in part and total else 0.0 for part, total in zip(parts, totals, strict=True)]
 
 
 def _basis(columns: Sequence[list[float]], begun: Sequence[list[float]] = ()) -> list[list[float]]:
-    """Orthonormal vectors that span `columns` and those of `begun`, by Gram and Schmidt, twice."""
+    """Return orthonormal vectors that span `columns` and `begun`, by Gram and Schmidt, twice."""
     made = list(begun)
     for column in columns:
         left = _rest(made, _rest(made, column))
@@ -288,7 +288,7 @@ def _basis(columns: Sequence[list[float]], begun: Sequence[list[float]] = ()) ->
 
 
 def _rest(basis: Sequence[list[float]], column: list[float]) -> list[float]:
-    """What of `column` is orthogonal to `basis`."""
+    """Return the part of `column` that is orthogonal to `basis`."""
     for vector in basis:
         along = sum(map(mul, vector, column))
         column = [a - along * b for a, b in zip(column, vector, strict=True)]
@@ -300,7 +300,7 @@ def _off_basis(basis: Sequence[list[float]], row: list[float], room: float) -> f
 
 
 def by_place(bench: Bench, conditions: Conditions, names: Sequence[str]) -> bool:
-    """True if an item's gradient depends on its place in the micro-batch and on no other item: two pairs may swap their second items."""
+    """True if an item's gradient depends on its place in the micro-batch and on no other item: two pairs may swap second items."""
     if len(bench.items) < FOUR:
         return False
     a, b, c, d = bench.items[:FOUR]
@@ -326,7 +326,7 @@ EQUAL, SAME = 1e-5, 1e-2
 
 
 class Measured(NamedTuple):
-    """Weights of the items of a probe, and how well they do."""
+    """Weights of the items of a probe, and their error."""
 
     values: Mapping[int, float]
     error: float
@@ -335,7 +335,7 @@ class Measured(NamedTuple):
     """The same with equal weights, or with the user's, whichever do better."""
 
     def explain(self) -> bool:
-        """True if the micro-batches add up with these weights, and not with equal ones. Each weight is off by up to a unit itself."""
+        """True if the micro-batches add up with these weights, each off by up to a unit, and not with equal ones."""
         weights = self.values.values()
         spread = (max(weights) - min(weights)) / max(weights)
         better = BETTER if spread > SAME else MUCH_BETTER
@@ -343,12 +343,12 @@ class Measured(NamedTuple):
 
 
 def right_weights(bench: Bench, conditions: Conditions, infinite: str = "") -> tuple[Cause | None, float | None]:
-    """The cause, if another reduction or other weights make it right; and by how many units the best weights are off, where measured.
+    """Return the cause if another reduction or other weights make it right, and the error of the best weights in units, where measured.
 
     Args:
         bench: the batch.
         conditions: those without the causes found so far.
-        infinite: which micro-batches have a gradient that is not finite, in words; "" if none has.
+        infinite: which micro-batches have a non-finite gradient, in words; "" if none has.
     """
     found = _other_reduction(bench, conditions) or _count(bench, conditions, infinite)
     if found is not None:
@@ -377,7 +377,7 @@ def _count(bench: Bench, conditions: Conditions, infinite: str) -> Cause | None:
 
 
 def _measured(bench: Bench, conditions: Conditions) -> Measured | None:
-    """The weight of each item of a probe, and how well all of them together do; None where the best ones are no weights."""
+    """Measure the weight of each item of a probe and their error; None where the best numbers are no weights."""
     probe = Bench(bench.subject, min(4, len(bench.items)), bench.way, bench.items[:PROBE])
     values = {item: _share(probe, item, conditions) for item in probe.items}
     if not all(value >= -SAME for value in values.values()) or not sum(values.values()) > 0:
@@ -389,13 +389,13 @@ def _measured(bench: Bench, conditions: Conditions) -> Measured | None:
 
 
 def _without(probe: Bench, item: int) -> Bench:
-    """The rest of a probe. A maximum gives one item all the weight, and in the rest another one; a weighted mean keeps its weights."""
+    """Return the rest of a probe. A weighted mean keeps its weights there; a maximum picks another item."""
     rest = [other for other in probe.items if other != item]
     return Bench(probe.subject, min(probe.steps, len(rest)), probe.way, rest)
 
 
 def _worst_error(bench: Bench, way: Way, conditions: Conditions) -> float:
-    """By how many units the worst parameter is off; 0 where nothing has a weight and the gradient is zero or not finite."""
+    """Return the error of the worst parameter in units; 0 where nothing has a weight and the gradient is zero or not finite."""
     large = bench.large(conditions).gradients
     if not way.weight(bench.items, bench.large(conditions)) and not any(0 < bench.norm(gradient) < math.inf for gradient in large.values()):
         return 0.0
@@ -403,7 +403,7 @@ def _worst_error(bench: Bench, way: Way, conditions: Conditions) -> float:
 
 
 def _share(probe: Bench, item: int, conditions: Conditions) -> float:
-    """The a that brings a x gradient(item) + (1 - a) x gradient(rest) closest to the large batch's gradient."""
+    """Return the a that brings a x gradient(item) + (1 - a) x gradient(rest) closest to the large batch's gradient."""
     rest = [other for other in probe.items if other != item]
     (alone,), (others,) = (probe.subject.window([part], conditions) for part in ((item,), rest))
     if not all(math.isfinite(probe.norm(gradient)) for gradient in alone.gradients.values()):
@@ -429,7 +429,7 @@ def _described(bench: Bench, values: Mapping[int, float]) -> Cause:
 
 
 def _by_label(column: Column, weights: Mapping[int, float]) -> Sequence[tuple[float, float]] | None:
-    """One weight per label if items of a label weigh the same and labels repeat; None otherwise."""
+    """Return one weight per label if items of a label weigh the same and labels repeat; else None."""
     groups: dict[float, list[float]] = {}
     for item, weight in weights.items():
         groups.setdefault(column.rows[item][0], []).append(weight)

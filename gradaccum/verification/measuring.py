@@ -1,10 +1,10 @@
-"""How far a gradient moves from one partition of a batch to another, in units of what rounding alone moves it by.
+"""The distance of a gradient from one partition of a batch to another, in units of rounding.
 
-No tolerance is picked by hand. The unit of a parameter is the largest change of its gradient over several perturbations of all
-floating-point inputs and parameters by one rounding, of the large batch and of the first partition. A perturbation crosses the kinks that
-rounding would cross; the largest of several is seldom small by chance. Under it lies a floor: each micro-batch's gradient is rounded once,
-and was added up from many numbers, pairwise, which is off by at most log2(terms) roundings of the dtype in which sums are kept (Higham,
-"Accuracy and Stability of Numerical Algorithms", section 4.2); float16 and bfloat16 are summed in float32 everywhere.
+No tolerance is picked by hand. A parameter's unit is the largest change of its gradient when all floating-point inputs and parameters are
+perturbed by one rounding, several times, for the large batch and for the first partition. A perturbation crosses the kinks that
+rounding would cross. Under it lies a floor: each micro-batch's gradient is rounded once, and its sum is off by at most log2(terms)
+roundings (pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms", section 4.2). float16 and bfloat16 are summed in
+float32 everywhere.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Partition(NamedTuple):
 
 
 def partitions(items: Sequence[int], steps: int) -> list[Partition]:
-    """The partitions to compare with the large batch; the first is the one that training would make.
+    """Return the partitions to compare with the large batch; the first is the one that training would make.
 
-    No micro-batch has one item unless `steps` asks for that: a batch norm refuses a single one, which would hide what it does to two.
+    No micro-batch has one item unless `steps` asks for it: a batch norm refuses a single item.
 
     Args:
-        items: the items of the batch, in its order.
+        items: the items of the batch, in order.
         steps: micro-batches of the first partition.
     """
     size = size_for(len(items), steps)
@@ -54,14 +54,14 @@ def partitions(items: Sequence[int], steps: int) -> list[Partition]:
 
 
 def cut(items: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
-    """`items` in micro-batches of `size`, in order; the last one may be smaller."""
+    """Cut `items` into micro-batches of `size`, in order; the last one may be smaller."""
     return tuple(tuple(items[start : start + size]) for start in range(0, len(items), size))
 
 
 def item_axis(large: Sequence[int], small: Sequence[int], items: int, part: int) -> int | None:
-    """The axis along which an array has one row, or equally many, per item; None if there is none, or several.
+    """Return the axis with one row, or equally many, per item; None if there is none, or several.
 
-    Inside a model the batch axis is not marked. The array's shape in the `large` batch of `items` and in one of `part` items shows it.
+    Inside a model the batch axis is not marked: the shapes in the `large` batch of `items` and in a `small` one of `part` items show it.
     """
     if len(large) != len(small):
         return None
@@ -92,11 +92,10 @@ class Way(NamedTuple):
     """A weight per item, to be summed over a micro-batch; None: the weight that the subject gives."""
 
     def weight(self, part: Items, run: Run) -> float:
-        """The weight of a micro-batch."""
         return run.weight if self.values is None else math.fsum(self.values[item] for item in part)
 
     def factors(self, parts: Sequence[Items], runs: Sequence[Run], whole: float) -> list[float]:
-        """What each micro-batch's gradient is multiplied by to add up to that of the loss of the large batch, whose weight is `whole`."""
+        """Return each micro-batch's factor, such that the sum is the gradient of the large batch of weight `whole`."""
         if self.reduction == "sum":
             return [1.0] * len(runs)
         weights = [self.weight(part, run) for part, run in zip(parts, runs, strict=True)]
@@ -113,7 +112,7 @@ class Bench:
         subject: what is run.
         steps: micro-batches of the first partition.
         way: how they add up.
-        items: the items of the batch; all of the subject's unless given.
+        items: the items of the batch; all of the subject's by default.
     """
 
     def __init__(self, subject: Subject, steps: int, way: Way, items: Items | None = None) -> None:
@@ -124,42 +123,41 @@ class Bench:
         self._units: dict[Conditions, dict[str, float]] = {}
 
     def large(self, conditions: Conditions) -> Run:
-        """The batch as a whole."""
+        """Run the batch as a whole."""
         if conditions not in self._large:
             self._large[conditions] = self.subject.window([self.items], conditions)[0]
         return self._large[conditions]
 
     def accumulated(self, parts: Sequence[Items], conditions: Conditions, way: Way | None = None) -> dict[str, Gradient]:
-        """What accumulation over `parts` gives."""
+        """Run and add up `parts`."""
         return self.total(parts, self.subject.window(parts, conditions), conditions, way or self.way)
 
     def total(self, parts: Sequence[Items], runs: Sequence[Run], conditions: Conditions, way: Way) -> dict[str, Gradient]:
-        """What `runs` of `parts` add up to."""
+        """Add up `runs` of `parts`."""
         whole = way.weight(self.items, self.large(replace(conditions, perturbation=None))) if way.reduction == "item_mean" else 1.0
         return combined(runs, way.factors(parts, runs, whole))
 
     def units(self, conditions: Conditions) -> dict[str, float]:
-        """The unit of each parameter."""
+        """Return the unit of each parameter."""
         if conditions not in self._units:
             self._units[conditions] = self._measured_units(conditions)
         return self._units[conditions]
 
     def apart(self, a: Gradients, b: Gradients, conditions: Conditions) -> dict[str, float]:
-        """By parameter how far two gradients are apart, in units; inf where one is not finite."""
+        """Return by parameter how far two gradients are apart, in units; inf where one is not finite."""
         return self.apart_by(self.units(conditions), a, b)
 
     def apart_by(self, units: Mapping[str, float], a: Gradients, b: Gradients) -> dict[str, float]:
-        """The same in other units."""
         return {name: _in_units(self._distance(name, a, b), unit) for name, unit in units.items()}
 
     def errors(self, conditions: Conditions, way: Way | None = None) -> dict[str, float]:
-        """By parameter how far the gradient moves from the large batch's under the worst partition, in units."""
+        """Return by parameter how far the worst partition's gradient is from the large batch's, in units."""
         large = self.large(conditions).gradients
         every = [self.apart(self.accumulated(p.parts, conditions, way), large, conditions) for p in self.partitions]
         return {name: max(errors[name] for errors in every) for name in self.subject.names}
 
     def right(self, conditions: Conditions, ways: Sequence[Way]) -> list[Way]:
-        """Those of `ways` by which every partition adds up to the large batch; each partition is run once for all of them."""
+        """Return those of `ways` by which every partition adds up to the large batch; runs each partition once."""
         large, left = self.large(conditions).gradients, list(ways)
         for partition in self.partitions:
             runs = self.subject.window(partition.parts, conditions) if left else []
@@ -168,7 +166,7 @@ class Bench:
         return left
 
     def norm(self, gradient: Gradient) -> float:
-        """The 2-norm; inf where it is not a number."""
+        """Return the 2-norm; inf for NaN."""
         square = self.subject.dot(gradient, gradient)
         return math.sqrt(square) if square == square else math.inf
 
@@ -189,14 +187,14 @@ class Bench:
         return found
 
     def floor(self, conditions: Conditions) -> dict[str, float]:
-        """Under each unit: by how much a gradient can be off because it is stored and was added up."""
+        """Return the floor of each unit: the error of storing and adding up a gradient."""
         parts = self.partitions[0].parts
         runs = self.subject.window(parts, conditions)
         factors = self.way.factors(parts, runs, 1.0) if self.way.reduction == "mean" else [1.0] * len(runs)
         return {name: self._floor_of(name, runs, factors) for name in self.subject.names}
 
     def _floor_of(self, name: str, runs: Sequence[Run], factors: Sequence[float]) -> float:
-        """Relative to the sizes of the micro-batches' gradients, and no finer than the smallest number of the dtype."""
+        """Bound the error relative to the micro-batches' gradients, and by the smallest number of the dtype."""
         exact = self.subject.precision(name)
         pairs = [(factor, run.gradients[name]) for factor, run in zip(factors, runs, strict=True) if factor and name in run.gradients]
         sizes = [factor * self.norm(gradient) for factor, gradient in pairs]
@@ -205,7 +203,7 @@ class Bench:
 
 
 def combined(runs: Sequence[Run], factors: Sequence[float]) -> dict[str, Gradient]:
-    """The sum of factor x gradient; a factor of 0 leaves its micro-batch out, were its gradient NaN."""
+    """Return the sum of factor x gradient; a factor of 0 leaves its micro-batch out, even a NaN."""
     made: dict[str, Gradient] = {}
     for run, factor in zip(runs, factors, strict=True):
         for name, gradient in run.gradients.items() if factor else ():
@@ -215,7 +213,7 @@ def combined(runs: Sequence[Run], factors: Sequence[float]) -> dict[str, Gradien
 
 
 def moved(errors: Mapping[str, float]) -> tuple[str, ...]:
-    """Names of the parameters that moved by more than rounding."""
+    """Return the parameters that moved by more than rounding."""
     return tuple(name for name, error in errors.items() if not error <= ROUNDING_LIMIT)
 
 

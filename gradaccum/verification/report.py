@@ -1,4 +1,4 @@
-"""What `gradaccum.verify` found: readable as text, as a table in colours, and by programs as JSON."""
+"""The report of `gradaccum.verify`, as text, as a coloured table and as JSON."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ class VerificationReport:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The report as a JSON text; a number that JSON cannot hold is the text "inf"."""
+        """Return the report as a JSON text; a number that JSON cannot hold is the text "inf"."""
         content = asdict(self)
         for field in ("errors", "units"):
             content[field] = {name: value if math.isfinite(value) else "inf" for name, value in content[field].items()}
         return json.dumps({**content, "moved": list(self.moved)}, indent=2)
 
     def table(self) -> Any:
-        """The report as a `rich.table.Table`, for ``rich.print``: a line per parameter, the causes below.
+        """Return the report as a `rich.table.Table`: a line per parameter, the causes below.
 
         Raises:
             MissingPackageError: rich is not installed.
@@ -121,27 +121,27 @@ def _short(error: float) -> str:
 
 @runtime_checkable
 class VerifyingBackend(Protocol):
-    """A backend that can tell whether accumulation is right for a loss."""
+    """A backend that can check whether accumulation is right for a loss."""
 
     def verifies(self, model: object) -> bool:
-        """True if `model` is of its framework: a module of it, or a nest whose leaves are its arrays."""
+        """True if `model` is of this framework: a module, or a nest of its arrays."""
         ...
 
     def verify(self, model: Any, loss_fn: Callable[..., Any], batch: Any, steps: int, **options: Any) -> VerificationReport:
-        """As `gradaccum.verify`."""
+        """Run `gradaccum.verify`."""
         ...
 
 
 def verify(model_or_params: Any, loss_fn: Callable[..., Any], batch: Any, steps: int = 4, **options: Any) -> VerificationReport:
-    """Tell whether gradient accumulation is right for a loss, and if not, why.
+    """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    The gradient of one batch is computed under many partitions and orders of the batch. Where it moves by more than rounding moves it, the
-    cause is looked for by experiment. Nothing of the user's is changed: no parameter, buffer, ``.grad``, random state, mode or hook.
+    Computes the gradient of one batch under many partitions and orders. Where it moves by more than rounding, experiments look for the
+    cause. Nothing of the user's changes: no parameter, buffer, ``.grad``, random state, mode or hook.
 
     Args:
         model_or_params: a `torch.nn.Module`, a `mindspore.nn.Cell`, or a nest of JAX arrays.
         loss_fn: ``loss_fn(model_or_params, *batch)``, a scalar. With a module or a Cell also the usual criterion, ``criterion(output,
-            *targets)``, and a function that closes over its model, ``loss_fn(*batch)``: the number of arguments tells.
+            *targets)``, or a function that closes over its model, ``loss_fn(*batch)``: the number of arguments decides.
         batch: a tuple of nests of arrays, with the batch axis first; a few real items with their padding, at least `steps`.
         steps: micro-batches that the batch is divided into, at least 2.
         options: ``reduction`` ("mean", "sum" or "item_mean"), ``weight`` and ``axes``, as accumulation will have them, and options of one
@@ -171,7 +171,7 @@ def verify(model_or_params: Any, loss_fn: Callable[..., Any], batch: Any, steps:
 
 
 def _likeliest_first(model: object) -> Iterator[str]:
-    """Names of the installed backends: of the model's or its first leaf's type, those imported by now, then the rest, which it imports."""
+    """Yield the installed backends: of the model's or first leaf's type, then those already imported, then the rest."""
     packages, named = owners(TYPES), owners(BACKENDS)
     first = leaves_of(model)[:1]
     bases = [base for thing in (model, *(leaf.value for leaf in first)) for base in type(thing).__mro__]

@@ -1,7 +1,7 @@
-"""What a framework supplies to `gradaccum.verify`: a model, a loss and one batch, to be run again and again, in parts, under conditions.
+"""The `Subject` that a framework supplies to `gradaccum.verify`: a model, a loss and one batch, run in parts under conditions.
 
-The core decides what to run and reads the results. A `Subject` runs it and leaves everything of the user's as it was, also if the loss
-raises in the middle. Gradients are opaque here: arrays or tensors in float64 that know ``+``, ``-`` and ``* float``.
+The core decides what to run. A `Subject` runs it and restores everything of the user's, also if the loss raises. Gradients are opaque
+here: arrays or tensors in float64 that know ``+``, ``-`` and ``* float``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Items: TypeAlias = Sequence[int]
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a window is run under. The defaults are those of training, with the same random numbers in every window."""
+    """The conditions of a window. The defaults are those of training, with the same random numbers in every window."""
 
     training: bool = True
     """False: the model in evaluation mode. A framework without modes ignores it."""
@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """How exactly a parameter's gradient can be known."""
+    """The precision of a parameter's gradient."""
 
     roundoff: float
     """Distance from 1 to the next number in the coarsest floating dtype of the program."""
@@ -106,37 +106,34 @@ class Subject(Protocol):
     def window(self, parts: Sequence[Items], conditions: Conditions) -> list[Run]:
         """Run each of `parts` in order as one micro-batch.
 
-        The model's state and the random state are the user's at the start of each call, and again after it, however it ends.
-        An error of the loss function passes through.
+        Model state and random state are the user's at the start of each call, and again after it, even if the loss raises.
         """
         ...
 
     def dot(self, a: Gradient, b: Gradient) -> float:
-        """The sum of the products of their elements, in float64."""
+        """Return the sum of the products of their elements, in float64."""
         ...
 
-    def precision(self, name: str) -> Precision:
-        """How exactly the gradient of that parameter can be known."""
-        ...
+    def precision(self, name: str) -> Precision: ...
 
     def columns(self) -> Sequence[Column]:
-        """The leaves of the batch that are split and small enough to be read as plain numbers."""
+        """Return the leaves of the batch that are split and small enough to be read as plain numbers."""
         ...
 
     def mixing_layers(self) -> Sequence[Layer]:
-        """The innermost layers whose output for an item depends on the other items, found by running them; () without layers."""
+        """Find the innermost layers whose output for an item depends on the other items, by running them; () without layers."""
         ...
 
     def fixed_draws(self) -> Sequence[str]:
-        """Where the loss draws random numbers that do not follow the random state, so that every micro-batch gets the same ones."""
+        """Name the random draws that ignore the random state, so that every micro-batch gets the same numbers."""
         ...
 
     def unreplayed_draws(self) -> Sequence[str]:
-        """Random operations whose numbers `Conditions.replay` cannot give to the items again."""
+        """Name the random operations whose numbers `Conditions.replay` cannot replay for the same items."""
         ...
 
     def custom_rules(self) -> Sequence[str]:
-        """Names of custom derivatives that do not carry the gradient that they are handed."""
+        """Name the custom derivatives that do not carry their incoming gradient."""
         ...
 
 
@@ -200,7 +197,7 @@ def _takes(loss_fn: Any, number: int) -> bool:
 
 
 def _signature(loss_fn: Any) -> inspect.Signature:
-    """The signature; of a compiled function, which has none, any number of arguments."""
+    """Return the signature; for a compiled function, which has none, any number of arguments."""
     try:
         return inspect.signature(_body(loss_fn))
     except ValueError:
@@ -208,23 +205,23 @@ def _signature(loss_fn: Any) -> inspect.Signature:
 
 
 def _body(loss_fn: Any) -> Any:
-    """The method of a layer that its call runs."""
+    """Return the method that a layer's call runs."""
     return getattr(loss_fn, "forward", getattr(loss_fn, "construct", loss_fn))
 
 
 def _is_criterion(loss_fn: Any) -> bool:
-    """True of a function that takes defaults after ``(output, *targets)``, so that the number of arguments does not tell."""
+    """True if a function takes defaults after ``(output, *targets)``, so that the number of arguments decides nothing."""
     return _is_usual(loss_fn) or next(iter(_signature(loss_fn).parameters), "") in OUTPUTS
 
 
 def _is_usual(loss_fn: Any) -> bool:
-    """True of a layer, and of a framework's own function."""
+    """True if `loss_fn` is a layer or a function of the framework."""
     function = inspect.unwrap(loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn)
     return _body(function) is not function or str(getattr(function, "__module__", "")).partition(".")[0] in FRAMEWORKS
 
 
 def reached(*roots: object) -> Iterator[tuple[str, object]]:
-    """What functions close over, read as globals or are bound to, and the attributes of objects: each once, with its name."""
+    """Yield, once each with its name, what functions close over, read as globals or are bound to, and attributes of objects."""
     seen: dict[int, object] = {}
     waiting = [("loss_fn", root, DEPTH) for root in roots]
     while waiting:
@@ -255,7 +252,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function and of the functions and comprehensions in it."""
+    """Yield the code of a function and of its inner functions and comprehensions."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -265,8 +262,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 class HostRandom:
     """The random generators of Python and NumPy: the global ones, and those that the loss or its model refers to.
 
-    What they draw is no tensor with rows of items, so an item cannot be given its numbers again: each micro-batch gets the same numbers.
-    That is right for a number that is drawn once per micro-batch, and for no other: `per_item` tells.
+    Their numbers cannot be replayed by item, so each micro-batch gets the same numbers. That is right only for a number drawn once per
+    micro-batch; `per_item` finds the others.
 
     Args:
         roots: the loss function and the layers of the model.
@@ -279,7 +276,7 @@ class HostRandom:
         self._before = [_state(generator) for _, generator in self._generators]
 
     def begin(self, seed: int = 0) -> None:
-        """Put the user's states back; with a `seed` other than 0 continue with other numbers."""
+        """Restore the user's states; with a `seed` other than 0, draw other numbers."""
         for (_, generator), before in zip(self._generators, self._before, strict=True):
             _set_state(generator, before)
             if seed and hasattr(generator, "seed"):
@@ -288,11 +285,10 @@ class HostRandom:
                 generator.bit_generator.state = type(generator.bit_generator)(NOBODYS + seed).state
 
     def states(self) -> list[bytes]:
-        """The state of each generator now."""
         return [pickle.dumps(_state(generator)) for _, generator in self._generators]
 
     def per_item(self, large: Sequence[bytes], small: Sequence[bytes]) -> list[str]:
-        """The generators from which a loss drew more numbers for more items.
+        """Return the generators from which a loss drew more numbers for more items.
 
         Args:
             large: the states after the large batch.
@@ -302,7 +298,7 @@ class HostRandom:
         return [f"{name}, a number for each item" for (name, _), one, other in pairs if one != other]
 
     def seeded(self, one: Sequence[bytes], other: Sequence[bytes]) -> list[str]:
-        """The generators that the loss seeds.
+        """Return the generators that the loss seeds.
 
         Args:
             one: the states after the large batch.
@@ -313,7 +309,7 @@ class HostRandom:
 
 
 def _is_generator(value: object) -> bool:
-    """A generator of the operating system has no state."""
+    """True if `value` is a generator with a state; the operating system's has none."""
     numpys = type(value).__module__.startswith("numpy.random") and type(value).__name__ in ("Generator", "RandomState")
     return numpys or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom))
 

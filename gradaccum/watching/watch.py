@@ -1,7 +1,4 @@
-"""`Watch`: listeners in a loop that reads its `gradaccum.StepResult` itself; one object for every framework.
-
-JAX's state is a value, which can call nobody. The loop hands over the result instead, after each step on the host.
-"""
+"""`Watch`: listeners for a loop that reads its `gradaccum.StepResult` itself, as JAX's loops do."""
 
 from __future__ import annotations
 
@@ -64,18 +61,18 @@ _AFTER = "gradaccum: a listener raised this after the window had closed; the upd
 
 
 class Handle:
-    """What adding a listener gives: ``remove()`` takes it off again, once or more often. torch's hooks have the same."""
+    """The handle of an added listener; ``remove()`` removes it, as with torch's hooks."""
 
     def __init__(self, listeners: dict[int, Listener], key: int) -> None:
         self._listeners, self._key = listeners, key
 
     def remove(self) -> None:
-        """The listener hears no more."""
+        """Remove the listener; more than once is harmless."""
         self._listeners.pop(self._key, None)
 
 
 class Listeners:
-    """Who listens, in the order of adding, and the windows that they have not heard of. A copy or a pickle has none: it is another run."""
+    """The listeners in the order of adding, and the windows not yet reported to them. A copy or a pickle has none."""
 
     def __init__(self) -> None:
         self._listeners: dict[int, Listener] = {}
@@ -108,7 +105,7 @@ class Listeners:
     def note(
         self, result: StepResult, *, weight: float = math.nan, micro_batches: float = math.nan, loss: float | None = None
     ) -> ClosedWindow:
-        """A window has closed; `result`, in Python numbers, is its end's. A `loss` that is given stands in the place of the result's."""
+        """Record a closed window from its `result`, in Python numbers; `loss` replaces the result's if given."""
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
         loss = float(result.loss) if loss is None else loss
@@ -119,7 +116,7 @@ class Listeners:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Inside, windows may close; at its end the listeners hear of them. An error of the block itself goes before a listener's."""
+        """Report the windows that closed inside the block at its end. An error of the block goes before a listener's."""
         try:
             yield
         except BaseException as error:
@@ -129,9 +126,9 @@ class Listeners:
         _raise(self._told())
 
     def tell(self) -> None:
-        """Call every listener with every window that it has not heard of; `settled` raises what they raise.
+        """Call every listener with every window not yet reported; `settled` raises what they raise.
 
-        A call that closes several windows tells of each before the next one, as a listener may move a schedule.
+        A call that closes several windows reports each before the next, as a listener may move a schedule.
         """
         untold, self._untold = self._untold, []
         calls = [(listener, window) for window in untold for listener in self._listeners.values()]
@@ -152,7 +149,7 @@ def _failure(listener: Listener, window: ClosedWindow) -> Exception | None:
 
 
 def _raise(failures: list[Exception]) -> None:
-    """Raise the first of them; its notes tell the others."""
+    """Raise the first of them, with the others as notes."""
     if failures:
         first, *others = failures
         first.add_note(_AFTER)
@@ -162,17 +159,17 @@ def _raise(failures: list[Exception]) -> None:
 
 
 class Watch:
-    """Call it with the result of every micro-batch, flush and discard; it calls `listeners` when one has closed a window.
+    """Call it with the result of every micro-batch, flush and discard; it calls `listeners` after each closed window.
 
         watch = gradaccum.Watch(gradaccum.watching.JsonLines("windows.jsonl"))
         ...
         watch(opt.result, loss=loss)  # after each step; in JAX gradaccum_jax.result(state)
 
-    Reading a result waits for the device that computes it, as any look at a number does.
+    Reading a result waits for the device that computes it.
 
     Args:
         listeners: functions of one `gradaccum.watching.ClosedWindow`.
-        reduction: as that of `gradaccum.wrap`; the window's loss is combined by it.
+        reduction: as that of `gradaccum.wrap`; combines the losses of a window.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: a listener cannot be called; no such reduction.
@@ -192,19 +189,18 @@ class Watch:
     def __call__(
         self, result: StepResult, *, loss: SupportsFloat | None = None, weight: SupportsFloat | None = None
     ) -> ClosedWindow | None:
-        """Take in what one event did, and tell the listeners if it closed a window.
+        """Take in the result of one event, and call the listeners if it closed a window.
 
-        A `StepResult` does not say how many micro-batches a window held, nor what they weighed. So give `loss` or `weight` with each
-        micro-batch, and neither with a flush or discard; the window then has its count, weight and loss. Else these are NaN, never a
-        guess: if some micro-batch was not told, and in the first window if it closes with the first result, as it may have been resumed.
-        With neither, a result that equals the last window's is the flush of an empty window, which closes none. After an overflow the
-        weight is NaN, as the result does not say which micro-batches were dropped. A loss that the optimizer was told itself is in the
-        result, and need not be given here.
+        A `StepResult` holds neither the number nor the weight of a window's micro-batches. So pass `loss` or `weight` with each
+        micro-batch, and neither with a flush or discard; the window then has its count, weight and loss. These are NaN, never a guess, if
+        some micro-batch passed neither, and in a first window that closes with the first result, since it may have been resumed. Without
+        both, a result equal to the last window's is the flush of an empty window. After an overflow the weight is NaN: the result does not
+        name the dropped micro-batches. A loss that was passed to the optimizer is in the result already.
 
         Args:
             result: of the event, in Python numbers or scalars of the framework.
             loss: the micro-batch's, not scaled; a number or a scalar of the framework.
-            weight: as the optimizer was given it, 1 if it was not.
+            weight: the weight passed to the optimizer, default 1.
 
         Returns:
             The window that closed; None if none did.
@@ -231,7 +227,7 @@ class Watch:
         self._loss = add_loss(self._loss, math.nan if loss is None else loss, weight, weight > 0, self._options, select)
 
     def _go_on(self, result: StepResult) -> None:
-        """No window has closed. What was told must be all that the open one holds; an empty one begins anew."""
+        """Check that the open window holds just what was passed; an empty one begins anew."""
         self._told_last = self._told_last if result.closed else None
         if not result.micro_step:
             self._begin()
@@ -256,7 +252,6 @@ class Watch:
 
 
 def _in_numbers(result: object) -> StepResult:
-    """`result` in Python numbers."""
     if not isinstance(result, StepResult):
         fix = "Write watch(opt.result), or in JAX watch(gradaccum_jax.result(state))."
         raise explain(ArgumentTypeError, "result", expected="a StepResult", found=f"a {type(result).__name__}", fix=fix)
@@ -274,7 +269,7 @@ def _in_numbers(result: object) -> StepResult:
 
 
 def _number(name: str, value: SupportsFloat) -> float:
-    """`value` as a float; NaN is one."""
+    """Return `value` as a float, which may be NaN."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:

@@ -1,7 +1,4 @@
-"""Ready-made listeners: lines of JSON, a progress bar, curves.
-
-A listener imports the package that it needs as the listener is made, so that the core needs none of them.
-"""
+"""Ready-made listeners: lines of JSON, a progress bar, curves. Each imports its package when it is made."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from gradaccum.watching.watch import ClosedWindow
 
 
 def imported(listener: str, *modules: str, install: str) -> Any:
-    """The first of `modules` that is installed.
+    """Import the first of `modules` that is installed.
 
     Raises:
         MissingPackageError: none is; the error names what to `install`.
@@ -39,10 +36,9 @@ def imported(listener: str, *modules: str, install: str) -> Any:
 class JsonLines:
     """Writes each window as a line ``{"optimizer_step": 17, "applied": true, ...}`` with the fields of a `ClosedWindow`.
 
-    Every line is valid JSON: inf and NaN, which JSON has not, are written as null, as JavaScript's ``JSON.stringify`` does; ``overflow``
-    tells why. Each line is flushed, so a killed run loses none. A path is appended to, so a resumed run goes on in its file. The windows
-    after the last checkpoint are closed again and stand there twice, and the later line counts. If a crash has broken off the last line,
-    that line is ended first, so that only it is lost.
+    Every line is valid JSON: inf and NaN are written as null; ``overflow`` says why. Each line is flushed. A path is appended to, so a
+    resumed run writes into its file. It writes the windows after the last checkpoint again; the later line counts. A last line that a crash
+    broke off is ended first.
 
     Args:
         target: a path, or a text file that is open for writing, which stays the caller's to close.
@@ -71,7 +67,7 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file, if this opened it."""
+        """Close the file, if this listener opened it."""
         if self._own:
             self._file.close()
 
@@ -83,12 +79,12 @@ class JsonLines:
 
 
 def _writable(value: float) -> float | None:
-    """`value`; None, JSON's null, for one that JSON cannot write."""
+    """Return `value`, or None for a number that JSON cannot write."""
     return value if math.isfinite(value) else None
 
 
 def _ends_in_mid_line(path: str | os.PathLike[str]) -> bool:
-    """True if there is such a file, and its last line has no end."""
+    """True if the file exists and its last line has no end."""
     try:
         with open(path, "rb") as file:
             file.seek(-1, os.SEEK_END)
@@ -107,8 +103,7 @@ class RichProgress:
             opt.add_listener(progress)
             ...
 
-    The bar stands at ``optimizer_step``, so it is right in a resumed run too. Skipped windows do not move it; it counts those that it
-    heard of. After the block it is no longer drawn.
+    The bar stands at ``optimizer_step``, so it is right in a resumed run too. Skipped windows do not move it; it counts them.
 
     Args:
         total_updates: how many updates the run makes, an int >= 1.
@@ -168,8 +163,7 @@ class TensorBoard:
     """Writes each number of a window by ``writer.add_scalar(tag, value, optimizer_step)``.
 
     The tags are ``gradaccum/loss``, ``grad_norm``, ``loss_scale``, ``weight``, ``micro_batches``, ``seconds``, ``skipped`` (0 or 1)
-    and ``noise_scale``. A NaN, which mostly is a number that nobody told, has no point. A skipped window
-    stands at the step of the update before it.
+    and ``noise_scale``. A NaN has no point. A skipped window stands at the step of the update before it.
 
     Args:
         writer: a writer of `torch.utils.tensorboard`, of tensorboardX, or any other object with their ``add_scalar``, which stays the
@@ -196,7 +190,7 @@ class TensorBoard:
                 self._writer.add_scalar(f"{self._prefix}{name}", value, window.optimizer_step)
 
     def close(self) -> None:
-        """Write what is left and close the writer, if this opened it."""
+        """Write what is left and close the writer, if this listener opened it."""
         if self._own:
             self._writer.close()
 
@@ -208,6 +202,6 @@ class TensorBoard:
 
 
 def _opened(directory: str) -> Any:
-    """A writer into `directory`."""
+    """Open a writer into `directory`."""
     package = imported("TensorBoard", "torch.utils.tensorboard", "tensorboardX", install="tensorboard torch, or tensorboardX")
     return package.SummaryWriter(directory)
