@@ -101,11 +101,6 @@ def handed(accumulator: Tree, params: Params, gradients: Gradients | None) -> Ha
 
     An unknown gradient (a flush; a parameter that took no part in the last micro-batch) may have had either dtype. Then the optimizer gets
     the sum unrounded, and the updates have the parameter's dtype, as for gradients that nobody widened.
-
-    Args:
-        accumulator: the tree of sums.
-        params: the tree of parameters, or of their masters; None, or a tree of another structure, is unknown.
-        gradients: the last micro-batch's, aligned with the accumulator's leaves, None for a parameter without one; or None.
     """
     sums = jax.tree.leaves(accumulator)
     pairs = list(zip(_leaves_like(params, accumulator), gradients or [None] * len(sums), strict=True))

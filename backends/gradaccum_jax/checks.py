@@ -22,11 +22,7 @@ ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 
 
 def require_dtype(accumulate_dtype: DType) -> DType:
-    """`accumulate_dtype` as a dtype, None as it is.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: it is no floating dtype.
-    """
+    """`accumulate_dtype` as a dtype, None as it is."""
     if accumulate_dtype is None:
         return None
     # By attribute of jnp, to get JAX's own bfloat16: another package may have registered one with NumPy under that name.
@@ -41,11 +37,7 @@ def require_dtype(accumulate_dtype: DType) -> DType:
 
 
 def require_arrays(tree: Tree, name: str) -> None:
-    """Raise unless every leaf is an array or a number.
-
-    Raises:
-        ArgumentTypeError: one is not, as in an equinox model; names it.
-    """
+    """Raise unless every leaf is an array or a number."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not (hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__") or isinstance(leaf, bool | int | float | complex)):
             where, found = f"{name}{jax.tree_util.keystr(path)}", f"a {type(leaf).__name__}"
@@ -54,11 +46,7 @@ def require_arrays(tree: Tree, name: str) -> None:
 
 
 def require_state(state: object) -> AccumulationState:
-    """`state` if it is a wrapped optimizer's.
-
-    Raises:
-        ArgumentTypeError: it is not.
-    """
+    """`state` if it is a wrapped optimizer's."""
     if isinstance(state, AccumulationState):
         return state
     fix = "Pass what tx.init(params) returned. A checkpoint is restored into that structure; in a chain it is one of the chain's states."
@@ -66,11 +54,7 @@ def require_state(state: object) -> AccumulationState:
 
 
 def require_statistics(state: AccumulationState, options: Options) -> None:
-    """Refuse the state of an optimizer with another ``noise_scale``.
-
-    Raises:
-        ArgumentTypeError: it has a noise scale and should have none, or the other way round.
-    """
+    """Refuse the state of an optimizer with another ``noise_scale``."""
     fix = "Write state = gradaccum_jax.check_state(tx, state, params) once: it makes the state of this optimizer."
     if (state.noise is None) != (options.noise_decay is None):
         expected, found = ("none", "one") if options.noise_decay is None else ("one, as noise_scale is on", "none")
@@ -78,11 +62,7 @@ def require_statistics(state: AccumulationState, options: Options) -> None:
 
 
 def require_plain(inner_state: InnerState) -> None:
-    """Refuse the state of an inner optimizer that accumulates too.
-
-    Raises:
-        ArgumentTypeError: it holds a state of `ACCUMULATING`.
-    """
+    """Refuse the state of an inner optimizer that accumulates too."""
     nodes = jax.tree.leaves(inner_state, is_leaf=lambda node: isinstance(node, ACCUMULATING))
     for node in nodes:
         if isinstance(node, ACCUMULATING):
@@ -90,12 +70,7 @@ def require_plain(inner_state: InnerState) -> None:
 
 
 def require_params(params: Params, masters: Tree) -> None:
-    """Refuse parameters that do not belong to `masters`.
-
-    Raises:
-        ArgumentTypeError: there are no parameters.
-        ArgumentValueError: their half-precision leaves have other paths or shapes.
-    """
+    """Refuse parameters that do not belong to `masters`."""
     fix = "Pass the parameters that tx.init was given: tx.update(grads, state, params)."
     if params is None:
         raise explain(ArgumentTypeError, "params", expected="the parameters, as master_weights=True", found="nothing at all", fix=fix)
@@ -115,10 +90,6 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
     """A micro-batch's weight as a scalar array of `dtype`; None as it is.
 
     Nobody can look at a traced weight: if it is negative or not finite, the micro-batch counts as one whose gradient is not finite.
-
-    Raises:
-        ArgumentTypeError: it is not a real scalar.
-        ArgumentValueError: it is negative, infinite or NaN.
     """
     if weight is None:
         return None
@@ -165,14 +136,6 @@ def align(gradients: Tree, accumulator: Tree, *, any_float: bool) -> Gradients:
     """The gradients in the order of the accumulator's leaves; None for a parameter without one.
 
     A None may also stand for a whole subtree. Containers may differ in type as long as the paths agree.
-
-    Args:
-        gradients: the tree the user gave.
-        accumulator: the tree of sums.
-        any_float: let through dtypes wider than the accumulator's, because the user chose its dtype.
-
-    Raises:
-        GradientError: the structure, a shape or a dtype differs, or the devices hold parts that are not added up; names the path.
     """
     held, structure = _named(accumulator)
     given, other = _named(gradients)

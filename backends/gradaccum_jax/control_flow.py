@@ -53,11 +53,6 @@ def traced_once(function: Callable[..., Any], like: Tree) -> Callable[..., Any]:
 
     JAX evaluates the program of a loop's body several times on its way to the compiler, one equation after the other. It traces the jitted
     form once, and the compiler inlines it.
-
-    Args:
-        function: of arrays. What it closes over is an input of the equation if it is traced.
-        like: if none of its leaves is traced, `function` is returned as it is: the arrays that it closes over would become constants of the
-            equation, compiled anew in each call.
     """
     return jax.jit(function) if any(map(isinstance, jax.tree.leaves(like), itertools.repeat(jax.core.Tracer))) else function
 
@@ -72,13 +67,7 @@ Batched = list[int | None]
 
 
 def once(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
-    """``function(operand)`` where `predicate` holds, else `operand` itself.
-
-    Args:
-        predicate: bool scalar.
-        function: returns the structure, shapes and dtypes of its argument.
-        operand: a tree of arrays.
-    """
+    """``function(operand)`` where `predicate` holds, else `operand` itself."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, operand))
     predicate = jnp.asarray(predicate)
 

@@ -43,15 +43,7 @@ class Accumulation:
     """The mesh axes along which parameters are sharded."""
 
     def init(self, params: Params) -> AccumulationState:
-        """The state before the first micro-batch; one accumulator, in the structure of `params`.
-
-        Raises:
-            ArgumentTypeError: the inner optimizer accumulates too, or cannot stand inside a wrapper: see `update`. Or a parameter is no
-                array, or an explicit mesh types it as ``reduced``.
-            ArgumentValueError: JAX has ``accumulate_dtype`` switched off.
-            UsageError: with ``axis_name``: no such axis is in scope, or the parameters differ along it. Or some parameters are sharded by
-                `jax.shard_map`, and ``shard_axes`` is not given.
-        """
+        """The state before the first micro-batch; one accumulator, in the structure of `params`."""
         require_arrays(params, "params")
         require_ordinary(params)
         group.require_axes(self.axes)
@@ -71,29 +63,7 @@ class Accumulation:
     def update(
         self, grads: Tree, state: AccumulationState, params: Params = None, *, weight: Scalar = None, value: Scalar = None, **extra: Any
     ) -> tuple[Updates, AccumulationState]:
-        """Take in one micro-batch; returns the inner optimizer's updates at the end of the window, zeros before it.
-
-        Args:
-            grads: a tree like the parameters', times the loss scale. None: the parameter took no part.
-            state: from `init` or the last call.
-            params: the parameters, if the inner optimizer wants them, and with master weights.
-            weight: the micro-batch's weight, a real scalar >= 0; 1 if left out. At 0 its gradient adds exactly nothing.
-            value: the micro-batch's loss, a real scalar, not scaled. `result` tells the window's, and an inner optimizer that reads
-                ``value`` gets that one, at the window's end; NaN if one of its micro-batches did not tell.
-            extra: passed on to the inner optimizer.
-
-        Raises:
-            GradientError: `grads` has another structure, shape or dtype, or is typed ``unreduced`` on an explicit mesh; names the leaf.
-            ArgumentTypeError, ArgumentValueError: `state` is not this optimizer's, `weight` or `value` is no such scalar, or `params` are
-                missing.
-            ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1, outside `jax.jit`. Under `jax.jit` no value is
-                known; there each micro-batch of such a window counts as not finite: no update is made, and `result` says ``overflow``.
-            UsageError: the inner optimizer reduces over a named axis, and a weight or an option is given that would differ from device to
-                device: `clip_norm`, `skip_norm`, ``on_overflow="drop_micro_batch"``. Or, with ``axis_name``: no such axis is in scope, the
-                gradients or `value` are reduced already, something else differs from device to device, or the inner optimizer reduces too.
-            UsageError: `value` differs between devices that have one state. Or the inner optimizer reads ``grad`` or another argument of
-                `update.OF_A_BATCH` in a window of several micro-batches.
-        """
+        """Take in one micro-batch; returns the inner optimizer's updates at the end of the window, zeros before it."""
         self.check(state, params, extra)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
@@ -117,11 +87,7 @@ class Accumulation:
         return window.discard(held)
 
     def check(self, state: object, params: Params, extra: Extra) -> None:
-        """Refuse what does not belong to this optimizer, before anything changed.
-
-        Raises:
-            ArgumentTypeError, ArgumentValueError, UsageError: see `update`.
-        """
+        """Refuse what does not belong to this optimizer, before anything changed."""
         held = require_state(state)
         require_statistics(held, self.options)
         require_ordinary(params)
@@ -135,17 +101,7 @@ class Accumulation:
             require_params(params, held.masters)
 
     def add(self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar) -> AccumulationState:
-        """`state` with one micro-batch more of a window that the caller closes; nothing else happens.
-
-        Args:
-            state: of an optimizer wrapped with ``steps=None``.
-            grads: as for `update`.
-            weight: a scalar array >= 0.
-            loss: a scalar array, not scaled.
-
-        Raises:
-            GradientError, UsageError: as for `update`.
-        """
+        """`state` with one micro-batch more of a window that the caller closes; nothing else happens."""
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         group.require_own(aligned, state.accumulator, self.axes)
         return window.add(state, MicroBatch(aligned, weight, loss), None, self.options, self.shard_axes)[0]
@@ -226,11 +182,7 @@ def discard(tx: optax.GradientTransformation, state: AccumulationState) -> Accum
 
 
 def require_accumulation(tx: object) -> Accumulation:
-    """The accumulation behind `tx`.
-
-    Raises:
-        ArgumentTypeError: `tx` is not wrapped.
-    """
+    """The accumulation behind `tx`."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     if isinstance(owner, Accumulation):
         return owner
@@ -239,11 +191,7 @@ def require_accumulation(tx: object) -> Accumulation:
 
 
 def require_transformation(optimizer: object) -> optax.GradientTransformation:
-    """`optimizer` if it is an optax transformation and not wrapped already.
-
-    Raises:
-        ArgumentTypeError: it is not one, or it is wrapped.
-    """
+    """`optimizer` if it is an optax transformation and not wrapped already."""
     if not isinstance(optimizer, optax.GradientTransformation):
         fix = "Pass for example optax.adamw(1e-3); instead of an optax.MultiSteps, pass the optimizer inside it."
         raise optimizer_error("an optax.GradientTransformation", optimizer, fix)

@@ -80,10 +80,6 @@ def distance(p: Array, master: Array) -> Array:
     One case remains: a parameter that shrinks by more than that in one update, but not to 0. No float32 u brings it to q: near -p float32
     numbers lie too far apart. The result is then off by at most 2^-23 |p|, and right again after the next update, since the distance
     is taken from the model's value. The sign of a zero is kept where some u gives it. `gradaccum_jax.apply_updates` has no such limits.
-
-    Args:
-        p: float16 or bfloat16, any shape; of float8 and below, the distance is to the master itself.
-        master: float32, the same shape.
     """
     held = jnp.asarray(p).astype(jnp.float32)
     target = rounded(master, jnp.result_type(p)) if jnp.result_type(p).itemsize == 2 else master

@@ -71,11 +71,7 @@ def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
 
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
-    """The state to go on with under `options`, made of a restored one; looks at values.
-
-    Raises:
-        CheckpointError: a window is open, and `options` differ in one of its terms.
-    """
+    """The state to go on with under `options`, made of a restored one; looks at values."""
     concrete = options._replace(steps=_on_the_host(options.steps))
     # Not what each device has for itself: another process may hold it, and nothing here depends on it.
     shared = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
@@ -94,17 +90,7 @@ def _on_the_host(steps: Schedule) -> Schedule:
 
 
 def rebuild(tree: Tree, like: Tree, optional: Mapping[str, float] = NO_LEAVES) -> Any:
-    """The leaves of `tree` as JAX arrays in the structure of `like`.
-
-    Args:
-        tree: as it was restored.
-        like: of arrays or their shapes.
-        optional: leaves by path, each with the number that stands for it where `tree` has none of them. Those that `like` lacks are left
-            out.
-
-    Raises:
-        CheckpointError: a path, shape or dtype differs.
-    """
+    """The leaves of `tree` as JAX arrays in the structure of `like`."""
     found, expected = by_path(tree), by_path(like)
     if not optional.keys() & found.keys():
         found |= {path: np.full(expected[path].shape, optional[path], expected[path].dtype) for path in optional.keys() & expected.keys()}

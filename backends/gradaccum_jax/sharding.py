@@ -73,13 +73,7 @@ def vary_like(params: Params, state: T, shared: Axes = frozenset()) -> T:
 
 
 def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves) -> tuple[Any, Leaves]:
-    """`function` traced, and `leaves` with all axes that its results may have where `predicate` decides whether it runs.
-
-    Args:
-        predicate: bool scalar.
-        function: of the leaves, returns as many.
-        leaves: arrays.
-    """
+    """`function` traced, and `leaves` with all axes that its results may have where `predicate` decides whether it runs."""
     while True:
         closed = jax.make_jaxpr(function)(*leaves)
         if not manual_axes():
@@ -169,15 +163,7 @@ def axes_in_parts(leaf: Array) -> Axes:
 
 
 def require_ordinary(params: Params, name_of: Callable[[Any], str] = lambda path: f"params{jax.tree_util.keystr(path)}") -> None:
-    """Raise unless each parameter is of an ordinary type.
-
-    Args:
-        params: a tree of arrays.
-        name_of: the name of the leaf at a path, for the error.
-
-    Raises:
-        ArgumentTypeError: one is typed ``reduced`` or ``unreduced``; names it.
-    """
+    """Raise unless each parameter is of an ordinary type."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if axes := axes_in_parts(leaf):
             found = f"one typed reduced or unreduced over {sorted(axes)}"
@@ -197,14 +183,7 @@ _replicated: Any = core.Primitive("replicated")
 
 
 def replicated(tree: T, axes: tuple[str, ...], *, known: bool = True, asked: str = "") -> T:
-    """`tree`, none of its arrays varying along `axes` by its type: the caller knows that they are the same along these.
-
-    Args:
-        tree: of arrays. It has no derivative.
-        axes: names of mesh axes; without any, `tree` is returned as it is.
-        known: the caller knows; otherwise `workers.data_parallel.differing` finds it out.
-        asked: the name by which `workers.data_parallel.differing` refuses the arrays if they differ.
-    """
+    """`tree`, none of its arrays varying along `axes` by its type: the caller knows that they are the same along these."""
 
     def cast_type(leaf: Array) -> Array:
         varying = tuple(sorted(axes_of(leaf) & frozenset(axes)))

@@ -83,10 +83,6 @@ def current_terms(options: Options, steps: Scalar) -> Array:
     """The codes of the open window's terms: int32, shape (5,).
 
     Each micro-batch writes them, so that a checkpoint of any format tells under which terms the sum was last added to.
-
-    Args:
-        options: the optimizer's.
-        steps: the size of the window, traced or not, or an `UntilWeight` of it; None: the caller closes it, or it is not known yet.
     """
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     known = jnp.asarray(codes, jnp.int32)
@@ -133,11 +129,7 @@ def find_states(tree: Tree) -> list[AccumulationState]:
 
 
 def the_state(tree: Tree) -> AccumulationState:
-    """The one accumulation's state in `tree`.
-
-    Raises:
-        ArgumentTypeError: there is none, or more than one.
-    """
+    """The one accumulation's state in `tree`."""
     states = find_states(tree)
     if len(states) != 1:
         raise explain(

@@ -24,27 +24,13 @@ noise is not measured."""
 
 
 def fresh(options: Options, dtype: DType) -> dict[str, Tree]:
-    """The fields before the first micro-batch, by name. Every scalar has an array of its own: no buffer may be donated twice.
-
-    Args:
-        options: the optimizer's.
-        dtype: that of `AccumulationState.weight`.
-    """
+    """The fields before the first micro-batch, by name. Every scalar has an array of its own: no buffer may be donated twice."""
     noise = None if options.noise_decay is None else Noise(*(jnp.zeros((), dtype) for _ in Noise._fields))
     return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), UNKNOWN, dtype), "noise": noise}
 
 
 def add(state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, options: Options, shard_axes: ShardAxes) -> AccumulationState:
-    """Take in what a micro-batch tells.
-
-    Args:
-        state: the state with the micro-batch counted and added, its loss not yet.
-        loss: a scalar; None if it was not told.
-        weight: the micro-batch's.
-        adds: bool scalar: `gradaccum.kit.usable` of it.
-        options: the optimizer's.
-        shard_axes: the mesh axes along which parameters are sharded.
-    """
+    """Take in what a micro-batch tells."""
     if loss is None:
         total = jnp.where(adds, UNKNOWN, state.loss)
     else:

@@ -29,9 +29,6 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
 
     It is float32 for half precision and below, the leaf's own otherwise. If `accumulate_dtype` is given, it replaces both for every leaf
     that takes part. Complex leaves stay complex.
-
-    Raises:
-        ArgumentValueError: float64 was asked for and JAX has it switched off.
     """
     own = jnp.result_type(leaf)
     if not takes_part(leaf):
@@ -61,15 +58,7 @@ def weight_dtype(accumulator: Tree) -> DType:
 
 
 def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, harmless: Scalar = None) -> Tree:
-    """``accumulator + factor * gradients`` where `adds` holds, else `accumulator`; by select, because 0 x NaN is NaN.
-
-    Args:
-        accumulator: the tree of sums.
-        gradients: aligned with its leaves; None adds nothing.
-        factor: a scalar; None: 1, without a multiplication.
-        adds: bool scalar.
-        harmless: bool scalar, with a factor only; see `add_weighted`.
-    """
+    """``accumulator + factor * gradients`` where `adds` holds, else `accumulator`; by select, because 0 x NaN is NaN."""
 
     def add_leaf(held: Array, gradient: Array) -> Array:
         if gradient is None:
@@ -90,13 +79,6 @@ def add_weighted(held: Array, gradient: Array, weight: Scalar, adds: Scalar, har
     It has a derivative by the weight at weight 0 too. A weight of 0 must add exactly nothing, even of a NaN, so a select leaves the product
     out, and JAX's derivative of that select is 0. But the derivative of w g by w is g at every w, and learning to reweight starts from
     weights of 0 (Ren et al., "Learning to Reweight Examples for Robust Deep Learning", 2018, section 3.2).
-
-    Args:
-        held: the sum, any shape.
-        gradient: of the same shape.
-        weight: a scalar.
-        adds: bool scalar: the product is added.
-        harmless: bool scalar: the product is added, or the weight is 0. Where it is False, the derivative by the weight is 0.
     """
     return pick(adds, plus(held, weight * gradient), held)
 
@@ -154,11 +136,6 @@ def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
     A finite float32 sum may be more than float16 can hold. Only leaves whose dtype has a smaller range than their sum's are looked at, and
     only the largest magnitude of each: dividing and rounding are monotonic. So this costs nothing for float32, bfloat16 and float64
     parameters, and with float32 masters.
-
-    Args:
-        accumulator: the tree of sums.
-        divisor: a scalar, before clipping, which is decided on later.
-        dtypes: the inner optimizer's gradients', one per leaf.
     """
     held = zip(jax.tree.leaves(accumulator), dtypes, strict=True)
     return all_of([_largest(leaf) / divisor < _limit(dtype) for leaf, dtype in held if leaf.size and _is_narrower(dtype, leaf.dtype)])
@@ -293,13 +270,7 @@ Sums = list[tuple[tuple[str, ...], Array]]
 
 
 def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
-    """Global 2-norm and whether every element is finite: scalars of `dtype` and bool.
-
-    Args:
-        accumulator: the tree of sums.
-        dtype: float32 or float64. A norm of finite elements beyond its range is reported as its largest number.
-        shard_axes: the mesh axes along which arrays are sharded inside `jax.shard_map`: the norm is that of all shards.
-    """
+    """Global 2-norm and whether every element is finite: scalars of `dtype` and bool."""
     groups = _grouped(_real_leaves(accumulator, dtype), shard_axes)
     small = [(axes, leaves) for axes, leaves in groups if _together(leaves[0])]
     large = [(axes, leaf) for axes, (leaf, *_) in groups if not _together(leaf)]

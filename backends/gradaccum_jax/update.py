@@ -58,16 +58,7 @@ class Update(NamedTuple):
         return self._replace(extra={**self.extra, "value": loss})
 
     def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
-        """Trace the call; nothing of it enters the program. One that takes no ``value``, such as SAM, is called without.
-
-        Args:
-            accumulator: the tree of sums.
-            held: the inner optimizer's state.
-            divisor: a scalar of the type that `run` gets.
-
-        Raises:
-            UsageError: the optimizer reads an extra argument of one micro-batch out of several, or its state changes its structure.
-        """
+        """Trace the call; nothing of it enters the program. One that takes no ``value``, such as SAM, is called without."""
         try:
             return self._traced(accumulator, held, divisor)
         except TypeError as error:
@@ -94,13 +85,6 @@ class Update(NamedTuple):
     def run(self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, apply: Scalar) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer where `apply` holds.
 
-        Args:
-            accumulator: the tree of sums.
-            held: the inner optimizer's state.
-            divisor: a scalar: ``accumulator / divisor`` is the gradient.
-            traced: from `traced`.
-            apply: bool scalar.
-
         Returns:
             The updates (zeros unless `apply`), the accumulator (the updates if `apply`) and the inner optimizer's state.
         """
@@ -119,11 +103,6 @@ class Update(NamedTuple):
 
         Constant zeros would cost a copy of the parameters and a pass over it: nothing tells XLA that the gradient, which reads the old
         parameters, comes first. After a loop over all sums, even one that never runs, the gradient has come, and the select is free.
-
-        Args:
-            accumulator: the tree of sums.
-            updates: `Traced.updates`.
-            never: a bool scalar that is False, which only the running program knows.
         """
         accumulator = once(never, lambda held: emptied(held, never), accumulator)
         return self._updates_where(never, accumulator, updates), accumulator
@@ -170,11 +149,7 @@ def _nothing(leaf: Array) -> complex:
 
 
 def require_equal_parts(options: Options, axes: Axes, weight: Scalar) -> None:
-    """Refuse options that would differ from device to device where the inner optimizer reduces over `axes`.
-
-    Raises:
-        UsageError: a weight or a norm is asked for, or micro-batches may be dropped.
-    """
+    """Refuse options that would differ from device to device where the inner optimizer reduces over `axes`."""
     dropping = options.on_overflow == "drop_micro_batch" or None
     norms = {"clip_norm": options.clip_norm, "skip_norm": options.skip_norm, "noise_scale": options.noise_decay}
     asked = {**norms, "on_overflow": dropping, "weight": weight}
@@ -185,25 +160,14 @@ def require_equal_parts(options: Options, axes: Axes, weight: Scalar) -> None:
 
 
 def require_no_reduction(axes: Axes, reduced: tuple[str, ...]) -> None:
-    """Refuse an inner optimizer that reduces over `axes` of which some are among those that are `reduced` over before it.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Refuse an inner optimizer that reduces over `axes` of which some are among those that are `reduced` over before it."""
     if twice := sorted(axes & frozenset(reduced)):
         fix = "Leave the reduction out of the optimizer: with axis_name its gradient is that of all devices."
         raise explain(UsageError, "optimizer", expected="one that does not reduce", found=f"one that reduces over {twice}", fix=fix)
 
 
 def agree(apply: Scalar, overflow: Scalar, at_end: Scalar, axes: Axes) -> tuple[Scalar, Scalar]:
-    """`apply` where it holds on all devices along `axes`, `overflow` where it holds on any: bool scalars.
-
-    Args:
-        apply: bool scalar: this device's.
-        overflow: bool scalar: this device's.
-        at_end: bool scalar: the window ends here; the same on all devices. Only then do they talk to each other.
-        axes: the names of the axes; without any there is nothing to agree on.
-    """
+    """`apply` where it holds on all devices along `axes`, `overflow` where it holds on any: bool scalars."""
     if not axes:
         return apply, overflow
 
@@ -246,11 +210,7 @@ def part_of_window(extra: Extra) -> tuple[Extra, Extra]:
 
 
 def require_unread(program: Any, watched: Extra) -> None:
-    """Refuse an optimizer whose traced `program` reads one of the `watched` arguments, which are the program's first inputs.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Refuse an optimizer whose traced `program` reads one of the `watched` arguments, which are the program's first inputs."""
     names = [name for name in sorted(watched) for _ in jax.tree.leaves(watched[name])]  # JAX flattens a dict by its sorted keys
     jaxpr = program.jaxpr
     read = {id(variable) for variables in (jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns)) for variable in variables}
@@ -260,11 +220,7 @@ def require_unread(program: Any, watched: Extra) -> None:
 
 
 def require_same_structure(after: InnerState, before: InnerState) -> None:
-    """Refuse an optimizer whose state has another structure after its update, as that of `optax.monitor`.
-
-    Raises:
-        UsageError: it has.
-    """
+    """Refuse an optimizer whose state has another structure after its update, as that of `optax.monitor`."""
     structure: Any = jax.tree.structure(after, is_leaf=is_none)  # a None stands for what `before` has there
     try:
         structure.flatten_up_to(before)
@@ -275,11 +231,7 @@ def require_same_structure(after: InnerState, before: InnerState) -> None:
 
 
 def require_placeable(params: Params, inner_state: InnerState) -> None:
-    """Refuse an optimizer of parameter pairs, and one that takes each item's gradient.
-
-    Raises:
-        ArgumentTypeError: the parameters are those of `optax.lookahead`, or the state is that of `differentially_private_aggregate`.
-    """
+    """Refuse an optimizer of parameter pairs, and one that takes each item's gradient."""
     if _holds(params, optax.LookaheadParams):
         expected = "one whose updates are like its gradients"
         found = "optax.lookahead, whose gradients are those of its fast parameters only"

@@ -48,13 +48,6 @@ def add(
 ) -> tuple[AccumulationState, Scalar]:
     """Take in a micro-batch: add its gradient to the sum, and count it.
 
-    Args:
-        state: the state before the micro-batch.
-        micro_batch: what is taken in.
-        steps: the size of the window; None: the caller closes it.
-        options: the optimizer's.
-        shard_axes: the mesh axes along which gradients are sharded.
-
     Returns:
         The state with the micro-batch in it, and a bool scalar: it was dropped.
     """
@@ -120,17 +113,7 @@ def close(
 def keep(
     state: AccumulationState, update: Update, options: Options, *, never: Scalar, dropped: Scalar, weight: Scalar, tells: bool
 ) -> tuple[Updates, AccumulationState]:
-    """In place of `close` in a window that only the caller closes: zeros, and the sum as it is.
-
-    Args:
-        state: as for `close`.
-        update: the inner optimizer's call.
-        options: the optimizer's.
-        never: bool scalar: `gradaccum.kit.ends` of such a window.
-        dropped: as for `close`.
-        weight: as for `close`.
-        tells: as for `close`.
-    """
+    """In place of `close` in a window that only the caller closes: zeros, and the sum as it is."""
     never = never if state.noise is None else never & (state.weight >= 0)  # always so, but see `statistics.add`
     update = update.told(jnp.zeros_like(state.loss)) if tells else update
     traced = _traced(state, update, options, jnp.ones_like(state.weight), weight)
@@ -226,11 +209,7 @@ def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) 
 
 
 def size_at(schedule: kit.Schedule, optimizer_step: Scalar) -> Scalar:
-    """The size of the window that follows update number `optimizer_step`, an int32 scalar, traced or not; or an `UntilWeight` of it.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: a callable gave no int >= 1, or, traced, no integer scalar.
-    """
+    """The size of the window that follows update number `optimizer_step`, an int32 scalar, traced or not; or an `UntilWeight` of it."""
     size = kit.steps_at(schedule, optimizer_step, jnp.where)
     if kit.is_known(schedule):
         return size
@@ -249,22 +228,14 @@ def number_of(size: Scalar) -> Scalar:
 
 
 def probe(schedule: kit.Schedule) -> None:
-    """Check the first window's size, before anything is traced. It asks with NumPy's 0, because `wrap` alone starts no device.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: see `size_at`.
-    """
+    """Check the first window's size, before anything is traced. It asks with NumPy's 0, because `wrap` alone starts no device."""
     if not kit.is_known(schedule):
         with jax.ensure_compile_time_eval():
             size_at(schedule, np.zeros((), np.int32))
 
 
 def check_known(schedule: kit.Schedule, optimizer_step: Scalar) -> None:
-    """Check the open window's size where a loop outside `jax.jit` knows it. Only for a callable it waits for the last update.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: see `size_at`.
-    """
+    """Check the open window's size where a loop outside `jax.jit` knows it. Only for a callable it waits for the last update."""
     if not kit.is_known(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
         size_at(schedule, jnp.asarray(optimizer_step))
 

@@ -34,11 +34,7 @@ LOSS_FIX = "Write optimizer(gradients, weight, loss) with the loss that was diff
 
 
 def require_parameters(parameters: object) -> list[Parameter]:
-    """`parameters` as a list.
-
-    Raises:
-        ArgumentTypeError: it holds no Parameter, or something else; it is an optimizer, say.
-    """
+    """`parameters` as a list."""
     listed = list(parameters) if isinstance(parameters, Iterable) else []
     if not listed or not all(isinstance(parameter, Parameter) for parameter in listed):
         found = f"an object of type {type(parameters).__name__}"
@@ -48,11 +44,7 @@ def require_parameters(parameters: object) -> list[Parameter]:
 
 
 def require_mindspore(version: str, what: str, instead: str) -> None:
-    """Raise unless MindSpore is of this version, as ``"2.9"``, or newer.
-
-    Raises:
-        UsageError: it is older.
-    """
+    """Raise unless MindSpore is of this version, as ``"2.9"``, or newer."""
     if _series(ms.__version__) < _series(version):
         fix = f"Run: pip install 'mindspore>={version},<2.11', or {instead}."
         raise explain(UsageError, what, expected=f"MindSpore {version}, which first has what it needs", found=ms.__version__, fix=fix)
@@ -66,9 +58,6 @@ def gradients_by_position(gradients: Gradients | NamedGradients, specs: Specs, n
     """The gradients in the parameters' order, checked: a tuple or list in that order, or a dict by parameter name.
 
     None stands for a parameter that took no part. A dict has the names in `specs`, or the names that `now` returns.
-
-    Raises:
-        GradientError: another number, other names, another shape or dtype.
     """
     if isinstance(gradients, Mapping):
         gradients = [gradients[name] for name in names_of(tuple(gradients), specs, now())]
@@ -81,11 +70,7 @@ def gradients_by_position(gradients: Gradients | NamedGradients, specs: Specs, n
 
 
 def names_of(keys: tuple[str, ...], specs: Specs, now: tuple[str, ...]) -> tuple[str, ...]:
-    """The keys of a dict of gradients in the parameters' order: the names in `specs`, or in `now`.
-
-    Raises:
-        GradientError: other keys.
-    """
+    """The keys of a dict of gradients in the parameters' order: the names in `specs`, or in `now`."""
     for names in (now, tuple(name for name, _, _ in specs)):
         if set(keys) == set(names):
             return names
@@ -118,11 +103,7 @@ def check_shape_and_dtype(name: str, shape: Shape, dtype: str, expected_shape: S
 
 
 def weight_as_number(weight: Weight) -> float:
-    """The weight of a micro-batch as a float; None is 1.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: it is no finite number >= 0.
-    """
+    """The weight of a micro-batch as a float; None is 1."""
     if weight is None:
         return 1.0
     if isinstance(weight, Tensor):
@@ -132,11 +113,7 @@ def weight_as_number(weight: Weight) -> float:
 
 
 def loss_as_number(loss: object) -> float:
-    """The loss of a micro-batch as a float; it may be inf or NaN.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: it is no number.
-    """
+    """The loss of a micro-batch as a float; it may be inf or NaN."""
     if isinstance(loss, Tensor):
         require_one_loss(loss.size, loss.shape)
         return float(loss.astype(ms.float64).asnumpy().item())

@@ -79,9 +79,6 @@ class Notes(nn.Cell):  # type: ignore[misc]
     is a bool Parameter. The code reads each note at one place only: the runtime copies a Parameter that is read again after a branch.
 
     Notes are no state: no checkpoint has them, and a Cell that holds the optimizer does not list or rename them.
-
-    Args:
-        float_dtype: dtype of the norm and of the divisor.
     """
 
     weight: Parameter

@@ -70,11 +70,7 @@ def scaler_rule(scaler: object) -> ScaleRule | None:
 
 
 def drive(scaler: DynamicLossScaler, key: int) -> None:
-    """Take `scaler` over for the accumulation called `key`.
-
-    Raises:
-        ArgumentValueError: another accumulation drives it, and would move the scale in mid-window.
-    """
+    """Take `scaler` over for the accumulation called `key`."""
     if hasattr(scaler, "driven_by"):
         expected = "a scaler that no other wrapped optimizer drives, because each moves it at the end of its own windows"
         fix = "Give each optimizer a scaler of its own, or loss_scale=gradaccum.DynamicLossScale()."

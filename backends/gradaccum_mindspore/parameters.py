@@ -30,12 +30,7 @@ Replacements = Mapping[int, Parameter]
 
 
 class Masters(nn.Cell):  # type: ignore[misc]
-    """The masters of some parameters, and the way back into the model.
-
-    Args:
-        parameters: the model's parameters; each float16 or bfloat16 one gets a float32 master, ``"{name of the parameter}{suffix}"``.
-        suffix: the end of each master's name.
-    """
+    """The masters of some parameters, and the way back into the model."""
 
     def __init__(self, parameters: Sequence[Parameter], suffix: str) -> None:
         super().__init__(auto_prefix=False)

@@ -96,11 +96,7 @@ def skip_in_bytecode() -> None:
 
 
 def refuse_trace() -> None:
-    """Raise if MindSpore is recording operators now.
-
-    Raises:
-        UsageError: it is.
-    """
+    """Raise if MindSpore is recording operators now."""
     if jit_trace._using_trace:
         _stop_tracing()
         raise explain(

@@ -28,11 +28,7 @@ class SavedPlace(NamedTuple):
 
 
 def saved_place(state: Saved, prefix: str) -> SavedPlace:
-    """The place of the worker that saved `state`; the only one, if its optimizer had no others.
-
-    Raises:
-        CheckpointError: its sum is that of no worker and not of all, because a reduction failed before it was saved.
-    """
+    """The place of the worker that saved `state`; the only one, if its optimizer had no others."""
     entry = state.get(f"{prefix}.{SHARED}")
     place = SavedPlace(OWN, 0, 1) if entry is None else SavedPlace(*entry.asnumpy().tolist())
     if place.held == TORN:
@@ -42,11 +38,7 @@ def saved_place(state: Saved, prefix: str) -> SavedPlace:
 
 
 def require_place(saved: SavedPlace, own: tuple[int, int], prefix: str) -> None:
-    """The open window that `saved` belongs to may go on here.
-
-    Raises:
-        CheckpointError: another worker saved it, or another number of them.
-    """
+    """The open window that `saved` belongs to may go on here."""
     if saved[1:] != own:
         expected, found = f"the open window of rank {own[0]} of {own[1]}", f"that of rank {saved.rank} of {saved.workers}"
         fix = (

@@ -37,11 +37,7 @@ INTEGERS = ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UIn
 
 
 def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
-    """The size of the window that follows update number `optimizer_step`: an int, an `UntilWeight` of one, None if the caller closes it.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: a callable `steps` gave no int >= 1.
-    """
+    """The size of the window that follows update number `optimizer_step`: an int, an `UntilWeight` of one, None if the caller closes it."""
     if kit.is_known(steps):
         size: Schedule = kit.steps_at(steps, optimizer_step, kit.select)
         return size
@@ -101,15 +97,7 @@ OWN, OF_ALL, TORN = range(3)
 
 
 class Storage(nn.Cell):  # type: ignore[misc]
-    """The Parameters of one accumulation.
-
-    Args:
-        parameters: the model's parameters, in the order of the gradients.
-        options: the checked options.
-        name: tells two accumulations in one program apart; part of every Parameter's name.
-        inner_scale: the part of the loss scale that the inner optimizer itself divides by.
-        place: the rank of this worker and the number of all, if they share their windows.
-    """
+    """The Parameters of one accumulation."""
 
     def __init__(
         self,

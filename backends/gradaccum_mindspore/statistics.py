@@ -39,13 +39,7 @@ class Known(NamedTuple):
 
 
 class Knowledge(nn.Cell):  # type: ignore[misc]
-    """The loss and the noise of one accumulation's windows.
-
-    Args:
-        prefix: the start of the Parameters' names.
-        options: the checked options.
-        float_dtype: dtype of `State.weight`, and of these.
-    """
+    """The loss and the noise of one accumulation's windows."""
 
     def __init__(self, prefix: str, options: Options, float_dtype: DType) -> None:
         super().__init__(auto_prefix=False)
@@ -253,11 +247,7 @@ class Listening:
             self.listeners.note(self.storage.result(), weight=before.weight, micro_batches=before.micro_step)
 
     def look(self, micro_batches: float = math.nan) -> None:
-        """Note the window that compiled code closed since the last look, in which it took in so many micro-batches.
-
-        Raises:
-            UsageError: it closed several. The listeners cannot hear of one at a time any more.
-        """
+        """Note the window that compiled code closed since the last look, in which it took in so many micro-batches."""
         if not self.listeners:
             return
         before, self.seen = self.seen, self.storage.pull()

@@ -72,15 +72,7 @@ def where(condition: Tensor, a: Number, b: Number) -> Tensor:
 
 
 def sum_dtype(own: DType, asked: object) -> DType:
-    """The dtype of a sum of gradients of dtype `own`.
-
-    Args:
-        own: the gradients' dtype.
-        asked: the option ``accumulate_dtype``: a MindSpore, NumPy or named dtype, or None.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: `asked` is no floating dtype.
-    """
+    """The dtype of a sum of gradients of dtype `own`."""
     if asked is None:
         return ms.float32 if own in HALF else own
     name = asked if isinstance(asked, str) else getattr(asked, "__name__", None) or str(asked)
@@ -113,14 +105,7 @@ def add_into(total: Parameter, part: Tensor) -> None:
 
 
 def compiled_add(sums: Sums, gradients: Gradients, factor: Tensor | None, adds: Tensor | None) -> tuple[bool, ...]:
-    """Add ``factor * gradient`` to each sum; a None adds nothing.
-
-    Args:
-        sums: the sums.
-        gradients: one per sum.
-        factor: scalar; None for 1.
-        adds: bool, whether the micro-batch adds anything at all; None for True.
-    """
+    """Add ``factor * gradient`` to each sum; a None adds nothing."""
     return each(ops.partial(_add, factor, adds), sums, gradients)
 
 
@@ -404,12 +389,7 @@ def smallest(sums: Iterable[Parameter]) -> tuple[Parameter, ...]:
 
 
 class Packed(nn.Cell):  # type: ignore[misc]
-    """The sums of one accumulation, for the norms of `gradaccum_mindspore.sums`.
-
-    Args:
-        sums: the sums.
-        dtype: the dtype to measure in.
-    """
+    """The sums of one accumulation, for the norms of `gradaccum_mindspore.sums`."""
 
     small: Sequence[Parameter]
     others: Sequence[Parameter]

@@ -50,13 +50,7 @@ class Program(OwnPhase):
 
 
 class Applied(Program):
-    """The end of a window that was decided on. It takes nothing that it does not use: MindSpore runs such a program half as fast.
-
-    Args:
-        window: the window in compiled code.
-        update: the inner optimizer's call.
-        multiplies: the sums are multiplied by the reciprocal of the divisor.
-    """
+    """The end of a window that was decided on. It takes nothing that it does not use: MindSpore runs such a program half as fast."""
 
     def __init__(self, window: CompiledWindow, update: Update, multiplies: bool) -> None:
         super().__init__()
@@ -85,12 +79,7 @@ class Applied(Program):
 
 
 class HostWindow(PyNativeWindow):
-    """As `PyNativeWindow`, between compiled micro-batches.
-
-    Args:
-        window: the window in compiled code.
-        update: the inner optimizer's call.
-    """
+    """As `PyNativeWindow`, between compiled micro-batches."""
 
     def __init__(self, window: CompiledWindow, update: Update) -> None:
         super().__init__(window.storage, window.storage.options)
@@ -146,12 +135,7 @@ class MicroBatch(Program):
 
 
 class HostTraining:
-    """Calls the programs of one training cell.
-
-    Args:
-        cell: a `gradaccum_mindspore.TrainOneStepCell`.
-        steps: the micro-batches of a window.
-    """
+    """Calls the programs of one training cell."""
 
     def __init__(self, cell: nn.Cell, steps: int) -> None:
         self.cell, self.steps = cell, steps
@@ -160,11 +144,7 @@ class HostTraining:
         self.micro_batch = MicroBatch(cell)
 
     def __call__(self, *inputs: object) -> Any:
-        """One micro-batch; returns what its program returns, the loss.
-
-        Raises:
-            UsageError: the window is full already, because its update raised or was interrupted.
-        """
+        """One micro-batch; returns what its program returns, the loss."""
         ends = self.storage.micro_step.item() + 1 >= self.steps
         if ends:
             require_room(self.storage.pull(), self.steps)

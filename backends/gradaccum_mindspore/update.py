@@ -26,11 +26,7 @@ def inner_scale(inner: Optimizer) -> float:
 
 
 def with_inner_scale(options: Options, inner: Optimizer) -> Options:
-    """`options` with the inner optimizer's loss scale.
-
-    Raises:
-        ArgumentValueError: there are two loss scales; each gradient would be divided twice.
-    """
+    """`options` with the inner optimizer's loss scale."""
     scale = inner_scale(inner)
     if scale == 1:
         return options
@@ -63,11 +59,7 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.in_place = any(f"{kind.__module__}.{kind.__name__}" in IN_PLACE for kind in type(inner).__mro__)
 
     def require_in_place(self) -> None:
-        """Raise before an update in PyNative that would leave the parameters as they are, as those in `IN_PLACE` do on a CPU.
-
-        Raises:
-            UsageError: it would.
-        """
+        """Raise before an update in PyNative that would leave the parameters as they are, as those in `IN_PLACE` do on a CPU."""
         if self.in_place and not adds_in_place(ms.get_context("device_target")):
             name = f"mint.optim.{type(self.inner).__name__}"
             expected = "one that moves parameters in PyNative; on this device Parameter.add_ does nothing there"

@@ -31,11 +31,7 @@ class PyNativeWindow:
         """True while nothing has been loaded since an update raised when it was partly made."""
 
     def require_whole(self) -> None:
-        """No update was made by half, or something was loaded since.
-
-        Raises:
-            UsageError: one was, and is there.
-        """
+        """No update was made by half, or something was loaded since."""
         if self.half_made is not None:
             if self.half_made():
                 raise kit.half_made_error()
@@ -46,9 +42,6 @@ class PyNativeWindow:
 
         If this raises, the caller can try again. The state is the old one; if some sums hold the gradient and some do not, the window is
         spoilt, and its end skips it.
-
-        Raises:
-            UsageError: the window has its `size` already, because its update raised.
         """
         state = self.storage.pull()
         require_room(state, size)
@@ -105,9 +98,6 @@ class PyNativeWindow:
 
         If this raises, the window is either open as before, and ``flush`` makes its update, or closed, if the update was made. If it
         was made by half, each further call raises until ``discard``, or until something is loaded.
-
-        Raises:
-            UsageError: the inner optimizer moves no parameter in PyNative on this device.
         """
         decision = self.decision(state)
         self.carry_out(state, decision, self.storage.knowledge.after(state, decision.grad_norm), update)

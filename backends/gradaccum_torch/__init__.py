@@ -1,4 +1,4 @@
-"""The PyTorch adapter of gradaccum. ``gradaccum.wrap(optimizer, steps=4)`` finds it; nothing here needs to be imported for that."""
+"""The PyTorch adapter of gradaccum. ``gradaccum.wrap(optimizer, steps=4)`` finds it without an import of this package."""
 
 from gradaccum_torch.backend import TorchBackend, backend
 from gradaccum_torch.large_batch.backward import backward

@@ -1,4 +1,4 @@
-"""What the core asks of torch: tell an optimizer from a scheduler from anything else, and wrap it."""
+"""The core's entry point into torch: recognise optimizers and schedulers, and wrap them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ class TorchBackend:
     scaler_kind = "a torch.amp.GradScaler"
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
-        """How a `torch.amp.GradScaler` moves; None for another object."""
         return scaler_rule(scaler)
 
     def devices(self) -> tuple[str, ...]:
-        """The processor and every device of the accelerator that torch was built for."""
         if not torch.accelerator.is_available():
             return ("cpu",)
         kind = str(torch.accelerator.current_accelerator())
@@ -38,7 +36,7 @@ class TorchBackend:
         return ("cpu", *(f"{kind}:{index} ({name(index)})" for index in range(torch.accelerator.device_count())))
 
     def lacking(self) -> dict[str, str]:
-        """The private names that the installed torch lacks, with what that costs."""
+        """Return the private names that the installed torch lacks, with what each costs the user."""
         return private.lacking({**private.LOST, **private.lost_in_fsdp()})
 
     def wrap(
@@ -56,9 +54,9 @@ class TorchBackend:
         Args:
             optimizer: the optimizer.
             options: the checked options.
-            separate_sums: whether ``step`` takes the micro-batch out of ``.grad`` into a sum of its own. Between two steps ``.grad`` is
-                then yours, to clear, assign, reduce or clip per micro-batch: every loop is right that is right with a bare optimizer. It
-                takes one pass more per micro-batch and one buffer more, and no change of a gradient is refused.
+            separate_sums: whether ``step`` moves the micro-batch from ``.grad`` into a buffer. Between two steps ``.grad`` is then the
+                user's, to clear, assign, reduce or clip per micro-batch, as with a bare optimizer. Costs one pass and one buffer per
+                parameter; no change of a gradient is refused.
             module: what several workers train together: a `torch.nn.parallel.DistributedDataParallel`, whose sum is reduced once, at the
                 window's end, or a module under `torch.distributed.fsdp.fully_shard`. A window is then that of all workers. This call, the
                 end of a window and ``flush`` are collective.
@@ -66,14 +64,15 @@ class TorchBackend:
                 each worker keeps a sum of the whole model, as after ``set_requires_gradient_sync(False)``. ``"all_reduce_per_window"``:
                 on a mesh of two dimensions, reduce-scatter in each micro-batch and all-reduce once per window, as after
                 ``set_requires_all_reduce(False)``.
-            process_group: the `torch.distributed.ProcessGroup` of workers that train copies of one model without a parallel module, which
-                were equal before. The window's sum is reduced as with ``module=``. An optimizer that averages gradients in its own
-                ``step``, such as a distributed Muon, then averages equal ones, which changes nothing.
+            process_group: the `torch.distributed.ProcessGroup` of workers that train equal copies of one model without a parallel module.
+                The window's sum is reduced as with ``module=``. An optimizer that averages gradients in its own ``step``, such as a
+                distributed Muon, then averages equal gradients, which has no effect.
 
         Raises:
             ArgumentTypeError: `optimizer` is none, is wrapped already, or updates within the backward pass; `module` is no such module.
             ArgumentValueError: `module` has other parameters, or not all; other workers gave other options; FSDP2 cannot wait with these.
-            UsageError: `module` has a communication hook; or `optimizer` reduces over workers by itself, and nothing names these.
+            UsageError: `module` has a communication hook; or `optimizer` reduces over workers itself, and neither `module` nor
+                `process_group` names them.
         """
         if isinstance(optimizer, AccumulatingOptimizer):
             raise wrapped_twice_error(optimizer)
@@ -94,20 +93,18 @@ class TorchBackend:
         """Gate a scheduler that was built on a wrapped optimizer.
 
         Raises:
-            ArgumentTypeError: it was not, or is gated already.
+            ArgumentTypeError: its optimizer is not wrapped, or it is gated already.
         """
         if isinstance(scheduler, GatedScheduler):
             raise wrapped_twice_error(scheduler)
         return GatedScheduler(scheduler)
 
     def verifies(self, model: object) -> bool:
-        """True if `model` is a `torch.nn.Module`."""
         return isinstance(model, torch.nn.Module)
 
     def verify(
         self, model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor], batch: Any, steps: int = 4, **options: Any
     ) -> VerificationReport:
-        """See `gradaccum_torch.verify`."""
         return verify(model, loss_fn, batch, steps, **options)
 
 

@@ -1,8 +1,7 @@
-"""Sums that cannot live in ``.grad``: of another dtype than the gradient, or of micro-batches that must first prove finite.
+"""Sums in buffers, for sums of another dtype than the gradient and micro-batches that must first prove finite.
 
-`MovingStrategy` empties each ``.grad`` into its buffer as soon as autograd has filled it, so that the gradients and the buffers
-never live in full at once. `DroppingStrategy` lets a micro-batch finish in ``.grad``, looks at it whole and adds it or drops it.
-`SeparateStrategy` leaves ``.grad`` to the user.
+`MovingStrategy` empties each ``.grad`` into its buffer as soon as autograd has filled it, so that gradients and buffers never live in full
+at once. `DroppingStrategy` checks a whole micro-batch in ``.grad``, then adds or drops it. `SeparateStrategy` leaves ``.grad`` to the user.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()
 
 
 class BufferStrategy(Strategy):
-    """The sum is in buffers of its own; ``.grad`` holds no more than the micro-batch under way."""
+    """The sum is in buffers; ``.grad`` holds at most the micro-batch under way."""
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
         self._held: dict[Tensor, Tensor] = {}
@@ -54,7 +53,6 @@ class BufferStrategy(Strategy):
         )
 
     def _filled(self) -> list[Tensor]:
-        """The parameters whose ``.grad`` holds something."""
         return [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
 
     def hands_over_whole(self) -> bool:
@@ -120,16 +118,15 @@ class BufferStrategy(Strategy):
         parameter.grad = None
 
     def _is_narrowed(self, parameter: Tensor) -> bool:
-        """True if the inner optimizer's dtype for this parameter is another than its sum's."""
+        """True if the inner optimizer's dtype for this parameter is not the sum's."""
         return gradient_dtype(self._parameters.worked_on(parameter)) != sum_dtype(parameter, self._accumulate_dtype)
 
 
 class MovingStrategy(BufferStrategy):
-    """Gradients leave ``.grad`` as autograd produces them.
+    """The strategy that moves gradients out of ``.grad`` as autograd produces them.
 
-    Some stay until `take`, so that a clip or an all-reduce finds something to write into, and the write is noticed. These are the small
-    gradients, or the last one to arrive if no small one did. In a window of one micro-batch all stay: there ``.grad`` is the window's
-    gradient, as in the bare loop.
+    The small gradients, or the last one to arrive, stay in ``.grad`` until `take`, so that a clip or an all-reduce finds something to write
+    into and is noticed. In a window of one micro-batch all stay, as in the bare loop.
     """
 
     keeps_micro_batch_apart = False
@@ -182,7 +179,7 @@ class MovingStrategy(BufferStrategy):
         return hook
 
     def _move(self, arrived: Watched) -> None:
-        """Add the gradient that arrived to the sum, or let it stay and add the one that has stayed so far."""
+        """Add the arrived gradient to the sum, or let it stay and add the gradient that stayed before."""
         moving: Watched | None = arrived
         if id(arrived.parameter) in self._staying:
             self._seen_small = True
@@ -194,7 +191,7 @@ class MovingStrategy(BufferStrategy):
             moving.note()
 
     def _replace_other(self, parameter: Tensor) -> None:
-        """Only one wrapper can take a gradient. The newest does; an older one raises at its next step."""
+        """Take the gradients over from an older wrapper, which raises at its next step."""
         other = _MOVERS.get(id(parameter))
         if other is not None and other is not self and parameter in other._hooks:
             other._replaced = True
@@ -202,7 +199,7 @@ class MovingStrategy(BufferStrategy):
 
 
 def _small(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The trainable parameters whose gradients may stay in ``.grad``: the smallest, and more while they fit into a 256th of the memory."""
+    """Return the parameters whose gradients may stay in ``.grad``: the smallest, up to a 256th of the memory."""
     trainable = sorted(filter(can_be_hooked, parameters), key=Tensor.numel)
     budget = sum(map(Tensor.numel, trainable)) // 256
     ends = itertools.accumulate(map(Tensor.numel, trainable))
@@ -211,7 +208,7 @@ def _small(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 class DroppingStrategy(BufferStrategy):
-    """A micro-batch whose gradient is not finite adds nothing."""
+    """The strategy that drops a micro-batch whose gradient is not finite."""
 
     keeps_micro_batch_apart = True
 
@@ -230,7 +227,7 @@ class DroppingStrategy(BufferStrategy):
 
 
 def _replaced_error() -> UsageError:
-    """The error of a wrapper whose parameters were wrapped again."""
+    """Return the error of a wrapper whose parameters were wrapped again."""
     return explain(
         UsageError,
         "optimizer",
@@ -247,7 +244,7 @@ def _replaced_error() -> UsageError:
 
 
 class SeparateStrategy(BufferStrategy):
-    """The sum is in buffers, and what is in ``.grad`` when ``step`` is called is the micro-batch."""
+    """The sum is in buffers, and ``.grad`` holds the micro-batch when ``step`` is called."""
 
     keeps_micro_batch_apart = True
     expects = True
@@ -269,7 +266,7 @@ class SeparateStrategy(BufferStrategy):
 
     @property
     def begun(self) -> bool:
-        """What autograd delivers may be for somebody else, until ``step`` takes it."""
+        """False: autograd may deliver for somebody else until ``step`` takes the gradients."""
         return False
 
     def take(self) -> bool:
@@ -311,7 +308,7 @@ class SeparateStrategy(BufferStrategy):
         super().clear()
 
     def _copied(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """The first micro-batch of each of `parameters` that has no sum yet."""
+        """Return the first micro-batch of each of `parameters` that has no sum yet."""
         return {
             parameter: parameter.grad.detach().to(sum_dtype(parameter, self._accumulate_dtype), copy=True)
             for parameter in parameters
@@ -325,7 +322,7 @@ class SeparateStrategy(BufferStrategy):
 
 
 class SeparateDroppingStrategy(SeparateStrategy):
-    """As above; a micro-batch whose gradient is not finite adds nothing."""
+    """A `SeparateStrategy` that drops a micro-batch whose gradient is not finite."""
 
     def take(self) -> bool:
         filled = self._filled()
@@ -338,11 +335,7 @@ class SeparateDroppingStrategy(SeparateStrategy):
 
 
 def _require_no_graph(parameters: Sequence[Tensor]) -> None:
-    """A copy would lose the graph that an optimizer of second order differentiates.
-
-    Raises:
-        UsageError: a gradient has one.
-    """
+    """Raise unless no gradient has a graph, which a copy would lose."""
     if any(map(REQUIRES_GRAD, map(GRAD, parameters))):
         raise explain(
             UsageError,
@@ -355,11 +348,7 @@ def _require_no_graph(parameters: Sequence[Tensor]) -> None:
 
 
 def _require_no_noise(parameter: Tensor) -> None:
-    """Opacus' optimizer, which gives each of its parameters a ``summed_grad``, adds noise before it calls ``step``.
-
-    Raises:
-        UsageError: it has this parameter.
-    """
+    """Raise unless the parameter has no ``summed_grad``: Opacus' optimizer adds noise before it calls ``step``."""
     if hasattr(parameter, "summed_grad"):
         raise explain(
             UsageError,
@@ -377,7 +366,7 @@ def _require_no_noise(parameter: Tensor) -> None:
 
 
 class Rivals:
-    """What the others took of one wrapped optimizer's gradients."""
+    """The gradients that other wrapped optimizers took from ``.grad`` of shared parameters."""
 
     def __init__(self) -> None:
         self._own: set[int] = set()
@@ -387,7 +376,7 @@ class Rivals:
         """Its parameters whose gradients another one took last."""
 
     def meet(self, parameters: Iterable[Tensor], watch: GradWatch) -> None:
-        """These are its parameters now, and `watch` notes what autograd delivers to them: find those who share one."""
+        """Find the optimizers that share one of these parameters; `watch` notes what autograd delivers to them."""
         self._own, self._watch = set(map(id, parameters)), watch
         for other in _ALIVE:
             if other is not self and not self._own.isdisjoint(other._own):
@@ -396,7 +385,7 @@ class Rivals:
         _ALIVE.add(self)
 
     def took(self, filled: Sequence[Tensor]) -> None:
-        """It has taken the gradients of these out of ``.grad``."""
+        """Note that the gradients of these parameters were moved out of ``.grad``."""
         self.lost = []
         for other in self._others:
             if lost := [parameter for parameter in filled if id(parameter) in other._own]:
@@ -404,11 +393,7 @@ class Rivals:
                 other._watch.known = NOTHING_SEEN
 
     def require_not_taken(self) -> None:
-        """What autograd put into ``.grad`` last is there.
-
-        Raises:
-            UsageError: another one took it, and no backward pass came after that.
-        """
+        """Raise unless the gradient that autograd delivered last is still in ``.grad``."""
         if self.lost and not self._watch.known.arrived and any(parameter.grad is None for parameter in self.lost):
             raise explain(
                 UsageError,

@@ -1,4 +1,4 @@
-"""Refusals of a user's arguments (the optimizer, the accumulation dtype, the window's size) and of calls that would make a window wrong."""
+"""Checks of a user's arguments (optimizer, accumulation dtype, window size) and of calls that would make a window wrong."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from gradaccum.kit import Options, UntilWeight, accumulate_dtype_error, explain,
 
 
 def require_accumulate_dtype(dtype: object) -> torch.dtype | None:
-    """`accumulate_dtype` as a torch dtype; a name such as ``"float32"`` counts.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: it is no real floating-point dtype.
-    """
+    """Raise unless `dtype` is a real floating-point dtype, or the name of one; return it as a torch dtype."""
     if dtype is None:
         return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -30,18 +26,14 @@ Size = int | UntilWeight | None
 
 
 def window_size(options: Options, optimizer_step: int) -> Size:
-    """How long the window is that follows update `optimizer_step`.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave something else than an int >= 1.
-    """
+    """Return the size of the window that follows update `optimizer_step`."""
     if options.steps is None or isinstance(options.steps, int):
         return options.steps  # Checked by wrap.
     return require_steps(steps_at(options.steps, optimizer_step, select), optimizer_step, options.steps)
 
 
 def known_window_size(options: Options, optimizer_step: int) -> Size:
-    """`window_size` of a window that has not begun; None if the schedule raises, which it will do again in the window's first ``step``."""
+    """Return the size of a window that has not begun; None if the schedule raises, as it will again in the first ``step``."""
     try:
         return window_size(options, optimizer_step)
     except Exception:
@@ -49,11 +41,7 @@ def known_window_size(options: Options, optimizer_step: int) -> Size:
 
 
 def require_layouts(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """`optimizer` if its trainable parameters are dense: torch adds no gradient to a compressed one.
-
-    Raises:
-        ArgumentTypeError: one is in a compressed sparse layout, such as CSR.
-    """
+    """Raise unless the trainable parameters are dense: torch adds no gradient to a compressed sparse one."""
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if parameter.requires_grad and parameter.layout in _COMPRESSED:
             expected, fix = "dense parameters", "Hold the values in a dense parameter, and build the sparse tensor in the forward pass."
@@ -65,13 +53,10 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def require_update_in_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer` makes its update in ``step``, from what is in ``.grad``.
+    """Raise unless the optimizer makes its update in ``step``, from what is in ``.grad``.
 
-    LOMO and AdaLOMO, known by ``fused_backward``, make it in hooks of the backward pass. Opacus' optimizer makes it from gradients by
-    sample, which it keeps itself. LBFGS, whose ``step`` cannot do without a closure, evaluates the model again and again.
-
-    Raises:
-        ArgumentTypeError: it is one of these.
+    LOMO and AdaLOMO (``fused_backward``) update in hooks of the backward pass, Opacus' optimizer from gradients by sample, and LBFGS
+    evaluates the model again and again.
     """
     name, own = type(optimizer).__name__, "Use it alone: "
     if callable(getattr(optimizer, "fused_backward", None)):
@@ -92,11 +77,7 @@ _IN_STEP = "an optimizer that makes its update in step() from what is in .grad"
 
 
 def require_loss(loss: object) -> Tensor:
-    """`loss` if it is a tensor.
-
-    Raises:
-        ArgumentTypeError: it is not.
-    """
+    """Raise unless `loss` is a tensor."""
     if not isinstance(loss, Tensor):
         raise explain(ArgumentTypeError, "loss", expected="a torch.Tensor", got=loss, fix="Write opt.backward(loss).")
     return loss
@@ -106,7 +87,7 @@ def require_loss(loss: object) -> Tensor:
 
 
 def changed_gradients_error() -> UsageError:
-    """The error for gradients that are not what ``backward()`` left."""
+    """Return the error for gradients that are not what ``backward()`` left."""
     return explain(
         UsageError,
         ".grad",
@@ -121,7 +102,7 @@ def changed_gradients_error() -> UsageError:
 
 
 def unfinished_error(call: str) -> UsageError:
-    """The error for a call that comes between ``backward()`` and ``step()`` and would leave a micro-batch half counted."""
+    """Return the error for a call between ``backward()`` and ``step()`` that would count half of a micro-batch."""
     return explain(
         UsageError,
         call,
@@ -135,7 +116,7 @@ def unfinished_error(call: str) -> UsageError:
 
 
 def interrupted_error() -> UsageError:
-    """The error for going on after a backward pass that raised when some of its gradients had arrived."""
+    """Return the error for resuming after a backward pass that raised when some gradients had arrived."""
     return explain(
         UsageError,
         "backward()",
@@ -147,7 +128,6 @@ def interrupted_error() -> UsageError:
 
 
 def cast_in_window_error() -> UsageError:
-    """The error for parameters whose dtype was changed in an open window."""
     return explain(
         UsageError,
         "model.to(dtype)",
@@ -158,7 +138,7 @@ def cast_in_window_error() -> UsageError:
 
 
 def not_scaled_error(arrived: bool) -> UsageError:
-    """The error for a micro-batch without the loss scale or the weight; `arrived`: autograd has delivered gradients for it."""
+    """Return the error for a micro-batch without loss scale or weight; `arrived`: autograd has delivered gradients for it."""
     return explain(
         UsageError,
         "loss",
@@ -170,7 +150,7 @@ def not_scaled_error(arrived: bool) -> UsageError:
 
 
 def multiplied_error() -> UsageError:
-    """The error for gradients from the ``backward`` of another wrapped optimizer, which are multiplied by a factor of that one."""
+    """Return the error for gradients multiplied by another wrapped optimizer's factor."""
     return explain(
         UsageError,
         "loss",
@@ -184,7 +164,7 @@ def multiplied_error() -> UsageError:
 
 
 def other_weight_error(weight: float, earlier: float) -> UsageError:
-    """The error for losses of one micro-batch that have two weights."""
+    """Return the error for two losses of one micro-batch with different weights."""
     return explain(
         UsageError,
         "weight",

@@ -1,14 +1,12 @@
 """A user's own `torch.amp.GradScaler`, driven once per window.
 
-The window's scale is the one that the scaler holds as the first micro-batch ends. Everything is noted on the scaler's device and read
-together with the norm at the window's end, so that nothing waits for the device before. If something else moved the scale inside the
-window, its end raises.
+The window's scale is the scaler's when the first micro-batch ends. Everything is noted on the scaler's device and read with the norm at the
+window's end. If something else moved the scale inside the window, its end raises.
 
-Two loops work. ``opt.backward(loss); opt.step()``: the close writes what one ``scaler.update()`` would have made of scale and growth
-tracker. ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``, word for word: ``scaler.step`` finds no gradients to
-unscale, only a probe, and calls ``opt.step``. Inside a window the wrapper takes from the tracker the one that ``scaler.update()`` will
-add. At the end it tells the scaler whether there was an overflow, and the scaler's own ``update`` moves the scale. So comparing
-``scaler.get_scale()`` before and after ``update`` tells a skipped update, as in the bare loop.
+Two loops work. ``opt.backward(loss); opt.step()``: closing the window writes the scale and growth tracker that one ``scaler.update()``
+would write. ``scaler.scale(loss).backward(); scaler.step(opt); scaler.update()``: ``scaler.step`` finds a probe in place of gradients and
+calls ``opt.step``. Inside a window the wrapper subtracts from the tracker the 1 that ``scaler.update()`` will add. At the end it sets the
+scaler's overflow flag, and ``update`` moves the scale, so that a changed ``scaler.get_scale()`` means a skipped update as in the bare loop.
 """
 
 from __future__ import annotations
@@ -34,12 +32,7 @@ _SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Mapping[int, Any], Tens
 
 
 class ScalerLink:
-    """One scaler, as a window sees it.
-
-    Args:
-        scaler: an enabled `torch.amp.GradScaler`.
-        device: where its tensors are made if it has none yet.
-    """
+    """One scaler, as a window sees it."""
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self._scaler = scaler
@@ -56,7 +49,7 @@ class ScalerLink:
 
     @property
     def rule(self) -> ScaleRule:
-        """How the scale moves, by the factors that the scaler has now."""
+        """The rule of the scale, by the scaler's present factors."""
         scaler = self._scaler
         return ScaleRule(
             growth_factor=scaler.get_growth_factor(),
@@ -66,12 +59,12 @@ class ScalerLink:
         )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the scale, on the device where the scale is."""
+        """Multiply `loss` by the scale, on the scale's device."""
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
     def count(self, *, first: bool) -> None:
-        """A micro-batch ended. The scale at the first one is the window's; at the others it must be the same."""
+        """Count a micro-batch. The scale at the first is the window's; at the others it must be the same."""
         if first:
             self._start = self._now()
             self._moved = self._start[0] != self._start[0]
@@ -79,15 +72,11 @@ class ScalerLink:
             self._moved = self._moved | (self._now()[0] != self._start[0])
 
     def notes(self) -> tuple[Tensor, ...]:
-        """The tensors, shape ``()``, whose values `used` needs on the host."""
+        """Return the tensors, shape ``()``, whose values `used` needs on the host."""
         return *self._start.unbind(), self._moved
 
     def used(self, fields: State, notes: list[float]) -> State:
-        """The state with the scale and the growth tracker of the window, from the values of `notes`.
-
-        Raises:
-            UsageError: the scale moved inside the window.
-        """
+        """Return the state with the window's scale and growth tracker, from the values of `notes`."""
         scale, tracker, moved = notes
         if moved:
             raise _moved_error()
@@ -95,7 +84,7 @@ class ScalerLink:
         return fields._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def current(self, fields: State) -> State:
-        """The state as it is to be saved: in a window with the window's scale, between two with the scaler's own."""
+        """Return the state to save: in a window with the window's scale, between two with the scaler's."""
         if fields.micro_step:
             scale, tracker = self._start.tolist()
         elif pending_update(self._scaler):
@@ -105,13 +94,13 @@ class ScalerLink:
         return fields._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def write(self, fields: State) -> None:
-        """Make the state's scale and tracker the scaler's, and the window's if one is open."""
+        """Write the state's scale and tracker to the scaler, and to the window if one is open."""
         _SET_BACK.pop(self._scaler, None)
         self._scaler.load_state_dict(scaler_state(self._scaler, fields.loss_scale, fields.growth_tracker))
         self.count(first=True)
 
     def window_ended(self, fields: State, overflow: bool) -> None:
-        """`write` the state after the window, unless the user's ``scaler.update`` is to make it."""
+        """Call `write` after the window, unless the user's ``scaler.update`` is to move the scale."""
         if self._update_follows:
             self._ended = fields, overflow
         else:
@@ -119,9 +108,9 @@ class ScalerLink:
 
     @contextmanager
     def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside, ``scaler.step`` runs the step of `optimizer`.
+        """Let ``scaler.step`` run the step of `optimizer` inside the block.
 
-        The ``scaler.update`` that follows moves the scale if a window has ended inside, and else leaves it as it was.
+        The following ``scaler.update`` moves the scale if a window ended inside, otherwise it has no effect.
         """
         self._update_follows, self._ended = True, None
         try:
@@ -140,25 +129,21 @@ class ScalerLink:
             self._settle(optimizer, *self._ended)
 
     def groups_for(self, caller: LocalVariables) -> list[Group]:
-        """The groups that ``scaler.step`` may look at: a probe in place of the gradients, so that it records a finite check.
-
-        Raises:
-            UsageError: `caller`, the method that unscales, is another scaler's or would unscale in ``scaler.unscale_``.
-        """
+        """Return the groups that ``scaler.step`` may look at: a probe in place of the gradients, so that it records a finite check."""
         if caller.get("self") is not self._scaler or not caller.get("allow_fp16"):
             raise foreign_scaler_error()
         return [{"params": [self._probe]}]
 
     def _hold(self) -> None:
-        """Make the ``scaler.update()`` that follows leave scale and tracker as they were when the window began."""
+        """Make the following ``scaler.update()`` leave scale and tracker as they were when the window began."""
         tracker_of(self._scaler).copy_(self._start[1] - 1)
         self._note_set_back(self._start)
 
     def _settle(self, optimizer: torch.optim.Optimizer, fields: State, overflow: bool) -> None:
-        """Make the ``scaler.update()`` that follows end in the scale and tracker of `fields`, the state after the window.
+        """Make the following ``scaler.update()`` end in the scale and tracker of `fields`, the state after the window.
 
-        Where the scale moves, ``update`` itself moves it, so that comparing the scale before and after tells what it always told. Where
-        it stays (a window of weight 0, a scale at its floor) it only counts up to the tracker.
+        If the scale moves, ``update`` itself moves it, so that the user can compare it before and after. If it stays (a window of weight 0,
+        a scale at its floor), ``update`` only counts up to the tracker.
         """
         if fields.loss_scale == self._used:
             start = self._start
@@ -169,11 +154,11 @@ class ScalerLink:
                 found.fill_(float(overflow))
 
     def _note_set_back(self, true: Tensor) -> None:
-        """Another wrapped optimizer with this scaler may ask for it before ``scaler.update()``."""
+        """Note the tracker, since another wrapped optimizer with this scaler may ask before ``scaler.update()``."""
         _SET_BACK[self._scaler] = pending_update(self._scaler), true
 
     def _now(self) -> Tensor:
-        """Scale and growth tracker side by side, in float64, which holds both exactly."""
+        """Return scale and growth tracker in one float64 tensor, which holds both exactly."""
         awaited, true = _SET_BACK.get(self._scaler, (None, None))
         if true is not None and awaited is pending_update(self._scaler):
             return true
@@ -182,7 +167,7 @@ class ScalerLink:
 
 
 def scaler_rule(scaler: object) -> ScaleRule | None:
-    """The rule by which a `torch.amp.GradScaler` moves, from its present scale; it has no floor and no ceiling. None for another object."""
+    """Return the rule of a `torch.amp.GradScaler`, without floor or ceiling; None for another object."""
     if not isinstance(scaler, torch.amp.GradScaler):
         return None
     if not scaler.is_enabled():
@@ -192,11 +177,7 @@ def scaler_rule(scaler: object) -> ScaleRule | None:
 
 
 def link_scaler(options: Options, device: torch.device) -> ScalerLink | None:
-    """The scaler that was given as ``loss_scale=``, unless it is disabled.
-
-    Raises:
-        UsageError: the installed torch lacks a name by which a scaler is followed.
-    """
+    """Return the link to the scaler given as ``loss_scale=``, unless it is disabled."""
     scaler: torch.amp.GradScaler | None = options.scaler
     if scaler is None or not scaler.is_enabled():
         return None
@@ -210,7 +191,6 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _moved_error() -> UsageError:
-    """The error for a scale that moved inside a window."""
     return explain(
         UsageError,
         "scaler",
@@ -221,7 +201,7 @@ def _moved_error() -> UsageError:
 
 
 def foreign_scaler_error() -> UsageError:
-    """The error for a scaler that the wrapper was not given, or that is to unscale gradients in ``.grad``."""
+    """Return the error for a scaler not given as ``loss_scale=``, or that is to unscale ``.grad``."""
     return explain(
         UsageError,
         "scaler.step, scaler.unscale_",

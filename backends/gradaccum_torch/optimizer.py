@@ -391,11 +391,7 @@ class _Watch(TorchFunctionMode):
 
 
 def forwarded(method: Callable[..., Any], name: str, window: Window, parameters: Parameters) -> Callable[..., Any]:
-    """`method` of the inner optimizer so that it leaves the window of the wrapped one right.
-
-    Raises:
-        UsageError: (when called) it touches ``.grad`` while a window or a micro-batch is under way.
-    """
+    """`method` of the inner optimizer so that it leaves the window of the wrapped one right."""
 
     @functools.wraps(method)
     def call(*args: Argument, **kwargs: Argument) -> Any:
@@ -421,12 +417,6 @@ class WholeWindow:
     """A window that one call fills and closes: inside its ``with`` block the micro-batches of the call are counted.
 
     If the block raises, the window is forgotten, and every ``.grad`` holds what it held before.
-
-    Args:
-        window: the window to fill.
-        parameters: those that it sums over.
-        options: those of `gradaccum.wrap`.
-        process_group: of the workers that share the window, if they make one.
     """
 
     def __init__(self, window: Window, parameters: Parameters, options: Options, process_group: dist.ProcessGroup | None = None) -> None:
@@ -436,11 +426,7 @@ class WholeWindow:
         self._sharded = any(map(is_sharded, parameters.unique()))
 
     def __enter__(self) -> WholeWindow:
-        """Begin.
-
-        Raises:
-            UsageError: a window is open, a micro-batch is under way, or there are gradients.
-        """
+        """Begin."""
         if self._window.is_under_way():
             fix = "Call opt.flush() or opt.discard() first: this call makes a window of its own."
             raise explain(UsageError, "optimizer", expected="one between two windows", found="one with an open window", fix=fix)

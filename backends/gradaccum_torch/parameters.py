@@ -36,16 +36,7 @@ _PARAMS = itemgetter("params")
 
 
 class Parameters:
-    """The parameters of a wrapped optimizer, by group and by position.
-
-    Args:
-        inner: the optimizer; with `master_weights` it works on masters.
-        master_weights: whether half-precision parameters have float32 masters.
-        masters: the masters by position, where `inner` is a copy whose state is that of masters already.
-
-    Raises:
-        ArgumentValueError: `inner` has masters from an earlier wrapper, and this one is to have none.
-    """
+    """The parameters of a wrapped optimizer, by group and by position."""
 
     def __init__(self, inner: torch.optim.Optimizer, master_weights: bool, masters: Mapping[int, Tensor] | None = None) -> None:
         self._inner, self._wanted, self._in_place = inner, master_weights, False

@@ -196,9 +196,6 @@ def elements(gradient: Tensor) -> Tensor:
     """The numbers of a gradient as a dense tensor that shares its memory; a sparse gradient's are those of its entries.
 
     Public ``values()`` refuses a sum that torch has not marked as coalesced.
-
-    Raises:
-        UsageError: `gradient` is sparse, and the installed torch lacks the name.
     """
     if not gradient.is_sparse:
         return gradient
@@ -357,9 +354,6 @@ def model_state_caller(function: str, frames: int) -> LocalVariables | None:
     """The local variables of `function` of `torch.distributed.checkpoint.state_dict`, if that runs `frames` frames above.
 
     The functions are ``_get_optim_state_dict`` and ``_init_optim_state``.
-
-    Raises:
-        UsageError: another function of that module does, since torch lacks this one.
     """
     frame = sys._getframe(frames)
     if frame.f_globals.get("__name__") != _MODEL_STATE:
@@ -418,9 +412,6 @@ def leave_reduction_out(module: DistributedDataParallel, hook_error: Callable[[]
     """Let `module` never reduce gradients, also where the user's loop sets ``require_backward_grad_sync`` for a last micro-batch.
 
     A communication hook would never be called, so `hook_error` is raised where one is registered.
-
-    Raises:
-        UsageError: it has ``static_graph=True``, whose first backward pass reduces unless a flag is set that the installed torch lacks.
     """
     if module.static_graph:
         require_name(_STATIC, "module", "Leave static_graph=True out.")
@@ -511,11 +502,7 @@ def module_averaging(parameters: Iterable[Tensor]) -> DistributedDataParallel | 
 
 
 def registered_comm_hooks(module: DistributedDataParallel) -> Collection[object]:
-    """The communication hooks of `module`.
-
-    Raises:
-        UsageError: the installed torch does not tell.
-    """
+    """The communication hooks of `module`."""
     require_name(_HOOKS, "module", "Write process_group= in place of module=, without DistributedDataParallel.")
     return module._comm_hooks
 
@@ -593,12 +580,7 @@ class Sync(NamedTuple):
 
 
 class Unit:
-    """Parameters that FSDP2 reduces together.
-
-    Args:
-        group: FSDP2's object.
-        modules: the modules that have the parameters.
-    """
+    """Parameters that FSDP2 reduces together."""
 
     def __init__(self, group: Private, modules: list[Any]) -> None:
         self.group, self.modules = group, modules
@@ -621,11 +603,7 @@ class Unit:
 
     @property
     def divide_factor(self) -> float | None:
-        """What `FSDPModule.set_gradient_divide_factor` was given; None: the number of workers.
-
-        Raises:
-            UsageError: an older torch was given one, and keeps it where nobody can read it.
-        """
+        """What `FSDPModule.set_gradient_divide_factor` was given; None: the number of workers."""
         if getattr(self.group, "reduce_scatter_reduce_op", None) is not None:
             fix = "Leave set_reduce_scatter_divide_factor out, or install a torch that has FSDPModule.set_gradient_divide_factor."
             raise explain(UsageError, "set_reduce_scatter_divide_factor", expected="no factor in this torch", found="one", fix=fix)

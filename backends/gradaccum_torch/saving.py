@@ -67,20 +67,7 @@ def save(
     *,
     room: bool,
 ) -> StateDict:
-    """The state of `inner` with the window's entry beside it; the tensors are the live ones.
-
-    Args:
-        saved: the window.
-        sum_dtypes: the dtype of each parameter's sum.
-        parameters: those of `inner`.
-        inner: the inner optimizer.
-        workers: those that share the window.
-        caller: the local variables of torch's checkpoint function, if that asks.
-        room: torch's function is to make room for the sum of a window, open or not.
-
-    Raises:
-        UsageError: torch's checkpoint function asks, and would drop a part.
-    """
+    """The state of `inner` with the window's entry beside it; the tensors are the live ones."""
     state_dict = inner.state_dict()
     state_dict[KEY] = encode(saved, parameters.groups())
     if caller is None:
@@ -97,19 +84,7 @@ def load(
     workers: Workers,
     resumed: Callable[[Saved], State],
 ) -> Saved:
-    """Load into `inner` what `save` gave, and return the window; a bare optimizer's state is an empty window.
-
-    Args:
-        state_dict: the state.
-        sum_dtypes: the dtype of each parameter's sum.
-        parameters: those of `inner`.
-        inner: the inner optimizer.
-        workers: those that share the window.
-        resumed: the fields with which a saved window is resumed; it may refuse the window.
-
-    Raises:
-        CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
-    """
+    """Load into `inner` what `save` gave, and return the window; a bare optimizer's state is an empty window."""
     state_dict = gather(state_dict, parameters, workers)
     bare = Saved(initial_state(), None, 0.0, {}, {})  # What a bare optimizer's state says of a window.
     saved = decode(state_dict[KEY], parameters, sum_dtypes) if KEY in state_dict else bare
@@ -175,11 +150,7 @@ class Saved(NamedTuple):
     known: Known = NOTHING_KNOWN
 
     def resumed(self, options: Options, place: Place) -> State:
-        """The fields to go on with under `options`, for the worker at `place`.
-
-        Raises:
-            CheckpointError: it is an open window under other options, or another worker's.
-        """
+        """The fields to go on with under `options`, for the worker at `place`."""
         self._require_place(place)
         return initial_state(options.scale_rule.init_scale) if self.terms is None else resumed(self.fields, self.terms, options)
 
@@ -241,11 +212,7 @@ def _savable(total: Tensor) -> Tensor:
 
 
 def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> Saved:
-    """Read what `encode` made for the parameters `own`; `sum_dtypes` are the dtypes this optimizer sums in, by parameter.
-
-    Raises:
-        CheckpointError: it is of other parameters, or something is missing.
-    """
+    """Read what `encode` made for the parameters `own`; `sum_dtypes` are the dtypes this optimizer sums in, by parameter."""
     require_entries(entry)
     _require_parameters(entry["parameters"], describe(own.groups()))
     fields = State(*(entry[name] for name in State._fields))
@@ -262,11 +229,7 @@ def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:
 
 
 def require_entries(entry: Any) -> None:
-    """Raise unless `entry` holds all that `encode` writes, in the format of this release.
-
-    Raises:
-        CheckpointError: something is missing, or the format is another.
-    """
+    """Raise unless `entry` holds all that `encode` writes, in the format of this release."""
     expected = ["format", *State._fields, "grad_norm", "terms", "parameters", "sums", "loss", "window_loss"]
     missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
     if missing:
@@ -354,11 +317,7 @@ def put(
 
 
 def take(sums: dict[int, Tensor], entry: Entry, parameters: Parameters, workers: Workers) -> Entry:
-    """`entry` with its sums, which torch has filled, and this worker's weight.
-
-    Raises:
-        CheckpointError: the window was open, and the state had no room for its sum.
-    """
+    """`entry` with its sums, which torch has filled, and this worker's weight."""
     rest, notes = {name: value for name, value in entry.items() if name != _NOTES}, notes_of(entry)
     if not entry["micro_step"]:
         return {**rest, "sums": {}}
@@ -464,11 +423,7 @@ def spread(
 
 
 def gather(state_dict: StateDict, parameters: Parameters, workers: Workers) -> StateDict:
-    """`state_dict` in the form in which the wrapper saves it; it may be in that form already.
-
-    Raises:
-        CheckpointError, UsageError: as `take`.
-    """
+    """`state_dict` in the form in which the wrapper saves it; it may be in that form already."""
     groups = state_dict.get("param_groups", ())
     if KEY in state_dict or not groups or KEY not in groups[0]:
         return state_dict

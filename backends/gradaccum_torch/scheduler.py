@@ -141,11 +141,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
 
 def _require_no_sequence() -> None:
-    """`SequentialLR` undoes its children's first steps and makes them again, and at that no update was applied.
-
-    Raises:
-        UsageError: a `SequentialLR` called the caller of this function.
-    """
+    """`SequentialLR` undoes its children's first steps and makes them again, and at that no update was applied."""
     if is_sequence_calling(3):
         raise explain(
             UsageError,

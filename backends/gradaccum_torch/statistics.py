@@ -101,11 +101,7 @@ class _Losses:
 
 
 class Statistics:
-    """What the open window knows, and what is known of the last closed one.
-
-    Args:
-        options: those of `gradaccum.wrap`.
-    """
+    """What the open window knows, and what is known of the last closed one."""
 
     def __init__(self, options: Options) -> None:
         self._options, self.measures_noise = options, options.noise_decay is not None
@@ -115,14 +111,7 @@ class Statistics:
         self._open, self._counted, self._joined, self._firsts = _Losses(), 0, False, 1
 
     def counted(self, before: State, weight: float, finite: bool, losses: Sequence[Told]) -> None:
-        """A micro-batch was counted; it has these losses, which add up.
-
-        Args:
-            before: the state before it.
-            weight: its weight.
-            finite: False if it was dropped.
-            losses: all that were told; empty if one was not.
-        """
+        """A micro-batch was counted; it has these losses, which add up."""
         open_one = self._open
         if open_one.total != open_one.total:
             return  # NaN, and nothing makes it a number again.
@@ -171,12 +160,7 @@ class Statistics:
             self._firsts = int(count)
 
     def window_ended(self, ended: State, grad_norm: float) -> None:
-        """The window was closed.
-
-        Args:
-            ended: the state that was decided on.
-            grad_norm: of its gradient.
-        """
+        """The window was closed."""
         if self.measures_noise:
             self._noise = Noise(*window_seen(self._noise, ended, grad_norm, self._options, select, self._firsts))
         closed = self._open if self._is_complete(ended.micro_step) else _Losses(math.nan)

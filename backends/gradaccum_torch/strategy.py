@@ -51,14 +51,7 @@ class Strategy(ABC):
         return self.watch.of(parameter).arrive
 
     def backward(self, loss: Tensor, arguments: Mapping[str, Any], *, first: bool, multiplied: bool) -> None:
-        """``loss.backward(**arguments)`` for the wrapper. If it raises, what arrived is taken out, if it is apart from the sum.
-
-        Args:
-            loss: scalar tensor, shape ``()``.
-            arguments: those of `torch.Tensor.backward`.
-            first: the micro-batch is the first of its window.
-            multiplied: the loss is the user's times a factor.
-        """
+        """``loss.backward(**arguments)`` for the wrapper. If it raises, what arrived is taken out, if it is apart from the sum."""
         watch, before = self.watch, self.watch.known
         undoable = (first or self.keeps_micro_batch_apart) and not before.arrived and not watch.holds
         own = watch, multiplied
@@ -75,11 +68,7 @@ class Strategy(ABC):
             OWN_PASSES.remove(own)
 
     def zero_grad(self, set_to_none: bool, *, first: bool) -> None:
-        """Clear ``.grad``, and the micro-batch under way with it, unless it holds a part of the sum.
-
-        Raises:
-            UsageError: the micro-batch under way is a part of the sum already.
-        """
+        """Clear ``.grad``, and the micro-batch under way with it, unless it holds a part of the sum."""
         if first or self.keeps_micro_batch_apart:
             self._parameters.zero_grad(set_to_none)
             self.forget_micro_batch()
@@ -92,20 +81,12 @@ class Strategy(ABC):
         return self.watch.known.arrived > 0
 
     def require_whole(self) -> None:
-        """The last backward pass has ended.
-
-        Raises:
-            UsageError: it raised when it had delivered a part, which is not the user's to clear.
-        """
+        """The last backward pass has ended."""
         if self.watch.known.under_way and self.watch.allowed is not Allowed.ALL:
             raise interrupted_error()
 
     def require_counted(self, call: str) -> None:
-        """The sum is that of the micro-batches counted.
-
-        Raises:
-            UsageError: a micro-batch is under way in it, or something changed ``.grad``.
-        """
+        """The sum is that of the micro-batches counted."""
         if self.keeps_micro_batch_apart:
             return
         if self.watch.known.given or self.watch.known.arrived:
@@ -114,15 +95,7 @@ class Strategy(ABC):
             raise changed_gradients_error()
 
     def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
-        """Something changed ``.grad``, but it was the whole gradient of the window, and so the user's to change.
-
-        Args:
-            first: the micro-batch that was counted last is the first of its window.
-            flushing: there is none under way.
-
-        Raises:
-            UsageError: it was a part of that gradient, or autograd has added to the changed one.
-        """
+        """Something changed ``.grad``, but it was the whole gradient of the window, and so the user's to change."""
         if not self._is_all_in_grad(first, flushing) or (self.watch.known.changed and not first):
             raise changed_gradients_error()
 
@@ -157,12 +130,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def hand_over(self, divisor: float, unclipped: float) -> None:
-        """Put the sum divided by `divisor` into ``.grad`` of what the inner optimizer works on.
-
-        Args:
-            divisor: of the sum.
-            unclipped: the divisor without clipping.
-        """
+        """Put the sum divided by `divisor` into ``.grad`` of what the inner optimizer works on."""
 
     @abstractmethod
     def take_back(self, divisor: float, spoiled: bool) -> None:

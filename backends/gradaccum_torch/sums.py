@@ -138,10 +138,6 @@ def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measur
 
     Large but finite elements, whose squares overflow, are finite, and the squares of small ones vanish, many of which may make up most of
     the norm. So where the plain norm is not finite or is faint, it is taken of the elements scaled by the largest.
-
-    Args:
-        gradients: the tensors, any shapes and dtypes.
-        notes: scalars, shape ``()``, to be read in the same transfer.
     """
     with without_graph(gradients):
         return _measured(dense_parts(gradients), notes)

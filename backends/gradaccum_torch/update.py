@@ -25,13 +25,7 @@ from gradaccum_torch.sums import DTYPE, GRAD, Versions, operand
 
 
 class Update:
-    """The updates of one wrapped optimizer, one after the other.
-
-    Args:
-        wrapper: the wrapped optimizer, whose step hooks run around each update. It is not kept alive: it owns this object.
-        inner: the optimizer that makes the updates.
-        parameters: what it works on.
-    """
+    """The updates of one wrapped optimizer, one after the other."""
 
     def __init__(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, parameters: Parameters) -> None:
         self._wrapper, self._inner, self._parameters = weakref.ref(wrapper), inner, parameters
@@ -44,12 +38,6 @@ class Update:
         """Run the inner optimizer once on the sum divided by `divisor`.
 
         If something raises before the inner optimizer's ``step``, the sum is as it was; inside of it `half_made` is True; after it `made`.
-
-        Args:
-            strategy: has the sum.
-            divisor: of the sum.
-            unclipped: the divisor without clipping.
-            strayed: something else may have written into the model, and the masters must take that over first.
         """
         self.made = False
         if strayed:
@@ -62,11 +50,7 @@ class Update:
                 self._step(strategy, divisor, unclipped)
 
     def require_whole(self) -> None:
-        """No update was made by half.
-
-        Raises:
-            UsageError: the last one was.
-        """
+        """No update was made by half."""
         if self.half_made:
             raise half_made_error()
 

@@ -67,26 +67,13 @@ class MicroBatch(NamedTuple):
         return self.given is Given.TO_BACKWARD and self.arrived >= Event.PLAIN_PASS
 
     def told(self, weight: float, given: Given, *losses: Told) -> MicroBatch:
-        """What is known when the user has given `losses` of this weight.
-
-        Raises:
-            UsageError: an earlier loss of the same micro-batch has another weight.
-        """
+        """What is known when the user has given `losses` of this weight."""
         if self.given and self.weight != weight:
             raise other_weight_error(weight, self.weight)
         return self._replace(weight=weight, given=max(self.given, given), losses=self.losses + losses)
 
     def require_scaled(self, factor: float, *, scales: bool, watched: bool = True) -> None:
-        """Raise unless each gradient that arrived is that of a loss times `factor`.
-
-        Args:
-            factor: weight times loss scale.
-            scales: a loss scale is in use.
-            watched: the user clears no ``.grad`` unseen, as under ``separate_sums``.
-
-        Raises:
-            UsageError: a pass raised, or was of a loss that nothing multiplied or another wrapped optimizer did.
-        """
+        """Raise unless each gradient that arrived is that of a loss times `factor`."""
         if watched and self.under_way:
             raise interrupted_error()
         # Where the user has replaced .grad since, as netD.zero_grad() of a GAN does, what was multiplied is gone.
@@ -300,11 +287,7 @@ def can_be_hooked(parameter: Tensor) -> bool:
 
 
 class Hooks:
-    """The hooks of one owner. They must not refer to it, or it would not be freed as it is dropped.
-
-    Args:
-        watching: the owner is a wrapped optimizer's, for `is_watched`.
-    """
+    """The hooks of one owner. They must not refer to it, or it would not be freed as it is dropped."""
 
     def __init__(self, *, watching: bool = False) -> None:
         if watching:

@@ -338,15 +338,7 @@ class Window:
         return fields, measured, any(measured.notes[of_scale + len(losses) :])
 
     def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
-        """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1.
-
-        Args:
-            after: the state with the micro-batch under way.
-            flushing: no micro-batch is under way.
-
-        Raises:
-            UsageError: it is not.
-        """
+        """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1."""
         if divisor(after, self._options, select) != 1 or not (flushing or ends(after, self._size, select)):
             raise changed_gradients_error()
         self.strategy.require_true_gradient(first=after.micro_step == 1, flushing=flushing)
@@ -394,16 +386,7 @@ class Window:
 
 
 class Plan:
-    """The place where the sum of a window lives, by the parameters as they are when the plan is made.
-
-    Args:
-        parameters: those that are summed over.
-        options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
-        workers: those that the window is added up over; their engine may keep the sum.
-
-    Raises:
-        UsageError: the engine keeps the sum, and the parameters were cast to another dtype than their sums have.
-    """
+    """The place where the sum of a window lives, by the parameters as they are when the plan is made."""
 
     def __init__(self, parameters: Parameters, options: Options, workers: Workers) -> None:
         self._parameters, self._accumulate_dtype, self._workers = parameters, options.accumulate_dtype, workers
@@ -467,11 +450,7 @@ def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], opti
 
 
 def require_graph(loss: Tensor) -> Tensor:
-    """`loss` of weight 0 if it can be differentiated.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """`loss` of weight 0 if it can be differentiated."""
     if not loss.requires_grad:
         fix = "Run the model on any batch on this worker too, and give its loss with weight=0."
         expected, found = "one of the model, because every backward pass is that of all workers", "one without a graph"
@@ -486,11 +465,7 @@ def factor(weight: float, fields: State, options: Options) -> float:
 
 
 def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler: ScalerLink | None) -> Tensor:
-    """`loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is.
-
-    Raises:
-        UsageError: its dtype cannot hold the factor, however far the loss scale backs off.
-    """
+    """`loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is."""
     own, rule = float(contribution(weight, options)), options.scale_rule
     if own == 1 and scaler is None and fields.loss_scale == 1:
         return loss
@@ -504,11 +479,7 @@ def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler:
 
 
 def _require_in_range(loss: Tensor, factor: float) -> None:
-    """A `loss` can be handed `factor` as its gradient: autograd casts that to the dtype of the loss, however it was multiplied.
-
-    Raises:
-        UsageError: `factor` is beyond that dtype, as only float16's range is so small, so that no gradient could be finite.
-    """
+    """A `loss` can be handed `factor` as its gradient: autograd casts that to the dtype of the loss, however it was multiplied."""
     if loss.dtype is torch.float16 and factor > torch.finfo(torch.float16).max:
         raise explain(
             UsageError,

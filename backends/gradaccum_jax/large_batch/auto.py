@@ -29,12 +29,7 @@ _NUMBERS: Iterator[int] = itertools.count()
 
 
 class Fitting:
-    """The programs of one call, compiled for the sizes that were tried.
-
-    Args:
-        jitted: of what the call is given beside its batch, and of the batch, cut.
-        splitting: with an `AutoMicroBatchSize`.
-    """
+    """The programs of one call, compiled for the sizes that were tried."""
 
     def __init__(self, jitted: Any, splitting: Splitting, sizes: AutoMicroBatchSize) -> None:
         self._jitted, self._splitting, self._sizes = jitted, splitting, sizes
@@ -42,13 +37,7 @@ class Fitting:
         self._programs: dict[Hashable, Callable[..., Any]] = {}
 
     def __call__(self, given: Tree, batch: tuple[Tree, ...]) -> Any:
-        """What the call returns, with the largest micro-batches that fit.
-
-        Raises:
-            ArgumentTypeError: an argument is traced, or no array.
-            ArgumentValueError: no limit of memory is known.
-            UsageError: one item does not fit.
-        """
+        """What the call returns, with the largest micro-batches that fit."""
         _require_concrete(given, batch)
         items = max(1, make_batch(batch, self._splitting.axes).items // self._splitting.devices)
         limit = self._sizes.memory_limit if self._sizes.memory_limit is not None else _free_bytes((given, batch))
@@ -123,11 +112,7 @@ def _bytes_of(compiled: Any, arguments: Tree) -> int:
 
 
 def _free_bytes(arguments: Tree) -> int:
-    """The fewest free bytes of the devices that hold the arguments.
-
-    Raises:
-        ArgumentValueError: one states no limit, or there are several processes: all of them have to decide alike.
-    """
+    """The fewest free bytes of the devices that hold the arguments."""
     if jax.process_count() > 1:
         raise unknown_limit_error(f"{jax.process_count()} processes, each with free memory of its own")
     return min(_free_of(device) for device in _devices_of(arguments))

@@ -76,11 +76,7 @@ class Batch:
 
     @property
     def items(self) -> int:
-        """The number of items.
-
-        Raises:
-            ArgumentValueError: two arrays have different numbers of them, none has any, or a list may be one of items.
-        """
+        """The number of items."""
         return kit.require_one_size(self.sizes(), self.lists, BY_ITEM)
 
     def _paths(self) -> list[str]:
@@ -90,16 +86,7 @@ class Batch:
 
 
 def make_batch(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
-    """The batch that the user gave, uncut.
-
-    Args:
-        arguments: what the loss function is given beside what it is differentiated by.
-        axes: a prefix of that tuple: an axis for all leaves below, None or `KEY`. A scalar random key is `KEY` unless it is None. A plain
-            value of Python has no items whatever its axis, but those of a list or tuple of such are one per item: they are refused.
-
-    Raises:
-        ArgumentValueError, ArgumentTypeError: `axes` is no such prefix, or a leaf has no such axis; names the leaf.
-    """
+    """The batch that the user gave, uncut."""
     held, structure = jax.tree_util.tree_flatten_with_path(arguments)
     _require_dense(arguments, spread_over(axes, arguments, "axes"))
     spread = _whole_where_plain(arguments, spread_over(axes, arguments, "axes"))
@@ -111,11 +98,7 @@ def make_batch(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
 
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
-    """One value of `prefix` for each leaf of `tree`, as `gradaccum.kit.spread` does for the nests of the other frameworks.
-
-    Raises:
-        ArgumentValueError: `prefix` has another structure.
-    """
+    """One value of `prefix` for each leaf of `tree`, as `gradaccum.kit.spread` does for the nests of the other frameworks."""
     prefix = tuple(prefix) if type(prefix) is list and isinstance(tree, tuple) else prefix
     found: list[Any] = []
     try:
@@ -252,12 +235,6 @@ def groups_of(batch: Batch) -> list[Group]:
 def over(groups: list[Group], body: Body[C], carry: C, first: Scalar = 0) -> tuple[C, list[list[Array]]]:
     """`body` over all micro-batches.
 
-    Args:
-        groups: the micro-batches.
-        body: pure; its carry keeps its types.
-        carry: what it starts with.
-        first: int32: the number of the first micro-batch, where other devices have others.
-
     Returns:
         The last carry, and for each group the rows of its micro-batches, stacked along a new leading axis.
     """
@@ -269,12 +246,7 @@ def over(groups: list[Group], body: Body[C], carry: C, first: Scalar = 0) -> tup
 
 
 def in_order(groups: list[Group], rows: list[list[Array]]) -> list[Array]:
-    """The rows of all micro-batches one after another in the order of the batch, each array along its leading axis.
-
-    Args:
-        groups: those that `over` ran.
-        rows: what it returned.
-    """
+    """The rows of all micro-batches one after another in the order of the batch, each array along its leading axis."""
     return [_joined(groups, list(stacked)) for stacked in zip(*rows, strict=True)]
 
 
@@ -325,17 +297,7 @@ Weight = Callable[..., Any] | Array | None
 
 
 def weight_of(micro_batch: MicroBatch, weight: Weight, unit: int | None, dtype: DType) -> Scalar:
-    """The weight of a micro-batch: a Python number where the program knows it, else a scalar of `dtype`.
-
-    Args:
-        micro_batch: with its own part of per-item weights.
-        weight: the user's.
-        unit: how many items weigh 1 where the user gives no weight; None: the weight is 1, as nothing is divided by it.
-        dtype: that of weights.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: it is no real scalar >= 0, or the number of items is asked for and nobody knows it.
-    """
+    """The weight of a micro-batch: a Python number where the program knows it, else a scalar of `dtype`."""
     if callable(weight):
         return _loud(as_weight(weight(*micro_batch.arguments), dtype))
     if micro_batch.item_weights is not None:
@@ -344,11 +306,7 @@ def weight_of(micro_batch: MicroBatch, weight: Weight, unit: int | None, dtype: 
 
 
 def known_items(items: int | None) -> int:
-    """The number of items of a micro-batch.
-
-    Raises:
-        ArgumentValueError: nobody knows it: it came from the user's own ``split``, and its arrays have different lengths.
-    """
+    """The number of items of a micro-batch."""
     if items is None:
         expected = "weight= a function of the micro-batch, as its number of items is not known"
         fix = "Write weight=lambda *micro_batch: ..., the number of items that its mean is taken over; or reduction='sum'."
@@ -357,12 +315,7 @@ def known_items(items: int | None) -> int:
 
 
 def as_item_weights(weight: Array, items: int) -> Array:
-    """Per-item weights as an array of shape (items,), checked as far as their values are known.
-
-    Raises:
-        ArgumentTypeError: they are no real numbers.
-        ArgumentValueError: they have another shape, or one is negative or not finite.
-    """
+    """Per-item weights as an array of shape (items,), checked as far as their values are known."""
     array = weight if isinstance(weight, jax.Array) else np.asarray(weight)
     if array.shape != (items,):
         raise kit.item_weights_error(items, f"shape {array.shape}")
@@ -375,11 +328,7 @@ def as_item_weights(weight: Array, items: int) -> Array:
 
 
 def concrete(item_weights: Array) -> list[float] | None:
-    """Per-item weights as Python numbers; None where there are none.
-
-    Raises:
-        ArgumentTypeError: they are traced, and the cuts, which are constants of the program, cannot depend on them.
-    """
+    """Per-item weights as Python numbers; None where there are none."""
     if item_weights is None:
         return None
     if isinstance(item_weights, jax.core.Tracer):
@@ -426,15 +375,7 @@ class Splitting:
     """How many devices the batch is spread over; each cuts its own part."""
 
     def source(self, arguments: tuple[Tree, ...], division: Division | None = None) -> Source:
-        """The batch, cut.
-
-        Args:
-            arguments: the batch's.
-            division: in place of the user's; its size is an int.
-
-        Raises:
-            ArgumentValueError, ArgumentTypeError: the batch cannot be divided so.
-        """
+        """The batch, cut."""
         division = self.division if division is None else division
         if self.split is not None:
             return self._own_parts(arguments, division)
@@ -478,11 +419,7 @@ class Splitting:
 
 
 def make_splitting(steps: Any, micro_batch_size: Any, micro_batch_weight: Any, axes: Tree, weight: Weight, split: Any) -> Splitting:
-    """The user's options, checked as far as they can be without a batch.
-
-    Raises:
-        ArgumentValueError, ArgumentTypeError: naming the option that is wrong.
-    """
+    """The user's options, checked as far as they can be without a batch."""
     if split is not None and not callable(split):
         fix = "Write split=lambda *batch: [micro_batch, ...]."
         raise explain(ArgumentTypeError, "split", expected="a function of the batch", got=split, fix=fix)

@@ -53,12 +53,7 @@ class Differentiation:
     """What the error for an integer advises."""
 
     def parted(self, arguments: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], tuple[Tree, ...]]:
-        """The arguments to differentiate by, and the batch: all others, in their order.
-
-        Raises:
-            ArgumentValueError: there are not so many arguments.
-            ArgumentTypeError: `check` refuses one to differentiate by, or its type is that of a gradient in parts; names the leaf.
-        """
+        """The arguments to differentiate by, and the batch: all others, in their order."""
         if max(self.places) >= len(arguments):
             found, fix = f"{len(arguments)} arguments", "Call it as the loss function, with the batch in place of a micro-batch."
             raise explain(ArgumentValueError, "argnums", expected=f"an argument number {max(self.places)}", found=found, fix=fix)
@@ -73,11 +68,7 @@ class Differentiation:
         return [held[place] if place in held else next(rest) for place in range(len(by) + len(batch))]
 
     def value(self, by: tuple[Tree, ...], batch: tuple[Tree, ...]) -> tuple[Scalar, Tree]:
-        """The loss of a micro-batch, a floating scalar, and its aux, None without one.
-
-        Raises:
-            ArgumentValueError: the loss function returns something else.
-        """
+        """The loss of a micro-batch, a floating scalar, and its aux, None without one."""
         made = self.loss_fn(*self.joined(by, batch))
         loss, aux = _parted(made) if self.has_aux else (made, None)
         return _scalar(loss), aux
@@ -96,11 +87,7 @@ class Differentiation:
         return loss, aux, gradients
 
     def check(self, by: tuple[Tree, ...]) -> None:
-        """Raise unless the arguments to differentiate by are arrays that have gradients; integers as the user allows.
-
-        Raises:
-            ArgumentTypeError: a leaf is no float, or a flax nnx module has a random stream; names it.
-        """
+        """Raise unless the arguments to differentiate by are arrays that have gradients; integers as the user allows."""
         for place, tree in zip(self.places, by, strict=True):
             require_arrays(tree, f"argument {place}")
         for path, leaf in jax.tree_util.tree_flatten_with_path(by)[0]:
@@ -129,28 +116,13 @@ class Differentiation:
 
 
 def start(by: tuple[Tree, ...], accumulate_dtype: DType) -> list[Array]:
-    """Empty sums, one for each leaf of `by` that takes part.
-
-    Args:
-        by: the arguments to differentiate by.
-        accumulate_dtype: that of the sums; None: float32 for half precision, else the leaf's own.
-
-    Raises:
-        ArgumentValueError: JAX has `accumulate_dtype` switched off.
-    """
+    """Empty sums, one for each leaf of `by` that takes part."""
     made: list[Array] = sums.zeros([leaf for leaf in jax.tree.leaves(by) if takes_part(leaf)], accumulate_dtype)
     return made
 
 
 def add(held: list[Array], gradients: list[Array], weight: Scalar, options: Options) -> list[Array]:
-    """`held` with one micro-batch's gradients more. With weight 0 it adds exactly nothing, even where they are NaN.
-
-    Args:
-        held: the sums so far.
-        gradients: one for each of them.
-        weight: a real scalar, a Python number where the program knows it: then a factor of 1 costs nothing.
-        options: with the reduction.
-    """
+    """`held` with one micro-batch's gradients more. With weight 0 it adds exactly nothing, even where they are NaN."""
     known = isinstance(weight, int | float)
     factor = kit.contribution(weight, options) if options.reduction == "mean" and not (known and weight == 1) else None
     given = jnp.asarray(factor, sums.weight_dtype(held)) if factor is not None and known else factor
@@ -163,13 +135,6 @@ def finish(held: list[Array], weight: Scalar, by: tuple[Tree, ...], options: Opt
 
     Each sum is reduced over the devices once: over `axis_names`, and over the axes along which it differs and its parameter does not, as
     `jax.grad` does in `jax.shard_map`.
-
-    Args:
-        held: the sums of all micro-batches.
-        weight: the weight of all devices' micro-batches.
-        by: the arguments to differentiate by, as they came.
-        options: with the reduction.
-        axis_names: the mesh axes whose devices share the batch.
     """
     divides = denominator(weight, options)
     leaves, structure = jax.tree.flatten(by)
@@ -258,14 +223,7 @@ class Merging(NamedTuple):
         return [_neutral(kind, leaf) for kind, leaf in zip(self.kinds, self.like, strict=True) if kind != ROWS]
 
     def add(self, held: list[Array], aux: Tree, items: Scalar, weight: Scalar) -> tuple[list[Array], list[Array]]:
-        """One micro-batch more: the merged leaves, and its rows.
-
-        Args:
-            held: the merged leaves so far.
-            aux: the micro-batch's.
-            items: its number of items, a real number; None where nobody knows and no leaf asks.
-            weight: its weight, a real scalar.
-        """
+        """One micro-batch more: the merged leaves, and its rows."""
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(aux)]
         given = [(kind, leaf) for kind, leaf in zip(self.kinds, leaves, strict=True) if kind != ROWS]
         added = [kit.merged(kind, old, _share(kind, leaf, items, weight), OPS) for old, (kind, leaf) in zip(held, given, strict=True)]
@@ -282,14 +240,7 @@ class Merging(NamedTuple):
         return [kind not in EXTREMES for kind in self.kinds if kind != ROWS]
 
     def finish(self, held: list[Array], rows: list[Array], items: Scalar, weight: Scalar) -> Tree:
-        """The aux of the large batch, floats in the dtypes that the loss function returned.
-
-        Args:
-            held: the merged leaves of all micro-batches.
-            rows: the rows of all micro-batches, in order.
-            items: the number of items in the batch, or None.
-            weight: its weight; 1 if that is 0.
-        """
+        """The aux of the large batch, floats in the dtypes that the loss function returned."""
         merged_leaves, row_leaves = iter(held), iter(rows)
         made = [
             next(row_leaves) if kind == ROWS else _as_given(kit.finished(kind, next(merged_leaves), items, weight), kind, leaf.dtype)
@@ -304,12 +255,7 @@ class Merging(NamedTuple):
 
 
 def make_merging(declared: Tree, aux: Tree) -> Merging:
-    """The merging of `aux`, a tree of shapes and dtypes, by the user's declaration, a prefix of it.
-
-    Raises:
-        ArgumentValueError: a kind is unknown, the declaration has another structure, a leaf without an axis is to be concatenated, or one
-            that is no number is to be merged otherwise.
-    """
+    """The merging of `aux`, a tree of shapes and dtypes, by the user's declaration, a prefix of it."""
     kinds, held = spread_over(declared, aux, "aux"), jax.tree_util.tree_flatten_with_path(aux)
     for kind, (path, leaf) in zip(kinds, held[0], strict=True):
         kit.require_kind(kind)
@@ -318,11 +264,7 @@ def make_merging(declared: Tree, aux: Tree) -> Merging:
 
 
 def check_declared(declared: Tree) -> None:
-    """Refuse an unknown kind before anything is traced.
-
-    Raises:
-        ArgumentValueError: it is none of `gradaccum.kit.KINDS`.
-    """
+    """Refuse an unknown kind before anything is traced."""
     for kind in jax.tree.leaves(declared):
         kit.require_kind(kind)
 
@@ -438,17 +380,7 @@ class Carry(NamedTuple, Generic[G]):
 
 
 def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gathering[G]) -> Made[G]:
-    """Run all micro-batches.
-
-    Args:
-        question: what is asked about each.
-        by: the arguments to differentiate by, of this device.
-        source: the batch, cut.
-        gathering: what becomes of the gradients.
-
-    Raises:
-        ArgumentValueError, ArgumentTypeError: the loss function, the aux or a weight is not as it was declared.
-    """
+    """Run all micro-batches."""
     groups, axes = groups_in(source), axes_in(by, source, question.axis_names)
     first, by = first_number(groups, question.axis_names), copies(by, gathering.axes)
     sample = groups[0].take(jax.tree.map(lambda leaf: leaf[0], groups[0].places), jnp.int32(0))

@@ -144,11 +144,7 @@ class ValueAndGrad(Call):
 
 
 def as_places(argnums: Any) -> tuple[int, ...]:
-    """`argnums` as a tuple of places.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: it is no int >= 0 and no tuple of different ones.
-    """
+    """`argnums` as a tuple of places."""
     places = (argnums,) if isinstance(argnums, int) else tuple(argnums) if isinstance(argnums, tuple | list) else None
     fix = "Write argnums=0, or argnums=(0, 1)."
     if places is None or not all(isinstance(place, int) and not isinstance(place, bool) for place in places):
@@ -159,11 +155,7 @@ def as_places(argnums: Any) -> tuple[int, ...]:
 
 
 def as_declared(aux: Tree, *, has_aux: bool) -> Tree:
-    """How aux merges, checked as far as it can be without one; "sum" where there is none.
-
-    Raises:
-        ArgumentValueError: a kind is unknown, or only one of `aux` and `has_aux` is given.
-    """
+    """How aux merges, checked as far as it can be without one; "sum" where there is none."""
     if has_aux and aux is None:
         fix = "Write aux='mean', or a kind for each leaf: aux={'correct': 'sum', 'logits': 'concatenate'}."
         raise explain(ArgumentValueError, "aux", expected="how aux merges, as has_aux=True", got=aux, fix=fix)
@@ -184,12 +176,7 @@ _FIX = "Write mesh = jax.make_mesh((4,), ('data',)) and axis_name='data'."
 
 
 def require_mesh(mesh: object, axis_names: tuple[str, ...], splitting: Splitting) -> Mesh | None:
-    """`mesh` if it has these axes, and if every device can cut its own part alike.
-
-    Raises:
-        ArgumentTypeError: it is no mesh, or the micro-batches depend on values.
-        ArgumentValueError: it has no such axes, or none is named.
-    """
+    """`mesh` if it has these axes, and if every device can cut its own part alike."""
     if mesh is None:
         return None
     if not isinstance(mesh, Mesh):
@@ -210,14 +197,7 @@ def devices_of(mesh: Mesh | None, axis_names: tuple[str, ...]) -> int:
 
 
 def over_mesh(local: Callable[..., Any], mesh: Mesh, axis_names: tuple[str, ...], aux: Tree) -> Callable[..., Any]:
-    """`local`, a function of (by, batch) that reduces over `axis_names`, as one of the whole batch.
-
-    Args:
-        local: returns ``((loss, aux), gradients)``, all but concatenated rows alike on all devices.
-        mesh: along its other axes the compiler partitions.
-        axis_names: the axes over which the items are spread.
-        aux: how aux merges, a prefix of it.
-    """
+    """`local`, a function of (by, batch) that reduces over `axis_names`, as one of the whole batch."""
     spec: Any = PartitionSpec
     over, whole = spec(axis_names), spec()
     rows = jax.tree.map(lambda kind: over if kind == ROWS else whole, aux)

@@ -88,13 +88,7 @@ def unscaled_gradients(pull_back: Callable[..., Tree], cotangent: Tree) -> Itera
 
 
 def report(gradients: Iterable[Gradients], culprits: Iterable[str], dtypes: Iterable[DType]) -> LinearityReport:
-    """The report on gradients at several scales.
-
-    Args:
-        gradients: divided by their scales, in the order of `SCALES`.
-        culprits: as for `gradaccum.kit.linearity_report`.
-        dtypes: the floating dtypes in the program.
-    """
+    """The report on gradients at several scales."""
     met = set(map(jnp.dtype, dtypes))
     compared = comparable(gradients, _is_finite, float16=jnp.dtype(jnp.float16) in met)
     return linearity_report(compared, culprits, max((float(jnp.finfo(dtype).eps) for dtype in met), default=0.0), _norm)

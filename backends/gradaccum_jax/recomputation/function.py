@@ -100,16 +100,7 @@ def _recomputed(layers: Sequence[Layer], options: dict[str, Any]) -> Layer:
 
 
 def _replay(options: dict[str, Any], function: Callable[..., Tree], arguments: Tree) -> Tree:
-    """``function(*arguments)``, recomputed for the gradient.
-
-    Args:
-        options: of `jax.checkpoint`.
-        function: pure, of the arguments; it may read traced values from outside.
-        arguments: a tuple of nests. Arrays are inputs; the function sees any other leaf as it is.
-
-    Raises:
-        UsageError: the function reads or writes a `Ref` that it did not make.
-    """
+    """``function(*arguments)``, recomputed for the gradient."""
     leaves, structure = jax.tree.flatten(arguments)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, _TRACED) or hasattr(leaf, "__jax_array__")]
 

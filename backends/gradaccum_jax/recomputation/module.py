@@ -38,16 +38,7 @@ def applied(layers: Sequence[Layer], arguments: tuple[Any, ...], named: dict[str
 
 
 def threaded(run: Callable[..., Tree], nest: Tree, replay: Callable[..., Tree]) -> Tree:
-    """``run(*nest)`` by way of `replay`, with the state of the nnx modules in `nest` as one more input and result.
-
-    Args:
-        run: of a nest like `nest`, a tuple.
-        nest: it may hold nnx modules, variables and random streams.
-        replay: ``replay(function, arguments)``.
-
-    Raises:
-        UsageError: the run gave a module another structure. The modules are as they were.
-    """
+    """``run(*nest)`` by way of `replay`, with the state of the nnx modules in `nest` as one more input and result."""
     nodes, structure = jax.tree.flatten(nest, is_leaf=_is_stateful)
     places = [place for place, node in enumerate(nodes) if _is_stateful(node)]
     if not places:
@@ -78,11 +69,7 @@ def _is_stateful(node: object) -> bool:
 
 
 def require_functional(layer: Layer) -> None:
-    """Refuse a flax linen module, a method bound to one, or a function that closes over one: JAX would leak or drop what it writes.
-
-    Raises:
-        UsageError: it is one. Its variables belong to the transformation that runs it, which `jax.checkpoint` would be invisible to.
-    """
+    """Refuse a flax linen module, a method bound to one, or a function that closes over one: JAX would leak or drop what it writes."""
     linen: Any = sys.modules.get("flax.linen")
     cells = getattr(layer, "__closure__", None) or ()
     enclosed = [cell.cell_contents for cell in cells if cell != type(cell)()]  # An empty cell is not assigned yet.

@@ -43,13 +43,7 @@ class Batch(NamedTuple):
         return max([self.items, *(int(leaf.size) for leaf in self.leaves if not is_key(leaf))])
 
     def part(self, items: Sequence[int], number: int | None, leaves: Sequence[Array] | None = None) -> list[Array]:
-        """The leaves of the micro-batch of `items`.
-
-        Args:
-            items: places along the batch axis.
-            number: which micro-batch it is, for a key of its own; None: it gets the key of the batch.
-            leaves: in place of the batch's.
-        """
+        """The leaves of the micro-batch of `items`."""
         return [self._taken(leaf, axis, items, number) for leaf, axis in zip(leaves or self.leaves, self.axes, strict=True)]
 
     def whole(self, leaves: Sequence[Array]) -> Tree:
@@ -63,16 +57,7 @@ class Batch(NamedTuple):
 
 
 def make_batch(batch: tuple[Tree, ...], axes: Tree) -> Batch:
-    """The batch, checked.
-
-    Args:
-        batch: trees, the arguments of the loss after the parameters.
-        axes: a prefix of its tree: the axis of items of each leaf below, None, or ``"key"``.
-
-    Raises:
-        ArgumentTypeError: an axis is of another type.
-        ArgumentValueError: `axes` is no prefix of the batch, a leaf has no such axis, or leaves have unequal numbers of items.
-    """
+    """The batch, checked."""
     flat, structure = jax.tree_util.tree_flatten_with_path(batch)
     paths = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in flat)
     leaves = tuple(leaf if is_key(leaf) else np.asarray(jnp.asarray(leaf)) for _, leaf in flat)
@@ -125,14 +110,7 @@ def folded(key: Array, number: int) -> Array:
 
 
 def perturbed(leaf: Array, roundoff: float, rng: np.random.Generator, *, integers_too: bool) -> Array:
-    """`leaf` with each number moved by one rounding, up or down.
-
-    Args:
-        leaf: an array; one that is not of floating dtype comes back as it is.
-        roundoff: the distance from 1 to the next number in the coarsest dtype of the program.
-        rng: decides.
-        integers_too: whether a value that is an integer moves: in inputs it is a mask, a label or a padding.
-    """
+    """`leaf` with each number moved by one rounding, up or down."""
     if not is_float(leaf):
         return leaf
     wide = _wide(leaf)
@@ -173,11 +151,7 @@ class Parameters(NamedTuple):
 
 
 def make_parameters(params: Params) -> Parameters:
-    """The parameters, checked.
-
-    Raises:
-        ArgumentTypeError: there is no floating array among them.
-    """
+    """The parameters, checked."""
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves = tuple(np.asarray(jnp.asarray(leaf)) if is_array(leaf) and not is_key(leaf) else leaf for _, leaf in flat)
     arrays = tuple(place for place, leaf in enumerate(leaves) if is_array(leaf))

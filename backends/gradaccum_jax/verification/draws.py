@@ -36,13 +36,7 @@ class Draw(NamedTuple):
 
 
 def draws_of(program: Program, keys: Set[int], items: Set[int]) -> list[Draw]:
-    """The draws in the order of the equations.
-
-    Args:
-        program: the loss.
-        keys: the places among its arguments of keys that each micro-batch has its own of.
-        items: the places of arrays with an axis of items.
-    """
+    """The draws in the order of the equations."""
     jaxpr = program.closed.jaxpr
     marks = {variable: (place in keys, place in items) for place, variable in enumerate(jaxpr.invars)}
     return list(_walk(jaxpr, marks, Around(), within=False))
@@ -90,11 +84,7 @@ def rows(value: Array, axis: int, items: int, part: Sequence[int]) -> Array:
 
 
 class Replay:
-    """Runs a program with given random numbers in place of the drawn ones, or remembers those that it draws.
-
-    Args:
-        given: by the number of the draw among the program's own (those inside of loops have none): its value; None: drawn.
-    """
+    """Runs a program with given random numbers in place of the drawn ones, or remembers those that it draws."""
 
     def __init__(self, given: dict[int, Array] | None = None) -> None:
         self.drawn: list[Array] = []
@@ -154,11 +144,7 @@ class Step(NamedTuple):
 
 
 class Program:
-    """The equations of a function of flat arguments.
-
-    Args:
-        closed: what `jax.make_jaxpr` made of it.
-    """
+    """The equations of a function of flat arguments."""
 
     def __init__(self, closed: Any) -> None:
         self.closed = closed

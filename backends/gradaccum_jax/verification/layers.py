@@ -32,11 +32,7 @@ class Ran(NamedTuple):
 
 
 class Trail:
-    """Everything that a program computes.
-
-    Args:
-        given: what is run.
-    """
+    """Everything that a program computes."""
 
     def __init__(self, given: Given) -> None:
         program, arguments, draws = given
@@ -59,17 +55,7 @@ class Trail:
 def mixing_layers(
     large: Given, moved: Given, small: Given, parameters: Iterable[int], items: int, part: Sequence[int], roundoff: float
 ) -> list[Layer]:
-    """The layers, in the order in which they run; none if the two programs have different equations.
-
-    Args:
-        large: the loss of the large batch.
-        moved: the same, with inputs and parameters moved by one rounding: it tells how much rounding moves each value.
-        small: the loss of `part` of the items.
-        parameters: the places of the parameters among the arguments.
-        items: the number of items of the large batch.
-        part: the items of the small one.
-        roundoff: of the coarsest dtype.
-    """
+    """The layers, in the order in which they run; none if the two programs have different equations."""
     trails = Trail(large), Trail(moved), Trail(small)
     if len({len(trail.values) for trail in trails}) != 1 or len({len(trail.ran) for trail in trails}) != 1:
         return []

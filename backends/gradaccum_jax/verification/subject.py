@@ -37,14 +37,7 @@ Weight = Callable[[Sequence[int]], float]
 
 
 class JaxSubject:
-    """`gradaccum.kit.Subject` of a loss in JAX.
-
-    Args:
-        loss_fn: ``loss_fn(params, *batch)``, a floating scalar.
-        parameters: what it is differentiated by.
-        batch: the batch.
-        weight: the weight of a micro-batch, by its items; None: its number of items.
-    """
+    """`gradaccum.kit.Subject` of a loss in JAX."""
 
     def __init__(self, loss_fn: Callable[..., Any], parameters: Parameters, batch: Batch, weight: Weight | None) -> None:
         self._loss_fn, self._parameters, self._batch, self._weight = loss_fn, parameters, batch, weight

@@ -156,12 +156,7 @@ def _wide(shard: Array) -> Any:
 
 
 def require_arrays(logits_shard: Any, labels: Any) -> None:
-    """Refuse anything but floating logits ``(*batch, classes of one device)`` and integer labels ``(*batch)``.
-
-    Raises:
-        ArgumentTypeError: one is no array, or of another kind of dtype.
-        ArgumentValueError: their shapes do not belong together, or there is no class at all.
-    """
+    """Refuse anything but floating logits ``(*batch, classes of one device)`` and integer labels ``(*batch)``."""
     for name, value in (("logits_shard", logits_shard), ("labels", labels)):
         if not hasattr(value, "dtype") or not hasattr(value, "astype"):
             raise explain(ArgumentTypeError, name, expected="an array", got=value, fix=f"Write jnp.asarray({name}).")
@@ -186,10 +181,6 @@ def require_axis(axis_name: Any, logits_shard: Any) -> int:
 
     Without ``check_vma`` JAX hands the backward of a replicated loss one gradient inside `jax.shard_map` and a fraction of it outside, and
     nothing tells which: gradients would be right by a factor of the number of devices only.
-
-    Raises:
-        ArgumentTypeError: `axis_name` is no name.
-        UsageError: no such axis is in scope, its `jax.shard_map` does not check what is replicated, or the logits are replicated.
     """
     if not isinstance(axis_name, str):
         fix = "Write axis_name='model', as in jax.make_mesh."

@@ -142,14 +142,7 @@ def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
 
 
 def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: list[Spec], axes: tuple[str, ...]) -> list[Array]:
-    """Return the leaves typed by `specs` on a mesh whose types tell how arrays are shared (``AxisType.Explicit``, the default from 0.9 on).
-
-    Args:
-        leaves: the arguments' leaves.
-        mesh: their mesh.
-        specs: one for each leaf; with the axes of the batch.
-        axes: along other axes a leaf stays sharded as it is.
-    """
+    """Return the leaves typed by `specs` on a mesh with explicit axis types (``AxisType.Explicit``, the default from 0.9 on)."""
     spread = {name for spec in specs for entry in spec for name in _named(entry, axes)}
     if any(kind != jax.sharding.AxisType.Explicit for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in spread):
         return leaves
@@ -166,9 +159,6 @@ def require_unsharded(params: Tree, name: str, axes: tuple[str, ...]) -> None:
     """Raise if parameters are sharded along the axes of the batch: `jax.shard_map` would gather them, and return replicated gradients.
 
     An array knows how it is sharded, a tracer does so on an explicit mesh only.
-
-    Raises:
-        UsageError: one is sharded so; names it.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not isinstance(leaf, jax.Array):
@@ -205,11 +195,7 @@ def entered(args: tuple[Tree, ...], axes: tuple[str, ...]) -> list[Tree]:
 
 
 def leaving(made: Any, given: list[Tree], axes: tuple[str, ...]) -> Made:
-    """What the step `made` of the arguments `given`: all of it replicated but for what differs, which gets a leading axis.
-
-    Raises:
-        UsageError: it is not (params, state, *rest), or the state is not one that the devices share.
-    """
+    """What the step `made` of the arguments `given`: all of it replicated but for what differs, which gets a leading axis."""
     kept, rest = _parts(made, given)
     for state in find_states(kept):
         _require_shared_window(state, axes)
@@ -292,19 +278,7 @@ Specs = Sequence[Any]
 
 
 def require_replicated(program: Any, made: Tree, given: Specs, left: Specs, axes: tuple[str, ...]) -> None:
-    """Raise unless what leaves a step as replicated is the same on all devices.
-
-    Args:
-        program: the traced `jax.shard_map` of the step.
-        made: its results.
-        given: how each argument is split.
-        left: the same for each result.
-        axes: the names of the axes.
-
-    Raises:
-        UsageError: a result may differ, or parameters or an extra argument that an optimizer was given; names it. Or a collective runs on
-            some devices only.
-    """
+    """Raise unless what leaves a step as replicated is the same on all devices."""
     over = frozenset(axes)
     found = differing(program, [over if tuple(spec) else NONE for spec in given], over)
     for (path, _), differs, spec in zip(jax.tree_util.tree_flatten_with_path(made)[0], found, left, strict=True):
@@ -314,13 +288,7 @@ def require_replicated(program: Any, made: Tree, given: Specs, left: Specs, axes
 
 
 def differing(jaxpr: Any, given: Origins, axes: Axes) -> Origins:
-    """Return for each result of a program along which of `axes` it may differ.
-
-    Args:
-        jaxpr: a `jax.extend.core.Jaxpr`, or a closed one.
-        given: the same for each argument.
-        axes: names of mesh axes.
-    """
+    """Return for each result of a program along which of `axes` it may differ."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     known = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -426,11 +394,7 @@ def _looped(asks: Any, body: Any, given: Origins, results: int, axes: Axes) -> O
 
 
 def _chosen(predicate: Axes, programs: Any, made: Origins, axes: Axes) -> Origins:
-    """Return `made` as differing along the axes along which devices choose differently which of `programs` runs, or how often.
-
-    Raises:
-        UsageError: one of the programs reduces over these axes: some devices would wait for ever for the others.
-    """
+    """Return `made` as differing along the axes along which devices choose differently which of `programs` runs, or how often."""
     waits = predicate & {getattr(effect, "name", "") for program in programs for effect in program.effects}
     if waits:
         fix = "Take the collective out of the branch or loop, or decide by jax.lax.pmean or pmax, so that all devices decide alike."

@@ -44,11 +44,7 @@ def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> Accumulati
 
 
 def require_axes(axes: tuple[str, ...]) -> None:
-    """The axes are those of the `jax.shard_map` around this call, which checks what is replicated.
-
-    Raises:
-        UsageError: they are not.
-    """
+    """The axes are those of the `jax.shard_map` around this call, which checks what is replicated."""
     for axis in axes:
         require_checked(axis, _THERE)
 
@@ -64,11 +60,7 @@ def copies_of_params() -> Iterator[None]:
 
 
 def require_same_params(params: Params, axes: tuple[str, ...]) -> None:
-    """The devices have the same parameters.
-
-    Raises:
-        UsageError: they may differ.
-    """
+    """The devices have the same parameters."""
     fix = "Pass the parameters as they came into jax.shard_map by in_specs=PartitionSpec(); let only what is differentiated vary."
     same("params", params, axes, fix)
 
@@ -79,11 +71,7 @@ def same_extra(extra: Extra, axes: tuple[str, ...]) -> Extra:
 
 
 def same(name: str, tree: T, axes: tuple[str, ...], fix: str) -> T:
-    """`tree`, whose arrays are the same on all devices: by their types, or, where types cannot tell, by `data_parallel.differing`.
-
-    Raises:
-        UsageError: one of them may differ; names it. In `data_parallel` it does so when the step is traced to its end.
-    """
+    """`tree`, whose arrays are the same on all devices: by their types, or, where types cannot tell, by `data_parallel.differing`."""
     if _copied.get():
         paths = jax.tree_util.tree_map_with_path
         return cast(T, paths(lambda path, leaf: replicated(leaf, axes, asked=f"{name}{jax.tree_util.keystr(path)}"), tree))
@@ -92,11 +80,7 @@ def same(name: str, tree: T, axes: tuple[str, ...], fix: str) -> T:
 
 
 def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None:
-    """The arrays of `tree` are the same on all devices, by their types.
-
-    Raises:
-        UsageError: one of them may differ; names it.
-    """
+    """The arrays of `tree` are the same on all devices, by their types."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if differing := axes_of(leaf) & frozenset(axes):
             where, found = f"{name}{jax.tree_util.keystr(path)}", f"one that may differ along {sorted(differing)}"
@@ -104,11 +88,7 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None
 
 
 def require_shared(state: AccumulationState, axes: tuple[str, ...], fix: str = _RETURNED) -> None:
-    """The fields that devices share are the same on all of them.
-
-    Raises:
-        UsageError: one may differ; names it.
-    """
+    """The fields that devices share are the same on all of them."""
     require_same("state", by_kind(state, own=lambda _: None, shared=lambda leaf: leaf)._asdict(), axes, fix)
 
 
@@ -116,14 +96,6 @@ def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) 
     """Every gradient is that of this device alone.
 
     `jax.grad` inside `jax.shard_map` adds up the gradients of replicated parameters over the devices by itself, in every micro-batch.
-
-    Args:
-        gradients: aligned with the leaves of the accumulator.
-        accumulator: the tree of sums.
-        axes: the names of the axes.
-
-    Raises:
-        UsageError: one is the same on all devices: it has been reduced, and would be added up once more.
     """
     if not axes:
         return
@@ -138,16 +110,7 @@ def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) 
 
 
 def require_own_loss(loss: Scalar, state: AccumulationState, axes: tuple[str, ...]) -> None:
-    """The micro-batch's loss belongs to the same devices as its state.
-
-    Args:
-        loss: a scalar array; None if it was not told.
-        state: the state before the micro-batch.
-        axes: the names of the axes whose devices share the window: each tells its own loss, and the window's end adds them up.
-
-    Raises:
-        UsageError: it is averaged over such an axis already, or differs along an axis where the devices have one state.
-    """
+    """The micro-batch's loss belongs to the same devices as its state."""
     if loss is None:
         return
     if reduced := frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1) - axes_of(loss):
@@ -198,11 +161,7 @@ _FIX = "Write gradaccum.wrap(..., shard_axes={axes!r}) if the devices hold shard
 
 
 def require_shard_axes(value: object) -> ShardAxes:
-    """`value` as a tuple of names, None as it is.
-
-    Raises:
-        ArgumentTypeError: it is neither a name nor a tuple of names.
-    """
+    """`value` as a tuple of names, None as it is."""
     names = (value,) if isinstance(value, str) else value
     if names is None or (isinstance(names, tuple) and all(isinstance(name, str) and name for name in names)):
         return cast(ShardAxes, names)
@@ -211,27 +170,13 @@ def require_shard_axes(value: object) -> ShardAxes:
 
 
 def require_in_scope(shard_axes: ShardAxes) -> None:
-    """Refuse `shard_axes` outside of a `jax.shard_map` that knows what is sharded.
-
-    Raises:
-        UsageError: there is none around this call.
-    """
+    """Refuse `shard_axes` outside of a `jax.shard_map` that knows what is sharded."""
     for axis in shard_axes or ():
         require_checked(axis, "Call tx.update in a function under jax.shard_map. Under jax.jit alone, leave shard_axes out.")
 
 
 def require_told(tree: Tree, known: Axes, shard_axes: ShardAxes, options: Options | None = None) -> None:
-    """Refuse parameters, or sums, that may be shards, if nobody said whether they are.
-
-    Args:
-        tree: of arrays.
-        known: axes of which is known why arrays differ along them.
-        shard_axes: as given to `wrap`.
-        options: where a norm is asked for, a tree that differs from device to device throughout is refused too.
-
-    Raises:
-        UsageError: some arrays differ along an axis.
-    """
+    """Refuse parameters, or sums, that may be shards, if nobody said whether they are."""
     if shard_axes is not None or not manual_axes():
         return
     axes = [axes_of(leaf) - known for leaf in jax.tree.leaves(tree)]
@@ -256,15 +201,7 @@ def _vary_like(leaf: Array, parameter: Array) -> Array:
 
 
 def require_checked(axis_name: str, fix: str) -> None:
-    """Refuse an axis of which JAX does not know what differs along it.
-
-    Args:
-        axis_name: the name of a mesh axis.
-        fix: what to write where there is none.
-
-    Raises:
-        UsageError: no such axis is in scope, its `jax.shard_map` does not check what is replicated, or this JAX is too old for it.
-    """
+    """Refuse an axis of which JAX does not know what differs along it."""
     _require_types()
     try:
         index = lax.axis_index(axis_name)
@@ -276,13 +213,7 @@ def require_checked(axis_name: str, fix: str) -> None:
 
 
 def require_names(axis_name: Any) -> tuple[str, ...]:
-    """`axis_name`, the name of a mesh axis or several names, as a tuple; None is no name.
-
-    Raises:
-        ArgumentTypeError: it is something else.
-        ArgumentValueError: there is no name in it, or one twice.
-        UsageError: this JAX is too old for an axis.
-    """
+    """`axis_name`, the name of a mesh axis or several names, as a tuple; None is no name."""
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     expected, fix = "the name of a mesh axis, or a tuple of names", "Write axis_name='data', as in jax.make_mesh."
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):

@@ -54,11 +54,7 @@ class Ledger:
         self._backward = False
 
     def keep(self, tensor: Tensor) -> Kept:
-        """Count `tensor`, of any shape and dtype, until what is returned is freed.
-
-        Raises:
-            MemoryLimitError: it would exceed the limit; it is not counted then.
-        """
+        """Count `tensor`, of any shape and dtype, until what is returned is freed."""
         address, size = tensor.data_ptr(), tensor.nbytes
         if self._backward or any(start <= address < end for start, end in self._existing):
             return Kept(tensor, None, address, 0)
@@ -107,20 +103,7 @@ _TEXTS = ("allocate memory failed", "std::bad_alloc", "out of memory", "memory i
 
 
 def fitted(run: Run, fn: object, sizes: AutoMicroBatchSize, batch: Batch, options: SplitOptions) -> Any:
-    """`run` with the largest micro-batch that fits; the size is noted in `sizes`.
-
-    Args:
-        run: the call.
-        fn: the user's function, whose Cells draw random numbers and hold Parameters.
-        sizes: remembers what fitted.
-        batch: the large batch.
-        options: of the call.
-
-    Raises:
-        ArgumentValueError: no limit of memory is known, as on a CPU without ``memory_limit``.
-        UsageError: not even one item fits; or ``memory_limit`` is given in graph mode or before MindSpore 2.9, which count no memory.
-        BaseException: whatever else `run` raises.
-    """
+    """`run` with the largest micro-batch that fits; the size is noted in `sizes`."""
     _require_limit(sizes)
     key, size = key_of(fn, batch), sizes.start(key_of(fn, batch), items_of(batch, options.axes))
     with _same_draws(fn) as begin:

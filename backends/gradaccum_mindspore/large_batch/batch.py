@@ -43,11 +43,7 @@ from gradaccum_mindspore.sums import sum_dtype
 
 
 def as_array(weights: Any, items: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Per-item weights as float64 of shape (items,).
-
-    Raises:
-        ArgumentValueError: they are not one finite number >= 0 for each item.
-    """
+    """Per-item weights as float64 of shape (items,)."""
     given = weights.asnumpy() if isinstance(weights, Tensor) else weights
     try:
         array = np.asarray(given, np.float64)
@@ -68,18 +64,7 @@ def item_weights(weight: Any, singles: Iterable[tuple[Nest, ...]], items: int) -
 
 
 def weight_of(weight: Any, arguments: tuple[Nest, ...], items: int | None, cut: Cut | None, total: int | None) -> float:
-    """The weight of one micro-batch.
-
-    Args:
-        weight: the option.
-        arguments: the micro-batch.
-        items: how many items it has; None if nobody knows.
-        cut: where it was cut from the batch.
-        total: the items of the batch.
-
-    Raises:
-        ArgumentValueError, ArgumentTypeError: the weight is no finite number >= 0, or cannot be known.
-    """
+    """The weight of one micro-batch."""
     if callable(weight):
         given = weight(*arguments)
         if given is None:
@@ -96,13 +81,7 @@ def weight_of(weight: Any, arguments: tuple[Nest, ...], items: int | None, cut: 
 
 
 def constant(weight: Any, positions: tuple[int, ...], parameters: Sequence[Parameter]) -> Any:
-    """`weight`, but a callable that may depend on what is differentiated raises if it does: its derivative is no part of the gradients.
-
-    Args:
-        weight: the option, of a reduction that divides by weights.
-        positions: the arguments that are differentiated by.
-        parameters: what `moving` returned.
-    """
+    """`weight`, but a callable that may depend on what is differentiated raises if it does: its derivative is no part of the gradients."""
     if not callable(weight) or not (positions or parameters):
         return weight
 
@@ -167,11 +146,7 @@ def split_options(
     aux: Nest = None,
     accumulate_dtype: object = None,
 ) -> SplitOptions:
-    """Check the keyword options of `value_and_grad` and of its like.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: naming the option that is wrong.
-    """
+    """Check the keyword options of `value_and_grad` and of its like."""
     division = make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
     if split is not None:
         require_split(split, division)
@@ -195,21 +170,13 @@ def plain_reduction(reduction: str) -> Options:
 
 
 def require_function(argument: str, function: object) -> None:
-    """Refuse what cannot be called.
-
-    Raises:
-        ArgumentTypeError: `function` is no function and no Cell.
-    """
+    """Refuse what cannot be called."""
     if not callable(function):
         raise explain(ArgumentTypeError, argument, expected="a function or Cell", got=function, fix="Write def forward(x, y): ...")
 
 
 def require_split(split: Any, division: Division) -> None:
-    """Refuse a split that cannot be called as it will be.
-
-    Raises:
-        ArgumentTypeError: it is no function, or takes no ``steps`` where these are given.
-    """
+    """Refuse a split that cannot be called as it will be."""
     if not callable(split):
         fix = "Write a function of the batch that yields micro-batches."
         raise explain(ArgumentTypeError, "split", expected="a function", got=split, fix=fix)
@@ -219,22 +186,14 @@ def require_split(split: Any, division: Division) -> None:
 
 
 def require_array(weight: Any) -> None:
-    """Refuse a weight that has no length.
-
-    Raises:
-        ArgumentTypeError: it has none.
-    """
+    """Refuse a weight that has no length."""
     if not hasattr(weight, "__len__") or isinstance(weight, str | dict):
         expected = "a callable of the micro-batch, or one number per item"
         raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix="Write weight=lambda x, mask: mask.sum(), say.")
 
 
 def require_aux(has_aux: bool, aux: Nest) -> None:
-    """Refuse an aux that nobody returns, one that nobody declared, and an unknown kind.
-
-    Raises:
-        ArgumentValueError, ArgumentTypeError: it is so.
-    """
+    """Refuse an aux that nobody returns, one that nobody declared, and an unknown kind."""
     if not isinstance(has_aux, bool):
         raise explain(ArgumentTypeError, "has_aux", expected="a bool", got=has_aux, fix="Write has_aux=True.")
     if has_aux and aux is None:
@@ -275,12 +234,7 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(batch: Batch, options: SplitOptions, division: Division) -> Iterator[MicroBatch]:
-    """The micro-batches in order, each made when it is asked for, after the whole batch was checked.
-
-    Raises:
-        ArgumentValueError: the batch holds no item, or leaves of unequal size.
-        ArgumentTypeError: an axis is no int, or the user's split gives no micro-batches.
-    """
+    """The micro-batches in order, each made when it is asked for, after the whole batch was checked."""
     if options.split is not None:
         return _own_micro_batches(batch, options)
     items = items_of(batch, options.axes)
@@ -290,17 +244,7 @@ def micro_batches(batch: Batch, options: SplitOptions, division: Division) -> It
 
 
 def items_of(batch: Nest, axes: Nest, *, own_split: bool = False) -> int:
-    """How many items all leaves with an axis of items share.
-
-    Args:
-        batch: a tuple of arguments.
-        axes: a prefix nest of it.
-        own_split: whether it is a micro-batch of the user's own split, where lists need no axes, and other objects no None.
-
-    Raises:
-        ArgumentValueError: no leaf has items, one has another number than the first, or an axis that a leaf lacks; or a list may be one
-            of items.
-    """
+    """How many items all leaves with an axis of items share."""
     marked, lists = mark_lists(batch, axes)
     placed = zip(leaves_of(marked, "batch"), spread(axes, marked, "axes"), strict=True)
     sizes = [(leaf.path, size_along(leaf.value, axis, leaf.path, own_split)) for leaf, axis in placed]
@@ -328,11 +272,7 @@ def no_items_error(path: str, found: str) -> ArgumentValueError:
 
 
 def shape_along(shape: tuple[int, ...], axis: Any, path: str) -> int:
-    """The length of a shape along an axis.
-
-    Raises:
-        ArgumentValueError: the shape has no such axis.
-    """
+    """The length of a shape along an axis."""
     if not -len(shape) <= axis < len(shape):
         fix = "Write axes=None for a leaf that every micro-batch is given whole, or the axis of its items."
         raise explain(ArgumentValueError, path, expected=f"an array with axis {axis}", found=f"shape {shape}", fix=fix)
@@ -343,11 +283,7 @@ def shape_along(shape: tuple[int, ...], axis: Any, path: str) -> int:
 
 
 def require_axis(axis: object) -> None:
-    """Refuse what is no axis.
-
-    Raises:
-        ArgumentTypeError: `axis` is neither an int nor None.
-    """
+    """Refuse what is no axis."""
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
         raise explain(ArgumentTypeError, "axes", expected="an int or None for each array", got=axis, fix="Write axes=(0, None), say.")
 

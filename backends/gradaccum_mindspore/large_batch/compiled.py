@@ -168,15 +168,7 @@ def check_rows(axes: int) -> None:
 
 
 class CompiledLoop(nn.Cell):  # type: ignore[misc]
-    """The large batch's loss and gradients by parameters, for the compiler to follow.
-
-    Args:
-        fn: the user's function, to look for Cells that draw random numbers.
-        backward: `mindspore.value_and_grad` of it.
-        weights: what it is differentiated by.
-        whole: whether a call returns more than a loss and gradients by `weights`, which only Python can merge.
-        options: the checked options.
-    """
+    """The large batch's loss and gradients by parameters, for the compiler to follow."""
 
     def __init__(self, fn: Any, backward: Any, weights: Any, whole: bool, options: SplitOptions) -> None:
         super().__init__(auto_prefix=False)
@@ -367,11 +359,7 @@ def weights_of(options: SplitOptions) -> Any:
 
 
 def require_compilable(whole: bool, options: SplitOptions) -> None:
-    """Refuse what only Python can do.
-
-    Raises:
-        UsageError: an option needs values, or micro-batches of shapes that no loop can hold.
-    """
+    """Refuse what only Python can do."""
     division = options.division
     found = {
         "grad_position": whole,

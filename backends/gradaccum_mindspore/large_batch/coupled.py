@@ -453,11 +453,7 @@ def coupled_value_and_grad(
 
 
 def output_leaves(outputs: Nest) -> list[Tensor]:
-    """The leaves of the outputs of one micro-batch.
-
-    Raises:
-        ArgumentValueError: one is no Tensor with rows.
-    """
+    """The leaves of the outputs of one micro-batch."""
     leaves = leaves_of(outputs, "outputs")
     for leaf in leaves:
         if not isinstance(leaf.value, Tensor) or leaf.value.ndim == 0:
@@ -472,14 +468,7 @@ def part_of(whole: Tensor, pieces: Sequence[Tensor], place: int) -> Tensor:
 
 
 def loss_function(loss_fn: Function, outline: Nest, places: Nest, compiled: bool) -> Function:
-    """`loss_fn` as a function of the leaves of the outputs.
-
-    Args:
-        loss_fn: the user's function of a nest.
-        outline: the nest, with objects in place of the leaves: Python's walk takes a tuple of numbers for one leaf, a column.
-        places: the nest, with the number of each leaf in its place, for the compiler.
-        compiled: whether the compiler follows it.
-    """
+    """`loss_fn` as a function of the leaves of the outputs."""
 
     def of_leaves(*leaves: Tensor) -> Tensor:
         return loss_fn(with_leaves(outline, iter(leaves)))

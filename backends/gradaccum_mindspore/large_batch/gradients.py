@@ -45,13 +45,7 @@ from gradaccum_mindspore.sums import FLOATS, HALF, DType, divided, scaled, sum_d
 
 
 class GradientSums:
-    """The gradients of the micro-batches so far.
-
-    Args:
-        accumulate_dtype: the option; None sums half precision in float32.
-        joins: for each gradient in order, the axis along which its parts are concatenated, or None where they are added. Those beyond its
-            end are added.
-    """
+    """The gradients of the micro-batches so far."""
 
     def __init__(self, accumulate_dtype: object, joins: Sequence[int | None] = ()) -> None:
         self.accumulate_dtype = accumulate_dtype
@@ -131,12 +125,7 @@ OPERATORS = Operators()
 
 
 class MergedOutputs:
-    """The loss and the other outputs of the micro-batches so far.
-
-    Args:
-        declared: how the other outputs merge: a prefix nest of kinds.
-        loss_kind: how the loss does.
-    """
+    """The loss and the other outputs of the micro-batches so far."""
 
     def __init__(self, declared: Nest, loss_kind: str) -> None:
         self.declared, self.loss_kind = declared, loss_kind
@@ -186,11 +175,7 @@ class MergedOutputs:
 
 
 def require_outputs(value: Any, has_aux: bool) -> None:
-    """Refuse what a loss function may not return.
-
-    Raises:
-        ArgumentValueError: the loss is no scalar, or other outputs come undeclared, or are missing.
-    """
+    """Refuse what a loss function may not return."""
     if isinstance(value, tuple | list) != has_aux:
         raise aux_shape_error(f"a {type(value).__name__} of {len(value)}" if not has_aux else "the loss alone", declared=has_aux)
     loss = _first(value)
@@ -200,11 +185,7 @@ def require_outputs(value: Any, has_aux: bool) -> None:
 
 
 def require_scalar(shape: tuple[int, ...], dtype: DType) -> None:
-    """Refuse the shape or dtype of a loss; for compiled code too, while it is compiled.
-
-    Raises:
-        ArgumentValueError: the loss is no floating scalar.
-    """
+    """Refuse the shape or dtype of a loss; for compiled code too, while it is compiled."""
     if shape:
         raise scalar_loss_error(f"a Tensor of shape {shape}")
     if dtype not in FLOATS.values():
@@ -252,14 +233,7 @@ NO_AUX = "origin fn requires more than one outputs"
 
 
 class PythonLoop:
-    """The large batch's value and gradients.
-
-    Args:
-        fn: the user's function, to look for Cells that draw random numbers.
-        backward: `mindspore.value_and_grad` of it.
-        positions: the arguments that it is differentiated by.
-        options: the checked options.
-    """
+    """The large batch's value and gradients."""
 
     def __init__(self, fn: Function, backward: Function, positions: tuple[int, ...], options: SplitOptions) -> None:
         self.fn, self.backward, self.positions, self.options = fn, backward, positions, options
@@ -316,11 +290,7 @@ def weighed(fn: object, batch: Batch, options: SplitOptions, division: Division)
 
 
 def differentiated(backward: Function, arguments: Batch, has_aux: bool, *, scaled: bool = False) -> tuple[Any, Any]:
-    """The value and the gradients of one micro-batch; the value is a pair of the scaled loss and the function's own where it is `scaled`.
-
-    Raises:
-        ArgumentValueError: the loss is no scalar, or other outputs come undeclared, or are missing.
-    """
+    """Return value and gradients of one micro-batch; where the loss is `scaled`, the scaled value and the function's own."""
     try:
         value, gradients = backward(*compilable(arguments))
     except (ValueError, RuntimeError) as error:

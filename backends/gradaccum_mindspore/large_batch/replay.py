@@ -32,22 +32,14 @@ DEPTH = 3
 
 
 def require_one_stream(fn: object, sizes: set[int | None], items: int | None) -> None:
-    """Note a micro-batch of `items`, and refuse a second size where each size is a compiled program of its own.
-
-    Raises:
-        UsageError: graph mode, a seed is set, and a Cell of `fn` draws random numbers.
-    """
+    """Note a micro-batch of `items`, and refuse a second size where each size is a compiled program of its own."""
     sizes.add(items)
     if len(sizes) == 2 and ms.get_context("mode") == ms.GRAPH_MODE:
         require_one_program(fn, "micro-batches of two sizes in graph mode")
 
 
 def require_one_program(fn: object, found: str) -> None:
-    """Refuse randomness in two programs that start at one seed.
-
-    Raises:
-        UsageError: a seed is set, and a Cell of `fn` draws random numbers.
-    """
+    """Refuse randomness in two programs that start at one seed."""
     drawing = random_cell(fn) if ms.get_seed() is not None else None
     if drawing is not None:
         fix = "Leave mindspore.set_seed out, run in PyNative mode, or choose a number of items that divides the batch and no has_aux."
@@ -95,11 +87,7 @@ LARGEST = 2**16
 
 
 class Noted:
-    """What a function changes by running, as it was before: statistics, and MindSpore's counters of random operators.
-
-    Args:
-        fn: the function; the Cells that it names are searched.
-    """
+    """What a function changes by running, as it was before: statistics, and MindSpore's counters of random operators."""
 
     def __init__(self, fn: object) -> None:
         self.cells = {id(each): each for cell in cells_of(fn, DEPTH) for _, each in cell.cells_and_names()}.values()
@@ -120,13 +108,7 @@ class Noted:
 
 
 class Replay:
-    """Gives each micro-batch random numbers of its own, the same in a second pass, and sets back what a call that raised has changed.
-
-    Args:
-        fn: the function that is run; the Cells that it names are searched for `mindspore.nn.Dropout` and for statistics.
-        lends: whether there is a second pass. Without one, operators are lent in PyNative after `mindspore.set_seed` alone: MindSpore keeps
-            an operator for each size of micro-batch, and each begins at the seed.
-    """
+    """Gives each micro-batch random numbers of its own, the same in a second pass, and sets back what a call that raised has changed."""
 
     keeps = False
     """True if what was changed stays although an error is raised."""
@@ -180,11 +162,7 @@ def set_counters(counters: dict[Any, int]) -> None:
 
 
 def require_replayable(fn: object) -> None:
-    """Refuse graph mode for a function that draws random numbers: compiled operators hold the place in their numbers themselves.
-
-    Raises:
-        UsageError: it is so.
-    """
+    """Refuse graph mode for a function that draws random numbers: compiled operators hold the place in their numbers themselves."""
     drawing = random_cell(fn)
     if drawing is not None and ms.get_context("mode") == ms.GRAPH_MODE:
         raise replay_error(f"a {drawing} in training in graph mode", "Run in PyNative mode, or write set_train(False).")
@@ -194,9 +172,6 @@ def require_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
     """Compare the outputs of one micro-batch in both passes.
 
     They may differ by what two compilations of one function differ by, far less than by another random number.
-
-    Raises:
-        UsageError: they differ.
     """
     for before, after in zip(first, second, strict=True):
         a, b = (each.astype(ms.float64).asnumpy() for each in (before, after))

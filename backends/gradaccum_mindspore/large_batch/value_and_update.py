@@ -210,12 +210,7 @@ def check_outputs(several: bool, has_aux: bool) -> None:
 
 
 def require_wrapped(optimizer: object) -> None:
-    """Refuse an optimizer whose windows the caller does not close.
-
-    Raises:
-        ArgumentTypeError: it is not wrapped.
-        ArgumentValueError: it has a number of steps.
-    """
+    """Refuse an optimizer whose windows the caller does not close."""
     fix = "Write gradaccum.wrap(optimizer, steps=None)."
     if not isinstance(optimizer, AccumulatingOptimizer):
         found = f"an object of type {type(optimizer).__name__}"
@@ -226,11 +221,7 @@ def require_wrapped(optimizer: object) -> None:
 
 
 def require_no_window(optimizer: AccumulatingOptimizer) -> None:
-    """Refuse to add to a window that someone else opened.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuse to add to a window that someone else opened."""
     held = optimizer.storage.micro_step.item()
     if held > 0:
         found = f"a window that holds {held} micro-batches"

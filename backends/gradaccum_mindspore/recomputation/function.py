@@ -302,11 +302,7 @@ class Call:
         return outputs
 
     def _require_same(self, outputs: list[Tensor]) -> None:
-        """Raise if the second run returned something else: its gradient would belong to other activations than the loss.
-
-        Raises:
-            UsageError: it did.
-        """
+        """Raise if the second run returned something else: its gradient would belong to other activations than the loss."""
         first = self._outputs or []
         if len(first) != len(outputs) or not all(same_bits(a.asnumpy(), b.asnumpy()) for a, b in zip(first, outputs, strict=True)):
             raise explain(

@@ -131,11 +131,7 @@ def _submodule(module: nn.Cell, by_name: dict[str, nn.Cell], one: object) -> nn.
 
 
 def _require_fresh(chosen: Sequence[nn.Cell]) -> None:
-    """Raise unless the Cells and their layers can be recomputed, each once.
-
-    Raises:
-        UsageError, ArgumentTypeError: they cannot.
-    """
+    """Raise unless the Cells and their layers can be recomputed, each once."""
     seen: set[int] = set()
     for cell in chosen:
         if isinstance(cell, nn.CellList | nn.CellDict):
@@ -149,11 +145,7 @@ def _require_fresh(chosen: Sequence[nn.Cell]) -> None:
 
 
 def require_repeatable(function: Callable[..., Any], name: str) -> None:
-    """Raise if a function moves statistics by an operator that no Cell has.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Raise if a function moves statistics by an operator that no Cell has."""
     used = [word for word in _names_in(getattr(function, "__code__", None)) if word in FUNCTIONAL]
     if used and not name.startswith("BatchNorm"):
         fix = "Use nn.BatchNorm2d, or leave it outside of what is recomputed."

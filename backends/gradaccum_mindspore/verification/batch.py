@@ -35,16 +35,7 @@ FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
 
 
 class Batch:
-    """The leaves of a batch, with the axis of items of each.
-
-    Args:
-        batch: nests, the arguments of the loss after the model.
-        axes: a prefix nest of it: the axis of items of each leaf below, or None.
-
-    Raises:
-        ArgumentTypeError: an axis is no int.
-        ArgumentValueError: `axes` is no prefix of the batch, a leaf has no such axis, or leaves have unequal numbers of items.
-    """
+    """The leaves of a batch, with the axis of items of each."""
 
     def __init__(self, batch: tuple[Nest, ...], axes: Nest) -> None:
         self.nest, lists = mark_lists(batch, axes)
@@ -98,14 +89,7 @@ def is_float(value: object) -> bool:
 
 
 def perturbed(value: Any, roundoff: float, rng: np.random.Generator, *, integers_too: bool) -> Any:
-    """`value` with each number moved by one rounding, up or down; what is not floating comes back as it is.
-
-    Args:
-        value: a leaf.
-        roundoff: the distance from 1 to the next number in the coarsest dtype of the program.
-        rng: decides.
-        integers_too: whether a value that is an integer moves: in inputs it is a mask, a label or a padding.
-    """
+    """`value` with each number moved by one rounding, up or down; what is not floating comes back as it is."""
     if not is_float(value):
         return value
     before = wide(value)

@@ -18,12 +18,7 @@ from gradaccum_mindspore.verification.batch import rows
 
 
 class Lent:
-    """As a context: every `nn.Dropout` of the model runs with an operator of this check.
-
-    Args:
-        model: the Cell.
-        items: the number of items of the large batch.
-    """
+    """As a context: every `nn.Dropout` of the model runs with an operator of this check."""
 
     def __init__(self, model: nn.Cell, items: int) -> None:
         self._items = items

@@ -26,11 +26,7 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """The first calls of the Cells of a model.
-
-    Args:
-        model: the Cell that holds them.
-    """
+    """The first calls of the Cells of a model."""
 
     def __init__(self, model: nn.Cell) -> None:
         self._cells = dict(model.cells_and_names())
@@ -58,15 +54,7 @@ class Calls:
 
 
 def mixing_layers(large: Calls, small: Calls, items: int, part: Sequence[int], roundoff: float) -> dict[str, str]:
-    """The names of the innermost Cells that mix items, each with the name of its class.
-
-    Args:
-        large: the calls in the large batch.
-        small: those in the batch of `part`.
-        items: the number of items of the large batch.
-        part: the items of the small one.
-        roundoff: of the coarsest dtype.
-    """
+    """The names of the innermost Cells that mix items, each with the name of its class."""
     mixing = [name for name, call in large.of.items() if name in small.of and _mixes(call, small.of[name], items, part, roundoff)]
     return {name: type(large.of[name].cell).__name__ for name in mixing if not any(_within(other, name) for other in mixing)}
 

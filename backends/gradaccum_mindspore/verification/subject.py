@@ -37,12 +37,7 @@ PLAIN = (int, float, complex, str, bool, type(None), Tensor, np.ndarray, tuple)
 
 
 class Kept:
-    """The user's state. As a context: it is put back at the end of the block, however the block ends.
-
-    Args:
-        model: the Cell.
-        host: the generators of Python and NumPy.
-    """
+    """The user's state. As a context: it is put back at the end of the block, however the block ends."""
 
     def __init__(self, model: nn.Cell, host: HostRandom) -> None:
         self._model, self._host = model, host
@@ -152,14 +147,7 @@ class Drew(NamedTuple):
 
 
 class MindSporeSubject:
-    """`gradaccum.kit.Subject` of a loss in MindSpore.
-
-    Args:
-        model: the Cell; its trainable parameters are what the loss is differentiated by.
-        loss_fn: ``loss_fn(model, *batch)``, a floating Tensor of one element.
-        batch: the batch.
-        weight: the weight of a micro-batch; None: its number of items.
-    """
+    """`gradaccum.kit.Subject` of a loss in MindSpore."""
 
     def __init__(self, model: nn.Cell, loss_fn: Callable[..., Any], batch: Batch, weight: Weight | None) -> None:
         self._model, self._loss_fn, self._batch, self._weight = model, loss_fn, batch, weight

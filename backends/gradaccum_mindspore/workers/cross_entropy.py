@@ -22,12 +22,7 @@ INTEGERS = (ms.int64, ms.int32, ms.int16, ms.int8, ms.uint8)
 
 
 def require_kinds(shape: tuple[int, ...], dtype: Any, labels_shape: tuple[int, ...], labels_dtype: Any) -> None:
-    """Refuse anything but floating logits ``(*batch, own classes)`` and integer labels ``(*batch)``.
-
-    Raises:
-        ArgumentTypeError: one is of another kind of dtype.
-        ArgumentValueError: their shapes do not belong together.
-    """
+    """Refuse anything but floating logits ``(*batch, own classes)`` and integer labels ``(*batch)``."""
     if dtype not in FLOATS:
         fix = "Pass what the last layer gives, before any softmax."
         raise explain(ArgumentTypeError, "logits_shard", expected="a floating dtype", found=f"{dtype}", fix=fix)
@@ -42,12 +37,7 @@ def require_kinds(shape: tuple[int, ...], dtype: Any, labels_shape: tuple[int, .
 
 
 def require_group(group: Any) -> tuple[int, int]:
-    """The rank of this process in `group`, and the number of processes in it: 0 and 1 without a group and without communication.
-
-    Raises:
-        ArgumentTypeError: `group` is no name.
-        UsageError: communication is not initialised, or there is no such group.
-    """
+    """The rank of this process in `group`, and the number of processes in it: 0 and 1 without a group and without communication."""
     if group is not None and not isinstance(group, str):
         fix = "Pass the name that mindspore.communication.create_group was given."
         raise explain(ArgumentTypeError, "group", expected="the name of a communication group, or None", got=group, fix=fix)

@@ -120,12 +120,7 @@ OWN_MODES = ("stand_alone", "data_parallel")
 
 
 def shares_windows(data_parallel: object) -> bool:
-    """The option ``data_parallel``, checked: whether the windows are those of all workers.
-
-    Raises:
-        ArgumentTypeError: it is neither a bool nor None.
-        UsageError: it is None where there are several workers; or True where there are none, or where MindSpore shards by itself.
-    """
+    """The option ``data_parallel``, checked: whether the windows are those of all workers."""
     mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
         if mode == "data_parallel" or _workers_here() > 1:
@@ -217,12 +212,7 @@ LARGE_ELEMENTS = 2**18
 
 
 class Bucket(nn.Cell):  # type: ignore[misc]
-    """Sums of one working dtype that travel as one vector.
-
-    Args:
-        sums: these sums.
-        workers: the number of all workers.
-    """
+    """Sums of one working dtype that travel as one vector."""
 
     def __init__(self, sums: Sequence[Parameter], workers: int) -> None:
         super().__init__(auto_prefix=False)
@@ -300,12 +290,7 @@ class Joined(NamedTuple):
 
 
 class WorkerGroup(nn.Cell):  # type: ignore[misc]
-    """All workers, as the window of one of them sees them.
-
-    Args:
-        storage: the window's Parameters.
-        inner: the optimizer that the window's update is made by.
-    """
+    """All workers, as the window of one of them sees them."""
 
     def __init__(self, storage: Storage, inner: Optimizer) -> None:
         super().__init__(auto_prefix=False)
@@ -327,12 +312,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         self.true, self.false = Tensor(True), Tensor(False)
 
     def join(self, state: State, flushing: bool) -> Joined:
-        """Add up the window of all workers, from Python; collective. The window of a joined one whose update raised is not added again.
-
-        Raises:
-            UsageError: an earlier reduction failed in the middle; a worker did not come before the engine's timeout; or workers have
-                different learning rates, and the sums are as they were.
-        """
+        """Add up the window of all workers, from Python; collective. The window of a joined one whose update raised is not added again."""
         if self.storage.held() == OF_ALL:
             return Joined(state, True, True, False) if self.last is None else self.last._replace(state=state)
         self.require_own_sum("flush()")
@@ -412,11 +392,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             require_same_rates([float(rate) for rate in rates_of(self.inner)], [0.5], self.workers, self.rank)
 
     def require_own_sum(self, call: str) -> None:
-        """The sum is this worker's own.
-
-        Raises:
-            UsageError: it is that of all workers, because the update raised; or the reduction failed.
-        """
+        """The sum is this worker's own."""
         held = self.storage.held()
         if held == OF_ALL:
             raise update_due_error(call)
@@ -445,14 +421,7 @@ class CompiledEnd(nn.Cell):  # type: ignore[misc]
 
 
 class SharedWindow(PyNativeWindow):
-    """As `PyNativeWindow`; the end of a window and `flush` are collective.
-
-    Args:
-        storage: its Parameters.
-        options: the checked options.
-        compiled_window: the same window in compiled code.
-        workers: those that share it.
-    """
+    """As `PyNativeWindow`; the end of a window and `flush` are collective."""
 
     def __init__(self, storage: Storage, options: Options, compiled_window: CompiledWindow, workers: WorkerGroup) -> None:
         super().__init__(storage, options)

@@ -1,4 +1,4 @@
-"""The suite's losses that couple the items of a batch, in torch functions; `gradaccum_conformance.couplings` has their definitions."""
+"""The suite's losses that couple the items of a batch, in torch functions; `gradaccum_conformance.couplings` defines them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def contrast(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:
-    """InfoNCE."""
     scores = temperature.exp() * left @ right.T
     return functional.cross_entropy(scores, torch.arange(len(left)))
 
 
 def covariance(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:
-    """Squared covariances of different columns."""
     centred = left - left.mean(0)
     c = centred.T @ centred / (len(left) - 1)
     off = c - torch.diag(torch.diag(c))
@@ -29,7 +27,6 @@ def covariance(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:
 
 
 def balance(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:
-    """Load balance of experts."""
     experts = left.shape[1]
     fraction = functional.one_hot(left.argmax(1), experts).to(left.dtype).mean(0)
     return temperature.exp() * experts * (fraction * left.softmax(1).mean(0)).sum()

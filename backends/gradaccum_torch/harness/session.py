@@ -1,4 +1,4 @@
-"""torch, as the conformance suite drives it: a model as torch functions over named parameters, and training loops as users write them."""
+"""Models as torch functions over named parameters, and training loops as users write them, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class CaptureSGD(torch.optim.SGD):
-    """Plain SGD that keeps, in its state, how often it ran and what it was given."""
+    """Plain SGD that keeps its number of runs and its last gradients in its state."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -58,7 +58,7 @@ class SpecModel(torch.nn.Module):
         return x
 
     def loss(self, batch: Batch, loss: Loss, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The loss of `batch`; `forward`: the module around this one, if it is to be called."""
+        """Compute the loss of `batch`, through the module `forward` around this one if given."""
         x, y = torch.tensor(batch.x, dtype=self.dtype), torch.tensor(batch.y)
         return functional.cross_entropy((forward or self)(x), y, reduction=loss)
 
@@ -84,7 +84,6 @@ def _apply(layer: Layer, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 
 def make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
-    """The inner optimizer of a spec, over the parameters of `model`."""
     parameters, rate = list(model.named.values()), spec.learning_rate
     match spec.kind:
         case "capture":
@@ -100,13 +99,13 @@ def make_optimizer(model: SpecModel, spec: Optimizer) -> torch.optim.Optimizer:
 
 
 def to_numpy(tensor: Tensor) -> Array:
-    """NumPy has no bfloat16: it becomes float32."""
+    """Convert to NumPy; bfloat16, which NumPy lacks, becomes float32."""
     tensor = tensor.detach().cpu()
     return np.array((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
 
 
 class _HandedOver(torch.autograd.Function):
-    """Zero, whose gradients are parts of one memory, which each backward pass writes over as the replay of a CUDA graph does."""
+    """A zero whose gradients share one memory that each backward pass overwrites, as the replay of a CUDA graph does."""
 
     @staticmethod
     def forward(ctx: Any, memory: Tensor, values: Tensor, views: Sequence[View], *parameters: Tensor) -> Tensor:
@@ -120,14 +119,7 @@ class _HandedOver(torch.autograd.Function):
 
 
 class TorchSession(Session):
-    """A model and its optimizer, trained by the loop of torch's tutorials.
-
-    Args:
-        model: the model.
-        inner: its optimizer.
-        optimizer: `inner` or its wrapper.
-        forward: the module around the model, if the loop calls that.
-    """
+    """A model and its optimizer, trained by the loop of torch's tutorials."""
 
     def __init__(
         self, model: SpecModel, inner: torch.optim.Optimizer, optimizer: Any, forward: Callable[[Tensor], Tensor] | None = None
@@ -196,7 +188,6 @@ class TorchSession(Session):
         return {name: to_numpy(own) for name, own in self._worked_on().items()}
 
     def _worked_on(self) -> dict[str, Tensor]:
-        """What the inner optimizer works on in each parameter's place."""
         masters = self.optimizer.master_weights if self.wrapped else {}
         return {name: masters.get(index, parameter) for index, (name, parameter) in enumerate(self.model.named.items())}
 
@@ -240,7 +231,7 @@ class TorchSession(Session):
 
 
 class TorchHarness(BaseHarness):
-    """Builds torch sessions. Autograd makes every gradient, and refuses one of another shape or dtype itself: no faults get through."""
+    """The builder of torch sessions. Autograd refuses gradients of another shape or dtype itself, so no faults get through."""
 
     name: ClassVar[str] = "torch"
     gradient_faults: ClassVar[tuple[Fault, ...]] = ()

@@ -1,1 +1,1 @@
-"""What trainers of other packages need ready-made. Each file is named after the package that it imports; nothing else imports it."""
+"""Callbacks for trainers of other packages. Each file is named after the package that it imports; nothing else imports it."""

@@ -1,7 +1,7 @@
-"""Lightning's ``Trainer`` over a wrapped optimizer: a callback closes an epoch's windows and refuses what Lightning does beside them.
+"""A callback for Lightning's ``Trainer`` that closes an epoch's windows and refuses what Lightning does to each micro-batch.
 
-Lightning takes every micro-batch for an optimizer step. So it clips each one, moves a scheduler and an average after each one, and ends an
-epoch in mid-window. Nothing of this raises by itself under ``separate_sums=True``, where ``.grad`` is the user's: this callback does it.
+Lightning takes every micro-batch for an optimizer step: it clips each one, moves a scheduler and an average after each one, and ends an
+epoch in mid-window. With ``separate_sums=True``, where ``.grad`` is the user's, only this callback refuses it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Output = Any
 class AccumulationCallback(Callback):  # type: ignore[misc]
     """Closes the open window with an epoch's last batch, before the validation and the checkpoint that follow it.
 
-    Put it first among the callbacks. It also makes a batch whose ``training_step`` returns None weigh nothing, moves gated schedulers of
-    ``"interval": "step"`` after the update that it made, and lets a run resume in mid-window where the sum is in ``.grad``.
+    Put it first among the callbacks. It also gives weight 0 to a batch whose ``training_step`` returns None, moves gated schedulers of
+    ``"interval": "step"`` after its update, and lets a run resume in mid-window where the sum is in ``.grad``.
 
     Raises:
         UsageError: as training begins, or at the batch that changes it, the ``Trainer`` would clip, divide, average or schedule per
@@ -40,11 +40,11 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         self._saved: list[StateDict] = []
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the optimizers' states until training starts: Lightning loads them, and then clears the model's gradients."""
+        """Keep the optimizers' states until training starts: Lightning loads them, then clears the model's gradients."""
         self._saved = checkpoint.get("optimizer_states", [])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what would make every window wrong; put the sum of a resumed window back."""
+        """Refuse what would make every window wrong; restore the sum of a resumed window."""
         saved, self._saved = self._saved, []
         for optimizer, state in zip(trainer.optimizers, saved, strict=False):
             if isinstance(optimizer, AccumulatingOptimizer) and optimizer.result.micro_step:
@@ -58,7 +58,7 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         _require_no_average_per_micro_batch(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Output, batch_idx: int) -> None:
-        """Refuse a second accumulation. Lightning's ``GradientAccumulationScheduler`` switches it on between two epochs."""
+        """Refuse a second accumulation, which Lightning's ``GradientAccumulationScheduler`` may enable between epochs."""
         self._delivered = False
         _require_no_second_accumulation(trainer)
 
@@ -67,17 +67,17 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
         self._delivered = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        """A batch without a loss is counted and weighs nothing."""
+        """Count a batch without a loss with weight 0."""
         if pl_module.automatic_optimization and not self._delivered and isinstance(optimizer, AccumulatingOptimizer):
             optimizer.backward(torch.zeros(()), weight=0)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Output, batch: Output, batch_idx: int) -> None:
-        """Close the window if this was the last batch of the epoch; Lightning validates after this."""
+        """Close the window after the last batch of the epoch; Lightning validates after this."""
         if trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches:
             _flush(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close what is still open: the data were a stream of unknown length, or training stops in mid-epoch."""
+        """Close a window that is still open: the stream's length was unknown, or training stops in mid-epoch."""
         _flush(trainer, pl_module)
 
 

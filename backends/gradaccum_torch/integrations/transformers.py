@@ -1,8 +1,7 @@
-"""A wrapped optimizer in the `transformers.Trainer`: a window of the optimizer is one of the Trainer's own accumulated batches.
+"""A callback for the `transformers.Trainer` that makes each of the Trainer's accumulated batches a window.
 
-The Trainer takes each micro-batch for a whole batch: it clips it, logs its norm, divides its loss by its own number of tokens and knows of
-no window's end. `AccumulationCallback` gives it the window's: while it trains, two methods of its accelerator and ``get_batch_samples`` are
-the callback's. The arguments of the Trainer stay as they are.
+The Trainer takes each micro-batch for a whole batch: it clips it, logs its norm and divides its loss by its own number of tokens. While it
+trains, `AccumulationCallback` replaces ``get_batch_samples`` and two methods of the Trainer's accelerator.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Makes a window right under the `transformers.Trainer`: ``trainer.add_callback(AccumulationCallback(trainer))``.
 
     - Clipping: ``max_grad_norm``, 1.0 by default, is the window's ``clip_norm``, which must be the same; a micro-batch is not clipped.
-    - ``grad_norm`` in the logs is that of the last window that was closed, 0 before any.
-    - Weights: where the Trainer counts items (tokens with a label), a micro-batch weighs as many. This waits for the device.
+    - ``grad_norm`` in the logs is that of the last closed window, 0 before any.
+    - Weights: where the Trainer counts items (tokens with a label), they are the micro-batch's weight. This waits for the device.
     - The last window of an epoch, and of the run, is closed with what it holds; the scheduler moves with it.
     - A run that does not resume begins with an empty window, as with empty gradients.
 
@@ -54,7 +53,7 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """The replacements that were called in the step under way."""
 
     def on_train_begin(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """Check the Trainer and stand in for its clipping, its backward pass and its count of items."""
+        """Check the Trainer and replace its clipping, its backward pass and its count of items."""
         require_trainer(self._trainer)
         self._replaced.close()  # An earlier run may have ended with an exception.
         self._opt, self._weight = unwrapped(self._trainer.optimizer), None
@@ -66,12 +65,12 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._replace(self._trainer, "get_batch_samples", self._batch_samples)
 
     def on_epoch_begin(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """End a window that was saved open when an epoch was over; see `on_epoch_end`."""
+        """Close a window that was saved open at the end of an epoch; see `on_epoch_end`."""
         if float(state.epoch or 0).is_integer():
             self._flush()
 
     def on_pre_optimizer_step(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """Require that the Trainer went through the replacements.
+        """Require that the Trainer called the replacements.
 
         Raises:
             UsageError: a subclass differentiates by itself, or the Trainer clips by itself, as it does with gradients on several meshes.
@@ -84,45 +83,45 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             raise explain(UsageError, "trainer", expected=expected, found=found, fix=fix)
 
     def on_optimizer_step(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """End the window with the last micro-batch of an epoch or of the run, before the scheduler moves and a checkpoint is saved."""
+        """Close the window at the last micro-batch of an epoch or run, before the scheduler moves and a checkpoint is saved."""
         if self._trainer.accelerator.gradient_state.end_of_dataloader or state.global_step + 1 >= state.max_steps:
             self._opt.flush()
         self._norm.fill_(self._opt.result.grad_norm)
 
     def on_epoch_end(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """End the window of an epoch that was broken off, or whose last batch the loader did not announce."""
+        """Close the window of an epoch that was broken off, or whose last batch the loader did not announce."""
         self._flush()
 
     def on_train_end(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
-        """Give the Trainer its own methods back."""
+        """Restore the Trainer's own methods."""
         self._replaced.close()
 
     def _flush(self) -> None:
-        """Between two steps, where the Trainer does not move the scheduler. A gated one moves if an update was made."""
+        """Flush between two steps, where the Trainer does not move the scheduler; a gated one moves if an update was made."""
         self._opt.flush()
         self._norm.fill_(self._opt.result.grad_norm)
         if isinstance(self._trainer.lr_scheduler, GatedScheduler):
             self._trainer.lr_scheduler.step()
 
     def _backward(self, loss: Tensor, **kwargs: Argument) -> None:
-        """Stands for ``accelerator.backward``."""
+        """Replace ``accelerator.backward``."""
         self._asked.add("accelerator.backward")
         self._opt.backward(loss, self._weight, **kwargs)
 
     def _window_norm(self, parameters: Argument, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Stands for ``accelerator.clip_grad_norm_``: clips nothing, and gives the norm of the window that the next step may close."""
+        """Replace ``accelerator.clip_grad_norm_``: clip nothing and return the norm of the window that the next step may close."""
         self._asked.add("accelerator.clip_grad_norm_")
         return self._norm
 
     def _batch_samples(self, *args: Argument, **kwargs: Argument) -> tuple[Any, Any]:
-        """Stands for ``trainer.get_batch_samples``: notes the number of items by which the mean of the micro-batch is taken."""
+        """Replace ``trainer.get_batch_samples``: note the number of items in the mean of the micro-batch."""
         samples, items = self._counted(*args, **kwargs)
         means = items is None or getattr(self._trainer, "loss_is_scaled_for_ga", None) is False
         self._weight = None if means else float(torch.as_tensor(items).flatten()[0])
         return samples, items
 
     def _replace(self, owner: Any, name: str, method: Argument) -> None:
-        """Set `method` on this object; its class, or what the user set there, comes back as the run ends."""
+        """Set `method` on this object until the run ends."""
         if name in vars(owner):
             self._replaced.callback(setattr, owner, name, vars(owner)[name])
         else:
@@ -140,7 +139,7 @@ _OWN_ENGINES = {"DEEPSPEED", "MEGATRON_LM", "XLA"}
 
 
 def require_trainer(trainer: Trainer) -> None:
-    """Require that `trainer` leaves accumulation and clipping to its optimizer.
+    """Raise unless `trainer` leaves accumulation and clipping to its optimizer.
 
     Raises:
         ArgumentTypeError: its optimizer is not wrapped, or its scheduler not gated.
@@ -157,7 +156,7 @@ def require_trainer(trainer: Trainer) -> None:
 
 
 def unwrapped(optimizer: Any) -> AccumulatingOptimizer:
-    """The wrapped optimizer, which Accelerate may have put into one of its own.
+    """Return the wrapped optimizer, out of Accelerate's if necessary.
 
     Raises:
         ArgumentTypeError: it is not wrapped.

@@ -1,4 +1,4 @@
-"""The large batch in one call: it is split, its micro-batches run one after the other, and the gradient is that of the whole."""
+"""The large batch in one call, run micro-batch by micro-batch."""
 
 from gradaccum_torch.large_batch.backward import backward
 from gradaccum_torch.large_batch.coupled import coupled_backward

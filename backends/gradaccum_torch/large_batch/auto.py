@@ -1,8 +1,8 @@
 """``micro_batch_size="auto"``: when memory runs out, the window starts over with micro-batches of half the size.
 
-The window itself puts everything back when it raises. What is left to do here is to tell an error of memory from others, to free what the
-failed attempt still holds, and to make all workers choose one size. A worker that ran out of memory alone would start over while the others
-wait for it in the window's reduction. So all of them vote after each attempt, before anything is delivered.
+The window restores everything when it raises. This module recognises an out-of-memory error, frees what the failed attempt holds, and makes
+all workers choose one size: they vote after each attempt, before anything is delivered. A worker that started over alone would leave the
+others waiting in the window's reduction.
 """
 
 from __future__ import annotations
@@ -44,20 +44,7 @@ def run_divided(
     modules: Iterable[nn.Module],
     optimizer: AccumulatingOptimizer | None,
 ) -> T:
-    """What ``run(division, agreed)`` returns; where `division` leaves the size open, with the largest micro-batch that fits.
-
-    Args:
-        run: the window, as `Attempt`.
-        division: what the user asks for.
-        function: what is called with each micro-batch.
-        large: the batch.
-        modules: those that `function` is known to use.
-        optimizer: whose window is filled, if there is one.
-
-    Raises:
-        ArgumentValueError: as `with_largest_size`.
-        UsageError: as there; or the function wrote into the batch, and then memory ran out.
-    """
+    """Return ``run(division, agreed)``; if `division` leaves the size open, with the largest micro-batch that fits."""
     sizes = division.micro_batch_size
     if not isinstance(sizes, AutoMicroBatchSize):
         return run(division, _at_once)
@@ -75,16 +62,12 @@ def run_divided(
 
 
 def has_nothing_to_share(large: LargeBatch, optimizer: AccumulatingOptimizer | None) -> bool:
-    """True if `large` is empty and other workers share the window, who would wait for this one."""
+    """True if `large` is empty and other workers share the window, and would wait for this worker."""
     return large.items == 0 and optimizer is not None and optimizer.whole_window().process_group is not None
 
 
 def share_nothing(division: Division, optimizer: AccumulatingOptimizer) -> Tensor:
-    """Take part in the other workers' call without an item, in their votes too; returns the loss, 0.
-
-    Raises:
-        UsageError: not even one item fits on another worker; or another worker raised; or this worker's window is open.
-    """
+    """Take part in the other workers' call and votes without an item; return the loss, 0."""
     sizes, agreed, vote = division.micro_batch_size, False, Vote(workers_of_call(optimizer))
     with optimizer.whole_window():
         while isinstance(sizes, AutoMicroBatchSize) and not agreed:
@@ -107,21 +90,7 @@ def with_largest_size(
     existing: Sequence[Tensor],
     workers: dist.ProcessGroup | None = None,
 ) -> T:
-    """What `attempt` returns with the largest micro-batch that fits; the size is noted in `sizes`.
-
-    Args:
-        attempt: runs the window.
-        sizes: remembers what fitted `key`.
-        key: what the need of memory depends on; see `key_of`.
-        items: in the batch.
-        existing: the tensors of the batch and of modules, whose memory is there in any case.
-        workers: the process group whose workers choose together; None: this process alone.
-
-    Raises:
-        ArgumentValueError: no limit of memory is known.
-        UsageError: not even one item fits; or another worker raised.
-        BaseException: whatever else `attempt` raises.
-    """
+    """Return what `attempt` returns with the largest micro-batch that fits; note the size in `sizes`."""
     _require_limit(sizes, existing)
     vote, size = Vote(workers), sizes.start(key, items)
     while True:
@@ -142,10 +111,10 @@ def with_largest_size(
 
 
 def key_of(function: Callable[..., Any], batch: Iterable[Any]) -> Hashable:
-    """What a call's need of memory depends on: the loss function's code, and dtype, device and shape of the batch's tensors.
+    """Return what a call's memory depends on: the loss function's code, and dtype, device and shape of the batch's tensors.
 
-    Lengths are rounded up to powers of two, so that batches of ever other lengths need no search each: a size that fitted a shorter
-    sequence is halved where the longer one does not fit, and stays so.
+    Lengths are rounded up to powers of two, so that not every length needs a search. A size that does not fit a longer sequence is halved,
+    and stays so.
     """
     while isinstance(function, partial):
         function = function.func
@@ -160,11 +129,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _after(error: BaseException, size: int, sizes: AutoMicroBatchSize, vote: Vote) -> int | None:
-    """The size to go on with after `error`; None: it is to be raised as it is.
-
-    Raises:
-        UsageError: no smaller size is left, here or on another worker; or another worker raised.
-    """
+    """Return the next size after `error`; None: raise the error as it is."""
     if isinstance(error, ElsewhereShortError):
         smaller = error.size
     elif vote.cast or not is_out_of_memory(error):
@@ -179,25 +144,25 @@ def _after(error: BaseException, size: int, sizes: AutoMicroBatchSize, vote: Vot
 
 
 def _free() -> None:
-    """Give the memory of cycles back, and what the device's allocator caches in pieces."""
+    """Free the memory of reference cycles and the device allocator's cache."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 
 def _at_once() -> None:
-    """Nobody else is asked where the size is given."""
+    """Ask no other worker, since the size is given."""
 
 
 def _written_error() -> UsageError:
-    """The error for a second attempt after the first one has changed the batch."""
+    """Return the error for a second attempt after the first one has changed the batch."""
     expected = "a function that leaves its batch as it is, so that the window can start over where memory runs out"
     fix = "Write out of place, x = x * 2 for x.mul_(2), or give a number of items; and make the batch anew: it was changed."
     return explain(UsageError, "micro_batch_size", expected=expected, found="a batch that the function wrote into", fix=fix)
 
 
 def _require_limit(sizes: AutoMicroBatchSize, existing: Sequence[Tensor]) -> None:
-    """A CPU's memory is the whole machine's, and the system kills who asks for more of it."""
+    """Raise unless a limit is known: a CPU's memory is the machine's, and the system kills who exceeds it."""
     if sizes.memory_limit is None and all(each.is_cpu for each in existing):
         raise unknown_limit_error("the CPU")
 
@@ -211,11 +176,7 @@ _FITS, _SHORT, _RAISED = range(3)
 
 
 class ElsewhereShortError(Exception):
-    """Another worker ran out of memory. The window puts everything back on its way, as after an error of its own.
-
-    Args:
-        size: that all go on with; 0: none is left.
-    """
+    """Another worker ran out of memory. The window restores everything, as after an error of its own."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"another worker ran out of memory; all go on with micro-batches of {size} items")
@@ -223,7 +184,7 @@ class ElsewhereShortError(Exception):
 
 
 class Vote:
-    """One vote for each attempt; this process alone agrees with itself at once."""
+    """The votes of all workers, one for each attempt; a process without workers agrees at once."""
 
     def __init__(self, workers: dist.ProcessGroup | None) -> None:
         self._workers = workers
@@ -232,16 +193,11 @@ class Vote:
         """This worker has voted on the attempt under way."""
 
     def begin(self, size: int) -> None:
-        """Another attempt, in micro-batches of `size` items."""
+        """Begin an attempt in micro-batches of `size` items."""
         self._size, self.cast = size, False
 
     def fits(self) -> None:
-        """The attempt of this worker fitted.
-
-        Raises:
-            ElsewhereShortError: another's did not.
-            UsageError: another's raised.
-        """
+        """Report that the attempt of this worker fitted."""
         outcome, size = self._said(_FITS, self._size)
         if outcome == _RAISED:
             raise other_raised_error()
@@ -249,13 +205,10 @@ class Vote:
             raise ElsewhereShortError(size)
 
     def short(self, smaller: int) -> int:
-        """The attempt of this worker ran out of memory; `smaller` is the size that it could go on with, 0 if there is none.
+        """Report that this worker ran out of memory; `smaller` is its next size, 0 if there is none.
 
         Returns:
-            The size that all go on with; 0 if one of them has none.
-
-        Raises:
-            UsageError: another's raised.
+            The size that all workers try next; 0 if a worker has none.
         """
         outcome, size = self._said(_SHORT, smaller)
         if outcome == _RAISED:
@@ -263,7 +216,7 @@ class Vote:
         return size
 
     def raised(self) -> None:
-        """The attempt of this worker raised. The others hear of it if they can still be reached."""
+        """Report that this worker raised, to the others that can still be reached."""
         if not self.cast:
             try:
                 self._said(_RAISED, self._size)
@@ -271,7 +224,7 @@ class Vote:
                 return
 
     def _said(self, outcome: int, size: int) -> tuple[int, int]:
-        """The worst outcome and the smallest size of all workers; collective."""
+        """Return the worst outcome and the smallest size of all workers; collective."""
         self.cast = True
         if self._workers is None:
             return outcome, size
@@ -282,7 +235,7 @@ class Vote:
 
 
 def workers_of_call(optimizer: AccumulatingOptimizer | None) -> dist.ProcessGroup | None:
-    """Who chooses together: the workers of the wrapped optimizer's window, or else all of the default process group; None: nobody else."""
+    """Return the group that chooses together: the wrapped optimizer's, else the default process group; None: nobody else."""
     if optimizer is not None and (group := optimizer.whole_window().process_group) is not None:
         return group
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -290,14 +243,14 @@ def workers_of_call(optimizer: AccumulatingOptimizer | None) -> dist.ProcessGrou
 
 
 def _device(workers: dist.ProcessGroup) -> torch.device:
-    """Where the group reduces: NCCL and its like know tensors of their device only."""
+    """Return the device on which the group reduces: NCCL reduces only tensors of its device."""
     if dist.get_backend(workers) in ("gloo", "mpi") or not torch.accelerator.is_available():
         return torch.device("cpu")
     return torch.device(str(torch.accelerator.current_accelerator()), torch.accelerator.current_device_index())
 
 
 def other_raised_error() -> UsageError:
-    """The error on the workers beside one that raised."""
+    """Return the error on the workers beside one that raised."""
     return explain(
         UsageError,
         "micro_batch_size",
@@ -314,7 +267,7 @@ def other_raised_error() -> UsageError:
 
 
 def within(limit: int | None, existing: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """A context in which autograd may keep `limit` bytes beside those of the tensors that are `existing`; None: any number.
+    """Limit what autograd keeps to `limit` bytes beside the `existing` tensors; None: no limit.
 
     The operation that would keep more raises `torch.OutOfMemoryError`, as the device's own allocator does.
     """
@@ -335,11 +288,7 @@ class Ledger:
         """A device's graph is freed by a thread of autograd's own; and a release may come in the midst of `keep`."""
 
     def keep(self, tensor: Tensor) -> Any:
-        """Count `tensor`, of any shape and dtype, until what is returned is freed.
-
-        Raises:
-            OutOfMemoryError: it would exceed the limit; it is not counted then.
-        """
+        """Count `tensor`, of any shape and dtype, until the returned object is freed."""
         address = _address(tensor)
         if address in self._existing or _is_of_parameter(tensor):
             return Kept(tensor, None, 0)
@@ -353,7 +302,6 @@ class Ledger:
         return Kept(tensor, self, size)
 
     def release(self, address: int, size: int) -> None:
-        """One of those who keep this memory has let go."""
         with self._lock:
             self._users[address] -= 1
             if not self._users[address]:
@@ -368,11 +316,7 @@ class Kept:
         self._tensor, self._ledger, self._size, self._version = tensor, ledger, size, version(tensor)
 
     def handed_out(self) -> Tensor:
-        """The tensor, for the backward pass.
-
-        Raises:
-            RuntimeError: it was written into since; autograd leaves this check to who keeps its tensors.
-        """
+        """Return the tensor for the backward pass."""
         if version(self._tensor) != self._version:
             raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation")
         return self._tensor
@@ -383,7 +327,7 @@ class Kept:
 
 
 def _memory(tensor: Tensor) -> torch.UntypedStorage:
-    """Where the numbers of `tensor` are, of a sharded or a sparse one too; a sparse one's indices do not count."""
+    """Return the storage of `tensor`, also of a sharded or sparse one; a sparse one's indices do not count."""
     tensor = local(tensor)
     if tensor.layout is torch.strided:
         return tensor.untyped_storage()
@@ -395,7 +339,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
-    """True if it is a leaf that trains, or a view of one, such as the transposed weight of a layer."""
+    """True if `tensor` is a trainable leaf or a view of one, such as a layer's transposed weight."""
     base = base_of(tensor)
     base = tensor if base is None else base
     return base.is_leaf and base.requires_grad

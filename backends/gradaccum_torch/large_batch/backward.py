@@ -1,7 +1,7 @@
 """``gradaccum_torch.backward``: the large batch's gradient and loss from one call, with the activations of one micro-batch.
 
-The call lists the micro-batches, then runs loss and backward pass for each. A loss is differentiated with its share as the incoming
-gradient: no operation is added to the user's graph, and nothing is left to divide at the end.
+Each loss is differentiated with its share as the incoming gradient: no operation is added to the user's graph, and nothing is left to
+divide at the end.
 """
 
 from __future__ import annotations
@@ -68,30 +68,28 @@ def backward(
     The result is that of ``loss_fn(*batch).backward()`` where the loss is a mean or sum over items. A batch norm in training takes its
     statistics from each micro-batch, and a loss that couples items needs `gradaccum_torch.coupled_backward`.
 
-    Every leaf that the loss reaches gets its gradient: parameters, and a batch tensor that requires one. Hooks on them run once per
-    micro-batch and see its share, as in a loop written by hand. Half-precision gradients are summed in float32 and cast once. The sum is
-    added to what was in ``.grad`` at the end. If something raises, Ctrl-C included, ``.grad``, random states and module buffers are what
-    they were; modules are found through what `loss_fn` closes over.
+    Every leaf that the loss reaches gets its gradient: parameters, and a batch tensor that requires one. Their hooks run once per
+    micro-batch and see its share. Half-precision gradients are summed in float32 and cast once. The sum is added to ``.grad`` at the end.
+    If something raises, Ctrl-C included, ``.grad``, random states and buffers of modules in the closure of `loss_fn` are what they were.
 
     Args:
         loss_fn: ``loss_fn(*micro_batch)`` returns a scalar loss, a real floating-point tensor of shape ``()``, or ``(loss, aux)`` if `aux`
             is given. It must not call ``backward()`` itself.
         batch: the arguments of `loss_fn` for the large batch: tensors, arrays and any nest of tuples, lists, dicts and dataclasses of
-            them. They are cut into views and not changed. A plain number, text or None is given whole to each micro-batch.
+            them. They are cut into views and not changed. A plain number, text or None is passed whole to each micro-batch.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
         micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`: the most that fit into memory. When it
-            runs out, the call starts over with half as many, as if it had never begun. A CPU needs
-            ``AutoMicroBatchSize(memory_limit=)``, in bytes that autograd may keep. All workers of the optimizer's group, or of
-            the default process group, make such a call together.
+            runs out, the call starts over with half as many. A CPU needs ``AutoMicroBatchSize(memory_limit=)``, in bytes that autograd
+            may keep. All workers of the optimizer's group, or of the default process group, make such a call together.
         micro_batch_weight: consecutive items are packed up to this weight, by `weight`, an array.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight; ``"sum"``: losses are added; ``"item_mean"``:
-            `loss_fn` returns a sum, and the total is divided by the total weight. That of `optimizer` if not given, and without one
-            ``"mean"``; another than `optimizer` has is refused.
+            `loss_fn` returns a sum, and the total is divided by the total weight. Default: that of `optimizer`, else ``"mean"``;
+            another reduction than that of `optimizer` is refused.
         weight: the weight of a micro-batch: a callable, ``weight(*micro_batch)``, called for all of them before the first one runs; or one
-            number per item, shape ``(items,)``, which are summed. Its number of items if not given. A micro-batch of weight 0 is run, and
+            number per item, shape ``(items,)``, which are summed. Default: its number of items. A micro-batch of weight 0 is run, and
             adds nothing; where all have weight 0, ``.grad`` stays as it is and the loss is 0.
-        axes: a prefix nest of `batch`: the batch axis of each leaf; None for what every micro-batch is given whole; "items" for a list or
-            tuple of items, as ``axes=(0, "items")`` for images and one dict per image. A list that may be as long as the batch needs it.
+        axes: a prefix nest of `batch`: the batch axis of each leaf; None for what is passed whole; "items" for a list or tuple of items,
+            as ``axes=(0, "items")`` for images and one dict per image. A list that may be as long as the batch needs it.
         split: your own division: ``split(*batch)``, or ``split(*batch, steps=steps)``, returns the micro-batches, each a tuple of
             arguments; anything else than a tuple is its only argument.
         aux: a prefix nest of kinds, by which the aux merges per leaf: ``"sum"``, ``"mean"`` (over items), ``"weighted_mean"``, ``"max"``,
@@ -125,7 +123,7 @@ def backward(
 
 
 class _Call:
-    """One call, checked; `run` can be started over with another size, since it leaves everything as it was if it raises."""
+    """One checked call. `run` leaves everything as it was if it raises, so it can start over with another size."""
 
     def __init__(self, loss_fn: Callable[..., Any], large: LargeBatch, reduction: str | None, aux: Nest, optimizer: object) -> None:
         require_function("loss_fn", loss_fn)
@@ -142,7 +140,7 @@ class _Call:
             require_alone(self.reached.modules)
 
     def run(self, division: Division, agreed: Callable[[], None]) -> Any:
-        """Differentiate the micro-batches that `division` makes; `agreed` is called before their gradients are delivered."""
+        """Differentiate the micro-batches of `division`; call `agreed` before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         shares = shares_of([each.weight for each in micro_batches], self._options)
         collector: Collector = LossesInGrad(shares) if self._optimizer is None else LossesInWindow(self._optimizer, shares)
@@ -169,7 +167,7 @@ class _Call:
         return returned
 
     def _differentiated(self, micro_batch: MicroBatch, contribution: float, collector: Collector, merged: Merged | None) -> Tensor:
-        """The loss of one micro-batch; its graph and its aux are freed as this returns."""
+        """Return the loss of one micro-batch; its graph and its aux are freed as this returns."""
         loss, aux = evaluated(self._loss_fn, micro_batch, has_aux=merged is not None)
         collector.require_untouched()
         if merged is not None:
@@ -182,18 +180,14 @@ class _Call:
 
 
 class Collector(Destination, Protocol):
-    """Takes the loss of each micro-batch."""
+    """The destination of each micro-batch's loss."""
 
     def add(self, loss: Tensor, weight: float, contribution: float) -> None:
         """Differentiate the loss of a micro-batch, shape ``()``."""
 
 
 class LossesInGrad(InGrad):
-    """Collects in ``.grad``.
-
-    Args:
-        shares: what each micro-batch counts for.
-    """
+    """The collector into ``.grad``."""
 
     def __init__(self, shares: Shares) -> None:
         super().__init__()
@@ -213,10 +207,9 @@ class LossesInGrad(InGrad):
         self._gradients.deliver(1.0 if self._unit is None else self._shares.divisor / self._unit)
 
     def _unit_for(self, loss: Tensor) -> float:
-        """The whole divisor, so that no pass over the sums is needed.
+        """Return the whole divisor, so that no pass over the sums is needed.
 
-        Half precision is divided as the wide sums are cast, and until then small gradients do not underflow: there the largest micro-batch
-        begins with 1.
+        Half-precision gradients are divided as the wide sums are cast; there the largest micro-batch begins with 1, against underflow.
         """
         if self._gradients.are_half() or loss.dtype in (torch.float16, torch.bfloat16):
             return max(self._shares.contributions)
@@ -230,12 +223,7 @@ class LossesInGrad(InGrad):
 
 
 class LossesInWindow(InWindow):
-    """Collects in the next window of a wrapped optimizer, and closes it.
-
-    Args:
-        optimizer: the wrapped optimizer, with ``steps=None``.
-        shares: what each micro-batch counts for.
-    """
+    """The collector into the next window of a wrapped optimizer, which it closes."""
 
     def __init__(self, optimizer: AccumulatingOptimizer, shares: Shares) -> None:
         super().__init__(optimizer)
@@ -256,8 +244,6 @@ class LossesInWindow(InWindow):
 
 
 class _Ops:
-    """The three operations that merging asks a framework for."""
-
     def maximum(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.maximum(a, b)
 
@@ -274,14 +260,7 @@ _OPS = _Ops()
 
 
 class Merged:
-    """The aux of the micro-batches seen so far.
-
-    Args:
-        declared: the user's ``aux=``: a kind, or a prefix nest of kinds.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: a kind is unknown.
-    """
+    """The aux of the micro-batches seen so far."""
 
     def __init__(self, declared: Nest) -> None:
         self._declared = declared
@@ -293,11 +272,7 @@ class Merged:
         require_kinds(declared)
 
     def add(self, aux: Nest, micro_batch: MicroBatch) -> None:
-        """Merge one micro-batch's; leaves are tensors of any dtype or Python numbers, and are detached.
-
-        Raises:
-            ArgumentTypeError, ArgumentValueError: it has another structure than `declared` or than before, or a leaf that cannot merge.
-        """
+        """Merge one micro-batch's aux; leaves are tensors of any dtype or Python numbers, and are detached."""
         leaves = leaves_of(aux, "aux")
         values = [_value(leaf.path, leaf.value) for leaf in leaves]
         first = not self._kinds
@@ -317,7 +292,7 @@ class Merged:
         self._weight += micro_batch.weight
 
     def result(self) -> Nest:
-        """The large batch's aux: the user's nest with tensors. Means of half precision are in float32; a total weight of 0 gives 0."""
+        """Return the large batch's aux. Means of half precision are in float32; a total weight of 0 gives 0."""
         pairs = zip(self._kinds, self._so_far, self._paths, strict=True)
         return with_leaves(self._nest, iter([self._finished(*each) for each in pairs]))
 
@@ -339,11 +314,7 @@ class Merged:
 
 
 def require_kinds(declared: Nest) -> None:
-    """Refuse a declaration with an unknown kind, before anything runs.
-
-    Raises:
-        ArgumentValueError: naming the kind.
-    """
+    """Raise unless every declared kind is known, before anything runs."""
     inside = [(step, part) for step, part in enumerate(declared)] if isinstance(declared, list | tuple) else children_of(declared)
     if inside is None:
         require_kind(declared)
@@ -352,7 +323,7 @@ def require_kinds(declared: Nest) -> None:
 
 
 def _value(path: str, value: object) -> Tensor:
-    """`value` as a tensor of its own without a graph; a Python float in float64, whose digits it has."""
+    """Return `value` as a tensor of its own without a graph; a Python float in float64."""
     if isinstance(value, Tensor):
         return value.detach().clone()  # The next micro-batch may write into it: a buffer, or what a CUDA graph returns.
     if isinstance(value, bool | int | float | complex):

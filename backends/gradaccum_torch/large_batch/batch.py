@@ -1,7 +1,6 @@
 """The large batch and its micro-batches: consecutive items along each leaf's batch axis, as views of the user's own tensors.
 
-The core decides where to cut. This module measures and narrows tensors. It lists all micro-batches before the first one runs: their weights
-have to be known by then, and views take no memory.
+All micro-batches are listed before the first one runs: their weights must be known by then, and views take no memory.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ Split = Callable[..., Iterable[Any]]
 
 
 class MicroBatch(NamedTuple):
-    """What the loss function is called with, and what that counts for."""
+    """The arguments of one call of the loss function, and its share."""
 
     arguments: tuple[Any, ...]
     items: int | None
@@ -63,18 +62,7 @@ class MicroBatch(NamedTuple):
 
 
 class LargeBatch:
-    """The arguments that are to be divided.
-
-    Args:
-        batch: the arguments of the loss function.
-        axes: a prefix nest of `batch`: the batch axis of each leaf, `ITEMS` for a list of items, None for a leaf that is given whole.
-        weight: a callable of the micro-batch, a number for each item, or None: its number of items.
-        split: the user's own division, or None.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: `axes` does not fit `batch`, a leaf cannot be split, or leaves have several
-            lengths.
-    """
+    """The arguments that are to be divided."""
 
     def __init__(self, batch: tuple[Any, ...], axes: Nest, weight: Weight, split: Split | None) -> None:
         self._batch, self._axes, self._split = batch, axes, split
@@ -93,11 +81,7 @@ class LargeBatch:
         self._weights = Weights(weight, self.items)
 
     def micro_batches(self, division: Division) -> list[MicroBatch]:
-        """Its micro-batches, in order.
-
-        Raises:
-            ArgumentValueError: the batch does not suit `division`, or the user's split or weights are wrong.
-        """
+        """Return its micro-batches, in order."""
         if self._split is not None:
             given = _own(self._split, self._batch, division.steps)
             return self._weighed(given, [self._items_of(arguments) for arguments in given], None)
@@ -106,15 +90,14 @@ class LargeBatch:
         return self._weighed(self._cut(cuts), [cut.items for cut in cuts], cuts)
 
     def tensors(self) -> list[Tensor]:
-        """The leaves that are tensors, those in lists of items included."""
+        """Return the tensor leaves, with those in lists of items."""
         return self._tensors
 
     def devices(self) -> set[torch.device]:
-        """Where its tensors are."""
         return {tensor.device for tensor in self.tensors()}
 
     def _wanted(self) -> list[Nest]:
-        """The axis that is asked for of each leaf; one number is that of all."""
+        """Return the user's axis for each leaf; one number is that of all."""
         return [self._axes] * len(self._leaves) if isinstance(self._axes, int) else spread(self._axes, self._batch, "axes")
 
     def _weighed(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[Cut] | None) -> list[MicroBatch]:
@@ -125,7 +108,6 @@ class LargeBatch:
         return require_one_size(((leaf.path, _length(leaf.value, axis)) for leaf, axis in placed if axis is not None), self._lists)
 
     def _cut(self, cuts: Sequence[Cut]) -> list[tuple[Any, ...]]:
-        """The arguments of each micro-batch."""
         pieces = [_pieces(leaf.value, axis, cuts) for leaf, axis in zip(self._leaves, self._places, strict=True)]
         rows = list(zip(*pieces, strict=True))
         if self._is_flat:
@@ -134,7 +116,7 @@ class LargeBatch:
         return wholes
 
     def _items_of(self, arguments: tuple[Any, ...]) -> int | None:
-        """The length that all leaves share along their batch axes; None where they share none."""
+        """Return the length that all leaves share along their batch axes; None if none is split."""
         marked, _ = mark_lists(arguments, self._axes)
         pairs = zip(leaves_of(marked, "batch"), spread(self._axes, marked, "axes"), strict=True)
         lengths = {_length(leaf.value, axis) for leaf, wanted in pairs if (axis := _axis_or_none(leaf.value, wanted)) is not None}
@@ -142,7 +124,7 @@ class LargeBatch:
 
 
 def _own(split: Split, batch: tuple[Any, ...], steps: int | None) -> list[tuple[Any, ...]]:
-    """What the user's `split` gives; anything but a plain tuple is the only argument of its micro-batch."""
+    """Return what the user's `split` returns; anything but a plain tuple is the only argument of its micro-batch."""
     made: Any = split(*batch) if steps is None else split(*batch, steps=steps)
     if not isinstance(made, Iterable) or isinstance(made, Tensor):
         fix = "Return a list of tuples of arguments: split=lambda x, y: list(zip(x.split(4), y.split(4)))."
@@ -156,7 +138,7 @@ def _own(split: Split, batch: tuple[Any, ...], steps: int | None) -> list[tuple[
 
 
 def _axis_of(leaf: Leaf, axis: object) -> int | None:
-    """The batch axis of `leaf`, counted from the front; None where it is given whole."""
+    """Return the batch axis of `leaf`, counted from the front; None if it is passed whole."""
     if axis is None or isinstance(leaf.value, PLAIN):
         return None
     if axis != ITEMS and (not isinstance(axis, int) or isinstance(axis, bool)):
@@ -173,7 +155,7 @@ def _axis_of(leaf: Leaf, axis: object) -> int | None:
 
 
 def _axis_or_none(value: Any, axis: Any) -> int | None:
-    """`axis` counted from the front if `value` has it."""
+    """Return `axis`, counted from the front, if `value` has it."""
     if axis is None or axis == ITEMS:
         return None if axis is None or not is_column(value) else 0
     shape = range(value.dim()) if isinstance(value, Tensor) else getattr(value, "shape", None)  # An old nested tensor has no shape.
@@ -186,7 +168,7 @@ def _length(value: Any, axis: int) -> int:
 
 
 def _pieces(value: Any, axis: int | None, cuts: Sequence[Cut]) -> Sequence[Any]:
-    """The items of each cut: views of a tensor or an array, or the value itself where it is given whole."""
+    """Return the items of each cut: views of a tensor or an array, or the value itself if it is passed whole."""
     if axis is None:
         return [value] * len(cuts)
     if isinstance(value, Tensor) and not value.requires_grad:
@@ -207,7 +189,7 @@ def _no_axis_error(leaf: Leaf, axis: object) -> GradAccumError:
 
 
 def _require_own_graph(leaf: Leaf) -> None:
-    """A tensor that was computed with a graph is refused: the first micro-batch's backward pass would free that graph for the others."""
+    """Raise unless the tensor has no graph, which the first micro-batch's backward pass would free."""
     if isinstance(leaf.value, Tensor) and leaf.value.grad_fn is not None:
         fix = "Compute it in the loss function, or give it .detach()."
         raise explain(
@@ -216,22 +198,14 @@ def _require_own_graph(leaf: Leaf) -> None:
 
 
 def require_function(argument: str, function: object) -> None:
-    """Refuse what cannot be called.
-
-    Raises:
-        ArgumentTypeError: `function` cannot be.
-    """
+    """Raise unless `function` can be called."""
     if not callable(function):
         fix = "Write gradaccum_torch.backward(loss_fn, x, y, steps=4), and loss_fn is called with each micro-batch of x and y."
         raise explain(ArgumentTypeError, argument, expected="a function", got=function, fix=fix)
 
 
 def require_alone(modules: Iterable[nn.Module]) -> None:
-    """Refuse modules that several workers train, which would reduce in every micro-batch and count no weights.
-
-    Raises:
-        UsageError: one is.
-    """
+    """Raise unless no module is a parallel one, which would reduce in every micro-batch and ignore weights."""
     for module in modules:
         if isinstance(module, DistributedDataParallel) or any(map(is_sharded, module.parameters(recurse=False))):
             found = f"a {type(module).__name__} that several workers train"
@@ -247,15 +221,7 @@ Weight: TypeAlias = Callable[..., Any] | Sequence[float] | Tensor | None
 
 
 class Weights:
-    """Weighs micro-batches.
-
-    Args:
-        given: the user's ``weight=``. A tensor or array has shape ``(items,)`` and any real dtype.
-        items: the number of items in the large batch; None where the user's own split decides.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: it is neither a callable nor one finite number >= 0 for each item.
-    """
+    """The weights of micro-batches."""
 
     def __init__(self, given: Weight, items: int | None) -> None:
         self._of_micro_batch = given if callable(given) else None
@@ -263,12 +229,7 @@ class Weights:
         """Each item's, if they were given so."""
 
     def of(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[Cut] | None) -> list[float]:
-        """The weight of each micro-batch, by the callable, by the sum over its items, or by its number of items.
-
-        Raises:
-            ArgumentTypeError, ArgumentValueError: the callable gives no finite number >= 0; or nothing was given, and the user's own
-                split leaves the number of items open.
-        """
+        """Return the weight of each micro-batch, by the callable, by the sum over its items, or by its number of items."""
         if self._of_micro_batch is not None:
             return _checked([self._of_micro_batch(*arguments) for arguments in given])
         if self.per_item is not None and cuts is not None:
@@ -286,7 +247,7 @@ def _per_item(given: Any, items: int | None) -> list[float]:
 
 
 def _checked(weights: list[Any]) -> list[float]:
-    """`weights` as floats; those that are tensors come from the device together."""
+    """Return `weights` as floats; tensors come from the device together."""
     tensors = [place for place, value in enumerate(weights) if isinstance(value, Tensor)]
     for place in tensors:
         if weights[place].numel() != 1 or weights[place].is_complex():
@@ -322,7 +283,7 @@ def _unknown_items_error() -> GradAccumError:
 
 
 class Shares(NamedTuple):
-    """What each micro-batch counts for: the large batch's gradient is sum(contribution * gradient) / divisor."""
+    """The share of each micro-batch: the large batch's gradient is sum(contribution * gradient) / divisor."""
 
     contributions: list[float]
     """0 for a micro-batch of weight 0, which adds nothing."""
@@ -330,7 +291,6 @@ class Shares(NamedTuple):
 
 
 def shares_of(weights: Sequence[float], options: Options) -> Shares:
-    """The shares of micro-batches with these weights, by the reduction of `options`."""
     fields: Fields = initial_state()
     contributions = []
     for weight in weights:
@@ -340,11 +300,7 @@ def shares_of(weights: Sequence[float], options: Options) -> Shares:
 
 
 def evaluated(loss_fn: Callable[..., Any], micro_batch: MicroBatch, *, has_aux: bool) -> tuple[Tensor, Nest]:
-    """The loss, a real scalar tensor of shape ``()``, and the aux of one micro-batch.
-
-    Raises:
-        ArgumentValueError: it is something else, or it has no graph although the micro-batch counts.
-    """
+    """Return the loss, a real scalar tensor of shape ``()``, and the aux of one micro-batch."""
     returned = loss_fn(*micro_batch.arguments)
     if has_aux != (isinstance(returned, tuple) and len(returned) == 2):
         shape = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
@@ -361,7 +317,7 @@ def evaluated(loss_fn: Callable[..., Any], micro_batch: MicroBatch, *, has_aux: 
 
 
 def large_batch_loss(losses: Sequence[Tensor], shares: Shares) -> Tensor:
-    """The large batch's loss from the `losses` of its micro-batches, in their dtype, summed in float32 at least; 0 where none counts."""
+    """Return the large batch's loss in the dtype of `losses`, summed in float32 at least; 0 where no micro-batch counts."""
     dtype = losses[0].dtype
     wide = torch.float32 if dtype in HALF else dtype
     counted = [(loss.to(wide), factor / shares.divisor) for loss, factor in zip(losses, shares.contributions, strict=True) if factor]

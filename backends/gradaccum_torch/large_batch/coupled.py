@@ -1,8 +1,8 @@
-"""``gradaccum_torch.coupled_backward``: a loss of all items together (contrastive, covariance, load balance), one micro-batch at a time.
+"""``gradaccum_torch.coupled_backward``: a loss that couples all items (contrastive, covariance, load balance), one micro-batch at a time.
 
-The mean of such a loss over micro-batches is another loss. So there are two passes. The first computes the outputs of all micro-batches
-without gradients. The loss of all outputs is differentiated once, by them and by parameters of its own, such as a temperature. The second
-pass computes each micro-batch again, with the same random numbers and from the same buffers, and hands its outputs their gradient.
+The mean of such a loss over micro-batches is another loss. So the first pass computes all outputs without gradients. The loss of all
+outputs is differentiated once, with respect to the outputs and to its own parameters, such as a temperature. The second pass computes each
+micro-batch again, with the same random numbers and buffers, and passes the outputs' gradient on.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def coupled_backward(
 ) -> Tensor:
     """Add the gradient of ``loss_fn(outputs_fn(*batch))`` to ``.grad``, one micro-batch at a time, and return the loss.
 
-    `outputs_fn` runs twice per micro-batch, and must give the same both times. Random states (Python's, NumPy's, torch's, and those of
-    generators that the functions close over) and buffers are set back for the second run, so that dropout draws the same numbers, and a
-    batch norm's statistics move as in one pass over the micro-batches. Both are then as after that one pass and the loss. Outputs of the
-    second run that differ from the first by more than rounding raise an error.
+    `outputs_fn` runs twice per micro-batch, and must return the same both times. Random states (Python's, NumPy's, torch's, and those of
+    generators that the functions close over) and buffers are restored for the second run, so that dropout draws the same numbers, and a
+    batch norm's statistics move as in one pass over the micro-batches. Outputs of the second run that differ from the first by more than
+    rounding raise an error.
 
     Args:
-        outputs_fn: ``outputs_fn(*micro_batch)`` returns a nest of tensors with a leading axis: one row per item, in order. They are
-            concatenated along it. Other numbers of rows, as of tokens, are right too.
+        outputs_fn: ``outputs_fn(*micro_batch)`` returns a nest of tensors with a leading axis, along which they are concatenated: one row
+            per item, in order, or another number of rows, as of tokens.
         loss_fn: ``loss_fn(outputs)`` of the concatenated nest returns a scalar loss, a real floating-point tensor of shape ``()``.
         batch: as for `gradaccum_torch.backward`.
         steps: as there.
@@ -63,7 +63,8 @@ def coupled_backward(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong, the batch cannot be divided so, outputs have no leading axis, or
             `loss_fn` returns something else.
-        UsageError: the second run gives other outputs; a function calls ``backward()``; or `optimizer` drops micro-batches, or is missing.
+        UsageError: the second run returns other outputs; a function calls ``backward()``; or `optimizer` drops micro-batches, or is
+            missing.
 
     Examples:
         >>> import torch
@@ -86,7 +87,7 @@ def coupled_backward(
 
 
 class _CoupledCall:
-    """One call, checked; `run` can be started over with another size, since it leaves everything as it was if it raises."""
+    """One checked call. `run` leaves everything as it was if it raises, so it can start over with another size."""
 
     def __init__(self, outputs_fn: Callable[..., Any], loss_fn: Callable[..., Any], large: LargeBatch, optimizer: object) -> None:
         require_function("outputs_fn", outputs_fn)
@@ -101,7 +102,7 @@ class _CoupledCall:
             require_alone(self.reached.modules)
 
     def run(self, division: Division, agreed: Callable[[], None]) -> Tensor:
-        """Make both passes over the micro-batches that `division` makes; `agreed` is called before their gradients are delivered."""
+        """Make both passes over the micro-batches of `division`; call `agreed` before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         coupler: Coupler = CoupledInGrad() if self._optimizer is None else CoupledInWindow(self._optimizer)
         before = Before(self.reached, self.large.devices())
@@ -155,7 +156,7 @@ class _CoupledCall:
 
 
 def _one(*_: object) -> float:
-    """The weight of a micro-batch where none counts."""
+    """Return the weight of a micro-batch where none counts."""
     return 1.0
 
 
@@ -167,17 +168,17 @@ def _one(*_: object) -> float:
 
 
 class Coupler(Destination, Protocol):
-    """Takes the loss of all outputs, then the outputs of each micro-batch."""
+    """The destination of the loss of all outputs, then of the outputs of each micro-batch."""
 
     def differentiate(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Leave the gradient of `loss` in ``.grad`` of `outputs`, scaled if there is a scale, and collect that of other leaves."""
+        """Leave the gradient of `loss`, scaled if there is a scale, in ``.grad`` of `outputs`, and collect that of other leaves."""
 
     def add(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Collect what the `gradients` of a micro-batch's `outputs` make of the parameters'."""
+        """Collect the parameters' gradients from the `gradients` of a micro-batch's `outputs`."""
 
 
 class CoupledInGrad(InGrad):
-    """Collects in ``.grad``."""
+    """The coupler into ``.grad``."""
 
     def differentiate(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
         self._gradients.leave(outputs)
@@ -193,7 +194,7 @@ class CoupledInGrad(InGrad):
 
 
 class CoupledInWindow(InWindow):
-    """Collects in the next window of a wrapped optimizer, and closes it."""
+    """The coupler into the next window of a wrapped optimizer, which it closes."""
 
     def differentiate(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
         self._others.leave(outputs)
@@ -218,7 +219,7 @@ class CoupledInWindow(InWindow):
 
 
 class Outputs:
-    """Filled by the first pass, differentiated as a whole, handed out again in the second pass."""
+    """The outputs: filled by the first pass, differentiated as a whole, handed out in the second pass."""
 
     def __init__(self) -> None:
         self._nest: Nest = None
@@ -232,11 +233,7 @@ class Outputs:
         """Scalars, bool: a leaf came out differently in the second pass."""
 
     def add(self, outputs: Nest) -> None:
-        """Take the outputs of the next micro-batch: tensors with a leading axis, in any nest.
-
-        Raises:
-            ArgumentTypeError, ArgumentValueError: a leaf is none, or the nest has another structure than before.
-        """
+        """Take the outputs of the next micro-batch: tensors with a leading axis, in any nest."""
         leaves = leaves_of(outputs, "outputs")
         if not self._parts:
             self._nest, self._paths = outputs, [leaf.path for leaf in leaves]
@@ -245,7 +242,7 @@ class Outputs:
         self._parts.append([_rows(leaf).detach().clone() for leaf in leaves])
 
     def whole(self) -> Nest:
-        """The outputs of all items; those that can have a gradient require one, and what `add` kept is freed."""
+        """Return the outputs of all items, requiring gradients where possible; free what `add` kept."""
         for path, parts in zip(self._paths, zip(*self._parts, strict=True), strict=True):
             lengths = [0, *map(len, parts)]
             self._edges.append([sum(lengths[: place + 1]) for place in range(len(lengths))])
@@ -255,28 +252,15 @@ class Outputs:
         return with_leaves(self._nest, iter(self._leaves))
 
     def leaves(self) -> list[Tensor]:
-        """The leaves of `whole`."""
         return self._leaves
 
     def require_untouched(self) -> None:
-        """The user's loss function has not differentiated them itself.
-
-        Raises:
-            UsageError: it has.
-        """
+        """Raise unless the user's loss function has left differentiating to this call."""
         if any(leaf.grad is not None for leaf in self._leaves):
             raise touched_error()
 
     def with_gradients(self, place: int, outputs: Nest) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors of a micro-batch that have a graph and count in the loss, and their gradients.
-
-        Args:
-            place: the number of the micro-batch.
-            outputs: what the second pass made of it.
-
-        Raises:
-            UsageError: they have another structure or other shapes than in the first pass.
-        """
+        """Return the tensors of a micro-batch that have a graph and count in the loss, and their gradients."""
         leaves = leaves_of(outputs, "outputs")
         self._require_paths(leaves)
         tensors, gradients = [], []
@@ -292,11 +276,7 @@ class Outputs:
         return tensors, gradients
 
     def require_same(self) -> None:
-        """Both passes gave the same, but for rounding; waits for the device.
-
-        Raises:
-            UsageError: they did not.
-        """
+        """Raise unless both passes gave the same outputs up to rounding; waits for the device."""
         differ = torch.stack([each.to(self._differ[0].device) for each in self._differ]).tolist()
         if any(differ):
             raise _other_outputs_error(self._paths[differ.index(True) % len(self._paths)], "values that differ by more than rounding")
@@ -324,7 +304,7 @@ def _concatenated(path: str, parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def _differs(first: Tensor, again: Tensor) -> Any:
-    """Scalar bool: more than half of the digits are lost; not where either is inf or NaN, which a loss scale may make."""
+    """True if more than half of the digits are lost, as a scalar bool; False where either is inf or NaN, as a loss scale may cause."""
     if not (first.is_floating_point() or first.is_complex()):
         return (first != again).any()
     bound = math.sqrt(torch.finfo(first.dtype).eps)

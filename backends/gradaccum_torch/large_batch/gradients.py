@@ -1,8 +1,8 @@
-"""The gradient of the large batch as it grows, in the ``.grad`` of every leaf that the loss reaches.
+"""The growing gradient of the large batch, in the ``.grad`` of every leaf that the loss reaches.
 
-Autograd adds micro-batch to micro-batch in ``.grad``, so no second buffer is needed. What was in ``.grad`` before stands aside until the
-call has succeeded; then the large batch's gradient is added to it once, and after an error it is put back untouched. Gradients of half
-precision move on into float32 sums as autograd produces them.
+Autograd adds micro-batch to micro-batch in ``.grad``, so no second buffer is needed. What was in ``.grad`` before is kept aside: the large
+batch's gradient is added to it once, at the end, and after an error it is restored untouched. Half-precision gradients move into float32
+sums as autograd produces them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ Mark = tuple[int, int]
 
 
 class Gradients:
-    """The sum of gradients of one call.
-
-    Args:
-        others: the ids of leaves whose gradients somebody else collects.
-    """
+    """The sum of gradients of one call."""
 
     def __init__(self, others: Iterable[int] = ()) -> None:
         self._known = set(others)
@@ -60,15 +56,11 @@ class Gradients:
         """`deliver` has come to its end."""
 
     def expect(self, leaves: Iterable[Tensor]) -> None:
-        """Collect the gradients of `leaves` in case they get one; those of a wrapped optimizer are left to it."""
+        """Collect the gradients of `leaves` if they get one; those of a wrapped optimizer are left to it."""
         self._take(leaf for leaf in leaves if not is_watched(leaf))
 
     def reach(self, *tensors: Tensor) -> None:
-        """Collect the gradients of the leaves to which a backward pass through `tensors` is about to deliver.
-
-        Raises:
-            UsageError: one belongs to a wrapped optimizer, which collects its gradients itself.
-        """
+        """Collect the gradients of the leaves that a backward pass through `tensors` is about to reach."""
         new = [leaf for leaf in leaves_of_graph(tensors, self._nodes) if id(leaf) not in self._known]
         for leaf in new:
             if is_watched(leaf):
@@ -76,7 +68,7 @@ class Gradients:
         self._take(new)
 
     def pass_by(self, others: Iterable[int]) -> None:
-        """Leave the gradients of `others`, the ids of leaves, to somebody else."""
+        """Leave the gradients of `others`, ids of leaves, to somebody else."""
         self._known.update(others)
 
     def leave(self, leaves: Iterable[Tensor]) -> None:
@@ -87,7 +79,7 @@ class Gradients:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """If the block raises, every ``.grad`` is what it was, unless the gradients were delivered."""
+        """Restore every ``.grad`` if the block raises, unless the gradients were delivered."""
         try:
             yield
         except BaseException:
@@ -117,12 +109,12 @@ class Gradients:
         return any(gradient_dtype(leaf) in HALF for leaf in self._before)
 
     def backward(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Add the gradient of the sum of ``tensor * seed``, of one shape and dtype; every leaf of the graphs has to be reached."""
+        """Add the gradient of the sum of ``tensor * seed``, of one shape and dtype; every leaf of the graphs must be reached."""
         torch.autograd.backward(tuple(tensors), tuple(seeds))
         self.note()
 
     def note(self) -> None:
-        """Take what is in ``.grad`` now for what the call itself has left there, and make its memory the leaf's own."""
+        """Take ``.grad`` as the result of this call so far, and copy memory that is not the leaf's own."""
         for leaf in self._first:
             keep_own(leaf)
         self._first = [leaf for leaf in self._first if leaf.grad is None]
@@ -134,11 +126,7 @@ class Gradients:
                 self._noted = self._marks()
 
     def require_untouched(self) -> None:
-        """Nothing but `backward` has added to the gradients.
-
-        Raises:
-            UsageError: the loss function has.
-        """
+        """Raise unless only `backward` has added to the gradients."""
         if self._marks() != self._noted:
             raise touched_error()
 
@@ -158,7 +146,6 @@ class Gradients:
                 self.delivered = True
 
     def put_back(self) -> None:
-        """Make every ``.grad`` what it was."""
         for leaf, before in self._before.items():
             leaf.grad = before
         self._before.clear()
@@ -181,7 +168,7 @@ class Gradients:
         self._looked_at, self._is_sample, self._noted, self._left, self._first = [], False, [], [], []
 
     def _marks(self) -> list[Mark | None]:
-        """Of the leaves that are looked at; in one call for all, as it is made twice per micro-batch."""
+        """Return the marks of the watched leaves, in one call for all, as it is made twice per micro-batch."""
         wide, marks = self._wide, list[Mark | None]()
         for leaf in self._looked_at:
             held = wide.get(leaf, leaf.grad) if wide else leaf.grad
@@ -190,7 +177,7 @@ class Gradients:
 
 
 def _give_back(pairs: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-    """Add each gradient to the one before it, of that version; a second run goes on where the first was interrupted."""
+    """Add each gradient to the earlier one of that version; a second run resumes where the first was interrupted."""
     for leaf, before, noted in pairs:
         if leaf.grad is not None and leaf.grad is not before and version(before) == noted:
             add(before, leaf.grad)
@@ -198,7 +185,7 @@ def _give_back(pairs: Sequence[tuple[Tensor, Tensor, int]]) -> None:
 
 
 def leaves_of_graph(tensors: Iterable[Tensor], passed: set[Node]) -> list[Tensor]:
-    """The leaves that a backward pass through `tensors` would reach, but for those whose nodes were `passed`, to which theirs are added."""
+    """Return the leaves that a backward pass through `tensors` would reach, except through `passed` nodes, to which new ones are added."""
     given = list(tensors)
     leaves = [tensor for tensor in given if tensor.grad_fn is None and tensor.requires_grad]
     waiting: list[Node] = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
@@ -216,7 +203,6 @@ def leaves_of_graph(tensors: Iterable[Tensor], passed: set[Node]) -> list[Tensor
 
 
 def _move(wide: dict[Tensor, Tensor], leaf: Tensor) -> None:
-    """Add the gradient that arrived to its wide sum."""
     gradient = leaf.grad
     if gradient is not None:
         held = wide.get(leaf)
@@ -231,7 +217,7 @@ def _wrapped_error(leaf: Tensor) -> UsageError:
 
 
 def touched_error() -> UsageError:
-    """The error for a loss function that writes into the gradients which the call collects."""
+    """Return the error for a loss function that writes into the gradients which the call collects."""
     fix = "Return the loss, and leave backward() and zero_grad() to the caller."
     found = "one that changes .grad itself, as backward() or zero_grad() does"
     return explain(UsageError, "loss_fn", expected="a function that computes the loss", found=found, fix=fix)
@@ -247,29 +233,29 @@ untraced(_move)
 
 
 class Destination(Protocol):
-    """Takes the gradients of one call."""
+    """The destination of one call's gradients."""
 
     def kept(self) -> AbstractContextManager[None]:
-        """If the block raises, every gradient is what it was before."""
+        """Restore every gradient if the block raises."""
 
     def expect(self, leaves: Iterable[Tensor]) -> None:
-        """Collect for `leaves`, parameters that are known before a graph is, in case they get a gradient."""
+        """Collect for `leaves`, parameters known before a graph is, if they get a gradient."""
 
     def require_untouched(self) -> None:
-        """The user's functions have left ``.grad`` alone."""
+        """Raise unless the user's functions have left ``.grad`` alone."""
 
     def close(self) -> None:
-        """All micro-batches were added: hand the gradients over."""
+        """Deliver the gradients after the last micro-batch."""
 
     def delivered(self) -> bool:
-        """True if `close` has handed them over, though an interrupt came meanwhile."""
+        """True if `close` has delivered, even if an interrupt came meanwhile."""
 
     def flush(self) -> None:
         """Make the update, if there is one to be made."""
 
 
 class InGrad:
-    """``.grad``."""
+    """The destination ``.grad``."""
 
     def __init__(self) -> None:
         self._gradients = Gradients()
@@ -291,11 +277,7 @@ class InGrad:
 
 
 class InWindow:
-    """The next window of a wrapped optimizer, which the call closes.
-
-    Args:
-        optimizer: the wrapped optimizer, with ``steps=None``.
-    """
+    """The next window of a wrapped optimizer, which the call closes."""
 
     def __init__(self, optimizer: AccumulatingOptimizer) -> None:
         self._optimizer, self._window = optimizer, optimizer.whole_window()
@@ -326,17 +308,12 @@ class InWindow:
         self._others.reach(*tensors)
 
     def _deliver(self, divisor: float) -> None:
-        """Hand the gradients of other leaves over, divided by `divisor` and the loss scale."""
+        """Deliver the gradients of other leaves, divided by `divisor` and the loss scale."""
         self._others.deliver(divisor * self._window.scale() if self._others else 1.0)
 
 
 def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingOptimizer:
-    """Refuse an optimizer whose window this call cannot fill and close.
-
-    Raises:
-        ArgumentTypeError: it is not wrapped.
-        ArgumentValueError: it closes its windows itself, or has another `reduction`; None: the call takes the optimizer's.
-    """
+    """Raise unless this call can fill and close the optimizer's window."""
     if not isinstance(optimizer, AccumulatingOptimizer):
         fix = "Write optimizer=gradaccum.wrap(optimizer, steps=None)."
         raise explain(ArgumentTypeError, "optimizer", expected="a wrapped optimizer", found=f"a {type(optimizer).__name__}", fix=fix)
@@ -352,12 +329,7 @@ def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingO
 
 
 def require_coupled_optimizer(optimizer: object) -> AccumulatingOptimizer:
-    """Refuse an optimizer whose window cannot hold a coupled loss.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: as `require_optimizer`.
-        UsageError: it drops micro-batches, and a part of a coupled loss's gradient is no gradient.
-    """
+    """Raise unless the optimizer's window can hold a coupled loss."""
     wrapped = require_optimizer(optimizer, None)
     if wrapped.whole_window().options.on_overflow == "drop_micro_batch":
         fix = 'Write on_overflow="skip_window".'

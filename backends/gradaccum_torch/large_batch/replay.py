@@ -1,8 +1,7 @@
-"""What a forward pass moves besides gradients: random states and the buffers of modules. Noted before it, put back after an error.
+"""Random states and module buffers, noted before a forward pass and restored after an error.
 
-A loss function is a closure, so the modules are found by a look into it: what its cells, globals, defaults, ``self`` and partial arguments
-hold. A module that a function fetches from elsewhere (a registry) is not found so, but `Before.noting` finds it as it is called. Without
-its buffers stay as an interrupted call left them.
+The modules of a loss function are found in its cells, globals, defaults, ``self`` and partial arguments. A module from elsewhere (a
+registry) is found by `Before.noting` as it is called; outside of that its buffers stay as an interrupted call left them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ATOMS = (Tensor, str, bytes, int, float, complex, type(None), torch.device, tor
 
 
 class Reached(NamedTuple):
-    """What functions use that remembers."""
+    """The modules and random generators that functions use."""
 
     modules: list[nn.Module]
     """Each once, children included."""
@@ -36,7 +35,6 @@ class Reached(NamedTuple):
 
 
 def reached_by(*roots: object) -> Reached:
-    """The modules and random generators that functions or other objects reach."""
     found: dict[int, nn.Module] = {}
     generators: list[torch.Generator] = []
     seen: set[int] = set()
@@ -56,7 +54,7 @@ def reached_by(*roots: object) -> Reached:
 
 
 def _inside(each: Any) -> Iterator[object]:
-    """What an object that is no module holds."""
+    """Return what an object that is no module holds."""
     if isinstance(each, types.FunctionType):
         yield from _of_function(each)
     elif isinstance(each, types.MethodType):
@@ -97,7 +95,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 class RandomState:
-    """The random states of Python, of NumPy where it is loaded, of torch on the CPU and on `devices`, and of `generators`."""
+    """The random states of Python, of NumPy if loaded, of torch on the CPU and on `devices`, and of `generators`."""
 
     def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()) -> None:
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
@@ -107,7 +105,6 @@ class RandomState:
         self._others = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
 
     def put_back(self) -> None:
-        """Go on from here again."""
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
         if self._numpy is not None:
@@ -119,7 +116,7 @@ class RandomState:
 
 
 class Buffers:
-    """The buffers of `modules` as they are now: which tensors, and copies of what is in them."""
+    """The buffers of `modules` as they are now: which tensors, and copies of their values."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._noted: list[tuple[nn.Module, str, Tensor | None]] = []
@@ -128,13 +125,11 @@ class Buffers:
             self.note(module)
 
     def note(self, module: nn.Module) -> None:
-        """Those of one more module."""
         new = [(module, name, tensor) for name, tensor in buffers_of(module).items()]
         self._copies += [None if tensor is None else tensor.detach().clone() for _, _, tensor in new]
         self._noted += new
 
     def put_back(self) -> None:
-        """Make every buffer the tensor that it was, with what was in it."""
         for (module, name, tensor), copied in zip(self._noted, self._copies, strict=True):
             if getattr(module, name, None) is not tensor:
                 setattr(module, name, tensor)
@@ -144,12 +139,7 @@ class Buffers:
 
 
 class Before:
-    """Everything of this kind as it is before a call.
-
-    Args:
-        reached: what the call may move.
-        devices: those of the batch, besides those of the modules' parameters.
-    """
+    """The random states and buffers before a call."""
 
     def __init__(self, reached: Reached, devices: Iterable[torch.device]) -> None:
         own = (each.device for module in reached.modules for each in module.parameters(recurse=False))
@@ -158,10 +148,9 @@ class Before:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """A module that is called in the block, and was not reached, is reached from then on: as it was before that call.
+        """Note each module that is called in the block and was not reached, as it is before that call.
 
-        Not beside a module that `torch.compile` made, which warns of every hook on all modules; nor from inside of compiled code, where
-        there is no call to be seen.
+        Not beside a module that `torch.compile` made, which warns of every global hook; nor inside compiled code, where no call is seen.
         """
         if any(hasattr(module, "_orig_mod") for module in self._reached.modules):
             yield
@@ -184,20 +173,17 @@ class Before:
             hook.remove()
 
     def random_state(self) -> RandomState:
-        """The random states as they are now."""
         return RandomState(self._devices, self._reached.generators)
 
     def put_buffers_back(self) -> None:
-        """Undo what was moved since, and leave the random states."""
         self._buffers.put_back()
 
     def put_back(self) -> None:
-        """Undo what was drawn and moved since."""
         self._random.put_back()
         self._buffers.put_back()
 
 
 def trained_by(reached: Reached) -> list[Tensor]:
-    """The trainable parameters of modules, each once."""
+    """Return the trainable parameters of modules, each once."""
     held = {id(each): each for module in reached.modules for each in module.parameters(recurse=False) if each.requires_grad}
     return list(held.values())

@@ -1,4 +1,4 @@
-"""Whether a loss is linear in its scale: grad(s x loss) = s x grad(loss), which loss scaling takes for granted. No part of accumulation."""
+"""A check that a loss is linear in its scale, grad(s x loss) = s x grad(loss), which loss scaling relies on."""
 
 from gradaccum_torch.linearity.check import verify_loss_scaling
 

@@ -1,10 +1,8 @@
-"""Does a loss carry the gradient that it is handed through all of its parts? Only then can it be scaled.
+"""`verify_loss_scaling`: a check that a loss carries its incoming gradient through all of its parts, so that it can be scaled.
 
-Two looks at the same backward passes. From outside: the gradients of s x loss against s x those of the loss, for s from 2^0 to 2^16. From
-inside: which `torch.autograd.Function` of the loss's graph, handed s times what it was handed before, does not give s times as much.
-
-Where something in the graph is float16, small gradients underflow without a scale, which is what loss scaling is for, and large ones
-overflow with one. There the largest scale that leaves the gradients finite is compared with the next three below it.
+It compares the gradients of s x loss with s x those of the loss, for s from 2^0 to 2^16, and finds which `torch.autograd.Function` of the
+graph does not return s times as much for s times the incoming gradient. If something in the graph is float16, small gradients underflow
+without a scale and large ones overflow with one: there the largest scale with finite gradients is compared with the next three below it.
 """
 
 from __future__ import annotations
@@ -24,18 +22,18 @@ from gradaccum_torch.private import input_dtypes
 def verify_loss_scaling(
     loss_fn: Callable[[], Tensor], parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 ) -> LinearityReport:
-    """Tell whether grad(s x loss) = s x grad(loss), and name the custom functions that are to blame.
+    """Check that grad(s x loss) = s x grad(loss), and name the custom functions that are to blame.
 
-    Parameters, ``.grad`` and the random state are as before; buffers that the forward pass moves (a batch norm's) do move, once. Random
-    numbers are the same in all of it, since the loss is computed once and differentiated again and again.
+    Parameters, ``.grad`` and the random state are as before; buffers that the forward pass moves (a batch norm's) do move, once. The loss
+    is computed once and differentiated again and again.
 
     Args:
         loss_fn: computes the loss, a scalar tensor, shape ``()``.
-        parameters: those to differentiate by, any shapes and floating-point dtypes: ``model.parameters()``, which are then called by their
+        parameters: those to differentiate by, any shapes and floating-point dtypes: ``model.parameters()``, which are then named by their
             position, or ``model.named_parameters()``.
 
     Raises:
-        ArgumentTypeError: `loss_fn` gives no tensor, or `parameters` holds something else.
+        ArgumentTypeError: `loss_fn` returns no tensor, or `parameters` holds something else.
     """
     named = _named(parameters)
     devices = sorted({parameter.device.index or 0 for parameter in named.values() if parameter.device.type == "cuda"})
@@ -52,8 +50,6 @@ def verify_loss_scaling(
 
 
 class _Pass(NamedTuple):
-    """One backward pass."""
-
     scale: float
     gradients: dict[str, Tensor]
     calls: dict[Any, tuple[Any, Any]]
@@ -63,11 +59,11 @@ class _Pass(NamedTuple):
         return all(bool(torch.isfinite(gradient).all()) for gradient in self.gradients.values())
 
     def unscaled(self) -> dict[str, Tensor]:
-        """The gradients divided by the scale, in float64 or complex128."""
+        """Return the gradients divided by the scale, in float64 or complex128."""
         return {name: _wide(gradient) / self.scale for name, gradient in self.gradients.items()}
 
     def culprits(self, other: _Pass) -> list[str]:
-        """The names of the custom functions that gave `other` something else than in proportion."""
+        """Return the custom functions whose gradients in `other` are not in proportion."""
         factor = other.scale / self.scale
         return [
             type(node).__name__.removesuffix("Backward")
@@ -82,7 +78,7 @@ class _Pass(NamedTuple):
 
 
 def _unscaled(passes: Iterator[_Pass], culprits: list[str]) -> Iterator[dict[str, Tensor]]:
-    """The gradients of each pass; the culprits are added on the way, so that no pass is kept but the first."""
+    """Yield the gradients of each pass and add its culprits, so that only the first pass is kept."""
     reference = next(passes)
     yield reference.unscaled()
     for other in passes:
@@ -91,7 +87,7 @@ def _unscaled(passes: Iterator[_Pass], culprits: list[str]) -> Iterator[dict[str
 
 
 class _Passes:
-    """The backward passes through one loss's graph, with hooks on its custom functions for as long as it is open."""
+    """The backward passes through one loss's graph, with hooks on its custom functions while it is open."""
 
     def __init__(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> None:
         self._loss, self._parameters = loss, parameters
@@ -135,7 +131,7 @@ def _named(parameters: Any) -> dict[str, Tensor]:
 
 
 def _graph(loss: Tensor) -> Iterator[Any]:
-    """Every node of the loss's graph, each once."""
+    """Yield every node of the loss's graph, each once."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()

@@ -32,12 +32,7 @@ from gradaccum_torch.private import (
 
 
 class Recomputed:
-    """Called as `function`; a copy or a pickle holds a copy of it, so that a bound method stays that of its own object's copy.
-
-    Args:
-        function: what to run, once in the forward pass and once in the backward pass.
-        rules: how it is recomputed.
-    """
+    """Called as `function`; a copy or a pickle holds a copy of it, so that a bound method stays that of its own object's copy."""
 
     def __init__(self, function: Callable[..., Any], rules: Rules) -> None:
         self._function, self._rules = function, rules
@@ -77,18 +72,7 @@ class Rules(NamedTuple):
 
 
 def run(function: Callable[..., Any], modules: Iterable[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], rules: Rules) -> Any:
-    """``function(*args, **kwargs)``, keeping of its activations only what `rules` say.
-
-    Args:
-        function: what to run.
-        modules: the modules that it may call; others are noticed when it calls them.
-        args: positional arguments, nests with tensors of any shape.
-        kwargs: keyword arguments, likewise.
-        rules: how it is recomputed.
-
-    Raises:
-        UsageError: `function` changed an argument in place, so that the second run would find another one.
-    """
+    """``function(*args, **kwargs)``, keeping of its activations only what `rules` say."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
@@ -311,12 +295,7 @@ class _Held(NamedTuple):
 
 
 class Surroundings:
-    """The modules of one call.
-
-    Args:
-        modules: those that are known before the call, with all of their submodules; others are noted when they are called.
-        in_modes: whether the call runs under a dispatch mode, which must not see the copying.
-    """
+    """The modules of one call."""
 
     def __init__(self, modules: Iterable[nn.Module], in_modes: bool) -> None:
         self._outside = without_dispatch_modes if in_modes else nullcontext
@@ -345,11 +324,7 @@ class Surroundings:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Runs the forward pass again: the modules are as they were, and afterwards as they are.
-
-        Raises:
-            UsageError: a parameter, or a large buffer, was changed in place since the forward pass.
-        """
+        """Runs the forward pass again: the modules are as they were, and afterwards as they are."""
         self._require_unchanged()
         copies = {key: held.copy.detach().clone() for key, held in self._held.items() if held.copy is not None}
         now = [(each.module.training, dict(buffers_of(each.module))) for each in self._noted.values()]

@@ -18,15 +18,7 @@ READABLE = 100_000
 
 
 class Batch:
-    """The arguments of the loss function after the model.
-
-    Args:
-        batch: nests.
-        axes: a prefix nest of `batch`: the batch axis of each leaf, or None for one that is given whole.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: a leaf has no such axis, or another number of items.
-    """
+    """The arguments of the loss function after the model."""
 
     def __init__(self, batch: tuple[Any, ...], axes: Any) -> None:
         self._batch, lists = mark_lists(batch, axes)
@@ -119,11 +111,7 @@ class NoAxis(Exception):
 
 
 def axis_between(whole: Sequence[int], part: Sequence[int], items: int, fewer: int) -> Axis | None:
-    """The axis of the items of a tensor of shape `whole`, which has shape `part` with `fewer` items; None if the shapes are the same.
-
-    Raises:
-        NoAxis: they differ in several axes, or not in proportion to the items.
-    """
+    """The axis of the items of a tensor of shape `whole`, which has shape `part` with `fewer` items; None if the shapes are the same."""
     differing = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b]
     if not differing and len(whole) == len(part):
         return None
@@ -145,15 +133,7 @@ def rows(tensor: Tensor, axis: Axis | None, items: Sequence[int]) -> Tensor:
 
 
 def perturbed(tensor: Tensor, epsilon: float, number: int, *, integers: bool = False) -> Tensor:
-    """A copy with each number multiplied by 1 + epsilon or 1 - epsilon, as the perturbation of that `number` has it.
-
-    Args:
-        tensor: any dtype; one without fractions is given back as it is.
-        epsilon: distance from 1 to the next number of the coarsest dtype in the program.
-        number: which perturbation; the user's random state is not drawn from.
-        integers: whether a value that is an integer moves too. In a parameter it is a number like any other; in an input it may be a mask
-            or a label.
-    """
+    """A copy with each number multiplied by 1 + epsilon or 1 - epsilon, as the perturbation of that `number` has it."""
     if not tensor.is_floating_point():
         return tensor
     own = torch.Generator().manual_seed(1000003 * number + tensor.numel())

@@ -42,11 +42,7 @@ class Draw(NamedTuple):
 
 
 class Drawing(DispatchMode):  # type: ignore[misc]
-    """While it is open, random operations are noted, and replaced where a recording has their numbers.
-
-    Args:
-        replay: what to give to the draw of that number instead of its own numbers; None: its own.
-    """
+    """While it is open, random operations are noted, and replaced where a recording has their numbers."""
 
     def __init__(self, replay: Callable[[int, Draw], Tensor | None] = lambda number, draw: None) -> None:
         super().__init__()
@@ -85,14 +81,7 @@ class Drawing(DispatchMode):  # type: ignore[misc]
 
 
 class Recording:
-    """The draws of a large batch, and where the items stand in each.
-
-    Args:
-        whole: the draws with all items.
-        part: the draws with the first `fewer` items; None where those could not be run.
-        items: the number of items.
-        fewer: the number of items of `part`.
-    """
+    """The draws of a large batch, and where the items stand in each."""
 
     def __init__(self, whole: Sequence[Draw], part: Sequence[Draw] | None, items: int, fewer: int) -> None:
         self._whole, self.unreplayed = whole, dict[str, None]()

@@ -79,16 +79,7 @@ class Calls:
 
 
 def mixing_layers(modules: dict[str, nn.Module], calls: Calls, items: int, fewer: int, epsilon: float, isolated: Isolated) -> list[Layer]:
-    """The innermost layers of `modules` that mix items, in the model's order.
-
-    Args:
-        modules: every module by its path.
-        calls: their calls.
-        items: the number of items of the large batch.
-        fewer: the number of items in the part.
-        epsilon: one rounding.
-        isolated: the context in which a layer is run.
-    """
+    """The innermost layers of `modules` that mix items, in the model's order."""
     found: list[Layer] = []
     for name in sorted(calls.of, key=lambda path: -path.count(".") - bool(path)):
         inside = [layer for layer in found if name == "" or layer.name.startswith(f"{name}.")]

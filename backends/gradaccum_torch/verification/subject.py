@@ -27,14 +27,7 @@ REPETITIONS = 6
 
 
 class TorchSubject:
-    """The `gradaccum.kit.Subject` of torch.
-
-    Args:
-        model: the model.
-        loss_fn: ``loss_fn(model, *batch)``.
-        batch: the batch.
-        weight: the weight of a micro-batch.
-    """
+    """The `gradaccum.kit.Subject` of torch."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], batch: Batch, weight: Callable[[Sequence[int]], float]) -> None:
         self._model, self._loss_fn, self._batch, self._weight = model, loss_fn, batch, weight
@@ -207,11 +200,7 @@ def _parameters(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def _differentiated(loss: Tensor) -> set[torch.dtype]:
-    """The floating dtypes in the graph of `loss`.
-
-    Raises:
-        UsageError: a reentrant checkpoint is in it, which hides its parameters from `torch.autograd.grad`: they would seem to be unused.
-    """
+    """The floating dtypes in the graph of `loss`."""
     waiting: list[Any] = [loss.grad_fn]
     seen: set[Any] = {None}
     while waiting:
@@ -258,12 +247,7 @@ def _require_loss(loss: object) -> Tensor:
 
 
 def weight_of(weight: Any, batch: Batch) -> Callable[[Sequence[int]], float]:
-    """The weight of the micro-batch of some items, as accumulation will have it.
-
-    Args:
-        weight: None (the number of items), a callable of the micro-batch, or one number per item.
-        batch: the batch.
-    """
+    """The weight of the micro-batch of some items, as accumulation will have it."""
     if weight is None:
         return lambda items: float(len(items))
     if callable(weight):
@@ -386,12 +370,7 @@ class GeneratorNote:
 
 
 class Kept:
-    """Everything that was noted, from several roots.
-
-    Args:
-        model: the model.
-        loss_fn: the loss function, with what it closes over.
-    """
+    """Everything that was noted, from several roots."""
 
     def __init__(self, model: object, loss_fn: Callable[..., object]) -> None:
         self._notes: list[Note] = []

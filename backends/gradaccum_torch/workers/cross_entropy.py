@@ -212,12 +212,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def require_tensors(logits_shard: Any, labels: Any) -> None:
-    """Refuse anything but floating logits ``(*batch, own classes)`` and integer labels ``(*batch)`` on the same device.
-
-    Raises:
-        ArgumentTypeError: one is no tensor, a sharded one, or of another kind of dtype.
-        ArgumentValueError: their shapes or devices do not belong together.
-    """
+    """Refuse anything but floating logits ``(*batch, own classes)`` and integer labels ``(*batch)`` on the same device."""
     for name, value in (("logits_shard", logits_shard), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise explain(ArgumentTypeError, name, expected="a torch.Tensor", got=value, fix=f"Pass {name} as a tensor.")
@@ -245,11 +240,7 @@ def _require_shapes(logits_shard: Tensor, labels: Tensor) -> None:
 
 
 def require_first_derivative() -> None:
-    """Refuse a backward pass that is to be differentiated: `torch` would take its gradient for a constant, and say nothing.
-
-    Raises:
-        UsageError: autograd records the backward pass.
-    """
+    """Refuse a backward pass that is to be differentiated: `torch` would take its gradient for a constant, and say nothing."""
     if torch.is_grad_enabled():
         fix = "Use torch.nn.functional.cross_entropy of the whole logits for a second derivative."
         raise explain(UsageError, "create_graph", expected="False under sharded_cross_entropy", found="True", fix=fix)

@@ -58,13 +58,7 @@ class _Notes:
 
 
 class Deferred:
-    """Units of FSDP2 that wait, for as long as this object lives.
-
-    Args:
-        units: those of the optimizer's parameters.
-        mesh: that of all workers.
-        sync: what waits.
-    """
+    """Units of FSDP2 that wait, for as long as this object lives."""
 
     def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, sync: GradientSync) -> None:
         self._units, self._mesh, self._waits_for_all = units, mesh, sync == "window"
@@ -82,11 +76,7 @@ class Deferred:
         self._notes.watch = watch
 
     def count(self) -> None:
-        """The micro-batch is a part of the sum.
-
-        Raises:
-            UsageError: FSDP2 no longer has an earlier part, or something changed the part in ``.grad``; or its reduction failed.
-        """
+        """The micro-batch is a part of the sum."""
         self.require_whole()
         self._require_kept()
         self.note()
@@ -108,11 +98,7 @@ class Deferred:
                 drop(each)
 
     def reduce(self) -> None:
-        """Add what FSDP2 keeps to ``.grad``, reduced; collective.
-
-        Raises:
-            UsageError: a worker did not come before the process group's timeout; or as `count`.
-        """
+        """Add what FSDP2 keeps to ``.grad``, reduced; collective."""
         self._require_kept()
         try:
             self._reduce_present()
@@ -122,11 +108,7 @@ class Deferred:
         self._forget()
 
     def require_whole(self) -> None:
-        """No reduction failed.
-
-        Raises:
-            UsageError: one did, and a part of the sum is gone.
-        """
+        """No reduction failed."""
         if self._torn:
             raise torn_window_error("the window")
 
@@ -302,12 +284,7 @@ class DeferredStrategy(GradStrategy):
 
 
 def require_deferrable(units: Sequence[Unit], parameters: Sequence[Tensor], options: Options, sync: GradientSync, module: object) -> None:
-    """FSDP2 can reduce the sum of micro-batches in place of each.
-
-    Raises:
-        ArgumentValueError: ``module=`` is missing, FSDP2 would add in another dtype, has parameters of another optimizer beside these, or
-            has no dimension to all-reduce over; or micro-batches may have to be dropped.
-    """
+    """FSDP2 can reduce the sum of micro-batches in place of each."""
     if module is None or not units:
         raise _error(sync, "to stand beside a module= of fully_shard", "none", "Write module=fsdp_model, or leave gradient_sync= out.")
     if options.on_overflow == "drop_micro_batch":

@@ -28,14 +28,7 @@ from gradaccum_torch.workers.interface import Joined, OwnSum, Shares, Sums, lear
 
 @final
 class ShardGroup(OwnSum):
-    """The workers of one device mesh.
-
-    Args:
-        mesh: the mesh of the sharded parameters; of all of its dimensions.
-        shards: what FSDP2 makes of their gradients.
-        undivided: ``reduction="sum"``: the sum over the workers is wanted, not their average.
-        deferred: holds what FSDP2 is to reduce at the window's end; None: it reduces each micro-batch.
-    """
+    """The workers of one device mesh."""
 
     several = True
 
@@ -144,15 +137,7 @@ def _unequal_error(fields: State, rank: int) -> UsageError:
 
 
 class Shards:
-    """The units of FSDP2 that have an optimizer's parameters; none under tensor parallelism alone.
-
-    Args:
-        optimizer: the optimizer.
-        units: those that have any of its parameters.
-
-    Raises:
-        ArgumentValueError: FSDP2 has some of the trainable parameters only.
-    """
+    """The units of FSDP2 that have an optimizer's parameters; none under tensor parallelism alone."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         self.optimizer, self._units = optimizer, units
@@ -162,11 +147,7 @@ class Shards:
         self.note()
 
     def add(self, parameters: Sequence[Tensor], waiting: bool) -> None:
-        """Take the units of new `parameters` on; `waiting`: FSDP2 was told to wait, but the new units were not.
-
-        Raises:
-            ArgumentValueError: FSDP2 does not have them all, or a new unit does not wait.
-        """
+        """Take the units of new `parameters` on; `waiting`: FSDP2 was told to wait, but the new units were not."""
         own = [*self._positions(), *parameters]
         units = units_holding(own)
         self._require_all(own, units)
@@ -189,22 +170,14 @@ class Shards:
         self._noted = [unit.divide_factor for unit in self._units]
 
     def divisors(self) -> list[float]:
-        """By what FSDP2 divides the sum over the workers, for each parameter by position; 1 where it has no part.
-
-        Raises:
-            UsageError: it was changed in the open window, or cannot be told.
-        """
+        """By what FSDP2 divides the sum over the workers, for each parameter by position; 1 where it has no part."""
         if self._noted != [unit.divide_factor for unit in self._units]:
             raise _changed_error()
         known = {id(parameter): _divisor(unit) for unit in self._units for parameter in unit.parameters}
         return [known.get(id(parameter), 1.0) for parameter in self._positions()]
 
     def require_reduced(self) -> None:
-        """FSDP2 has reduced all gradients.
-
-        Raises:
-            UsageError: the user told it to wait.
-        """
+        """FSDP2 has reduced all gradients."""
         if any(unit.held() for unit in self._units):
             fix = 'Leave the call out, and write gradaccum.wrap(optimizer, ..., module=fsdp_model, gradient_sync="window") to reduce once '
             fix += "per window. The window cannot be closed: call opt.discard() on every worker."

@@ -62,13 +62,7 @@ from gradaccum_torch.workers.interface import Joined, Sums, Workers, learning_ra
 
 @final
 class WorkerGroup(Workers):
-    """The workers of one process group, as the window of one of them sees them.
-
-    Args:
-        group: the group that reduces.
-        optimizer: the optimizer that is wrapped.
-        module: the module whose buffers the first worker sends to all at a window's end; None: the workers have no common module.
-    """
+    """The workers of one process group, as the window of one of them sees them."""
 
     def __init__(self, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, module: DistributedDataParallel | None = None) -> None:
         self.group: dist.ProcessGroup = group
@@ -191,14 +185,7 @@ def _sparse_error() -> UsageError:
 
 
 def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
-    """The workers that train `module` together. Collective: every worker of its process group calls this.
-
-    Raises:
-        ArgumentTypeError: `module` is no `torch.nn.parallel.DistributedDataParallel`, or its parameters are sharded.
-        ArgumentValueError: `optimizer` has other whole parameters, or ones that `module` ignores, or parameters that are sharded over other
-            workers; or other workers have other options.
-        UsageError: it has a communication hook, which would never be called.
-    """
+    """The workers that train `module` together. Collective: every worker of its process group calls this."""
     parallel = _require_parallel(module)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     workers = WorkerGroup(parallel.process_group, optimizer, parallel)
@@ -212,13 +199,7 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options)
 
 
 def group_alone(group: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
-    """The workers of a process group whose copies of a model no module keeps alike. Collective, as `group_of`.
-
-    Raises:
-        ArgumentTypeError: `group` is no process group.
-        ArgumentValueError: as `group_of`; or other workers have other parameters.
-        UsageError: `torch.distributed` is not initialised, or this process is not in the group.
-    """
+    """The workers of a process group whose copies of a model no module keeps alike. Collective, as `group_of`."""
     require_group(group, "process_group")
     assert isinstance(group, dist.ProcessGroup)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -250,11 +231,7 @@ def _require_parallel(module: object) -> DistributedDataParallel:
 
 
 def require_same_options(options: Options, *groups: dist.ProcessGroup, **others: str) -> None:
-    """All workers gave the same; collective. `groups` are the dimensions of their mesh, `others` further options.
-
-    Raises:
-        ArgumentValueError: on every worker, one gave others.
-    """
+    """All workers gave the same; collective. `groups` are the dimensions of their mesh, `others` further options."""
     # Two workers' functions and scalers are different objects.
     steps = options.steps if is_known(options.steps) else "a function"
     everyone = [(dist.get_rank(), str(dict(options._asdict(), steps=steps, scaler=type(options.scaler), **others)))]
@@ -269,12 +246,7 @@ def require_same_options(options: Options, *groups: dist.ProcessGroup, **others:
 
 
 def require_group(group: Any, argument: str = "group") -> tuple[int, int]:
-    """The rank of this process in `group`, and the number of processes in it.
-
-    Raises:
-        ArgumentTypeError: `group` is no process group.
-        UsageError: `torch.distributed` is not initialised, or this process is not in the group.
-    """
+    """The rank of this process in `group`, and the number of processes in it."""
     if not dist.is_available() or not dist.is_initialized():
         fix = "Call torch.distributed.init_process_group() first; leave the call or the argument out where there is one process."
         raise explain(UsageError, argument, expected="an initialised torch.distributed", found="none in this process", fix=fix)
@@ -297,11 +269,7 @@ FIX = "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(m
 
 
 def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    """Each of an optimizer's `parameters` is one of `module`, which are its `own`.
-
-    Raises:
-        ArgumentValueError: one is not.
-    """
+    """Each of an optimizer's `parameters` is one of `module`, which are its `own`."""
     known = set(map(id, own))
     strangers = sum(id(parameter) not in known for parameter in parameters)
     if strangers:
@@ -310,11 +278,7 @@ def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameter
 
 
 def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
-    """`module` was not told to ignore any of `parameters`, whose sums are then each worker's own, and so is their norm.
-
-    Raises:
-        ArgumentValueError: it was.
-    """
+    """`module` was not told to ignore any of `parameters`, whose sums are then each worker's own, and so is their norm."""
     reduced = set(map(id, reduced_by(module)))
     ignored = sum(id(parameter) not in reduced for parameter in parameters)
     if ignored:
@@ -324,11 +288,7 @@ def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[T
 
 
 def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:
-    """Each of `sharded` is split over the workers of `group`, all of them and no others: each has seen the items of all.
-
-    Raises:
-        ArgumentValueError: one is not.
-    """
+    """Each of `sharded` is split over the workers of `group`, all of them and no others: each has seen the items of all."""
     if units_holding(sharded):
         fix = "Give the parameters of fully_shard an optimizer of their own, or put all under fully_shard."
         found = "parameters of fully_shard, which averages their gradients by itself"

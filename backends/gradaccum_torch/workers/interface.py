@@ -97,17 +97,8 @@ class Workers(ABC):
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         """Add up the window of all workers; collective. Nothing is added twice where the update of a joined window raised.
 
-        Args:
-            fields: this worker's state.
-            sums: this worker's; those of all replace them in place.
-            zeros: an empty sum by position.
-            numbers: further ones to add up, as many on each worker: the losses, and then what is known of the first micro-batches.
-
         Returns:
             The state with the weight and the overflow flag of all, the sums, None where no worker has one, and the numbers of all.
-
-        Raises:
-            UsageError: a worker did not come before the process group's timeout.
         """
 
     def strategy(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> Strategy:
@@ -119,13 +110,7 @@ class Workers(ABC):
 
     @abstractmethod
     def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
-        """Close the open window by `close`, and with others as many more as they have.
-
-        Args:
-            close: closes one window.
-            between: called after each window that another one follows.
-            is_open: this worker has a window.
-        """
+        """Close the open window by `close`, and with others as many more as they have."""
 
     @abstractmethod
     def window_ended(self) -> None:
@@ -133,11 +118,7 @@ class Workers(ABC):
 
     @abstractmethod
     def require_own_sum(self, call: str) -> None:
-        """The sum is this worker's own.
-
-        Raises:
-            UsageError: it is that of all workers, because the update raised; or the reduction failed.
-        """
+        """The sum is this worker's own."""
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
         """Raise `ArgumentValueError` unless each of `parameters`, new ones of the optimizer, is one that the workers share."""
@@ -153,21 +134,13 @@ class Workers(ABC):
         raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
 
     def shares(self, fields: State, loss: float) -> Shares:
-        """What all workers have in the open window; collective. `loss`: the sum of this worker's.
-
-        Raises:
-            UsageError: each has a sum of its own, which is no part of a larger tensor.
-        """
+        """What all workers have in the open window; collective. `loss`: the sum of this worker's."""
         fix = "Save opt.state_dict() on each worker; gradaccum_torch.redistributed gives it to another number of workers."
         found = "an open window, of which each worker has a sum of its own"
         raise explain(UsageError, STATE_DICT, expected="to be called between two windows", found=found, fix=fix)
 
     def own(self, shares: Shares) -> tuple[float, float, list[float]]:
-        """The weight and the sum of the losses with which this worker goes on, and by what to multiply each sum.
-
-        Raises:
-            UsageError: as `shares`.
-        """
+        """The weight and the sum of the losses with which this worker goes on, and by what to multiply each sum."""
         fix = "Load it with fully_shard, or what each worker saved by opt.state_dict()."
         found = "a state whose window is open, which no worker of these has alone"
         raise explain(UsageError, STATE_DICT, expected="a state that was saved between two windows", found=found, fix=fix)
@@ -194,11 +167,7 @@ class OwnSum(Workers):
 
 
 def require_no_join(module: DistributedDataParallel) -> None:
-    """The loop does not run under ``module.join()``, which answers collectives of the module alone.
-
-    Raises:
-        UsageError: it does.
-    """
+    """The loop does not run under ``module.join()``, which answers collectives of the module alone."""
     if is_in_join(module):
         fix = "Leave join() out, and write gradaccum.wrap(optimizer, ..., module=parallel): opt.flush() takes part in the others' windows."
         raise explain(UsageError, "join", expected="a loop without DistributedDataParallel.join()", found="one under it", fix=fix)

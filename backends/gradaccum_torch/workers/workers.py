@@ -34,19 +34,7 @@ def workers_of(
     gradient_sync: object = "micro_batch",
     process_group: object = None,
 ) -> Workers:
-    """The workers that a window of `optimizer` is added up over.
-
-    Args:
-        optimizer: the optimizer that is wrapped.
-        module: the ``module=`` of `gradaccum.wrap`, or None.
-        options: the checked options.
-        gradient_sync: the ``gradient_sync=`` of `gradaccum.wrap`.
-        process_group: the ``process_group=`` of `gradaccum.wrap`, or None.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError, UsageError: as `group_of`, `group_alone`, `Shards` and `require_deferrable`; or `options`
-            need one worker, or `optimizer` reduces gradients itself.
-    """
+    """The workers that a window of `optimizer` is added up over."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if are_flattened(parameters):
         found, fix = "those of FullyShardedDataParallel (FSDP1)", "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2)."
@@ -79,13 +67,7 @@ def _require_no_reduction(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _require_allowed(workers: Workers, parameters: Sequence[Tensor], options: Options) -> Workers:
-    """`workers`, which may be alone or have these options.
-
-    Raises:
-        UsageError: windows end by their weight, and each worker sees its own only.
-        ArgumentValueError: the noise scale is to be measured of sharded gradients, which the engine adds up over workers before the norm of
-            one worker's could be taken.
-    """
+    """`workers`, which may be alone or have these options."""
     # After the comparison of the workers' options: where one alone has this one, that tells all of them.
     several = workers.place is None or workers.place[1] > 1
     if several and isinstance(options.steps, UntilWeight):
@@ -147,10 +129,6 @@ class Alone(OwnSum):
     """No other worker that is known of. A `DistributedDataParallel` may still average each micro-batch's gradients.
 
     Then each worker has the average of w_i g_i, and divides it by a weight of its own. So these must be equal.
-
-    Args:
-        optimizer: the one that is wrapped; its groups may change.
-        separate: ``separate_sums=True``; without it what such a module averages is refused by the watch over ``.grad``, and weight 0 here.
     """
 
     several, place = False, (0, 1)
