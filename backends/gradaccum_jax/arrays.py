@@ -78,7 +78,6 @@ def unique(names: Iterable[str]) -> list[str]:
 
 
 def is_variable(node: object) -> bool:
-    """True if `node` is a variable of flax nnx."""
     return hasattr(type(node), "raw_value")
 
 
@@ -115,12 +114,10 @@ def takes_part(leaf: Array) -> bool:
 
 
 def is_key(leaf: Array) -> bool:
-    """True if `leaf` holds random keys, which cannot be added to anything."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended))
 
 
 def wider(a: DType, b: DType) -> DType:
-    """The dtype that holds both."""
     a, b = jnp.dtype(a), jnp.dtype(b)
     with jax.numpy_dtype_promotion("standard"):
         return a if a == b else jnp.promote_types(_promotable(a), _promotable(b))

@@ -28,11 +28,9 @@ class JaxBackend:
         return tuple(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
 
     def verifies(self, model: object) -> bool:
-        """True if `model` is a tree with arrays of JAX's, or NumPy's, in it."""
         return check.verifies(model)
 
     def verify(self, model: object, loss_fn: Callable[..., Any], batch: object, steps: int, **options: Any) -> VerificationReport:
-        """See `gradaccum_jax.verify`."""
         return check.verify(model, loss_fn, batch, steps, **options)
 
     def wrap(

@@ -22,7 +22,6 @@ ACCUMULATING = (AccumulationState, optax.MultiStepsState)
 
 
 def require_dtype(accumulate_dtype: DType) -> DType:
-    """`accumulate_dtype` as a dtype, None as it is."""
     if accumulate_dtype is None:
         return None
     # By attribute of jnp, to get JAX's own bfloat16: another package may have registered one with NumPy under that name.
@@ -37,7 +36,6 @@ def require_dtype(accumulate_dtype: DType) -> DType:
 
 
 def require_arrays(tree: Tree, name: str) -> None:
-    """Raise unless every leaf is an array or a number."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not (hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__") or isinstance(leaf, bool | int | float | complex)):
             where, found = f"{name}{jax.tree_util.keystr(path)}", f"a {type(leaf).__name__}"
@@ -46,7 +44,6 @@ def require_arrays(tree: Tree, name: str) -> None:
 
 
 def require_state(state: object) -> AccumulationState:
-    """`state` if it is a wrapped optimizer's."""
     if isinstance(state, AccumulationState):
         return state
     fix = "Pass what tx.init(params) returned. A checkpoint is restored into that structure; in a chain it is one of the chain's states."
@@ -54,7 +51,6 @@ def require_state(state: object) -> AccumulationState:
 
 
 def require_statistics(state: AccumulationState, options: Options) -> None:
-    """Refuse the state of an optimizer with another ``noise_scale``."""
     fix = "Write state = gradaccum_jax.check_state(tx, state, params) once: it makes the state of this optimizer."
     if (state.noise is None) != (options.noise_decay is None):
         expected, found = ("none", "one") if options.noise_decay is None else ("one, as noise_scale is on", "none")
@@ -62,7 +58,6 @@ def require_statistics(state: AccumulationState, options: Options) -> None:
 
 
 def require_plain(inner_state: InnerState) -> None:
-    """Refuse the state of an inner optimizer that accumulates too."""
     nodes = jax.tree.leaves(inner_state, is_leaf=lambda node: isinstance(node, ACCUMULATING))
     for node in nodes:
         if isinstance(node, ACCUMULATING):
@@ -70,7 +65,6 @@ def require_plain(inner_state: InnerState) -> None:
 
 
 def require_params(params: Params, masters: Tree) -> None:
-    """Refuse parameters that do not belong to `masters`."""
     fix = "Pass the parameters that tx.init was given: tx.update(grads, state, params)."
     if params is None:
         raise explain(ArgumentTypeError, "params", expected="the parameters, as master_weights=True", found="nothing at all", fix=fix)

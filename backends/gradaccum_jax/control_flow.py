@@ -67,7 +67,6 @@ Batched = list[int | None]
 
 
 def once(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
-    """``function(operand)`` where `predicate` holds, else `operand` itself."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, operand))
     predicate = jnp.asarray(predicate)
 
@@ -81,7 +80,6 @@ def once(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
 
 
 def named_axes(closed: Traced) -> Axes:
-    """The named axes that a traced function reduces over, or asks for its place on."""
     return frozenset(effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect")
 
 
@@ -139,7 +137,6 @@ def _with_derivative(decided: Callable[..., Leaves], run: Run) -> Callable[..., 
 
 
 def _members(run: Run, wanted: Array, axes: Batched, constants: Leaves, leaves: Leaves) -> Leaves:
-    """`run` on the members of the batch that are `wanted`."""
     whole = jax.vmap(run, (axes, 0))
 
     def masked(wanted: Array, constants: Leaves, leaves: Leaves) -> Leaves:

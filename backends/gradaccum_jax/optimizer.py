@@ -75,19 +75,16 @@ class Accumulation:
         return stepped
 
     def flush(self, state: AccumulationState, params: Params = None, **extra: Any) -> tuple[Updates, AccumulationState]:
-        """Close the open window; see `gradaccum_jax.flush`."""
         self.check(state, params, extra)
         flushed: tuple[Updates, AccumulationState] = call_jitted(self._jitted_flush, self._flush, state, params, extra)
         return flushed
 
     def discard(self, state: AccumulationState) -> AccumulationState:
-        """Forget the open window; see `gradaccum_jax.discard`."""
         group.require_axes(self.axes)
         require_statistics(held := require_state(state), self.options)
         return window.discard(held)
 
     def check(self, state: object, params: Params, extra: Extra) -> None:
-        """Refuse what does not belong to this optimizer, before anything changed."""
         held = require_state(state)
         require_statistics(held, self.options)
         require_ordinary(params)
@@ -182,7 +179,6 @@ def discard(tx: optax.GradientTransformation, state: AccumulationState) -> Accum
 
 
 def require_accumulation(tx: object) -> Accumulation:
-    """The accumulation behind `tx`."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     if isinstance(owner, Accumulation):
         return owner
@@ -191,7 +187,6 @@ def require_accumulation(tx: object) -> Accumulation:
 
 
 def require_transformation(optimizer: object) -> optax.GradientTransformation:
-    """`optimizer` if it is an optax transformation and not wrapped already."""
     if not isinstance(optimizer, optax.GradientTransformation):
         fix = "Pass for example optax.adamw(1e-3); instead of an optax.MultiSteps, pass the optimizer inside it."
         raise optimizer_error("an optax.GradientTransformation", optimizer, fix)

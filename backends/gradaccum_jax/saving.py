@@ -57,7 +57,6 @@ def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -
 
 
 def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
-    """`like` as devices share it, of which there are as many as in the state that was `restored`."""
     weight = np.shape(by_path(restored).get("weight", 0.0))
     if not weight:
         _refuse("weight", "an array with one entry for each device, as tx has axis_name", "one of shape ()", _SHARED)
@@ -83,14 +82,12 @@ def _resume(state: AccumulationState, options: Options) -> AccumulationState:
 
 
 def _on_the_host(steps: Schedule) -> Schedule:
-    """`steps`, a function in it called with an array of JAX's, as in a step."""
     if isinstance(steps, UntilWeight):
         return UntilWeight(cast(Any, _on_the_host(steps.weight)))
     return (lambda step: steps(jnp.asarray(step, jnp.int32))) if callable(steps) else steps
 
 
 def rebuild(tree: Tree, like: Tree, optional: Mapping[str, float] = NO_LEAVES) -> Any:
-    """The leaves of `tree` as JAX arrays in the structure of `like`."""
     found, expected = by_path(tree), by_path(like)
     if not optional.keys() & found.keys():
         found |= {path: np.full(expected[path].shape, optional[path], expected[path].dtype) for path in optional.keys() & expected.keys()}

@@ -73,7 +73,6 @@ def vary_like(params: Params, state: T, shared: Axes = frozenset()) -> T:
 
 
 def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves) -> tuple[Any, Leaves]:
-    """`function` traced, and `leaves` with all axes that its results may have where `predicate` decides whether it runs."""
     while True:
         closed = jax.make_jaxpr(function)(*leaves)
         if not manual_axes():
@@ -85,7 +84,6 @@ def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves:
 
 
 def every(flag: Scalar, axes: Axes) -> Scalar:
-    """True if `flag` holds on every device along `axes`."""
     return lax.pmin(flag.astype(jnp.int32), tuple(sorted(axes))) > 0  # type: ignore[no-untyped-call]
 
 
@@ -94,7 +92,6 @@ ShardAxes = tuple[str, ...] | None
 
 
 def shards_of(leaf: Array, shard_axes: ShardAxes) -> tuple[str, ...]:
-    """The axes along which the devices hold parts of `leaf`."""
     return tuple(sorted(axes_of(leaf) & frozenset(shard_axes))) if shard_axes else ()
 
 
@@ -163,7 +160,6 @@ def axes_in_parts(leaf: Array) -> Axes:
 
 
 def require_ordinary(params: Params, name_of: Callable[[Any], str] = lambda path: f"params{jax.tree_util.keystr(path)}") -> None:
-    """Raise unless each parameter is of an ordinary type."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if axes := axes_in_parts(leaf):
             found = f"one typed reduced or unreduced over {sorted(axes)}"

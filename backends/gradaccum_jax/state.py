@@ -90,7 +90,6 @@ def current_terms(options: Options, steps: Scalar) -> Array:
 
 
 def event_of(state: AccumulationState) -> tuple[Scalar, Scalar, Scalar]:
-    """What `with_event` wrote."""
     return state.last_applied, state.last_skipped, state.last_overflow
 
 
@@ -123,13 +122,11 @@ def _all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
 
 
 def find_states(tree: Tree) -> list[AccumulationState]:
-    """Every accumulation's state in `tree`, which may be the state of a chain, or of a wrapper around the wrapper."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, AccumulationState))
     return [leaf for leaf in leaves if isinstance(leaf, AccumulationState)]
 
 
 def the_state(tree: Tree) -> AccumulationState:
-    """The one accumulation's state in `tree`."""
     states = find_states(tree)
     if len(states) != 1:
         raise explain(
@@ -229,7 +226,6 @@ UNKNOWN = float(jnp.finfo(jnp.float32).min)
 
 
 def as_stored(number: Scalar) -> Scalar:
-    """`number` as the state stores it."""
     return jnp.where(jnp.isnan(number), UNKNOWN, number)
 
 

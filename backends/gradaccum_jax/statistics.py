@@ -30,7 +30,6 @@ def fresh(options: Options, dtype: DType) -> dict[str, Tree]:
 
 
 def add(state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, options: Options, shard_axes: ShardAxes) -> AccumulationState:
-    """Take in what a micro-batch tells."""
     if loss is None:
         total = jnp.where(adds, UNKNOWN, state.loss)
     else:
@@ -50,7 +49,6 @@ def add(state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, op
 
 
 def firsts_of(state: AccumulationState) -> Firsts:
-    """Those of this device alone."""
     return () if state.noise is None else (state.noise[0], state.noise[1], 1)
 
 

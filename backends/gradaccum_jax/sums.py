@@ -120,7 +120,6 @@ def divide(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Tree:
 
 
 def emptied(accumulator: Tree, where: Scalar) -> Tree:
-    """Zeros where the bool scalar holds, else `accumulator`."""
     zeros = fills(lambda _: 0)
     return jax.tree.map(lambda leaf: pick(where, zeros(leaf), leaf), accumulator)
 
@@ -192,7 +191,6 @@ def pick(where: Scalar, a: Array, b: Array) -> Array:
 
 
 def to(leaf: Array, dtype: DType) -> Array:
-    """`leaf` in `dtype`; the same if it is."""
     return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
 

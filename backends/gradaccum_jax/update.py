@@ -160,7 +160,6 @@ def require_equal_parts(options: Options, axes: Axes, weight: Scalar) -> None:
 
 
 def require_no_reduction(axes: Axes, reduced: tuple[str, ...]) -> None:
-    """Refuse an inner optimizer that reduces over `axes` of which some are among those that are `reduced` over before it."""
     if twice := sorted(axes & frozenset(reduced)):
         fix = "Leave the reduction out of the optimizer: with axis_name its gradient is that of all devices."
         raise explain(UsageError, "optimizer", expected="one that does not reduce", found=f"one that reduces over {twice}", fix=fix)

@@ -223,7 +223,6 @@ def size_at(schedule: kit.Schedule, optimizer_step: Scalar) -> Scalar:
 
 
 def number_of(size: Scalar) -> Scalar:
-    """The number in what `size_at` gives."""
     return size.weight if isinstance(size, kit.UntilWeight) else size
 
 

@@ -29,24 +29,19 @@ class MindSporeBackend:
         return grad_scaler.scaler_rule(scaler)
 
     def is_scheduler(self, candidate: object) -> bool:
-        """True if `candidate` is a scheduler of `mindspore.experimental.optim.lr_scheduler`."""
         return isinstance(candidate, SCHEDULERS)
 
     def gate(self, scheduler: object) -> GatedScheduler:
-        """Gate `scheduler`, built on a wrapped optimizer."""
         return GatedScheduler(scheduler)
 
     def devices(self) -> tuple[str, ...]:
-        """The processor and every accelerator that MindSpore's build supports and finds."""
         found = [(kind, mindspore.hal.device_count(kind)) for kind in ("GPU", "Ascend") if mindspore.hal.is_available(kind)]
         return ("CPU", *(f"{kind}:{index}" for kind, count in found for index in range(count)))
 
     def verifies(self, model: object) -> bool:
-        """True if `model` is a `mindspore.nn.Cell`."""
         return isinstance(model, nn.Cell)
 
     def verify(self, model: nn.Cell, loss_fn: Callable[..., Any], batch: Any, steps: int = 4, **options: Any) -> VerificationReport:
-        """See `gradaccum_mindspore.verify`."""
         return verify(model, loss_fn, batch, steps, **options)
 
     def wrap(

@@ -34,7 +34,6 @@ LOSS_FIX = "Write optimizer(gradients, weight, loss) with the loss that was diff
 
 
 def require_parameters(parameters: object) -> list[Parameter]:
-    """`parameters` as a list."""
     listed = list(parameters) if isinstance(parameters, Iterable) else []
     if not listed or not all(isinstance(parameter, Parameter) for parameter in listed):
         found = f"an object of type {type(parameters).__name__}"
@@ -44,7 +43,6 @@ def require_parameters(parameters: object) -> list[Parameter]:
 
 
 def require_mindspore(version: str, what: str, instead: str) -> None:
-    """Raise unless MindSpore is of this version, as ``"2.9"``, or newer."""
     if _series(ms.__version__) < _series(version):
         fix = f"Run: pip install 'mindspore>={version},<2.11', or {instead}."
         raise explain(UsageError, what, expected=f"MindSpore {version}, which first has what it needs", found=ms.__version__, fix=fix)
@@ -125,13 +123,11 @@ def loss_as_number(loss: object) -> float:
 
 
 def require_one_loss(size: int, shape: Shape) -> None:
-    """Raise `ArgumentValueError` if a loss has not one element."""
     if size != 1:
         raise explain(ArgumentValueError, "loss", expected="one number", found=f"shape {shape}", fix=LOSS_FIX)
 
 
 def require_one_number(size: int, shape: Shape) -> None:
-    """Raise `ArgumentValueError` unless a weight has one element."""
     if size != 1:
         raise explain(ArgumentValueError, "weight", expected="one number", found=f"shape {shape}", fix="Write weight.sum().")
 
@@ -184,19 +180,16 @@ def check_compiled_loss(loss: object) -> None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_loss_shape(shape: Shape) -> None:
-    """Check a loss that is a Tensor."""
     require_one_loss(prod(shape), shape)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_weight_shape(shape: Shape) -> None:
-    """Check a weight that is a Tensor."""
     require_one_number(prod(shape), shape)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_gradients(shapes: tuple[Shape | None, ...], dtypes: tuple[DType | None, ...], specs: Specs) -> bool:
-    """Check the gradients' shapes and dtypes, while compiling; a dtype of None: no gradient. Returns True."""
     for shape, dtype, (name, expected_shape, expected_dtype) in zip(shapes, dtypes, specs, strict=True):
         if shape is None or isinstance(shape, Tensor):  # of a RowTensor, in MindSpore 2.7 and later
             raise _sparse_error(name)

@@ -109,7 +109,6 @@ class Notes(nn.Cell):  # type: ignore[misc]
             self.add(field, Tensor(False), number)
 
     def add(self, field: str, value: Tensor, number: int) -> None:
-        """Make a Parameter that the Cell does not list."""
         object.__setattr__(self, field, Parameter(value, name=f"gradaccum.note{number}.{field}", requires_grad=False))
 
     def write_state(self, weight: Parameter, overflow: Parameter, loss_scale: Parameter) -> bool:
@@ -120,7 +119,6 @@ class Notes(nn.Cell):  # type: ignore[misc]
         return True
 
     def write_terms(self, terms: Parameter) -> Tensor:
-        """Note `Storage.terms`, which hold the window's size."""
         return ops.assign(self.terms, terms)
 
     def state(self) -> Fields:
@@ -129,13 +127,11 @@ class Notes(nn.Cell):  # type: ignore[misc]
         return zero, zero, zero, weight, self.before & True, self.loss_scale.value(), zero
 
     def write_measure(self, norm: Tensor, right: Tensor) -> bool:
-        """Note the sums' norm, and whether it is known to be right."""
         ops.assign(self.norm, norm.astype(self.float_dtype))
         ops.assign(self.measured, right)
         return True
 
     def write_decision(self, apply: Tensor, overflow: Tensor, divisor: Tensor, grad_norm: Tensor) -> bool:
-        """Note the fields of a `Decision`."""
         ops.assign(self.divisor, divisor.astype(self.float_dtype))
         ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
         ops.assign(self.overflow, overflow)
@@ -209,7 +205,6 @@ class Workers(Protocol):
 
 
 def chosen(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`where` for a condition that always holds, as it does for a finite gradient of weight 1."""
     return a
 
 
@@ -267,7 +262,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return steps_at(self.sizes, optimizer_step, where)
 
     def is_full(self, state: Fields) -> Tensor:
-        """True if the window ends with the micro-batch that was counted last."""
         if self.calls_steps:
             # Not `ends`: the compiler takes a Tensor for a function there.
             micro_step, optimizer_step, _, weight, _, _, _ = state
@@ -276,15 +270,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return ends(state, self.steps, where)
 
     def grad_norm(self) -> Tensor:
-        """The norm of the window that was closed last."""
         return self.storage.last_event.value()[GRAD_NORM]
 
     def event(self, applied: Tensor, skipped: Tensor, overflow: Tensor, grad_norm: Tensor) -> Tensor:
-        """What `Storage.last_event` is to hold."""
         return ops.stack([value.astype(self.float_dtype) for value in (applied, skipped, overflow, grad_norm)])
 
     def write_event(self, event: Tensor) -> Tensor:
-        """Assign what the next `StepResult` will say."""
         return ops.assign(self.storage.last_event, event)
 
     def write_open(self, state: Fields, event: Tensor | None) -> bool:
@@ -305,13 +296,11 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return True
 
     def write_size(self, state: Fields) -> bool:
-        """Assign the size of the open window, if windows have different sizes."""
         if self.varies:
             ops.assign(self.storage.terms, self.other_codes + self.size_code * self.size(state[OPTIMIZER_STEP]).astype(ms.int32))
         return True
 
     def write_counters(self, state: Fields) -> bool:
-        """Assign what only the end of a window changes."""
         ops.assign(self.storage.optimizer_step, state[OPTIMIZER_STEP].astype(ms.int32))
         ops.assign(self.storage.skipped_windows, state[SKIPPED_WINDOWS].astype(ms.int32))
         if self.scale_moves:
@@ -330,7 +319,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return gradients if checked else ()  # MindSpore 2.7 warns of a check whose result is unused
 
     def by_name(self, gradients: NamedGradients) -> Gradients:
-        """A dict's values in the parameters' order."""
         ordered: Gradients = ()
         for name in self.names_of(tuple(gradients.keys())):
             ordered = (*ordered, gradients[name])
@@ -353,7 +341,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return None if weight is None else self.scalar(number_of(weight))
 
     def loss_number(self, loss: Number) -> Tensor:
-        """A told loss as a scalar Tensor."""
         if isinstance(loss, Tensor):
             check_compiled_loss_shape(loss.shape)
             return self.scalar(loss.reshape(()))
@@ -361,7 +348,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return self.scalar(loss)
 
     def scalar(self, number: Number) -> Tensor:
-        """A number or a Tensor as one of the dtype of `State.weight`."""
         if isinstance(number, Tensor):
             return number.astype(self.float_dtype)
         if self.float_dtype == ms.float64 and is_constant(number):
@@ -399,7 +385,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return state, event, told
 
     def write_added(self, state: Fields, event: Tensor | None, told: Tensor | None, weight: Weight) -> bool:
-        """Assign what `add` returned for a micro-batch of this weight."""
         if event is None:
             # The same numbers as the state's. One operator each, where adding and assigning are two.
             ops.assign_add(self.storage.micro_step, self.one_step)
@@ -413,7 +398,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return self.write_size(state)
 
     def needs_first(self, state: Fields) -> Tensor:
-        """True if the noise scale needs the norm of the sum after this micro-batch."""
         return self.storage.knowledge.compiled_needs_first(state) if self.measures_noise else self.true
 
     def see_first(self, needed: Tensor) -> bool:
@@ -432,13 +416,11 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return self.close_joined(update, untold)
 
     def close_joined(self, update: Update, untold: bool) -> bool:
-        """The same once its workers are added up."""
         self.note_decision()
         self.apply(update)
         return self.finish(untold)
 
     def note_decision(self) -> bool:
-        """Measure the window, decide about it, and note the decision."""
         notes = self.notes
         notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
         if self.calls_steps and self.workers is None:
@@ -478,14 +460,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return state, self.true
 
     def fits(self, state: Fields, finite: Tensor) -> Tensor:
-        """`finite`, and the divided sums are finite in the inner optimizer's dtypes."""
         if self.storage.narrowed:
             divides = divisor(state, self.options, where)
             finite = finite & sums.compiled_fits(self.storage.sums, self.handed_over(divides), self.storage.handed)
         return finite
 
     def apply(self, update: Update) -> bool:
-        """Make the update, if that was decided."""
         if self.notes.apply:
             update(self.gradients(self.notes.divisor.value()))
         return True
@@ -514,7 +494,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return is_open
 
     def discard(self) -> bool:
-        """Forget the open window."""
         state = state_discarded(self.read())
         never = state[MICRO_STEP] < 0
         event = self.event(never, never, never, self.grad_norm())
@@ -526,7 +505,6 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return self.write_open(state, event)
 
     def gradients(self, divides: Tensor) -> tuple[Tensor, ...]:
-        """The sums divided by `divides`, as the inner optimizer gets them."""
         return sums.divide(self.storage.sums, self.handed_over(divides), self.storage.handed)
 
     def handed_over(self, divides: Tensor) -> Tensor:

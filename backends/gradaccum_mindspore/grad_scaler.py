@@ -36,14 +36,12 @@ def key_of(options: Options) -> int:
 
 @constexpr  # type: ignore[untyped-decorator]
 def note_read(key: int) -> bool:
-    """Note that someone asked for the loss scale."""
     _read.add(key)
     return True
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def require_read(key: int) -> bool:
-    """Raise `UsageError` if gradients come in before anyone could scale their loss."""
     if key == NEVER or key in _read:
         return True
     raise explain(
@@ -70,7 +68,6 @@ def scaler_rule(scaler: object) -> ScaleRule | None:
 
 
 def drive(scaler: DynamicLossScaler, key: int) -> None:
-    """Take `scaler` over for the accumulation called `key`."""
     if hasattr(scaler, "driven_by"):
         expected = "a scaler that no other wrapped optimizer drives, because each moves it at the end of its own windows"
         fix = "Give each optimizer a scaler of its own, or loss_scale=gradaccum.DynamicLossScale()."

@@ -65,7 +65,6 @@ class Discard(nn.Cell):  # type: ignore[misc]
         self.pynative_window = pynative_window
 
     def __call__(self) -> None:
-        """Forget it from Python."""
         refuse_trace()
         self.pynative_window.discard()
 

@@ -40,7 +40,6 @@ class Masters(nn.Cell):  # type: ignore[misc]
         self.masters = ParameterTuple([_master(parameter, suffix) for parameter in halves])
 
     def construct(self) -> tuple[bool, ...]:
-        """Round every master into the model's parameter."""
         return each(_round, self.halves, self.masters)
 
 

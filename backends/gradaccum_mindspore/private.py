@@ -33,13 +33,11 @@ pynative_executor = api._pynative_executor
 
 
 def forget_recorded() -> None:
-    """Let MindSpore forget the operators that it has recorded."""
     pynative_executor.clear_res()
 
 
 @contextmanager
 def forgotten_on_error() -> Iterator[None]:
-    """If the block raises, what it has recorded is forgotten."""
     try:
         yield
     except BaseException:
@@ -75,7 +73,6 @@ class OwnPhase(nn.Cell):  # type: ignore[misc]
 
     @property
     def compile_phase(self) -> str | None:
-        """The program of the last call."""
         phase: str | None = self._compile_phase
         return phase
 
@@ -91,12 +88,10 @@ except ImportError:  # its place before MindSpore 2.9
 
 
 def skip_in_bytecode() -> None:
-    """Keep bytecode capture out of this package and the core."""
     pi_jit_set_context(skip_files=tuple(str(Path(file).parent) for file in (__file__, gradaccum.__file__)))
 
 
 def refuse_trace() -> None:
-    """Raise if MindSpore is recording operators now."""
     if jit_trace._using_trace:
         _stop_tracing()
         raise explain(

@@ -38,7 +38,6 @@ def saved_place(state: Saved, prefix: str) -> SavedPlace:
 
 
 def require_place(saved: SavedPlace, own: tuple[int, int], prefix: str) -> None:
-    """The open window that `saved` belongs to may go on here."""
     if saved[1:] != own:
         expected, found = f"the open window of rank {own[0]} of {own[1]}", f"that of rank {saved.rank} of {saved.workers}"
         fix = (

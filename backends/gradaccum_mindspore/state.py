@@ -51,12 +51,10 @@ def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
 
 
 def sizes_of(steps: Schedule) -> Sizes | None:
-    """The numbers in a schedule, of micro-batches or of weights."""
     return steps.weight if isinstance(steps, UntilWeight) else steps
 
 
 def size_of_code(code: int) -> Schedule:
-    """The size that has this `gradaccum.kit.code_of`."""
     return UntilWeight(-code) if code < 0 else code or None
 
 
@@ -75,7 +73,6 @@ def check_constant_size(size: int | None, until_weight: bool) -> None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_size_dtype(dtype: DType, until_weight: bool) -> None:
-    """Raise `ArgumentTypeError` unless a size that is no constant is an integer."""
     if str(dtype) not in INTEGERS:
         argument, what = ("until_weight(...)", "weight") if until_weight else ("steps", "number of micro-batches")
         found, fix = f"a Tensor of {dtype}", f"Return the {what} of that window, rounded: optimizer_step // 2 + 1."
@@ -169,21 +166,17 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return fields
 
     def field_dtype(self, field: str) -> DType:
-        """The dtype of a field of the state at rest."""
         return self.float_dtype if field == "weight" else DTYPES[FIELD_DTYPES[field]]
 
     def terms_after(self, optimizer_step: int) -> Terms:
-        """The options that the window after this update depends on."""
         return kit.terms_of(with_known_size(self.options, optimizer_step), optimizer_step)
 
     def push_size(self, code: int) -> None:
-        """Write the code of the open window's size into its terms."""
         *others, before = self.terms.tolist()
         if code != before:
             self._assign(self.terms, [*others, code])
 
     def open_size(self) -> Schedule:
-        """The size of the open window, from its terms."""
         *_, code = self.terms.tolist()
         return size_of_code(code)
 
@@ -193,12 +186,10 @@ class Storage(nn.Cell):  # type: ignore[misc]
         return held
 
     def hold(self, held: int) -> None:
-        """Note whose it is from now on."""
         if self.held() != held:
             self._assign(self.shared, [held, *self.place])
 
     def pull(self) -> State:
-        """The state in Python numbers."""
         return State(*(getattr(self, field).item() for field in FIELD_DTYPES))
 
     def push(self, state: Fields, before: State) -> State:
@@ -262,13 +253,11 @@ def state_prefix(name: str) -> str:
 
 
 def prefixes_in(saved: Saved) -> tuple[str, ...]:
-    """The `state_prefix` of each wrapped optimizer in a checkpoint."""
     found = (name.removesuffix(".micro_step") for name in saved if name.endswith(".micro_step"))
     return tuple(prefix for prefix in found if all(f"{prefix}.{field}" in saved for field in (*FIELD_DTYPES, "terms", "last_event")))
 
 
 def suffixes(prefix: str) -> tuple[str, str]:
-    """The ends of the names of the sums and of the masters that belong to a `state_prefix`."""
     name = prefix if prefix == PACKAGE else prefix.removesuffix(f".{PACKAGE}")
     return f".{name}.grad_sum", f".{name}.master"
 

@@ -58,11 +58,9 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return {self.noise.name: NO_NOISE} if self.has_noise else {}
 
     def pull(self) -> Known:
-        """Both values."""
         return Known(self.loss.tolist(), self.noise.tolist() if self.has_noise else None)
 
     def push(self, known: Known) -> None:
-        """Write both values."""
         self._assign(self.loss, known.loss)
         if known.noise is not None:
             self._assign(self.noise, known.noise)
@@ -77,11 +75,9 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return self.has_noise and bool(kit.is_first(self.noise.tolist()[:4], state))
 
     def see_first(self, state: State, norm: float) -> None:
-        """The norm of the sum that `needs_first` asked for."""
         self._assign(self.noise, (*kit.first_seen(self.noise.tolist()[:4], state, norm, kit.select), 1.0))
 
     def after(self, state: State, grad_norm: float) -> Known:
-        """The values after a window with this state and norm."""
         total, told, _ = self.loss.tolist()
         loss = kit.window_loss(total if told == state.weight else math.nan, state, self.options, kit.select)
         if not self.has_noise:
@@ -90,17 +86,14 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return Known((0.0, 0.0, loss), (*kit.window_seen(noise, state, grad_norm, self.options, kit.select, firsts), 0.0))
 
     def forgotten(self) -> Known:
-        """The values after a discard."""
         *_, last = self.loss.tolist()
         return Known((0.0, 0.0, last), (*kit.forget_window(self.noise.tolist()[:4]), 0.0) if self.has_noise else None)
 
     def results(self) -> tuple[float, float]:
-        """The loss and the noise scale of a `StepResult`."""
         scale = float(kit.noise_scale(self.noise.tolist()[:4], kit.select)) if self.has_noise else math.nan
         return self.loss.tolist()[2], scale
 
     def shares(self, state: State) -> list[float]:
-        """The part of this worker of what the workers add up."""
         total, told, _ = self.loss.tolist()
         loss = total if told == state.weight else math.nan
         if not self.has_noise:
@@ -116,7 +109,6 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
             self._assign(self.noise, (*kit.joined_noise(self.noise.tolist()[:4], weight, squares, kit.select), firsts))
 
     def compiled_told(self, loss: Tensor, weight: Tensor, adds: Tensor) -> Tensor:
-        """The value of `loss` after a micro-batch."""
         # A weighted mean's parts are multiplied by the weight, so that its weight stands there as 1.
         parts = ops.stack((loss, self.one if self.options.reduction == "mean" else weight, self.zero))
         return kit.add_loss(self.loss.value(), parts, weight, adds, self.options, where)
@@ -127,7 +119,6 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return ops.stack((part, self.one if weight is None else weight, self.zero))
 
     def compiled_after(self, state: Fields, grad_norm: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The values after a window with this state and norm."""
         _, _, _, weight, _, _, _ = state
         value = self.loss.value()
         total = where(value[1] == weight, value[0], self.nan)
@@ -140,7 +131,6 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return ops.stack((self.zero, self.zero, loss.astype(self.float_dtype))), noise
 
     def compiled_forgotten(self) -> tuple[Tensor, Tensor | None]:
-        """The values after a discard."""
         noise = None
         if self.has_noise:
             seen = self.noise.value()
@@ -148,7 +138,6 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return ops.stack((self.zero, self.zero, self.loss.value()[2])), noise
 
     def compiled_write(self, loss: Tensor, noise: Tensor | None) -> bool:
-        """Assign both."""
         ops.assign(self.loss, loss)
         if noise is not None:
             ops.assign(self.noise, noise)
@@ -170,7 +159,6 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return True
 
     def compiled_shares(self, state_weight: Tensor) -> tuple[Tensor, ...]:
-        """`shares`, in compiled code."""
         value = self.loss.value()
         loss = where(value[1] == state_weight, value[0], self.nan)
         if not self.has_noise:
@@ -189,7 +177,6 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return True
 
     def stacked(self, fields: tuple[Tensor, Tensor, Tensor, Tensor], firsts: Tensor) -> Tensor:
-        """The value of `noise`."""
         return ops.stack([field.astype(self.float_dtype) for field in (*fields, firsts)])
 
     def _assign(self, parameter: Parameter, values: Sequence[float]) -> None:
@@ -229,7 +216,6 @@ class Listening:
         """At the last look."""
 
     def add(self, listener: Listener) -> Handle:
-        """Tell `listener` too."""
         if not self.listeners:
             self.seen = self.storage.pull()
         return self.listeners.add(listener)
@@ -262,7 +248,6 @@ class Listening:
             self.listeners.note(self.storage.result()._replace(applied=applied, skipped=not applied), micro_batches=held)
 
     def tell(self, micro_batches: float = math.nan) -> None:
-        """`look`, and tell what is noted."""
         if self.listeners:
             with self.listeners.settled():
                 self.look(micro_batches)

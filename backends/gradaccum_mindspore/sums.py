@@ -72,7 +72,6 @@ def where(condition: Tensor, a: Number, b: Number) -> Tensor:
 
 
 def sum_dtype(own: DType, asked: object) -> DType:
-    """The dtype of a sum of gradients of dtype `own`."""
     if asked is None:
         return ms.float32 if own in HALF else own
     name = asked if isinstance(asked, str) else getattr(asked, "__name__", None) or str(asked)
@@ -83,7 +82,6 @@ def sum_dtype(own: DType, asked: object) -> DType:
 
 
 def working_dtype(dtype: DType) -> DType:
-    """The dtype to compute in for a sum of `dtype`."""
     return ms.float32 if dtype == ms.float16 or dtype == ms.bfloat16 else dtype
 
 
@@ -105,7 +103,6 @@ def add_into(total: Parameter, part: Tensor) -> None:
 
 
 def compiled_add(sums: Sums, gradients: Gradients, factor: Tensor | None, adds: Tensor | None) -> tuple[bool, ...]:
-    """Add ``factor * gradient`` to each sum; a None adds nothing."""
     return each(ops.partial(_add, factor, adds), sums, gradients)
 
 
@@ -185,7 +182,6 @@ def fits(total: Parameter, divisor: Tensor, dtype: DType) -> Tensor:
 
 
 def compiled_fits(sums: Sums, divisor: Tensor, dtypes: Sequence[DType]) -> Tensor:
-    """`fits` for all sums together, each in its dtype of `dtypes`."""
     return ops.stack(each(ops.partial(_fits, divisor), sums, dtypes)).min() > 0
 
 
@@ -211,7 +207,6 @@ def array_of(tensor: Tensor) -> Array | None:
 
 
 def scaled(gradient: Tensor, factor: float, dtype: DType) -> Tensor:
-    """``factor * gradient`` rounded to `dtype`."""
     if factor == 1 and gradient.dtype == dtype:
         return gradient
     work, array = working_dtype(dtype), array_of(gradient)
@@ -229,7 +224,6 @@ def parts(sums: Sums, gradients: Gradients, factor: float) -> Iterator[tuple[Par
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """True if every element is finite."""
     array = array_of(tensor)
     return bool(ops.isfinite(tensor).all().asnumpy() if array is None else np.isfinite(array).all())
 
@@ -241,19 +235,16 @@ def divided(sums: Sums, divisor: float, dtypes: Sequence[DType], float_dtype: DT
 
 
 def spoil(sums: Sums) -> None:
-    """Make the smallest sum NaN."""
     total = min(sums, key=lambda each: each.size)
     write(total, Tensor(np.full(total.shape, math.nan), total.dtype))
 
 
 def clear(sums: Sums) -> None:
-    """Exact zeros by assignment."""
     for total in sums:
         write(total, ops.zeros_like(total))
 
 
 def _cast(tensor: Tensor, dtype: DType) -> Tensor:
-    """`tensor` itself if it has that dtype, else a copy that has."""
     return tensor if tensor.dtype == dtype else tensor.astype(dtype)
 
 
@@ -278,7 +269,6 @@ SMALLEST = {ms.float32: 2.0**-80, ms.float64: 2.0**-918}
 
 
 def measure(sums: Sums, dtype: DType) -> tuple[float, bool]:
-    """Global 2-norm of `sums`, worked out in `dtype`, and whether every element is finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         squares = sum(_squares(total, dtype) for total in sums)
     if SMALLEST[dtype] < squares < math.inf:
@@ -288,7 +278,6 @@ def measure(sums: Sums, dtype: DType) -> tuple[float, bool]:
 
 
 def _squares(tensor: Tensor, dtype: DType) -> float:
-    """Sum of the squares of all elements."""
     array = array_of(tensor)
     if array is None:
         return float(sum_of_squares((tensor,), dtype).asnumpy())
@@ -311,7 +300,6 @@ def smallest_of(dtype: DType) -> Tensor:
 
 @constexpr  # type: ignore[untyped-decorator]
 def largest_of(dtype: DType) -> Tensor:
-    """The largest finite number of `dtype`."""
     return Tensor(largest_number(float64_weight=dtype == ms.float64), dtype)
 
 
@@ -341,7 +329,6 @@ def needs_rows(shape: Shape) -> bool:
 
 @constexpr  # type: ignore[untyped-decorator]
 def row_length(size: int) -> int:
-    """The largest divisor of `size` up to `ROW`."""
     return max(length for length in range(1, ROW + 1) if size % length == 0)
 
 
@@ -382,7 +369,6 @@ concat: Callable[[tuple[Tensor, ...]], Tensor] = ops.Concat()
 
 
 def smallest(sums: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    """The small ones that together have no more than `JOINED` elements, smallest first."""
     small = sorted((total for total in sums if total.size <= SMALL), key=lambda total: total.size)
     ends = accumulate(total.size for total in small)
     return tuple(total for total, end in zip(small, ends, strict=True) if end <= JOINED)

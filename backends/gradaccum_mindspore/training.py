@@ -103,13 +103,11 @@ class HostWindow(PyNativeWindow):
         return multiplies, number(1 / divides if multiplies else divides, self.storage.float_dtype)
 
     def moved(self, after: Fields) -> tuple[Tensor, Tensor]:
-        """The loss scale and its tracker in a state."""
         *_, loss_scale, tracker = after
         return number(loss_scale, ms.float32), number(tracker, ms.int32)
 
 
 def tensor(values: object, dtype: DType) -> Tensor:
-    """Python numbers as a Tensor."""
     with np.errstate(over="ignore"):
         return Tensor.from_numpy(np.array(values, NUMPY_DTYPES[dtype]))
 

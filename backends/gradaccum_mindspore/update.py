@@ -26,7 +26,6 @@ def inner_scale(inner: Optimizer) -> float:
 
 
 def with_inner_scale(options: Options, inner: Optimizer) -> Options:
-    """`options` with the inner optimizer's loss scale."""
     scale = inner_scale(inner)
     if scale == 1:
         return options
@@ -59,7 +58,6 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.in_place = any(f"{kind.__module__}.{kind.__name__}" in IN_PLACE for kind in type(inner).__mro__)
 
     def require_in_place(self) -> None:
-        """Raise before an update in PyNative that would leave the parameters as they are, as those in `IN_PLACE` do on a CPU."""
         if self.in_place and not adds_in_place(ms.get_context("device_target")):
             name = f"mint.optim.{type(self.inner).__name__}"
             expected = "one that moves parameters in PyNative; on this device Parameter.add_ does nothing there"
@@ -72,7 +70,6 @@ class Update(nn.Cell):  # type: ignore[misc]
         return True
 
     def round(self) -> bool:
-        """Round the masters, if there are any, into the model's parameters."""
         if self.rounds:
             self.masters()
         return True
@@ -109,7 +106,6 @@ class Witness:
         self.watched = [*(parameter for _, parameter in ends), *state][:WATCHED]
 
     def look(self) -> list[bytes]:
-        """Some of their elements."""
         return [sample(parameter).tobytes() for parameter in self.watched]
 
     def judge(self, before: list[bytes], sums: Sequence[Tensor]) -> Made:
@@ -125,6 +121,5 @@ class Witness:
 
 
 def sample(tensor: Tensor) -> Any:
-    """Elements from all over a Tensor, as an array."""
     flat = tensor.asnumpy().reshape(-1)
     return flat[:: max(1, flat.size // ELEMENTS)][:ELEMENTS]

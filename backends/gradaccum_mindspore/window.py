@@ -78,7 +78,6 @@ class PyNativeWindow:
         self.storage.push(state, self.storage.pull())
 
     def finite(self, gradients: Gradients, factor: float) -> bool:
-        """True if everything that would be added is finite."""
         parts = zip(self.storage.sums, gradients, strict=True)
         return all(g is None or all_finite(scaled(g, factor, s.dtype)) for s, g in parts)
 
@@ -104,7 +103,6 @@ class PyNativeWindow:
         self.storage.listening.window_ended(state)
 
     def decision(self, state: State) -> Decision:
-        """What becomes of the window."""
         norm, finite = self.measure(state) if kit.measures(self.options) else (math.nan, True)
         return Decision(*kit.decide(state, norm, finite, self.options, kit.select, self.storage.largest))
 
@@ -129,12 +127,10 @@ class PyNativeWindow:
             raise
 
     def stop(self, update: Update) -> None:
-        """Refuse what comes after an update that was made by half."""
         state, left = self.storage.pull(), update.witness.look()
         self.half_made = lambda: self.storage.pull() == state and update.witness.look() == left
 
     def measure(self, state: State) -> tuple[float, bool]:
-        """The norm of the sums, and whether they are finite, also as the inner optimizer gets them."""
         norm, finite = measure(self.storage.sums, self.storage.float_dtype)
         return norm, finite and self.fits(state, norm)
 
@@ -171,7 +167,6 @@ class PyNativeWindow:
         self.half_made = None
 
     def forget(self) -> None:
-        """Clear the sums and the state of the open window."""
         self.clear()
         self.storage.knowledge.push(self.storage.knowledge.forgotten())
         state = self.storage.pull()
@@ -179,16 +174,13 @@ class PyNativeWindow:
         self.storage.push_event(False, False, False)
 
     def clear(self) -> None:
-        """Forget the sum."""
         clear(self.storage.sums)
 
     def gradients(self, divides: float) -> tuple[Tensor, ...]:
-        """The sums divided by `divides`, as the inner optimizer gets them."""
         return divided(self.storage.sums, divides / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
 
 
 def require_room(state: State, size: Schedule) -> None:
-    """Raise `UsageError` if the window is full already."""
     if state.micro_step > 0 and kit.ends(state, size, kit.select):
         full = f"of {size} that holds {state.micro_step}"
         if isinstance(size, UntilWeight):

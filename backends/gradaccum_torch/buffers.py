@@ -118,7 +118,6 @@ class BufferStrategy(Strategy):
         parameter.grad = None
 
     def _is_narrowed(self, parameter: Tensor) -> bool:
-        """True if the inner optimizer's dtype for this parameter is not the sum's."""
         return gradient_dtype(self._parameters.worked_on(parameter)) != sum_dtype(parameter, self._accumulate_dtype)
 
 
@@ -227,7 +226,6 @@ class DroppingStrategy(BufferStrategy):
 
 
 def _replaced_error() -> UsageError:
-    """Return the error of a wrapper whose parameters were wrapped again."""
     return explain(
         UsageError,
         "optimizer",
@@ -308,7 +306,6 @@ class SeparateStrategy(BufferStrategy):
         super().clear()
 
     def _copied(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Return the first micro-batch of each of `parameters` that has no sum yet."""
         return {
             parameter: parameter.grad.detach().to(sum_dtype(parameter, self._accumulate_dtype), copy=True)
             for parameter in parameters
@@ -335,7 +332,6 @@ class SeparateDroppingStrategy(SeparateStrategy):
 
 
 def _require_no_graph(parameters: Sequence[Tensor]) -> None:
-    """Raise unless no gradient has a graph, which a copy would lose."""
     if any(map(REQUIRES_GRAD, map(GRAD, parameters))):
         raise explain(
             UsageError,
@@ -385,7 +381,6 @@ class Rivals:
         _ALIVE.add(self)
 
     def took(self, filled: Sequence[Tensor]) -> None:
-        """Note that the gradients of these parameters were moved out of ``.grad``."""
         self.lost = []
         for other in self._others:
             if lost := [parameter for parameter in filled if id(parameter) in other._own]:
@@ -393,7 +388,6 @@ class Rivals:
                 other._watch.known = NOTHING_SEEN
 
     def require_not_taken(self) -> None:
-        """Raise unless the gradient that autograd delivered last is still in ``.grad``."""
         if self.lost and not self._watch.known.arrived and any(parameter.grad is None for parameter in self.lost):
             raise explain(
                 UsageError,

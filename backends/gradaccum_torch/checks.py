@@ -26,7 +26,6 @@ Size = int | UntilWeight | None
 
 
 def window_size(options: Options, optimizer_step: int) -> Size:
-    """Return the size of the window that follows update `optimizer_step`."""
     if options.steps is None or isinstance(options.steps, int):
         return options.steps  # Checked by wrap.
     return require_steps(steps_at(options.steps, optimizer_step, select), optimizer_step, options.steps)
@@ -77,7 +76,6 @@ _IN_STEP = "an optimizer that makes its update in step() from what is in .grad"
 
 
 def require_loss(loss: object) -> Tensor:
-    """Raise unless `loss` is a tensor."""
     if not isinstance(loss, Tensor):
         raise explain(ArgumentTypeError, "loss", expected="a torch.Tensor", got=loss, fix="Write opt.backward(loss).")
     return loss
@@ -87,7 +85,6 @@ def require_loss(loss: object) -> Tensor:
 
 
 def changed_gradients_error() -> UsageError:
-    """Return the error for gradients that are not what ``backward()`` left."""
     return explain(
         UsageError,
         ".grad",
@@ -102,7 +99,6 @@ def changed_gradients_error() -> UsageError:
 
 
 def unfinished_error(call: str) -> UsageError:
-    """Return the error for a call between ``backward()`` and ``step()`` that would count half of a micro-batch."""
     return explain(
         UsageError,
         call,
@@ -116,7 +112,6 @@ def unfinished_error(call: str) -> UsageError:
 
 
 def interrupted_error() -> UsageError:
-    """Return the error for resuming after a backward pass that raised when some gradients had arrived."""
     return explain(
         UsageError,
         "backward()",
@@ -138,7 +133,6 @@ def cast_in_window_error() -> UsageError:
 
 
 def not_scaled_error(arrived: bool) -> UsageError:
-    """Return the error for a micro-batch without loss scale or weight; `arrived`: autograd has delivered gradients for it."""
     return explain(
         UsageError,
         "loss",
@@ -150,7 +144,6 @@ def not_scaled_error(arrived: bool) -> UsageError:
 
 
 def multiplied_error() -> UsageError:
-    """Return the error for gradients multiplied by another wrapped optimizer's factor."""
     return explain(
         UsageError,
         "loss",
@@ -164,7 +157,6 @@ def multiplied_error() -> UsageError:
 
 
 def other_weight_error(weight: float, earlier: float) -> UsageError:
-    """Return the error for two losses of one micro-batch with different weights."""
     return explain(
         UsageError,
         "weight",

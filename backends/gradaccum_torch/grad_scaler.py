@@ -49,7 +49,6 @@ class ScalerLink:
 
     @property
     def rule(self) -> ScaleRule:
-        """The rule of the scale, by the scaler's present factors."""
         scaler = self._scaler
         return ScaleRule(
             growth_factor=scaler.get_growth_factor(),
@@ -59,7 +58,6 @@ class ScalerLink:
         )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply `loss` by the scale, on the scale's device."""
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
@@ -76,7 +74,6 @@ class ScalerLink:
         return *self._start.unbind(), self._moved
 
     def used(self, fields: State, notes: list[float]) -> State:
-        """Return the state with the window's scale and growth tracker, from the values of `notes`."""
         scale, tracker, moved = notes
         if moved:
             raise _moved_error()
@@ -94,13 +91,11 @@ class ScalerLink:
         return fields._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def write(self, fields: State) -> None:
-        """Write the state's scale and tracker to the scaler, and to the window if one is open."""
         _SET_BACK.pop(self._scaler, None)
         self._scaler.load_state_dict(scaler_state(self._scaler, fields.loss_scale, fields.growth_tracker))
         self.count(first=True)
 
     def window_ended(self, fields: State, overflow: bool) -> None:
-        """Call `write` after the window, unless the user's ``scaler.update`` is to move the scale."""
         if self._update_follows:
             self._ended = fields, overflow
         else:
@@ -177,7 +172,6 @@ def scaler_rule(scaler: object) -> ScaleRule | None:
 
 
 def link_scaler(options: Options, device: torch.device) -> ScalerLink | None:
-    """Return the link to the scaler given as ``loss_scale=``, unless it is disabled."""
     scaler: torch.amp.GradScaler | None = options.scaler
     if scaler is None or not scaler.is_enabled():
         return None
@@ -201,7 +195,6 @@ def _moved_error() -> UsageError:
 
 
 def foreign_scaler_error() -> UsageError:
-    """Return the error for a scaler not given as ``loss_scale=``, or that is to unscale ``.grad``."""
     return explain(
         UsageError,
         "scaler.step, scaler.unscale_",

@@ -1,7 +1,7 @@
 """The wrapped optimizer: a `torch.optim.Optimizer` that runs the inner one once per window of micro-batches.
 
-These are the calls that a user makes. `Window` counts and closes; a `Strategy` stores the sum; a `GradWatch` notices outside changes;
-`Update` runs the inner optimizer. A call that raises does so before anything changed.
+`Window` counts and closes; a `Strategy` stores the sum; a `GradWatch` notices outside changes; `Update` runs the inner optimizer. A call
+that raises does so before anything changed.
 
 Groups, state and defaults are the inner optimizer's own objects, read through properties: loading a state replaces groups and state, and a
 learning-rate scheduler writes into the groups. The hooks are this optimizer's own.
@@ -58,7 +58,7 @@ _FROM_SCALER = "grad_scale"
 
 @final
 class AccumulatingOptimizer(torch.optim.Optimizer):
-    """What `gradaccum.wrap` makes of a torch optimizer; use it in the optimizer's place.
+    """The optimizer that `gradaccum.wrap` returns; use it in the place of the one it wraps.
 
     ``loss.backward(); opt.step(); opt.zero_grad()`` stays as it was, in either order. In mid-window ``zero_grad`` keeps the partial
     sum, and ``step`` counts a micro-batch; the last one's ``step`` divides, clips, runs the inner optimizer and frees ``.grad``.
@@ -66,7 +66,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     Args:
         inner: the optimizer to run once per window.
         options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
-        workers: those that a window is added up over.
+        workers: the workers that share a window.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, options: Options, workers: Workers) -> None:
@@ -80,7 +80,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._inner = inner
 
     def _build(self, options: Options, masters: Mapping[int, Tensor] | None = None) -> None:
-        """Begin anew; `masters`: the master weights by position, where the inner optimizer is a copy that has worked on them already."""
+        """Begin anew; `masters`: the master weights by position, of a copied inner optimizer that has worked on them already."""
         self._options = options
         self._parameters = Parameters(self._inner, options.master_weights, masters)
         self._scaler = link_scaler(options, self._parameters.device())
@@ -89,10 +89,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def result(self) -> StepResult:
-        """What the last ``step``, ``flush`` or ``discard`` did, in Python numbers.
+        """The result of the last ``step``, ``flush`` or ``discard``, in Python numbers.
 
         Its ``loss`` is known if each micro-batch went through ``opt.backward`` or ``opt.scale``, or through a closure that returns it.
-        With ``on_overflow="ignore"`` and losses on an accelerator this waits for the device, where a window's end did not.
+        With ``on_overflow="ignore"`` and losses on an accelerator this waits for the device.
         """
         return self._window.result
 
@@ -104,15 +104,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def add_listener(self, listener: Listener) -> Handle:
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
 
-        It is called when the ``step`` or ``flush`` that closed the window is through, or closes another one, and never in mid-window or for
-        ``discard``. What it raises is raised by that call at its end; the windows have ended by then, and their updates are made.
-        Listeners belong to this object: no state, pickle or copy has them.
+        It is called when the ``step`` or ``flush`` that closed the window is through, or closes another one, and never for ``discard``.
+        That call raises what the listener raises, at its end. Listeners are not part of a state, pickle or copy.
 
         Args:
             listener: a function of one `gradaccum.watching.ClosedWindow`, such as a `gradaccum.watching.JsonLines`.
 
         Returns:
-            A handle, whose ``remove()`` takes the listener off.
+            A handle, whose ``remove()`` removes the listener.
 
         Raises:
             ArgumentTypeError: `listener` cannot be called.
@@ -123,11 +122,11 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return handle
 
     def backward(self, loss: Tensor, weight: float | None = None, **kwargs: Argument) -> None:
-        """``loss.backward(**kwargs)`` with the weight and the loss scale multiplied in.
+        """Run ``loss.backward(**kwargs)`` with the weight and the loss scale multiplied in.
 
         Args:
             loss: scalar tensor, shape ``()``. It is not changed.
-            weight: the micro-batch's number of items, >= 0; 1 if not given. With 0 the micro-batch is counted and contributes nothing,
+            weight: the micro-batch's number of items, >= 0, default 1. With 0 the micro-batch is counted and contributes nothing,
                 even if its gradient would be NaN: there is no backward pass, or one of zeros where other workers wait for it.
             kwargs: those of `torch.Tensor.backward`.
 
@@ -142,7 +141,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.backward(require_loss(loss), own, kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, for ``opt.scale(loss).backward()``; the weight is then 1.
+        """Return `loss` times the loss scale, for ``opt.scale(loss).backward()``; the weight is then 1.
 
         Args:
             loss: tensor of any shape, float dtype kept.
@@ -163,7 +162,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             None; with a closure, what it returns.
 
         Raises:
-            UsageError: something changed ``.grad`` since autograd filled it, a plain ``backward()`` was used where weight or loss
+            UsageError: something changed ``.grad`` since autograd filled it, or a plain ``backward()`` was used where weight or loss
                 scale are needed. The window is as it was before the call.
         """
         window = self._window
@@ -182,8 +181,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def flush(self) -> None:
         """Close the open window now, dividing by what it holds; an empty one stays as it is.
 
-        With ``module=`` or ``process_group=`` this is collective, as each window's end is: this worker takes part in the windows of the
-        others until they flush.
+        With ``module=`` or ``process_group=`` this is collective: this worker takes part in the windows of the others until they flush.
 
         Raises:
             UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``; or another worker did
@@ -196,19 +194,19 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.discard()
 
     def whole_window(self) -> WholeWindow:
-        """The next window as one call fills it; `gradaccum_torch.backward` asks for it."""
+        """Return the next window for one call to fill, such as `gradaccum_torch.backward`."""
         return WholeWindow(self._window, self._parameters, self._options, self._workers.group)
 
     def expect_open_window(self) -> None:
-        """The checkpoint that `torch.distributed.checkpoint` is about to load was saved in mid-window.
+        """Make room for a window's sum before `torch.distributed.checkpoint` loads a state that was saved in mid-window.
 
-        Its ``load`` fills the tensors of a state that ``get_optimizer_state_dict`` makes of this optimizer. After this call, until a state
-        is loaded, that state has room for the sum of a window.
+        Its ``load`` fills the tensors of a state that ``get_optimizer_state_dict`` makes of this optimizer. From this call until a state is
+        loaded, that state has room for the sum.
         """
         self._loads.expects_open_window = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear what is in ``.grad`` between two windows; in mid-window keep the partial sum.
+        """Clear ``.grad`` between two windows; in mid-window keep the partial sum.
 
         Raises:
             UsageError: it comes between ``backward`` and ``step`` in mid-window, where the micro-batch is part of the sum already.
@@ -219,7 +217,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Add a group, also in mid-window; see `torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ArgumentValueError: workers share the window, and a parameter is none that they train together.
+            ArgumentValueError: workers share the window, and they do not train a parameter of the group together.
         """
         given = param_group["params"]
         if self._workers.several and not isinstance(given, set):
@@ -229,9 +227,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.groups_changed()
 
     def state_dict(self) -> StateDict:
-        """The inner optimizer's ``state_dict`` with the open window under the key ``"gradaccum"``.
+        """Return the inner optimizer's ``state_dict`` with the open window under the key ``"gradaccum"``.
 
-        As in torch, the tensors are the live ones: save them, or deep-copy, before training goes on.
+        As in torch, the tensors are the live ones: save or deep-copy them before training resumes.
 
         Raises:
             UsageError: a micro-batch of the open window is under way, or something changed ``.grad``; or a window is open, each worker
@@ -248,9 +246,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore what `state_dict` gave, mid-window included; a bare optimizer's state is an empty window.
+        """Restore a state from `state_dict`, mid-window included; a bare optimizer's state is an empty window.
 
-        Between two windows the options of this optimizer hold: the saved loss scale goes on only if it is dynamic in both.
+        Between two windows the options of this optimizer hold: the saved loss scale is kept only if it is dynamic in both.
 
         Raises:
             CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
@@ -267,7 +265,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:
-        """The inner optimizer's groups, the very list.
+        """The inner optimizer's groups, the same list.
 
         Raises:
             UsageError: to a `torch.amp.GradScaler` that was not given as ``loss_scale=``, before it touches a gradient.
@@ -282,7 +280,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> OptimizerState:
-        """The inner optimizer's state by parameter, the very mapping."""
+        """The inner optimizer's state by parameter, the same mapping."""
         return self._inner.state if model_state_caller("_init_optim_state", 2) is None else self._initialized_state()
 
     @state.setter
@@ -330,11 +328,10 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by ``scaler.step``: whether it may call ``step`` at once, without unscaling and without waiting for the device."""
+        """The flag by which ``scaler.step`` calls ``step`` at once, without unscaling and without waiting for the device."""
         return self._scaler is not None
 
     def _step_for_scaler(self) -> None:
-        """The step that ``scaler.step`` calls."""
         if self._scaler is None:
             raise foreign_scaler_error()
         self._window.note_scaled()
@@ -371,7 +368,7 @@ _TOUCHES = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
 class _Watch(TorchFunctionMode):
     """Refuses to read or write the ``.grad`` of a parameter while it holds a part of a window.
 
-    With ``separate_sums=True`` nobody but the user knows whether what is in ``.grad`` is such a part: there a gradient is refused always.
+    With ``separate_sums=True`` only the user knows whether ``.grad`` holds such a part: there it is refused always.
     """
 
     def __init__(self, method: str, window: Window, parameters: Parameters) -> None:
@@ -391,7 +388,7 @@ class _Watch(TorchFunctionMode):
 
 
 def forwarded(method: Callable[..., Any], name: str, window: Window, parameters: Parameters) -> Callable[..., Any]:
-    """`method` of the inner optimizer so that it leaves the window of the wrapped one right."""
+    """Wrap a `method` of the inner optimizer so that it raises if it touches ``.grad`` while a window is under way."""
 
     @functools.wraps(method)
     def call(*args: Argument, **kwargs: Argument) -> Any:
@@ -402,7 +399,6 @@ def forwarded(method: Callable[..., Any], name: str, window: Window, parameters:
 
 
 def _own_update_error(method: str) -> UsageError:
-    """The error for a method that makes an update from a part of a window's gradient."""
     return explain(
         UsageError,
         f"{method}()",
@@ -426,7 +422,6 @@ class WholeWindow:
         self._sharded = any(map(is_sharded, parameters.unique()))
 
     def __enter__(self) -> WholeWindow:
-        """Begin."""
         if self._window.is_under_way():
             fix = "Call opt.flush() or opt.discard() first: this call makes a window of its own."
             raise explain(UsageError, "optimizer", expected="one between two windows", found="one with an open window", fix=fix)
@@ -450,24 +445,23 @@ class WholeWindow:
 
     @property
     def parameters(self) -> set[int]:
-        """The ids of the parameters that the window sums over."""
         return set(map(id, self._parameters.unique()))
 
     def unsharded(self) -> set[int]:
-        """The ids of the whole parameters that FSDP2 has made of sharded ones in the last forward pass."""
+        """Return the ids of the whole parameters that FSDP2 gathered in the last forward pass."""
         if not self._sharded:
             return set()
         return {id(whole) for unit in units_holding(self._parameters.unique()) for _, whole in unit.whole_parameters()}
 
     def begin_weightless(self) -> None:
-        """A backward pass is about to deliver a part of what the window has counted already: it adds no weight and has the scale."""
+        """Prepare for a backward pass that delivers a part of what is counted already: no weight is added, the scale holds."""
         self._window.begin_weightless()
 
     @property
     def arrived(self) -> bool:
-        """Autograd has delivered something since the last micro-batch was counted."""
+        """True if autograd has delivered something since the last micro-batch was counted."""
         return self._window.strategy.watch.known.arrived > 0
 
     def scale(self) -> float:
-        """The loss scale as it is now; may wait for the device."""
+        """Return the current loss scale; may wait for the device."""
         return float(self._window.fields_to_save().loss_scale)

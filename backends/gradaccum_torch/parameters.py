@@ -1,10 +1,10 @@
 """The model's parameters and the tensors that the inner optimizer works on: the same ones, or float32 masters of half-precision parameters.
 
-With ``master_weights=True`` the inner optimizer has a float32 master in place of each float16 or bfloat16 parameter while its ``step``
-runs, so that its state and its gradients are float32 too; after each update the model gets the rounded copy. At all other times the
-groups hold the model's parameters: ``clip_grad_norm_``, a weight decay or an average over ``opt.param_groups`` reach the model. The
-model's values win: if something else (a checkpoint, averaged weights) wrote into a parameter, the next update takes that over, element
-by element. torch does not count writes through ``parameter.data``, so values are compared, not versions.
+With ``master_weights=True`` the inner optimizer's groups hold masters only while its ``step`` runs; after each update the model gets the
+rounded copy. At all other times the groups hold the model's parameters, so that ``clip_grad_norm_``, a weight decay or an average over
+``opt.param_groups`` reach the model. The model's values win: if something else (a checkpoint, averaged weights) wrote into a parameter, the
+next update takes that over, element by element. torch does not count writes through ``parameter.data``, so values are compared, not
+versions.
 """
 
 from __future__ import annotations
@@ -50,43 +50,36 @@ class Parameters:
         self._complete()
 
     def groups(self) -> list[Group]:
-        """The inner optimizer's groups as they are now, with the model's parameters in them."""
         return [{**group, "params": [self._models.get(own, own) for own in group["params"]]} for group in self._inner.param_groups]
 
     def positions(self) -> list[Tensor]:
-        """The model's parameters by the index that a saved state calls them by."""
         own = list(chain.from_iterable(map(_PARAMS, self._inner.param_groups)))
         return [self._models.get(tensor, tensor) for tensor in own] if self._models else own
 
     def unique(self) -> list[Tensor]:
-        """The model's parameters, each once."""
         seen = self.positions()
         # By id(): the same identity as hash(tensor), ten times faster.
         return seen if len(set(map(id, seen))) == len(seen) else list({id(each): each for each in seen}.values())
 
     def device(self) -> torch.device:
-        """The device of the first parameter; the CPU if there is no parameter."""
         return next((parameter.device for parameter in self.positions()), torch.device("cpu"))
 
     @property
     def has_masters(self) -> bool:
-        """True if any parameter has a master."""
         return bool(self._masters)
 
     def worked_on(self, parameter: Tensor) -> Tensor:
-        """The tensor that the inner optimizer has in the parameter's place: its master, or itself."""
+        """Return the tensor that the inner optimizer has in the parameter's place: its master, or itself."""
         return self._masters.get(parameter, parameter)
 
     def masters(self) -> dict[int, Tensor]:
-        """The masters by position; a parameter that is its own master is left out."""
         return {index: self._masters[parameter] for index, parameter in enumerate(self.positions()) if parameter in self._masters}
 
     def groups_changed(self) -> None:
-        """Parameters were added to the inner optimizer."""
         self._complete()
 
     def masters_in_place(self) -> AbstractContextManager[None]:
-        """Inside, the groups and the state of the inner optimizer hold the masters in the place of the model's parameters."""
+        """Put the masters into the inner optimizer's groups and state inside the block."""
         return self._swapped() if self._masters and not self._in_place else _NO_SWAP
 
     @contextmanager
@@ -101,21 +94,17 @@ class Parameters:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Give the model the rounded masters."""
         if self._masters:
             # torch copies many sharded tensors at a time by their parts only.
             foreach_copy_(list(map(local, self._masters)), list(map(local, self._masters.values())))
 
     def strayed(self) -> tuple[Tensor, ...]:
-        """True if the model differs from the rounded masters: one bool, shape ``()``; nothing if there are no masters."""
+        """Return whether the model differs from the rounded masters: one bool, shape ``()``; nothing without masters."""
         found = apart(list(self._masters.items())) if self._masters else None
         return () if found is None else (found,)
 
     def may_have_strayed(self) -> bool:
-        """True if the model may differ from the rounded masters, without a wait: on an accelerator it always may.
-
-        `take_over` changes nothing where it does not.
-        """
+        """True if the model may differ from the rounded masters; on an accelerator always, without a wait."""
         if not self._masters:
             return False
         return any(self.strayed()) if self.device().type == "cpu" else True
@@ -128,7 +117,7 @@ class Parameters:
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Inside, a method of the inner optimizer works on the masters; the model gets the result."""
+        """Let a method of the inner optimizer work on the masters inside the block, then round them into the model."""
         # In the midst of an update the masters are ahead of the model.
         if not self._in_place and any(self.strayed()):
             self.take_over()
@@ -142,7 +131,7 @@ class Parameters:
 
     @torch.no_grad()
     def load(self, masters: Mapping[int, Tensor]) -> None:
-        """Make these the masters, by position; the next update still prefers the model's values where they differ."""
+        """Load the masters by position; the next update still prefers the model's values where they differ."""
         for index, parameter in enumerate(self.positions()):
             if index in masters:
                 self._masters[parameter].copy_(masters[index])
@@ -157,23 +146,21 @@ class Parameters:
             self._zero_those_freed()
 
     def free_gradients(self) -> None:
-        """Free ``.grad`` everywhere."""
         for tensor in (*self.positions(), *self._masters.values()):
             tensor.grad = None
 
     def note_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Note the parameters that have a gradient as their window ends, which frees it."""
         self._had_gradients = list(parameters)
 
     def _zero_those_freed(self) -> None:
-        """``zero_grad(set_to_none=False)`` leaves zeros, so that momentum and weight decay go on."""
+        """Leave zeros, as ``zero_grad(set_to_none=False)`` does, so that momentum and weight decay still move the parameters."""
         known = set(map(id, self.positions()))
         for parameter in self._had_gradients:
             if parameter.grad is None and id(parameter) in known:
                 parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
 
     def _complete(self) -> None:
-        """Make the missing masters, and forget the masters of parameters that were replaced, or cast to another dtype."""
+        """Make missing masters, and forget those of parameters that were replaced or cast."""
         half = [parameter for parameter in self.positions() if parameter.dtype in HALF] if self._wanted else []
         for parameter in set(self._masters).difference(half):
             del self._models[self._masters.pop(parameter)]
@@ -186,7 +173,7 @@ class Parameters:
         self._masters[parameter], self._models[master] = master, parameter
 
     def _put(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Replace parameters by `others`; in the list itself, since an optimizer may keep it."""
+        """Replace parameters in the list itself, since an optimizer may keep the list."""
         for group in self._inner.param_groups:
             group["params"][:] = [others.get(own, own) for own in group["params"]]
         state: MutableMapping[Tensor, Any] = self._inner.state
@@ -195,19 +182,16 @@ class Parameters:
                 state[other] = state.pop(own)
 
     def _widen_state(self, parameter: Tensor) -> None:
-        """If the optimizer ran before it was wrapped, its state goes on in float32."""
         if parameter in self._inner.state:
             state = self._inner.state[parameter]
             self._inner.state[parameter] = {name: _widened(value) for name, value in state.items()}
 
 
 def _widened(value: object) -> object:
-    """A value of an optimizer's state, in float32 if it is a half-precision tensor."""
     return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
 
 
 def _has_masters_error() -> ArgumentValueError:
-    """The error for an optimizer that has masters from an earlier wrapper, wrapped without ``master_weights=True``."""
     return explain(
         ArgumentValueError,
         "master_weights",
@@ -232,10 +216,7 @@ Pair = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def apart(pairs: Sequence[Pair]) -> Tensor | None:
-    """True if any half-precision tensor differs from the other one rounded: a bool, shape ``()``; None without any element.
-
-    True also where both are not finite. Of a sharded tensor the part that is here is compared.
-    """
+    """True if a half-precision tensor differs from its rounded master or both are not finite: bool, shape ``()``; None without elements."""
     local = [(half, wide) for half, wide in ((_local(half), _local(wide)) for half, wide in pairs) if half.numel()]
     if not local:
         return None
@@ -247,14 +228,14 @@ def apart(pairs: Sequence[Pair]) -> Tensor | None:
 
 
 def bits_apart(half: Tensor, wide: Tensor) -> Tensor:
-    """Not 0 where a bit differs, shape ``()``."""
+    """Return a tensor that is not 0 where a bit differs, shape ``()``."""
     bits = wide.to(half.dtype, copy=True).view(torch.int16)
     lowest, highest = bits.bitwise_xor_(half.view(torch.int16)).aminmax()
     return lowest | highest
 
 
 def differences(pairs: Sequence[Pair]) -> Sequence[Tensor]:
-    """The largest difference within each pair, shape ``()``: not 0, or NaN, where a number differs."""
+    """Return the largest difference within each pair, shape ``()``: not 0, or NaN, where a number differs."""
     rounded = [torch.empty_like(half) for half, _ in pairs]
     foreach_copy_(rounded, [wide for _, wide in pairs])
     foreach_sub_(rounded, [half for half, _ in pairs])

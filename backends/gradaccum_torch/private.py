@@ -1,9 +1,9 @@
-"""Every private name of torch that this package uses, and what a torch without the name costs the user.
+"""The private names of torch that this package uses, and what a torch without the name costs the user.
 
-The rest of the package imports from here, so that a new torch is checked in one place. Every name has a fallback or is refused by name,
-which `LOST` and `lost_in_fsdp` tell; without ``Tensor._version`` alone the import raises. Where a name is used for each parameter or
-each micro-batch, it is bound as it is: no Python function is put around it. Three names that torch looks for on the wrapped optimizer must
-stay where they are: ``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and ``grad_scale`` and ``found_inf``, which a scaler sets.
+A new torch is checked here, in one place. Every name has a fallback or is refused by name, as `LOST` and `lost_in_fsdp` say; only without
+``Tensor._version`` the import raises. A name used for each parameter or micro-batch is bound as it is, without a Python function around it.
+Three names that torch looks for on the wrapped optimizer stand elsewhere: ``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and
+``grad_scale`` and ``found_inf``, which a scaler sets.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ LOST: dict[str, str] = {}
 
 
 def lacking(names: Mapping[str, str]) -> dict[str, str]:
-    """The part of `names` that the installed torch lacks, for ``gradaccum doctor``. Imports the parts of torch in which the names are."""
     return {name: lost for name, lost in names.items() if not exists(name)}
 
 
 @cache
 def exists(name: str) -> bool:
-    """True if the installed torch has `name`; an attribute of an instance exists if a method of its class names the attribute."""
+    """True if the installed torch has `name`; an attribute of an instance exists if a method of its class names it."""
     try:
         resolve_name(name)
     except ImportError:
@@ -59,7 +58,6 @@ def exists(name: str) -> bool:
 
 
 def _names_in(owner: Any) -> Iterator[tuple[Any, ...]]:
-    """The names and texts in the code of `owner`, a function or a class."""
     for each in (owner, *vars(owner).values()):
         code = getattr(unwrap(each) if callable(each) else each, "__code__", None)
         if code is not None:
@@ -67,13 +65,12 @@ def _names_in(owner: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _found(name: str, lost: str, otherwise: Any = None) -> Any:
-    """The object of this name, or `otherwise`."""
     LOST[name] = lost
     return resolve_name(name) if exists(name) else otherwise
 
 
 def require_name(name: str, argument: str, fix: str) -> None:
-    """Raise `UsageError` unless the installed torch has `name`, without which `argument` would be wrong silently."""
+    """Raise unless the installed torch has `name`, without which `argument` would be silently wrong."""
     if not exists(name):
         found = f"torch {torch.__version__}, which lacks it"
         raise explain(UsageError, argument, expected=f"a torch that has {name.replace(':', '.')}", found=found, fix=fix)
@@ -86,7 +83,7 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def _foreach(method: str, lost: str) -> Any:
-    """``torch._foreach_`` and `method`, in place, or a call for each tensor: the same bits."""
+    """Return ``torch._foreach_`` and `method`, in place, or a call for each tensor: the same bits."""
     single = getattr(Tensor, method)
 
     def one_by_one(tensors: Sequence[Tensor], others: Any) -> None:
@@ -114,7 +111,7 @@ parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parame
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's own table, as `parameters_of`, or a copy without the buffers that are None."""
+    """Return a module's own table of buffers, or a copy without those that are None."""
     return module._buffers if exists(_BUFFERS) else dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
@@ -129,7 +126,6 @@ DispatchMode: Any = _found(DISPATCH, "`gradaccum.verify` raises.", object)
 
 
 def writes(operation: Any) -> bool:
-    """True if `operation` writes into what it is given, or may, where torch does not tell."""
     return bool(getattr(getattr(operation, "_schema", None), "is_mutable", True))
 
 
@@ -137,7 +133,6 @@ LOST["torch.ops:aten.add.Tensor._schema"] = "A policy that keeps a draw raises."
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that `tensor` is a view of, if any."""
     return getattr(tensor, "_base", None)
 
 
@@ -153,7 +148,6 @@ LOST[_ENGINE] = "A backward pass that raised is not noticed."
 
 
 def is_leaf_node(node: Node) -> bool:
-    """True if the node of autograd's graph adds into a leaf's ``.grad``."""
     return bool(node.name() == "torch::autograd::AccumulateGrad")
 
 
@@ -162,7 +156,6 @@ for _name in ("torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata"):
 
 
 def storage_users(storage: Any) -> int:
-    """How many tensors and other objects hold a storage: `keep_own` asks what the next backward pass writes over."""
     try:
         return int(torch._C._storage_Use_Count(storage._cdata))
     except AttributeError:
@@ -172,8 +165,8 @@ def storage_users(storage: Any) -> int:
 def keep_own(leaf: Tensor) -> None:
     """Copy the ``.grad`` of `leaf` if somebody else may write into its memory.
 
-    Autograd takes over the tensor that the first backward pass returns. A CUDA graph returns the same memory each time: its next replay
-    would write over the sum. Memory that torch cannot resize is that of such a graph, or of another library, such as NumPy.
+    Autograd takes over the tensor that the first backward pass returns. A CUDA graph returns the same memory each time, and its replay
+    would overwrite the sum. Memory that torch cannot resize is such a graph's, or another library's, such as NumPy's.
     """
     gradient = leaf.grad
     if gradient is None:
@@ -193,7 +186,7 @@ LOST[_VALUES] = "Sparse gradients raise."
 
 
 def elements(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient as a dense tensor that shares its memory; a sparse gradient's are those of its entries.
+    """Return the numbers of a gradient as a dense tensor that shares its memory; a sparse gradient's entries.
 
     Public ``values()`` refuses a sum that torch has not marked as coalesced.
     """
@@ -204,13 +197,13 @@ def elements(gradient: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True of a `DTensor`: split over processes, so that its version does not count what torch writes into many at once."""
+    """True if `tensor` is a `DTensor`, whose version does not count what torch writes into many tensors at once."""
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a `DTensor` that is in this process, without a graph, or the tensor itself."""
+    """Return the part of a `DTensor` in this process, without a graph, or the tensor itself."""
     if not is_sharded(tensor):
         return tensor
     whole: Any = tensor
@@ -220,19 +213,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def mesh_of(tensor: Tensor) -> Any:
-    """The `DeviceMesh` over which a `DTensor` is split: public, but a `Tensor` has no such attribute."""
     split: Any = tensor
     return split.device_mesh
 
 
 def placements_of(tensor: Tensor) -> Any:
-    """The placements of a `DTensor`, as `mesh_of`."""
     split: Any = tensor
     return split.placements
 
 
 def at_the_end_of_backward(function: Callable[[], None]) -> bool:
-    """Have `function` called as the running backward pass ends. False outside of autograd's engine, which would never call `function`.
+    """Schedule a callback for the end of the current backward pass; False outside of autograd's engine, which would never call it.
 
     FSDP calls the hooks of what it reduces after the backward pass, and a compiled backward pass runs outside of the engine.
     """
@@ -255,7 +246,7 @@ _frames = _found(FRAMES, "A compiled training step has a graph break at each par
 
 
 def untraced(function: Callable[..., object]) -> None:
-    """Keep Dynamo from compiling `function` and what it calls: in a compiled training step it would trace what autograd calls.
+    """Keep Dynamo from compiling `function` and what it calls.
 
     `torch.compiler.disable` does the same, but imports all of the compiler, and puts a frame around every call.
     """
@@ -267,7 +258,7 @@ def untraced(function: Callable[..., object]) -> None:
 
 
 def untraced_within(function: _F) -> _F:
-    """`function`, kept from Dynamo with all that it calls. Before torch 2.8 `untraced` keeps the function alone from it."""
+    """Return `function`, kept from Dynamo with all that it calls; before torch 2.8 the function alone."""
     if hasattr(_frames, "_FrameExecStrategy"):
         untraced(function)
         return function
@@ -285,7 +276,6 @@ LOST["torch.optim.lr_scheduler:LRScheduler._opt_called"] = "torch may warn that 
 
 
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
-    """Tell a scheduler that the optimizer has made a step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -296,31 +286,28 @@ LOST.update(dict.fromkeys(SCALER, "``loss_scale=`` takes no `torch.amp.GradScale
 
 
 def tracker_of(scaler: torch.amp.GradScaler) -> Tensor:
-    """The scaler's growth tracker, int32, shape ``()``."""
+    """Return the scaler's growth tracker, int32, shape ``()``."""
     tracker = scaler._growth_tracker
     assert tracker is not None
     return tracker
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor:
-    """The scaler's scale on its device, float32, shape ``()``; public ``get_scale()`` waits for the device at every micro-batch."""
+    """Return the scaler's scale on its device, float32, shape ``()``; public ``get_scale()`` waits for the device."""
     scale = scaler._get_scale_async()
     assert scale is not None
     return scale
 
 
 def pending_update(scaler: torch.amp.GradScaler) -> Mapping[int, Any]:
-    """What ``scaler.step`` noted for the next ``scaler.update``, which replaces this table by an empty one."""
     return scaler._per_optimizer_states
 
 
 def found_inf_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Collection[Tensor]:
-    """Where ``scaler.update`` looks for an overflow of `optimizer`, a tensor for each device."""
     return scaler._found_inf_per_device(optimizer).values()
 
 
 def scaler_state(scaler: torch.amp.GradScaler, scale: float, tracker: int) -> dict[str, Any]:
-    """A state for ``scaler.load_state_dict`` with its own factors. If its keys are renamed, that call raises."""
     return {
         "scale": scale,
         "growth_factor": scaler.get_growth_factor(),
@@ -335,9 +322,9 @@ LOST[_UNSCALES] = "A method of a GradScaler's subclass that reads ``opt.param_gr
 
 
 def unscaling_caller(frames: int) -> LocalVariables | None:
-    """The local variables of ``GradScaler._unscale_grads_``, if that runs `frames` frames above this one.
+    """Return the local variables of ``GradScaler._unscale_grads_`` if it runs `frames` frames above.
 
-    Where torch has another name for it, any method of a scaler is taken for it.
+    If torch has renamed it, any method of a scaler counts.
     """
     frame = sys._getframe(frames)
     if exists(_UNSCALES):
@@ -351,10 +338,7 @@ LOST.update({f"{_MODEL_STATE}:{each}": _REFUSED for each in ("_get_optim_state_d
 
 
 def model_state_caller(function: str, frames: int) -> LocalVariables | None:
-    """The local variables of `function` of `torch.distributed.checkpoint.state_dict`, if that runs `frames` frames above.
-
-    The functions are ``_get_optim_state_dict`` and ``_init_optim_state``.
-    """
+    """Return the local variables of ``_get_optim_state_dict`` or ``_init_optim_state`` of torch's checkpoints, `frames` frames above."""
     frame = sys._getframe(frames)
     if frame.f_globals.get("__name__") != _MODEL_STATE:
         return None
@@ -363,7 +347,7 @@ def model_state_caller(function: str, frames: int) -> LocalVariables | None:
 
 
 def initialize_state(inner: torch.optim.Optimizer) -> None:
-    """Give `inner` the state that a step makes, as torch does it before it reads or loads one: a step of zeros, at a learning rate of 0."""
+    """Make the state of `inner` as torch does before it reads or loads one: by a step of zeros, at a learning rate of 0."""
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     if inner.state or any(parameter.grad is not None for parameter in parameters):
         return
@@ -382,10 +366,6 @@ def initialize_state(inner: torch.optim.Optimizer) -> None:
 
 
 def is_sequence_calling(frames: int) -> bool:
-    """True if a method of `SequentialLR` runs `frames` frames above this one.
-
-    If its methods no longer call themselves ``self``, a sequence over a gated scheduler is not refused.
-    """
     return isinstance(sys._getframe(frames).f_locals.get("self"), torch.optim.lr_scheduler.SequentialLR)
 
 
@@ -394,7 +374,7 @@ LOST[_DTYPES] = "`gradaccum.verify` takes all numbers for bfloat16, and so does 
 
 
 def input_dtypes(node: Node) -> set[torch.dtype]:
-    """The dtypes of what a node's function gave, and so of the gradients that it is handed; where torch does not tell, a coarse one."""
+    """Return the dtypes of a node's outputs, and so of its incoming gradients; a coarse dtype if torch does not say."""
     return {meta.dtype for meta in node._input_metadata} if exists(_DTYPES) else {torch.bfloat16}
 
 
@@ -409,9 +389,10 @@ LOST[_JOIN] = "Each window's end looks for a ``join()`` through all objects of P
 
 
 def leave_reduction_out(module: DistributedDataParallel, hook_error: Callable[[], Exception]) -> None:
-    """Let `module` never reduce gradients, also where the user's loop sets ``require_backward_grad_sync`` for a last micro-batch.
+    """Keep `module` from reducing gradients, also where the user's loop sets ``require_backward_grad_sync``.
 
-    A communication hook would never be called, so `hook_error` is raised where one is registered.
+    DDP would never call a communication hook then, so `hook_error` is raised if one is registered. With ``static_graph=True`` the first
+    backward pass reduces unless a flag is set that the installed torch may lack.
     """
     if module.static_graph:
         require_name(_STATIC, "module", "Leave static_graph=True out.")
@@ -435,16 +416,16 @@ LOST[_WAS_SHARDED] = "``module=`` takes no DistributedDataParallel where that mo
 
 
 def were_sharded(parameters: Iterable[Tensor]) -> bool:
-    """True if ``_pre_dp_module_transform`` made some of a `DTensor`, for `DistributedDataParallel`, or may have."""
+    """True if ``_pre_dp_module_transform`` made, or may have made, some of a `DTensor` for `DistributedDataParallel`."""
     if _TENSOR_PARALLEL not in sys.modules:
         return False
     return not exists(_WAS_SHARDED) or any(hasattr(parameter, "_st_info") for parameter in parameters)
 
 
 def send_buffers(module: DistributedDataParallel) -> None:
-    """Send the first worker's buffers to all, as a forward pass of `module` would, and let none do it; collective.
+    """Send the first worker's buffers to all, as a forward pass of `module` would, and keep forward passes from it; collective.
 
-    A forward pass is no meeting of all workers: another one may be at the end of its window.
+    A forward pass is no meeting of all workers: another worker may be at the end of its window.
     """
     module.require_forward_param_sync = True
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
@@ -463,14 +444,14 @@ def _send_one_by_one(module: DistributedDataParallel) -> None:
 
 
 def is_in_join(module: DistributedDataParallel) -> bool:
-    """True if a loop runs under ``module.join()``, which answers collectives of the module alone; or may run, where torch does not tell."""
+    """True if a loop runs, or may run, under ``module.join()``, which answers collectives of the module alone."""
     if exists(_JOIN):
         return bool(module._join_config.enable)
     return any(_alive(Join))
 
 
 def reduced_by(module: DistributedDataParallel) -> list[Tensor]:
-    """The parameters that `module` has not been told to ignore. Without the set of names, ignored ones are averaged over the workers."""
+    """Return the parameters that `module` does not ignore; if torch lacks the name, ignored ones are averaged over the workers."""
     return [parameter for name, parameter in module.module.named_parameters() if name not in module.parameters_to_ignore]
 
 
@@ -479,7 +460,7 @@ LOST[_FLATTENED] = "Each `gradaccum.wrap` looks for FSDP1 through all objects of
 
 
 def are_flattened(parameters: Collection[Tensor]) -> bool:
-    """True if some of `parameters` are torch's FSDP1's, whose norm would be that of each worker's part."""
+    """True if some of `parameters` are FSDP1's, whose norm would be that of each worker's part."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or exists(_FLATTENED):
         return any(getattr(parameter, resolve_name(_FLATTENED), False) for parameter in parameters)
@@ -488,12 +469,11 @@ def are_flattened(parameters: Collection[Tensor]) -> bool:
 
 
 def _alive(kind: type[_T]) -> Iterator[_T]:
-    """The objects of this type: torch keeps no list of them, but Python does."""
+    """Yield the living objects of this type, from Python's garbage collector."""
     return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def module_averaging(parameters: Iterable[Tensor]) -> DistributedDataParallel | None:
-    """The module that averages gradients of any of `parameters` in each backward pass."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     own = set(map(id, parameters))
@@ -502,7 +482,6 @@ def module_averaging(parameters: Iterable[Tensor]) -> DistributedDataParallel | 
 
 
 def registered_comm_hooks(module: DistributedDataParallel) -> Collection[object]:
-    """The communication hooks of `module`."""
     require_name(_HOOKS, "module", "Write process_group= in place of module=, without DistributedDataParallel.")
     return module._comm_hooks
 
@@ -548,7 +527,7 @@ _OPTIONS = {"gradient_divide_factor": "set_gradient_divide_factor", "_all_reduce
 
 
 def lost_in_fsdp() -> dict[str, str]:
-    """By private name (``module:object.attribute``): what the user loses where the installed torch lacks the name."""
+    """Return, by private name of FSDP2 (``module:object.attribute``), what the user loses without it."""
     waiting = '`gradient_sync=` takes no ``"window"`` and no ``"all_reduce_per_window"``.'
     both = exists(_GROUPS) and exists(_ONE_GROUP)
     return {
@@ -564,12 +543,12 @@ def lost_in_fsdp() -> dict[str, str]:
 
 
 def _groups_name() -> str:
-    """The attribute of a state with its groups; an older torch has one group or none."""
+    """Return the attribute of a state with its groups; an older torch has one group or none."""
     return "_fsdp_param_groups" if exists(_GROUPS) else "_fsdp_param_group"
 
 
 class Sync(NamedTuple):
-    """What FSDP2 does after a backward pass, of one unit."""
+    """The actions of an FSDP2 unit after a backward pass."""
 
     reduce: bool
     """Reduce the gradients; `FSDPModule.set_requires_gradient_sync`."""
@@ -587,23 +566,20 @@ class Unit:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The sharded parameters, as the optimizer has them."""
         return [each.sharded_param for each in self.group.fsdp_params]
 
     @property
     def shards(self) -> int:
-        """The workers that share one copy of the parameters."""
         mesh, dimension = self.group.mesh_info.mesh, self.group.mesh_info.shard_mesh_dim
         return 1 if dimension is None else int(mesh.size(dimension))
 
     @property
     def copies(self) -> int:
-        """The copies of the parameters, of `shards` workers each."""
         return int(self.group.mesh_info.mesh.size()) // self.shards
 
     @property
     def divide_factor(self) -> float | None:
-        """What `FSDPModule.set_gradient_divide_factor` was given; None: the number of workers."""
+        """The factor given to `FSDPModule.set_gradient_divide_factor`; None: the number of workers."""
         if getattr(self.group, "reduce_scatter_reduce_op", None) is not None:
             fix = "Leave set_reduce_scatter_divide_factor out, or install a torch that has FSDPModule.set_gradient_divide_factor."
             raise explain(UsageError, "set_reduce_scatter_divide_factor", expected="no factor in this torch", found="one", fix=fix)
@@ -612,12 +588,10 @@ class Unit:
 
     @property
     def reduces_by_hook(self) -> bool:
-        """`FSDPModule.set_all_reduce_hook` was called."""
         return self._option("_all_reduce_hook") is not None
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which FSDP2 adds up the micro-batches that it does not reduce."""
         first = self.group.fsdp_params[0]
         policy, own = first.mp_policy, first.sharded_param.dtype
         # Before torch 2.15 the sum of a policy without reduce_dtype is added up in the computation's dtype, later in the parameter's.
@@ -626,13 +600,12 @@ class Unit:
 
     @property
     def is_summed_by_gloo(self) -> bool:
-        """On a CPU FSDP2 asks gloo for an average in these dtypes, and gloo reduce-scatters the sum. Measured: in torch 2.8, not 2.11."""
+        """True if FSDP2 asks gloo for an average in these dtypes and gloo returns the sum. Measured: in torch 2.8, not 2.11."""
         on_cpu = GLOO_SUMS and self.group.mesh_info.mesh.device_type == "cpu"
         return on_cpu and self.shards > 1 and self.parameters[0].dtype in (torch.float32, torch.bfloat16)
 
     @property
     def sync(self) -> Sync:
-        """What it does after a backward pass."""
         return Sync(*(bool(getattr(self.group, kept, default)) for kept, default in _SYNC.items()))
 
     @sync.setter
@@ -645,44 +618,41 @@ class Unit:
 
     @property
     def fills_unused(self) -> bool:
-        """The installed torch can give a parameter without a gradient zeros."""
+        """True if the installed torch can give zeros to a parameter without a gradient."""
         return _sets(_UNUSED)
 
     def _option(self, kept: str) -> Any:
-        """What FSDP2 keeps of an option; None in a torch without the option."""
+        """Return FSDP2's value of an option; None in a torch without the option."""
         return getattr(self.group, kept) if _sets(_OPTIONS[kept]) else None
 
     def require_waiting(self) -> None:
-        """Raise `UsageError` unless the installed torch has the names by which FSDP2 reduces without a backward pass."""
+        """Raise unless the installed torch has the names by which FSDP2 reduces without a backward pass."""
         for name in (_REDUCES, _POLICY):
             require_name(name, "gradient_sync", 'Write gradient_sync="micro_batch".')
 
     def trainable(self) -> Iterator[Private]:
-        """Its trainable parameters, as FSDP2 has them."""
         return (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
 
     def held(self) -> list[Tensor]:
-        """The gradients that are not reduced: one for each parameter that has one, or one of all."""
+        """Return the unreduced gradients: one for each parameter that has one, or one of all."""
         found = [gradient for each in self.group.fsdp_params for gradient in unreduced(each)]
         partial = self.group._partial_reduce_output if self._has_partial() else None
         return found if partial is None else [*found, partial]
 
     def _has_partial(self) -> bool:
-        """True if FSDP2 may keep a sum that is not all-reduced."""
         if self.copies == 1:
             return False
         require_name(_PARTIAL, "module", "Call fully_shard with a mesh of one dimension.")
         return True
 
     def drop(self) -> None:
-        """Forget the gradients that are not reduced."""
         if self._has_partial():
             self.group._partial_reduce_output = None
         for each in self.group.fsdp_params:
             drop(each)
 
     def fill(self, parameter: Private) -> None:
-        """Zeros for a gradient of one of its parameters, because another worker has one."""
+        """Add zeros for a parameter without a gradient, because another worker has one."""
         zeros = torch.zeros_like(parameter._unsharded_param, dtype=self.sum_dtype)
         if _sums_apart(parameter):
             parameter.unsharded_accumulated_grad = zeros
@@ -690,27 +660,24 @@ class Unit:
             parameter._unsharded_param.grad = zeros
 
     def after_forward(self, hook: Callable[..., None]) -> list[RemovableHandle]:
-        """Have `hook` called after the forward pass of each of its modules: from the first one on `whole_parameters` has them all."""
+        """Call `hook` after the forward pass of each of its modules: from the first on, `whole_parameters` has them all."""
         return [module.register_forward_hook(hook) for module in self.modules]
 
     def whole_parameters(self) -> list[tuple[Private, Tensor]]:
-        """The trainable parameters that were gathered once: as FSDP2 has them, and whole, as autograd accumulates into them."""
+        """Return the trainable parameters that were gathered once: as FSDP2 has them, and whole, as autograd accumulates into them."""
         return [(each, each._unsharded_param) for each in self.trainable() if hasattr(each, "_unsharded_param")]
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """The units of `module` and of what is in it."""
     return _units(module.modules())
 
 
 def units_holding(parameters: Sequence[Tensor]) -> list[Unit]:
-    """The units that have any of `parameters`, whatever the module."""
     own = set(map(id, parameters))
     return [unit for unit in _units(_modules()) if any(id(each) in own for each in unit.parameters)]
 
 
 def _modules() -> list[nn.Module]:
-    """All modules that live and that FSDP2 may have."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     try:
@@ -723,7 +690,7 @@ def _modules() -> list[nn.Module]:
 def reduce(units: Sequence[Unit]) -> None:
     """Reduce what `units` hold into ``.grad``, as FSDP2 does for a module that a backward pass did not reach.
 
-    Without ``post_backward`` the sum of a window could be reduced only by a backward pass, which must know that it is the last one.
+    Without ``post_backward`` only a last backward pass could reduce the sum, and nobody knows which is last.
     """
     for unit in reversed(units):
         unit.group.post_backward()
@@ -749,14 +716,12 @@ def _reduce_under(root: Private) -> None:
 
 
 def unreduced(parameter: Private) -> list[Tensor]:
-    """What FSDP2 holds of the gradient of one of its parameters."""
     whole = getattr(parameter, "_unsharded_param", None)
     both = None if whole is None else whole.grad, parameter.unsharded_accumulated_grad if _sums_apart(parameter) else None
     return [gradient for gradient in both if gradient is not None]
 
 
 def drop(parameter: Private) -> None:
-    """Forget it."""
     if _sums_apart(parameter):
         parameter.unsharded_accumulated_grad = None
     if hasattr(parameter, "_unsharded_param"):
@@ -764,7 +729,7 @@ def drop(parameter: Private) -> None:
 
 
 def _sums_apart(parameter: Private) -> bool:
-    """True where FSDP2 keeps the sum of micro-batches apart; from torch 2.15 on it is the whole parameter's ``.grad``."""
+    """True if FSDP2 keeps the sum of micro-batches apart; from torch 2.15 on it is the whole parameter's ``.grad``."""
     return "unsharded_accumulated_grad" in vars(parameter)
 
 
@@ -792,5 +757,4 @@ def _require_names() -> None:
 
 
 def _sets(setter: str) -> bool:
-    """True if FSDP2 of the installed torch has the option of this public method."""
     return exists(_MODULE + setter)

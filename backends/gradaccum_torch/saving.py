@@ -1,7 +1,7 @@
 """Saving and loading, in mid-window too: the resumed run is bitwise the uninterrupted one.
 
-`save` puts the wrapper's entry beside the inner optimizer's state, `load` reads it, and `spread` and `gather` are for
-`torch.distributed.checkpoint`, which wants another form. `redistributed` gives an open window to another number of workers.
+`save` puts the wrapper's entry beside the inner optimizer's state, `load` reads it; `spread` and `gather` convert them for
+`torch.distributed.checkpoint`. `redistributed` resumes an open window on another number of workers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from gradaccum_torch.workers.interface import Shares, Workers
 
 
 class Loads:
-    """What a wrapped optimizer was told about saved states.
+    """The record of the states that a wrapped optimizer has loaded.
 
-    It is one object that is changed, not attributes that are set: Lightning and Fabric put proxies in the optimizer's place, whose methods
-    are the optimizer's, and what those set on ``self`` stays on the proxy.
+    It is one object that is changed, not attributes that are set: Lightning and Fabric put proxies in the optimizer's place, and what their
+    methods set on ``self`` stays on the proxy.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,6 @@ class Loads:
         """How often a saved state was loaded, and the updates that the last one had."""
 
     def note(self, updates: int) -> None:
-        """A state with this many updates was loaded."""
         self.expects_open_window, self.pair = False, (self.pair[0] + 1, updates)
 
 
@@ -67,7 +66,10 @@ def save(
     *,
     room: bool,
 ) -> StateDict:
-    """The state of `inner` with the window's entry beside it; the tensors are the live ones."""
+    """Return the state of `inner` with the window's entry beside it; the tensors are the live ones.
+
+    `caller` are the local variables of torch's checkpoint function, if it asks; with `room` it is to make room for a window's sum.
+    """
     state_dict = inner.state_dict()
     state_dict[KEY] = encode(saved, parameters.groups())
     if caller is None:
@@ -84,7 +86,11 @@ def load(
     workers: Workers,
     resumed: Callable[[Saved], State],
 ) -> Saved:
-    """Load into `inner` what `save` gave, and return the window; a bare optimizer's state is an empty window."""
+    """Load into `inner` what `save` returned, and return the window; a bare optimizer's state is an empty window.
+
+    Raises:
+        CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
+    """
     state_dict = gather(state_dict, parameters, workers)
     bare = Saved(initial_state(), None, 0.0, {}, {})  # What a bare optimizer's state says of a window.
     saved = decode(state_dict[KEY], parameters, sum_dtypes) if KEY in state_dict else bare
@@ -150,7 +156,6 @@ class Saved(NamedTuple):
     known: Known = NOTHING_KNOWN
 
     def resumed(self, options: Options, place: Place) -> State:
-        """The fields to go on with under `options`, for the worker at `place`."""
         self._require_place(place)
         return initial_state(options.scale_rule.init_scale) if self.terms is None else resumed(self.fields, self.terms, options)
 
@@ -163,7 +168,7 @@ class Saved(NamedTuple):
 
 
 def describe(groups: Sequence[Group]) -> list[Description]:
-    """Shape, dtype and name (None if the optimizer was not told) of each parameter, in the order of the groups."""
+    """Return shape, dtype and name (None without names) of each parameter, in the order of the groups."""
     described = []
     for group in groups:
         names = group.get("param_names") or [None] * len(group["params"])
@@ -173,7 +178,7 @@ def describe(groups: Sequence[Group]) -> list[Description]:
 
 
 def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
-    """The entry to save, of a window over the parameters of `groups`; sums and masters are the tensors themselves."""
+    """Return the entry to save; sums and masters are the tensors themselves."""
     assert saved.terms is not None
     return {
         "format": FORMAT,
@@ -191,12 +196,11 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
 
 
 def _with_coded_size(terms: Terms) -> dict[str, Any]:
-    """`terms` as a mapping; a window that ends by its weight has that weight, negative, for its size."""
+    """Return `terms` as a mapping; a window that ends by its weight has that weight, negative, for its size."""
     return {**terms._asdict(), "steps": code_of(terms.steps) if isinstance(terms.steps, UntilWeight) else terms.steps}
 
 
 def _terms(saved: Mapping[str, Any]) -> Terms:
-    """What `_with_coded_size` made a mapping of."""
     steps = saved["steps"]
     return Terms(**{**saved, "steps": UntilWeight(-steps) if steps is not None and steps < 0 else steps})
 
@@ -207,12 +211,16 @@ def _known_of(entry: Entry) -> Known:
 
 
 def _savable(total: Tensor) -> Tensor:
-    """A part of a sharded buffer has a place in no memory, which `torch.save` takes for a place in memory."""
+    """Copy a part of a sharded buffer without storage, which `torch.save` needs."""
     return total.clone() if is_sharded(total) and total.storage_offset() else total
 
 
 def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> Saved:
-    """Read what `encode` made for the parameters `own`; `sum_dtypes` are the dtypes this optimizer sums in, by parameter."""
+    """Read what `encode` wrote for the parameters `own`; `sum_dtypes` are this optimizer's, by parameter.
+
+    Raises:
+        CheckpointError: it is of other parameters, or something is missing.
+    """
     require_entries(entry)
     _require_parameters(entry["parameters"], describe(own.groups()))
     fields = State(*(entry[name] for name in State._fields))
@@ -224,12 +232,11 @@ def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> 
 
 
 def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """`total` copied to where the parameter is, so that training on leaves the saved one as it is."""
+    """Copy `total` to the parameter's device, so that training leaves the saved tensor as it is."""
     return None if total is None else total.detach().to(parameter.device, copy=True)
 
 
 def require_entries(entry: Any) -> None:
-    """Raise unless `entry` holds all that `encode` writes, in the format of this release."""
     expected = ["format", *State._fields, "grad_norm", "terms", "parameters", "sums", "loss", "window_loss"]
     missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
     if missing:
@@ -287,7 +294,7 @@ _NOTES = "open_window"
 
 
 class Notes(NamedTuple):
-    """What tells the tensors of an open window apart."""
+    """The notes that tell the tensors of an open window apart."""
 
     shares: Sequence[Any] = ()
     """`Shares`, in order."""
@@ -306,7 +313,7 @@ def put(
     sum_dtypes: Sequence[torch.dtype],
     workers: Workers,
 ) -> None:
-    """Put the sums of `entry` into `state_dict`, zeros where there is none, and beside the entry what tells them apart; collective."""
+    """Put the sums of `entry` into `state_dict`, zeros where there is none, and the notes beside the entry; collective."""
     shares = workers.shares(State(*(entry[name] for name in State._fields)), entry["loss"])
     entry[_NOTES] = json.dumps(Notes(shares, sorted(entry["sums"]), _fill(state_dict, inner, parameters)))
     for index, (parameter, dtype) in enumerate(zip(parameters.positions(), sum_dtypes, strict=True)):
@@ -317,7 +324,11 @@ def put(
 
 
 def take(sums: dict[int, Tensor], entry: Entry, parameters: Parameters, workers: Workers) -> Entry:
-    """`entry` with its sums, which torch has filled, and this worker's weight."""
+    """Return `entry` with its sums, which torch has filled, and this worker's weight.
+
+    Raises:
+        CheckpointError: the window was open, and the state had no room for its sum.
+    """
     rest, notes = {name: value for name, value in entry.items() if name != _NOTES}, notes_of(entry)
     if not entry["micro_step"]:
         return {**rest, "sums": {}}
@@ -333,12 +344,11 @@ def take(sums: dict[int, Tensor], entry: Entry, parameters: Parameters, workers:
 
 
 def notes_of(entry: Entry) -> Notes:
-    """Those that `put` left in `entry`."""
     return Notes(*json.loads(entry[_NOTES])) if _NOTES in entry else Notes()
 
 
 def _fill(state_dict: StateDict, inner: torch.optim.Optimizer, parameters: Parameters) -> list[int]:
-    """Give each trainable parameter without state the state of an optimizer that has made a step of nothing; returns which."""
+    """Give each trainable parameter without state that of a step of zeros; return which."""
     held = state_dict["state"]
     stateless = [index for index, each in enumerate(parameters.positions()) if each.requires_grad and index not in held]
     if stateless:
@@ -348,7 +358,7 @@ def _fill(state_dict: StateDict, inner: torch.optim.Optimizer, parameters: Param
 
 
 def _blank_state(inner: torch.optim.Optimizer, parameters: Parameters) -> dict[int, Any]:
-    """What torch would make, without a change of `inner` and of the gradients."""
+    """Return the state that torch would make, without changing `inner` or its gradients."""
     with parameters.masters_in_place():
         own = [parameter for group in inner.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in own]
@@ -366,7 +376,6 @@ def _blank_state(inner: torch.optim.Optimizer, parameters: Parameters) -> dict[i
 
 
 def _as_split(total: Tensor, parameter: Tensor) -> Tensor:
-    """`total` split over the processes as the parameter is, where torch gives it whole to each."""
     if is_sharded(parameter) and not is_sharded(total):
         from torch.distributed.tensor import distribute_tensor  # Its import takes longer than all of this package.
 
@@ -401,11 +410,7 @@ _ELSEWHERE = ("parameters", "sums", "masters", "worker", "loss", "window_loss", 
 def spread(
     state_dict: StateDict, parameters: Parameters, caller: LocalVariables, put_sums: Callable[[StateDict, Entry], None] | None
 ) -> StateDict:
-    """`state_dict` in that form, for torch's function with the local variables `caller`; `put_sums` where a window is open.
-
-    Raises:
-        UsageError: the state is to be flattened, which drops the entries of a group that torch does not know.
-    """
+    """Convert `state_dict` for torch's function with the local variables `caller`; `put_sums` if a window is open."""
     entry = state_dict.pop(KEY)
     # torch puts the inner optimizer's own mappings into a state dict.
     state_dict["state"] = {index: dict(entries) for index, entries in state_dict["state"].items()}
@@ -423,7 +428,7 @@ def spread(
 
 
 def gather(state_dict: StateDict, parameters: Parameters, workers: Workers) -> StateDict:
-    """`state_dict` in the form in which the wrapper saves it; it may be in that form already."""
+    """Convert `state_dict` back into the wrapper's form; it may be in that form already."""
     groups = state_dict.get("param_groups", ())
     if KEY in state_dict or not groups or KEY not in groups[0]:
         return state_dict
@@ -447,19 +452,16 @@ def gather(state_dict: StateDict, parameters: Parameters, workers: Workers) -> S
 
 
 def _apart(entry: Entry) -> Entry:
-    """`entry` with its measurements apart."""
     found = zip(_TOGETHER, json.loads(entry[_MEASURED]), strict=True)
     return {**entry, **{name: value for name, value in found if value is not None}}
 
 
 def _taken_out(state: dict[Any, dict[str, Any]], names: Sequence[Any], key: str) -> dict[int, Tensor]:
-    """The tensors under `key` of each parameter's entries, by position."""
     found = ((index, state.get(name, {}).pop(key, None)) for index, name in enumerate(names))
     return {index: tensor for index, tensor in found if isinstance(tensor, Tensor)}
 
 
 def _left_out_error(expected: str, found: str, fix: str) -> UsageError:
-    """The error for a state of which torch would leave out a part."""
     return explain(UsageError, "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict", expected=expected, found=found, fix=fix)
 
 
@@ -471,7 +473,7 @@ _OTHER_RUN = "Load what the workers of one run saved between the same two update
 
 
 def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateDict]:
-    """The state dicts with which `workers` workers go on, from those that others saved, in mid-window too.
+    """Return the state dicts with which `workers` workers resume what others saved, in mid-window too.
 
     The first worker gets the sum of the sums, in their dtype, and the weight of all; the others hold nothing of the window. All have the
     micro-batches of the worker that had most, so that their windows end together.
@@ -480,9 +482,9 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     beside it, and a `torch.amp.GradScaler`'s own state where it is saved; that of any worker will do.
 
     Args:
-        state_dicts: what ``opt.state_dict()`` gave on every worker that saved, in the order of their ranks, from optimizers that were
+        state_dicts: what ``opt.state_dict()`` returned on every worker that saved, in the order of their ranks, from optimizers that were
             wrapped with ``module=``. They are not changed.
-        workers: the number of workers to go on, >= 1; it may be the same.
+        workers: the number of workers that resume, >= 1; it may be the same.
 
     Returns:
         One state dict per worker. They share the tensors that all workers have alike, such as the inner optimizer's state.
@@ -509,7 +511,7 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
 
 
 def _known_for(entries: Sequence[Entry], everything: bool) -> Entry:
-    """What the worker that gets `everything` of the open window goes on with, or any other one, besides the sums and the weight."""
+    """Return a worker's entry without sums and weight; the first worker gets `everything` of the open window."""
     known: Entry = {"loss": sum(entry["loss"] for entry in entries) if everything else 0.0}
     if noises := [entry["noise"] for entry in entries if "noise" in entry]:
         known["noise"] = list(forget_window(Noise(*noises[0])))
@@ -529,7 +531,7 @@ def _entry_of(state_dict: StateDict) -> Entry:
 
 
 def _require_one_run(state_dicts: Sequence[StateDict], entries: Sequence[Entry]) -> None:
-    """All workers make the same updates of the same parameters, so that their optimizers' states are the same to the last bit."""
+    """Raise unless the optimizers' states are the same on all workers, to the last bit."""
     opened = [entry for entry in entries if entry["micro_step"]]
     for name in ("parameters", "masters"):
         _require_one(name, [entry[name] for entry in entries])
@@ -541,7 +543,6 @@ def _require_one_run(state_dicts: Sequence[StateDict], entries: Sequence[Entry])
 
 
 def _require_all_ranks(entries: Sequence[Entry]) -> None:
-    """Each worker's open window is there, once."""
     places = sorted(list(entry.get("worker") or (0, 1)) for entry in entries)
     if any(entry["micro_step"] for entry in entries) and places != [[rank, len(entries)] for rank in range(len(entries))]:
         expected, found = f"those of all {places[0][1]} ranks, once each", f"those of the ranks {[rank for rank, _ in places]}"
@@ -575,7 +576,6 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
 
 @torch.no_grad()
 def _added(sums: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
-    """The sum of each parameter over the workers that hold one, in order of rank."""
     added: dict[int, Tensor] = {}
     for own in sums:
         for index, total in own.items():

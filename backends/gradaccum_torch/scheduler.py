@@ -1,9 +1,8 @@
-"""Gates a learning-rate scheduler, so that ``scheduler.step()`` after every micro-batch moves it once per update.
+"""A gate for learning-rate schedulers: ``scheduler.step()`` after every micro-batch moves the scheduler once per update.
 
-The gate only decides whether ``step`` reaches the scheduler; everything else is the scheduler's own, so that any of torch's and
-any user's kind works, whatever its ``step`` takes. Where one ``flush()`` closes several windows of several workers, the gate moves it
-between these. A scheduler of timm takes the number of updates: the gate gives its ``step_update`` the
-true number, and leaves its ``step``, which takes an epoch, alone.
+Everything but the decision is the scheduler's own, so that any kind works, whatever its ``step`` takes. If one ``flush()`` closes several
+windows of several workers, the gate moves it between these. A scheduler of timm takes the number of updates: the gate passes the true
+number to its ``step_update``, and leaves its ``step``, which takes an epoch, alone.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         scheduler.optimizer._window.schedulers.add(self)
 
     def step(self, *args: Argument, **kwargs: Argument) -> None:
-        """``scheduler.step(...)`` if an update was applied since the last one, else nothing; the arguments are the scheduler's."""
+        """Call ``scheduler.step(...)`` with the given arguments if an update was applied since the last call."""
         if hasattr(self._scheduler, "step_update"):
             return self._move(*args, **kwargs)
         self._follow_loads()
@@ -78,14 +77,14 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         self._stepped_at = updates
 
     def follow(self) -> None:
-        """Move the scheduler as `step` does, unless its ``step`` needs an argument, such as a loss, which the caller alone has."""
+        """Move the scheduler as `step` does, unless its ``step`` needs an argument, such as a loss."""
         if hasattr(self._scheduler, "step_update"):
             self._step_update()
         elif all(each.default is not each.empty or each.kind in _ANY for each in signature(self._scheduler.step).parameters.values()):
             self.step()
 
     def _step_update(self, num_updates: int | None = None, *args: Argument, **kwargs: Argument) -> Any:
-        """The scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted; before the first, nothing."""
+        """Call the scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted."""
         updates = self._updates()
         return self._scheduler.step_update(updates, *args, **kwargs) if updates else None
 
@@ -96,12 +95,12 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return list(self._scheduler.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's ``state_dict``, and the update at which it last moved."""
+        """Return the scheduler's ``state_dict``, and the update at which it last moved."""
         self._follow_loads()
         return {**self._scheduler.state_dict(), _STEPPED_AT: self._stepped_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; a bare scheduler's state counts as having moved at the last update."""
+        """Restore a saved state; a bare scheduler's state counts as having moved at the last update."""
         state_dict = dict(state_dict)
         self._stepped_at, self._was_loaded = state_dict.pop(_STEPPED_AT, self._updates()), True
         self._scheduler.load_state_dict(state_dict)
@@ -133,7 +132,6 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         return int(self._scheduler.optimizer._window.updates)
 
     def _follow_loads(self) -> None:
-        """Loading a state into the optimizer alone is no update: the scheduler counts as having moved at the loaded one."""
         loads, updates = self._scheduler.optimizer._loads.pair
         if loads != self._loads and not self._was_loaded:
             self._stepped_at = updates
@@ -141,7 +139,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
 
 def _require_no_sequence() -> None:
-    """`SequentialLR` undoes its children's first steps and makes them again, and at that no update was applied."""
+    """Raise unless the caller was called outside of `SequentialLR`, which undoes its children's first steps and repeats them."""
     if is_sequence_calling(3):
         raise explain(
             UsageError,

@@ -1,8 +1,7 @@
-"""The statistics of a window besides its gradient: its loss, the numbers that the noise scale is made of, and who hears of them.
+"""The statistics of a window besides its gradient: its loss, the numbers of the noise scale, and the listeners.
 
-A loss on the CPU becomes a number as it is told. Of one on an accelerator a copy stays there until the window ends, where it is read in the
-transfer that brings the norm. A window that measures no norm (``on_overflow="ignore"``) waits for nothing: there the losses are read when
-somebody asks for the result.
+A loss on the CPU becomes a number at once. A loss on an accelerator is copied there and read with the norm, at the window's end. A window
+that measures no norm (``on_overflow="ignore"``) waits for nothing: there losses are read when somebody asks for the result.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Told = float | Tensor
 
 
 class Known(NamedTuple):
-    """What a checkpoint holds of it."""
+    """The statistics in a checkpoint."""
 
     loss: float = 0.0
     """The sum of the open window's losses, as `gradaccum.kit.add_loss` makes it."""
@@ -56,7 +55,7 @@ NOTHING_KNOWN = Known()
 
 
 def as_told(loss: object) -> Told:
-    """`loss`, a scalar tensor or a number, as it is kept; NaN for anything else."""
+    """Return `loss`, a scalar tensor or a number, as it is kept; NaN for anything else."""
     if not isinstance(loss, Tensor):
         return float(loss) if isinstance(loss, int | float) and not isinstance(loss, bool) else math.nan
     if loss.numel() != 1 or loss.is_complex():
@@ -68,40 +67,36 @@ def as_told(loss: object) -> Told:
 
 
 def _one_nan(value: float) -> float:
-    """`value`; NaN as one object, so that the results of two runs alike are equal: tuples compare the identity first."""
+    """Return NaN as one object, so that equal results compare equal: tuples compare identity first."""
     return math.nan if value != value else float(value)
 
 
 class _Losses:
-    """The losses of one window. The copies of those on an accelerator are added when they are read."""
-
     def __init__(self, total: float = 0.0) -> None:
         self.total = total
         self.unread: list[tuple[Tensor, float]] = []
         """A loss and the weight of its micro-batch."""
 
     def add(self, loss: Told, weight: float, options: Options) -> None:
-        """One loss of a micro-batch that is a part of the sum."""
         if isinstance(loss, Tensor):
             self.unread.append((loss, weight))
         else:
             self.total = add_loss(self.total, loss, weight, True, options, select)
 
     def read(self, values: Sequence[float], options: Options) -> None:
-        """The unread ones have these values."""
         unread, self.unread = self.unread, []
         for value, (_, weight) in zip(values, unread, strict=True):
             self.add(value, weight, options)
 
     def summed(self, options: Options) -> float:
-        """The sum of all; waits for the device where some are unread."""
+        """Return the sum of all; waits for the device where some are unread."""
         if self.unread:
             self.read([loss.item() for loss, _ in self.unread], options)
         return self.total
 
 
 class Statistics:
-    """What the open window knows, and what is known of the last closed one."""
+    """The statistics of the open window and of the last closed one."""
 
     def __init__(self, options: Options) -> None:
         self._options, self.measures_noise = options, options.noise_decay is not None
@@ -111,7 +106,7 @@ class Statistics:
         self._open, self._counted, self._joined, self._firsts = _Losses(), 0, False, 1
 
     def counted(self, before: State, weight: float, finite: bool, losses: Sequence[Told]) -> None:
-        """A micro-batch was counted; it has these losses, which add up."""
+        """Count a micro-batch with the losses that were passed for it; `finite` is False if it was dropped."""
         open_one = self._open
         if open_one.total != open_one.total:
             return  # NaN, and nothing makes it a number again.
@@ -123,33 +118,30 @@ class Statistics:
         self._counted += 1
 
     def is_first(self, fields: State) -> bool:
-        """True if the norm of the sum is wanted now, which holds the window's first micro-batch alone; `fields`: with it."""
+        """True if the norm of the sum is wanted now, since it holds the window's first micro-batch alone."""
         return bool(is_first(self._noise, fields))
 
     def first_seen(self, fields: State, norm: float) -> None:
-        """The sum of that micro-batch has this norm."""
         self._noise = Noise(*first_seen(self._noise, fields, norm, select))
 
     def groups_changed(self) -> None:
-        """The window's sum is over other parameters than its first micro-batch's, so that the window tells nothing of the noise."""
+        """Note that the sum is over other parameters than the first micro-batch's, so that the window says nothing about the noise."""
         if self._noise.first_weight:
             self._noise = self._noise._replace(first_square=math.inf)
 
     @property
     def unread(self) -> list[Tensor]:
-        """The losses of the open window that are on their device."""
         return [loss for loss, _ in self._open.unread]
 
     def read(self, values: Sequence[float]) -> None:
-        """`unread` has these values."""
         self._open.read(values, self._options)
 
     def numbers(self, micro_step: int) -> list[float]:
-        """What all workers add up, for `join`, of a window of so many micro-batches; waits for the device where losses are unread."""
+        """Return the numbers to sum over all workers, for `join`; waits for the device where losses are unread."""
         return [self._summed(micro_step), *(noise_shares(self._noise, select) if self.measures_noise else ())]
 
     def join(self, numbers: Sequence[float]) -> None:
-        """The window has become that of all workers, whose `numbers` have this sum. After an update that raised this comes again."""
+        """Take the `numbers` summed over all workers. After an update that raised this comes again."""
         if self._joined:
             return
         loss, *first = numbers
@@ -160,7 +152,6 @@ class Statistics:
             self._firsts = int(count)
 
     def window_ended(self, ended: State, grad_norm: float) -> None:
-        """The window was closed."""
         if self.measures_noise:
             self._noise = Noise(*window_seen(self._noise, ended, grad_norm, self._options, select, self._firsts))
         closed = self._open if self._is_complete(ended.micro_step) else _Losses(math.nan)
@@ -168,13 +159,12 @@ class Statistics:
         self._begin()
 
     def discard(self) -> None:
-        """The open window was forgotten."""
         self._noise = Noise(*forget_window(self._noise))
         self._begin()
 
     @property
     def loss(self) -> float:
-        """The last closed window's; NaN if one of its losses was not told. Waits for the device if it is still there."""
+        """The last closed window's loss; NaN if one of its losses is unknown. May wait for the device."""
         if isinstance(self._closed, tuple):
             losses, ended = self._closed
             self._closed = _one_nan(window_loss(losses.summed(self._options), ended, self._options, select))
@@ -182,15 +172,14 @@ class Statistics:
 
     @property
     def noise_scale(self) -> float:
-        """In items; NaN where it is not measured."""
+        """The noise scale in items; NaN where it is not measured."""
         return _one_nan(noise_scale(self._noise, select)) if self.measures_noise else math.nan
 
     def saved(self, micro_step: int) -> Known:
-        """For `restore`, with so many micro-batches in the open window; may wait for the device."""
+        """Return the statistics for a checkpoint; may wait for the device."""
         return Known(self._summed(micro_step), self.loss, self._noise if self.measures_noise else None)
 
     def restore(self, known: Known, micro_step: int) -> None:
-        """Go on with what was saved."""
         self._closed = _one_nan(known.window_loss)
         self._noise = no_noise() if known.noise is None else known.noise
         self._begin(known.loss, micro_step)
@@ -199,7 +188,7 @@ class Statistics:
         self._open, self._counted, self._joined, self._firsts = _Losses(total), micro_step, False, 1
 
     def _is_complete(self, micro_step: int) -> bool:
-        """True if all micro-batches came here, or all workers'; an interrupt can leave one out."""
+        """True if all micro-batches, or all workers', were counted here; an interrupt can leave one out."""
         return self._joined or self._counted == micro_step
 
     def _summed(self, micro_step: int) -> float:
@@ -217,7 +206,7 @@ class Ended(Protocol):
 
     @property
     def result(self) -> StepResult:
-        """What its end did, in Python numbers."""
+        """The result of the window's end, in Python numbers."""
 
 
 class Listening:
@@ -227,20 +216,18 @@ class Listening:
         self._listeners = Listeners()
 
     def add(self, listener: Listener) -> Handle:
-        """Tell `listener` too."""
         return self._listeners.add(listener)
 
     def window_ended(self, before: State, window: Ended) -> None:
-        """`window` has closed, and the call that closed it may go on; `before`: its state before, with the weight of all workers."""
+        """Note that `window` has closed; `before` is its state before, with the weight of all workers."""
         if self._listeners:
             self._listeners.note(window.result, weight=before.weight, micro_batches=before.micro_step)
 
     def tell(self) -> None:
-        """Tell of the windows that have closed; `after` raises what a listener raises."""
+        """Report the closed windows; `after` raises what a listener raises."""
         self._listeners.tell()
 
     def after(self, call: Callable[[], T]) -> T:
-        """Make a `call` that may close windows, and tell of them when it is through."""
         if not self._listeners:
             return call()
         with self._listeners.settled():

@@ -1,7 +1,7 @@
-"""The place where the sum of a window lives: the interface that `Window` and `Update` speak to, and the sum in ``.grad``.
+"""The place of a window's sum: the interface that `Window` and `Update` use, and the sum in ``.grad``.
 
-`GradStrategy` keeps the sum in ``.grad``, `MovingStrategy` moves it into buffers of another dtype, `DroppingStrategy` lets a micro-batch
-prove finite before it is added, and `SeparateStrategy` leaves ``.grad`` to the user. `Plan` chooses.
+`GradStrategy` keeps the sum in ``.grad``, `MovingStrategy` moves it into buffers of another dtype, `DroppingStrategy` checks a micro-batch
+before it is added, and `SeparateStrategy` leaves ``.grad`` to the user. `Plan` chooses.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Strategy(ABC):
         self.watch.reset()
 
     def expect(self, size: Size) -> None:  # noqa: B027
-        """The next window is of this size."""
+        """Prepare for a next window of this size."""
 
     def groups_changed(self) -> None:
-        """Parameters were added, replaced, frozen or unfrozen."""
+        """React to parameters that were added, replaced, frozen or unfrozen."""
         trainable = {id(parameter): parameter for parameter in self._parameters.unique() if can_be_hooked(parameter)}
         self._hooks.keep(trainable)
         self.watch.watch(trainable.values())
@@ -51,7 +51,10 @@ class Strategy(ABC):
         return self.watch.of(parameter).arrive
 
     def backward(self, loss: Tensor, arguments: Mapping[str, Any], *, first: bool, multiplied: bool) -> None:
-        """``loss.backward(**arguments)`` for the wrapper. If it raises, what arrived is taken out, if it is apart from the sum."""
+        """Run ``loss.backward(**arguments)``. If it raises, remove what arrived, if it is apart from the sum.
+
+        `first`: the micro-batch is the first of its window; `multiplied`: the loss is the user's times a factor.
+        """
         watch, before = self.watch, self.watch.known
         undoable = (first or self.keeps_micro_batch_apart) and not before.arrived and not watch.holds
         own = watch, multiplied
@@ -68,7 +71,7 @@ class Strategy(ABC):
             OWN_PASSES.remove(own)
 
     def zero_grad(self, set_to_none: bool, *, first: bool) -> None:
-        """Clear ``.grad``, and the micro-batch under way with it, unless it holds a part of the sum."""
+        """Clear ``.grad``, and the micro-batch under way with it, unless it is a part of the sum; then raise."""
         if first or self.keeps_micro_batch_apart:
             self._parameters.zero_grad(set_to_none)
             self.forget_micro_batch()
@@ -77,16 +80,15 @@ class Strategy(ABC):
 
     @property
     def begun(self) -> bool:
-        """Autograd has delivered a part of a micro-batch that is not counted yet."""
+        """True if autograd has delivered a part of a micro-batch that is not counted yet."""
         return self.watch.known.arrived > 0
 
     def require_whole(self) -> None:
-        """The last backward pass has ended."""
+        """Raise unless the last backward pass has ended; a part that it delivered may not be the user's to clear."""
         if self.watch.known.under_way and self.watch.allowed is not Allowed.ALL:
             raise interrupted_error()
 
     def require_counted(self, call: str) -> None:
-        """The sum is that of the micro-batches counted."""
         if self.keeps_micro_batch_apart:
             return
         if self.watch.known.given or self.watch.known.arrived:
@@ -95,33 +97,36 @@ class Strategy(ABC):
             raise changed_gradients_error()
 
     def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
-        """Something changed ``.grad``, but it was the whole gradient of the window, and so the user's to change."""
+        """Raise unless a changed ``.grad`` was the whole gradient of the window, which the user may change.
+
+        `first`: the last micro-batch is the first of its window; `flushing`: no micro-batch is under way.
+        """
         if not self._is_all_in_grad(first, flushing) or (self.watch.known.changed and not first):
             raise changed_gradients_error()
 
     @abstractmethod
     def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:
-        """True if ``.grad`` holds the window's whole sum; the arguments are those of `require_true_gradient`."""
+        """True if ``.grad`` holds the window's whole sum."""
 
     @abstractmethod
     def take(self) -> bool:
-        """Add the micro-batch that is in ``.grad`` to the sum; False if it was dropped because it is not finite."""
+        """Add the micro-batch in ``.grad`` to the sum; return False if it was dropped because it is not finite."""
 
     @abstractmethod
     def settle(self) -> list[Tensor]:
-        """The window ends: note which parameters have a gradient. Returns the sum as tensors, each row of a sparse one held once."""
+        """Note which parameters have a gradient at the window's end. Return the sum as tensors, each row of a sparse one held once."""
 
     def norm_so_far(self) -> float:
-        """The global 2-norm of the open window's sum, inf if that is not finite; nothing is noted and nothing changed."""
+        """Return the global 2-norm of the open window's sum, inf if it is not finite; change nothing."""
         sums = {id(total): coalesced(total) for total in self.sums() if total is not None}
         return measure(list(sums.values())).norm
 
     def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
-        """The sum's global 2-norm and whether every element is finite; `notes` are scalars to be read in the same transfer."""
+        """Return the sum's global 2-norm and whether all is finite; `notes` are scalars read in the same transfer."""
         return measure(self.settle(), notes)
 
     def fits(self, norm: float, divisor: float) -> bool:
-        """True if the sum, of that norm, divided by `divisor` is finite in the dtype that the inner optimizer works in."""
+        """True if the sum, of that norm, divided by `divisor` is finite in the inner optimizer's dtype."""
         return True
 
     def hands_over_whole(self) -> bool:
@@ -130,7 +135,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def hand_over(self, divisor: float, unclipped: float) -> None:
-        """Put the sum divided by `divisor` into ``.grad`` of what the inner optimizer works on."""
+        """Put the sum divided by `divisor` into ``.grad`` for the inner optimizer; `unclipped` is the divisor without clipping."""
 
     @abstractmethod
     def take_back(self, divisor: float, spoiled: bool) -> None:
@@ -138,11 +143,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def sums(self) -> list[Tensor | None]:
-        """The sum by position, None where nothing is held; the tensors themselves, not copies."""
+        """Return the sum by position, None where nothing is held; the tensors themselves."""
 
     @abstractmethod
     def load(self, sums: Sequence[Tensor | None]) -> None:
-        """Make these tensors the sum; takes them over."""
+        """Take these tensors over as the sum."""
 
     def release(self) -> list[Tensor | None]:
         """Give the sum away, and the micro-batch under way with it."""
@@ -151,26 +156,23 @@ class Strategy(ABC):
         return sums
 
     def pickled(self) -> dict[str, Any]:
-        """The state for `unpickle`, with the gradients: torch copies and pickles a parameter without its ``.grad``."""
+        """Return the state with the gradients: torch copies and pickles a parameter without its ``.grad``."""
         gradients = [None if parameter.grad is None else parameter.grad.detach() for parameter in self._parameters.positions()]
         return {"gradients": gradients, "known": self.watch.known._replace(changed=not self.watch.intact())}
 
     def unpickle(self, pickled: Mapping[str, Any]) -> None:
-        """Go on with what `pickled` gave for the copies of these parameters."""
         for parameter, gradient in zip(self._parameters.positions(), pickled["gradients"], strict=True):
             parameter.grad = gradient
         self.watch.reset(pickled["known"])
 
     def forget_micro_batch(self) -> None:
-        """The user cleared ``.grad``, which held the micro-batch under way and nothing else."""
+        """Note that the user cleared ``.grad``, which held the micro-batch under way and nothing else."""
         self.watch.reset()
 
     def window_ended(self) -> None:
-        """The window was closed: free its sum."""
         self.clear()
 
     def clear(self) -> None:
-        """Free the sum and whatever is in ``.grad``."""
         self._parameters.free_gradients()
         self.watch.reset()
 
@@ -277,7 +279,7 @@ class GradStrategy(Strategy):
                 master.grad = narrowed(gradient, divisor, master.dtype) if self._is_narrowed(parameter) else gradient
 
     def _is_narrowed(self, parameter: Tensor) -> bool:
-        """True if the inner optimizer has a master in its place, which works in another dtype than the sum's."""
+        """True if the inner optimizer has a master of another dtype than the sum's in its place."""
         master = self._parameters.worked_on(parameter)
         return master is not parameter and parameter.grad is not None and parameter.grad.dtype != master.dtype
 

@@ -1,6 +1,6 @@
-"""The arithmetic of a window's sum: its dtype, adding one gradient to another, dividing, casting to a narrower dtype, and its norm.
+"""The arithmetic of a window's sum: its dtype, adding, dividing, casting to a narrower dtype, and its norm.
 
-These functions take plain tensors, so that both places a sum can live in (``.grad`` or a buffer) use the same code.
+These functions take plain tensors, so that both places of a sum (``.grad`` or a buffer) use the same code.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BLOCK = 2**19
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype that autograd gives its gradient: its own, unless the user has set ``parameter.grad_dtype``."""
+    """Return the dtype of autograd's gradient: the parameter's, unless the user has set ``parameter.grad_dtype``."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of the sum: float32 for float16 and bfloat16 unless given, else the gradient's own; complex stays as it is."""
+    """Return the dtype of the sum: by default float32 for float16 and bfloat16, else the gradient's own; complex stays."""
     own = gradient_dtype(parameter)
     if own.is_complex:
         return own
@@ -42,7 +42,6 @@ def sum_dtype(parameter: Tensor, accumulate_dtype: torch.dtype | None) -> torch.
 
 @torch.no_grad()
 def fits(gradient: Tensor, divisor: float, dtype: torch.dtype) -> bool:
-    """True if a finite `gradient` divided by `divisor` is finite in `dtype`; it is rounded on the way as `narrowed` does it."""
     if not elements(gradient).numel():
         return True
     (peak,) = norms_of([elements(gradient)], math.inf)
@@ -51,7 +50,7 @@ def fits(gradient: Tensor, divisor: float, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def narrowed(gradient: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """`gradient` / `divisor` in another dtype; divided in the wider of the two, in place where that is its own."""
+    """Return `gradient` / `divisor` in another dtype, divided in the wider of the two, in place where that is its own."""
     gradient = gradient.to(torch.promote_types(gradient.dtype, dtype))
     divide([gradient], divisor)
     return gradient.to(dtype)
@@ -74,13 +73,13 @@ def divide(gradients: Sequence[Tensor], divisor: float) -> None:
 
 @torch.no_grad()
 def multiply(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply in place: undoes `divide`, up to rounding."""
+    """Multiply in place: undo `divide`, up to rounding."""
     for tensors in together(dense_parts(gradients)) if factor != 1 else ():
         foreach_mul_(tensors, factor)
 
 
 def add(held: Tensor, gradient: Tensor) -> Tensor:
-    """`held` plus `gradient` in the dtype of `held`, in place where it can be."""
+    """Return `held` plus `gradient` in the dtype of `held`, in place where it can be."""
     if gradient.requires_grad:
         gradient = gradient.detach()
     if held.is_sparse:
@@ -92,7 +91,6 @@ def add(held: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _is_copied_first(held: Tensor, gradient: Tensor) -> bool:
-    """True if the addition copies a `gradient` that has blocks into the dtype of `held` first, as only a CPU does."""
     of_two_dtypes = type(held) is Tensor and held.is_cpu and gradient.dtype is not held.dtype
     return of_two_dtypes and not gradient.is_sparse and held.is_contiguous() and gradient.is_contiguous()
 
@@ -134,10 +132,10 @@ UNMEASURED = Measured(math.nan, True, [])
 
 
 def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measured:
-    """The global 2-norm, and whether every element is finite, with one wait for the device while the norm is finite.
+    """Return the global 2-norm, and whether every element is finite, with one wait for the device while the norm is finite.
 
-    Large but finite elements, whose squares overflow, are finite, and the squares of small ones vanish, many of which may make up most of
-    the norm. So where the plain norm is not finite or is faint, it is taken of the elements scaled by the largest.
+    Squares of large finite elements overflow, and squares of small ones vanish. So where the plain norm is not finite or is faint, it is
+    taken of the elements scaled by the largest.
     """
     with without_graph(gradients):
         return _measured(dense_parts(gradients), notes)
@@ -156,13 +154,12 @@ def _measured(tensors: list[Tensor], notes: Sequence[Tensor]) -> Measured:
 
 @torch.no_grad()
 def is_finite(gradients: Sequence[Tensor]) -> bool:
-    """True if every element is finite; waits for the device once."""
     return math.isfinite(largest(gradients))
 
 
 @torch.no_grad()
 def largest(gradients: Sequence[Tensor]) -> float:
-    """The largest magnitude among all elements, NaN or inf if there is one; waits for the device once."""
+    """Return the largest magnitude, NaN or inf if there is one; waits for the device once."""
     tensors = [tensor for tensor in dense_parts(gradients) if tensor.numel()]
     if not tensors:
         return 0.0
@@ -170,7 +167,7 @@ def largest(gradients: Sequence[Tensor]) -> float:
 
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
-    """Norms of shape ``()`` whose norm is that of all `tensors`: one for each tensor, or one for all that are split the same way."""
+    """Return norms of shape ``()`` whose norm is that of all `tensors`: one per tensor, or one for all that are split the same way."""
     norms: list[Tensor] = []
     for group in together(tensors):
         if not is_sharded(group[0]):
@@ -181,7 +178,6 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
 
 
 def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
-    """`norms_of` dense tensors of any shapes, dtypes and devices, with one for many small ones together."""
     small = [tensor for tensor in tensors if tensor.numel() <= SMALL]
     if len(small) <= FEW or not are_alike(tensors):
         return norms_of(tensors)
@@ -190,15 +186,13 @@ def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _are_narrow(norms: Sequence[Tensor]) -> bool:
-    """True if one of `norms` is a float16."""
     return torch.float16 in map(DTYPE, norms)
 
 
 def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:
-    """The global 2-norm of `tensors`, whose largest magnitude is `peak`, of which they are scaled to 1.
+    """Return the global 2-norm of `tensors`, scaled by their largest magnitude `peak`.
 
-    By powers of two, which round nothing, and by two of them: of a number beyond 2^126 the reciprocal has fewer bits, and of the smallest
-    ones it is inf.
+    The scale is two powers of two, which round nothing: beyond 2^126 a reciprocal loses bits, and for the smallest numbers it is inf.
     """
     exponent = math.frexp(peak)[1] - 1
     half, rest = 2.0 ** -(exponent // 2), 2.0 ** (exponent // 2 - exponent)
@@ -207,21 +201,20 @@ def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:
 
 
 def _fetch(norms: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> list[float]:
-    """The norm of all tensors from the norm of each, in float64, and then the notes, with one wait for the device."""
+    """Return the norm of all tensors from the norm of each, in float64, and then the notes, with one wait for the device."""
     scalars = [*norms, *notes]
     read: list[float] = [scalars[0].item()] if len(scalars) == 1 else side_by_side(scalars).tolist() if scalars else []
     return [math.hypot(*read[: len(norms)]), *read[len(norms) :]]
 
 
 def _whole(norms: list[Tensor], order: float) -> Tensor:
-    """The norm of tensors that are split over processes, from the norm of each, with one reduction."""
     total: Any = torch.linalg.vector_norm(torch.stack(norms), order)
     whole: Tensor = total.full_tensor()
     return whole
 
 
 def _whole_peak(tensors: list[Tensor]) -> Tensor:
-    """The largest magnitude in tensors that are split over processes, inf for NaN, with one reduction; a process may have an empty part."""
+    """Return the largest magnitude of tensors split over processes, inf for NaN, with one reduction; a process may have an empty part."""
     from torch.distributed.tensor import DTensor, Partial
 
     parts = [part for part in map(local, tensors) if part.numel()]
@@ -242,12 +235,11 @@ _EXACT = (torch.float32, torch.float64)
 
 
 def dense_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The `elements` of each."""
     return list(map(elements, gradients)) if any(map(IS_SPARSE, gradients)) else list(gradients)
 
 
 def coalesced(gradient: Tensor) -> Tensor:
-    """`gradient` with each row of a sparse one held once: the norm of rows held twice is not the norm of their sum."""
+    """Return `gradient` with each row of a sparse one held once: the norm of rows held twice is not that of their sum."""
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 
@@ -255,21 +247,21 @@ _AS_IT_IS = nullcontext()
 
 
 def without_graph(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
-    """Inside, what is computed from `tensors` alone has no graph. Most gradients have none, and then nothing is switched."""
+    """Compute without a graph inside the block. Most gradients have none, and then nothing is switched."""
     return torch.no_grad() if any(map(REQUIRES_GRAD, tensors)) else _AS_IT_IS
 
 
 @lru_cache(maxsize=8)
 def operand(number: float, dtype: torch.dtype) -> Tensor:
-    """`number` on the CPU, shape ``()``, to compute with and never to write into.
+    """Return `number` as a cached CPU tensor, shape ``()``, never to be written into.
 
-    It is kept: most windows have the divisor of the one before, and making a tensor takes longer than dividing a small one.
+    Most windows have the divisor of the one before, and making a tensor takes longer than dividing a small one.
     """
     return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """True if all are on a CPU and have one dtype, float32 or float64, so that fewer calls give the same bits."""
+    """True if all are on a CPU and of one dtype, float32 or float64, so that fewer calls give the same bits."""
     return (
         bool(tensors)
         and tensors[0].dtype in _EXACT
@@ -280,7 +272,7 @@ def are_alike(tensors: Sequence[Tensor]) -> bool:
 
 
 def together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """`tensors` in lists that torch takes in one call each: those of one process, and those split over the same processes."""
+    """Group `tensors` for torch's multi-tensor calls: those of one process, and those split over the same processes."""
     if set(map(type, tensors)) == {Tensor}:
         return [list(tensors)]
     groups: dict[Any, list[Tensor]] = {}
@@ -291,7 +283,7 @@ def together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def side_by_side(scalars: Sequence[Tensor]) -> Tensor:
-    """Scalars of all dtypes and devices as one vector on the first one's device, in float64 where the device has it."""
+    """Stack scalars of all dtypes and devices into a vector on the first one's device, in float64 where the device has it."""
     first = scalars[0]
     if len({(scalar.dtype, scalar.device) for scalar in scalars}) > 1:
         dtype = torch.float32 if first.is_mps else torch.float64
@@ -312,6 +304,6 @@ class Versions:
         """All have been written into. The caller that wrote sets it, for the tensors that do not count a write."""
 
     def moved(self) -> list[Tensor]:
-        """The tensors that something wrote into since."""
+        """Return the tensors that something wrote into since."""
         pairs = zip(self.tensors, self._noted, strict=True)
         return [tensor for tensor, noted in pairs if version(tensor) != noted or (self.all_written and is_sharded(tensor))]

@@ -1,6 +1,6 @@
 """The inner optimizer's one call at the end of a window: it is made, or the window is as it was.
 
-If the inner optimizer's ``step`` itself raised, nobody knows, and the next call raises.
+If the inner optimizer's ``step`` itself raised, nobody knows how far it came, and the next call raises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradaccum_torch.sums import DTYPE, GRAD, Versions, operand
 
 
 class Update:
-    """The updates of one wrapped optimizer, one after the other."""
+    """The updates of one wrapped optimizer. Holds no strong reference to the wrapper, which owns this object."""
 
     def __init__(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, parameters: Parameters) -> None:
         self._wrapper, self._inner, self._parameters = weakref.ref(wrapper), inner, parameters
@@ -38,6 +38,7 @@ class Update:
         """Run the inner optimizer once on the sum divided by `divisor`.
 
         If something raises before the inner optimizer's ``step``, the sum is as it was; inside of it `half_made` is True; after it `made`.
+        `unclipped` is the divisor without clipping; `strayed`: the masters must first take over what something else wrote into the model.
         """
         self.made = False
         if strayed:
@@ -50,16 +51,15 @@ class Update:
                 self._step(strategy, divisor, unclipped)
 
     def require_whole(self) -> None:
-        """No update was made by half."""
         if self.half_made:
             raise half_made_error()
 
     def _kernel_can_divide(self, strategy: Strategy, divisor: float) -> bool:
-        """True if a fused kernel can divide the sum as it reads it: nothing else reads the sum before."""
+        """True if a fused kernel can divide the sum as it reads it, because nothing else reads the sum before."""
         return can_divide(self._inner, divisor) and strategy.hands_over_whole() and not step_pre_hooks(self._owner())
 
     def _step(self, strategy: Strategy, divisor: float, unclipped: float) -> None:
-        """The inner optimizer's step, between the hooks that were registered on the wrapper; its own hooks it runs itself."""
+        """Run the inner optimizer's step between the wrapper's hooks; it runs its own hooks itself."""
         wrapper, entered, hooked = self._owner(), False, None
         args: tuple[Any, ...] = (wrapper,)
         kwargs: dict[str, Any] = {}
@@ -88,7 +88,7 @@ class Update:
 
 
 def through(action: Callable[[], None]) -> None:
-    """Run `action`, which can be run twice; an interrupt is raised when it has been run whole."""
+    """Run `action`, which can be run twice; raise an interrupt only when it has run whole."""
     try:
         action()
     except BaseException:
@@ -97,7 +97,6 @@ def through(action: Callable[[], None]) -> None:
 
 
 def _run_pre_hooks(wrapper: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the step. As in torch, a hook may return other ones, or None; anything else raises."""
     for before in tuple(step_pre_hooks(wrapper).values()):
         result = before(wrapper, args, kwargs)
         if isinstance(result, tuple) and len(result) == 2:
@@ -109,15 +108,12 @@ def _run_pre_hooks(wrapper: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 
 
 class _Gradients:
-    """The gradients that the inner optimizer is about to read, as they are now."""
-
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._parameters = [tensor for group in inner.param_groups for tensor in group["params"]]
         self._gradients: list[Tensor | None] = list(map(GRAD, self._parameters))
         self._written = Versions(gradient for gradient in self._gradients if gradient is not None)
 
     def changed(self) -> bool:
-        """True if a hook wrote into one of them or replaced it."""
         return bool(self._written.moved()) or any(map(is_not, map(GRAD, self._parameters), self._gradients))
 
 
@@ -136,7 +132,6 @@ Loss = Any
 
 
 def note_missing_closure(error: Exception) -> None:
-    """An inner optimizer that turns out to need the closure, which was run already, raises its own `error`; a note says what to write."""
     if "closure" in str(error).lower():
         error.add_note(_NOTE)
 
@@ -156,14 +151,14 @@ _WIDE = {torch.float32, torch.float64}
 
 
 def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
-    """True if ``inner.step()`` itself can divide what is in ``.grad``, exactly, and before any Python code reads it."""
+    """True if ``inner.step()`` itself can divide ``.grad``, exactly, and before any Python code reads it."""
     if not getattr(inner, DIVIDES_BY_GRAD_SCALE, False):
         return False
     return _is_torchs(inner) and not _is_hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
 
 
 class Dividing:
-    """Inside its ``with`` block every ``inner.step()`` divides by `divisor`; ``.grad`` holds the divided gradient after it."""
+    """A block in which every ``inner.step()`` divides by `divisor`; ``.grad`` holds the divided gradient after it."""
 
     def __init__(self, inner: torch.optim.Optimizer, divisor: float) -> None:
         self._inner, self._divisor = inner, divisor
@@ -179,7 +174,7 @@ class Dividing:
 
 
 def _scale(divisor: float, parameter: Tensor | None) -> Tensor:
-    """`divisor` in float32, shape ``()``, where `parameter` is."""
+    """Return `divisor` in float32, shape ``()``, on the parameter's device."""
     device = torch.device("cpu") if parameter is None else parameter.device
     if device.type == "cpu" and type(parameter) in _REAL:
         return operand(divisor, torch.float32)
@@ -193,7 +188,7 @@ def _is_float32(divisor: float) -> bool:
 
 
 def _is_torchs(inner: torch.optim.Optimizer) -> bool:
-    """True if ``inner.step`` is torch's own: a subclass's, or one that was patched onto it, may read the gradients in Python."""
+    """True if ``inner.step`` is torch's own: a subclass or a patch may read the gradients in Python."""
     step: Any = None if "step" in vars(inner) else type(inner).step
     while step is not None and step.__globals__["__name__"].startswith("torch.optim."):
         # functools.wraps copies the name of the module too, but not the module's variables.
@@ -219,20 +214,18 @@ Table = OrderedDict[int, Callable[..., Any]]
 
 
 def hook_tables() -> dict[str, Table]:
-    """Empty tables of hooks under the names by which an optimizer keeps them."""
     fresh = torch.optim.SGD([torch.empty(0, device="cpu")])
     return {name: table for name, table in vars(fresh).items() if isinstance(table, OrderedDict)}
 
 
 def _table_of(register: Callable[[Callable[..., None]], RemovableHandle]) -> Table:
-    """Where `register` puts hooks."""
     handle = register(lambda *_: None)
     handle.remove()
     return cast(Table, handle.hooks_dict_ref())
 
 
 def _table(register: str) -> Callable[[torch.optim.Optimizer], Table]:
-    """An optimizer that never calls ``Optimizer.__init__``, as torch_optimizer's Lookahead, has no table: it runs no hook."""
+    """Return the table of hooks, empty for an optimizer that never calls ``Optimizer.__init__``, as torch_optimizer's Lookahead."""
 
     def table(optimizer: torch.optim.Optimizer) -> Table:
         try:

@@ -1,7 +1,7 @@
 """The watch over ``.grad``: it notices when something other than autograd changed a gradient, without a pass over the gradients.
 
-`MicroBatch` is what is known of the micro-batch under way, `seen` moves it with each event, and `MicroBatch.require_scaled` raises where it
-must not be counted: a gradient that came in is counted once, with its weight and loss scale, or refused. `GradWatch` is the device's part.
+`MicroBatch` is what is known of the micro-batch under way, `seen` moves it with each event, and `MicroBatch.require_scaled` raises if it
+must not be counted: an arrived gradient is counted once, with its weight and loss scale, or refused. `GradWatch` is the device's part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Event(IntEnum):
 
 
 class Given(IntEnum):
-    """How the user has given the losses of a micro-batch; of several ways the last in this list."""
+    """The way in which the user passed the losses of a micro-batch; of several ways the last in this list."""
 
     NOT = 0
     TO_BACKWARD = 1
@@ -49,7 +49,7 @@ class Given(IntEnum):
 
 
 class MicroBatch(NamedTuple):
-    """What is known of the micro-batch under way."""
+    """The facts known about the micro-batch under way."""
 
     arrived: int = 0
     """The backward pass that delivered gradients; of several the last in the list of events. 0: none did."""
@@ -63,17 +63,23 @@ class MicroBatch(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if a plain ``backward()`` came beside ``opt.backward``."""
         return self.given is Given.TO_BACKWARD and self.arrived >= Event.PLAIN_PASS
 
     def told(self, weight: float, given: Given, *losses: Told) -> MicroBatch:
-        """What is known when the user has given `losses` of this weight."""
+        """Return what is known after the user passed a loss of this weight.
+
+        Raises:
+            UsageError: an earlier loss of the same micro-batch has another weight.
+        """
         if self.given and self.weight != weight:
             raise other_weight_error(weight, self.weight)
         return self._replace(weight=weight, given=max(self.given, given), losses=self.losses + losses)
 
     def require_scaled(self, factor: float, *, scales: bool, watched: bool = True) -> None:
-        """Raise unless each gradient that arrived is that of a loss times `factor`."""
+        """Raise unless each gradient that arrived is that of a loss times `factor`, weight times loss scale.
+
+        `scales`: a loss scale is in use; `watched`: the user clears no ``.grad`` unseen, as under ``separate_sums``.
+        """
         if watched and self.under_way:
             raise interrupted_error()
         # Where the user has replaced .grad since, as netD.zero_grad() of a GAN does, what was multiplied is gone.
@@ -87,7 +93,6 @@ NOTHING_SEEN = MicroBatch()
 
 
 def seen(known: MicroBatch, event: Event) -> MicroBatch:
-    """What is known after `event`."""
     if event is Event.TAKEN:
         return NOTHING_SEEN
     if event is Event.CHANGED:
@@ -128,7 +133,7 @@ OWN_PASSES: list[tuple[GradWatch, bool]] = []
 
 
 class GradWatch:
-    """What autograd left in the ``.grad`` of all parameters, and what is known of the micro-batch under way."""
+    """The ``.grad`` of all parameters as autograd left it, and what is known of the micro-batch under way."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Watched] = {}
@@ -140,21 +145,18 @@ class GradWatch:
         """The norms to compare with, shape ``(2, number)``; None: no comparison is to be made."""
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Watch these and no others; what is known of one that is watched already stays."""
+        """Watch these parameters and no others; what is known of the former stays."""
         known = self._watched
         self._watched = {id(each): known.get(id(each)) or Watched(each, self) for each in parameters}
 
     def of(self, parameter: Tensor) -> Watched:
-        """One watched parameter."""
         return self._watched[id(parameter)]
 
     @property
     def holds(self) -> bool:
-        """True if autograd, or a `reset`, has found something in a ``.grad``."""
         return any(watched.gradient is not None for watched in self._watched.values())
 
     def begin(self) -> None:
-        """A backward pass has delivered its first gradient."""
         event = Event.PLAIN_PASS
         for watch, multiplied in OWN_PASSES:
             if watch is self:
@@ -199,13 +201,11 @@ class GradWatch:
         return True
 
     def window_ended(self) -> None:
-        """The window was closed."""
         self._norms = None
         if self._compared is Compared.FIRST:
             self._compared = Compared.NONE
 
     def reset(self, known: MicroBatch = NOTHING_SEEN) -> None:
-        """Take ``.grad`` as it is now for what autograd left there, and `known` for what is known."""
         self.known, self._norms = known, None
         for watched in self._watched.values():
             gradient = watched.gradient = watched.parameter.grad
@@ -213,7 +213,7 @@ class GradWatch:
 
     @torch.no_grad()
     def _norms_now(self) -> Tensor | None:
-        """The 2-norm of each gradient and its largest magnitude, of what is in this process, shape ``(2, number)``; None without any."""
+        """Return 2-norm and largest magnitude of each gradient in this process, shape ``(2, number)``; None without any."""
         gradients = [gradient for watched in self._watched.values() if (gradient := watched.parameter.grad) is not None]
         parts = dense_parts([local(gradient) for gradient in gradients])
         if not parts:
@@ -225,7 +225,7 @@ class GradWatch:
 
 
 class Watched:
-    """One parameter, and what autograd left in its ``.grad``."""
+    """One parameter, and its ``.grad`` as autograd left it."""
 
     __slots__ = ("gradient", "parameter", "version", "watch")
 
@@ -234,12 +234,10 @@ class Watched:
         self.note()
 
     def note(self) -> None:
-        """Take ``.grad`` as it is now for what autograd left there."""
         self.gradient = gradient = self.parameter.grad
         self.version = -1 if gradient is None else version(gradient)
 
     def arrive(self, parameter: Tensor) -> None:
-        """Autograd has accumulated into the parameter: note what is there, and whether that alone turned what was noted into it."""
         before, expected = self.gradient, self.version + 1
         if before is not None and before._version == expected:
             self.version = expected  # One addition in place, as nearly always. `GradWatch.intact` sees whether it is still the parameter's.
@@ -282,12 +280,11 @@ Hook = Callable[[Tensor], None]
 
 
 def can_be_hooked(parameter: Tensor) -> bool:
-    """True if torch lets us hook the accumulation into `parameter`, which it does only where a gradient can arrive."""
     return parameter.is_leaf and parameter.requires_grad
 
 
 class Hooks:
-    """The hooks of one owner. They must not refer to it, or it would not be freed as it is dropped."""
+    """The hooks of one owner. They must not refer to it, or it would not be freed when dropped."""
 
     def __init__(self, *, watching: bool = False) -> None:
         if watching:
@@ -299,18 +296,15 @@ class Hooks:
         return id(parameter) in self._handles
 
     def add(self, parameter: Tensor, hook: Hook) -> None:
-        """Call ``hook(parameter)`` after each accumulation into `parameter`, which the hook must keep alive."""
         if self._finalizer is None:
             self._finalizer = weakref.finalize(self, _remove_all, self._handles)
             self._finalizer.atexit = False
         self._handles[id(parameter)] = cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self, parameter: Tensor) -> None:
-        """Take the hook off `parameter`."""
         self._handles.pop(id(parameter)).remove()
 
     def keep(self, parameters: dict[int, Tensor]) -> None:
-        """Take the hooks off all but these, by id."""
         for number in self._handles.keys() - parameters.keys():
             self._handles.pop(number).remove()
 
@@ -325,7 +319,7 @@ def is_watched(parameter: Tensor) -> bool:
 
 @contextmanager
 def delivering_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, whatever a backward pass brings to `leaves` arrives as zeros, NaN too."""
+    """Turn whatever a backward pass brings to `leaves` inside the block into zeros, NaN too."""
     handles = {id(leaf): leaf.register_hook(torch.zeros_like) for leaf in leaves if can_be_hooked(leaf)}  # type: ignore[no-untyped-call]
     try:
         yield

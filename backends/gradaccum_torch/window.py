@@ -1,7 +1,4 @@
-"""The open window of micro-batches: added to, closed, forgotten, saved, resumed. The transitions of the core move it.
-
-`Plan` chooses where its sum lives.
-"""
+"""The open window of micro-batches: added to, closed, forgotten, saved, resumed. The transitions of the core move it."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ class Follower(Protocol):
 
 
 class Verdict(NamedTuple):
-    """What is to be done with the window that ends."""
+    """The decision on the window that ends."""
 
     fields: State
     """Its state, with the loss scale as a `torch.amp.GradScaler` has it."""
@@ -77,16 +74,9 @@ class Verdict(NamedTuple):
 
 
 class Window:
-    """Everything that there is and that happens between two updates.
+    """The open window: everything between two updates.
 
     The state is in Python numbers, so that a micro-batch costs one transition and a few comparisons, and no wait for the device.
-
-    Args:
-        parameters: those that are summed over.
-        options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
-        update: makes the updates.
-        scaler: the user's `torch.amp.GradScaler`, if the loss scale is its.
-        workers: those that the window is added up over.
     """
 
     def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
@@ -107,7 +97,7 @@ class Window:
 
     @property
     def result(self) -> StepResult:
-        """What the last event did; waits for the device where nothing else has and a loss is there."""
+        """The result of the last event; may wait for a loss on the device."""
         fields, known = self._fields, self._statistics
         counted = fields.loss_scale, fields.micro_step, fields.optimizer_step
         return StepResult(*self._event, self._grad_norm, *counted, known.loss, known.noise_scale)
@@ -119,7 +109,7 @@ class Window:
 
     @property
     def size(self) -> Size:
-        """How long it is. Between two windows the schedule is asked for the next one's."""
+        """The size of the open window, or between two windows the schedule's for the next."""
         return self._size if self._fields.micro_step else window_size(self._options, self._fields.optimizer_step)
 
     @property
@@ -153,20 +143,19 @@ class Window:
         watch.known = watch.known.told(weight, Given.TO_BACKWARD, *losses)
 
     def begin_weightless(self) -> None:
-        """The user is about to differentiate a loss, scaled already, that adds no weight."""
+        """Prepare for a loss, scaled already, that adds no weight."""
         self._known = self._known.told(0.0, Given.SCALED)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss`, of any shape, times the loss scale, for the user to differentiate."""
         self._known = self._known.told(1.0, Given.SCALED, as_told(loss))
         return scaled(loss, 1.0, self._fields, self._options, self._scaler)
 
     def note_scaled(self) -> None:
-        """The user has scaled the loss of the micro-batch under way, with the `torch.amp.GradScaler` itself."""
+        """Note that the user has scaled the loss of the micro-batch with the `torch.amp.GradScaler` itself."""
         self._known = self._known.told(self._known.weight, Given.SCALED)
 
     def evaluate(self, closure: Callable[[], Loss]) -> Loss:
-        """Run `closure`, which returns the micro-batch's loss, unless it told the loss itself, or a gradient had arrived before."""
+        """Run `closure`, and count the loss that it returns unless it was passed already, or a gradient had arrived before."""
         arrived = self._known.arrived
         with torch.enable_grad():  # The user may have switched gradients off around step().
             loss = closure()
@@ -175,11 +164,10 @@ class Window:
         return loss
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear ``.grad`` between two windows; in mid-window keep the partial sum."""
         self.strategy.zero_grad(set_to_none, first=self._fields.micro_step == 0)
 
     def groups_changed(self) -> None:
-        """Parameters were added, replaced, frozen or cast; if the sum must now live elsewhere, it moves there."""
+        """React to parameters that were added, replaced, frozen or cast; the sum may move to another place."""
         self._statistics.groups_changed()
         self._parameters.groups_changed()
         self._plan, old = Plan(self._parameters, self._options, self._workers), self.strategy
@@ -188,7 +176,7 @@ class Window:
             self._expect()
 
     def add(self) -> bool:
-        """End the micro-batch under way: check it, add it to the sum, count it. Returns whether the window is full, and must be closed."""
+        """End the micro-batch under way: check it, add it to the sum, count it. Return whether the window is full."""
         if first := self._fields.micro_step == 0:
             self._size = self.size  # Looked up once, so that a schedule cannot change it under way.
             if self._size != 1 and self.strategy.expects:  # A callable may have said 1 when the last window ended.
@@ -217,7 +205,7 @@ class Window:
         return bool(ends(self._fields, self._size, select))
 
     def close(self) -> None:
-        """End the window, which holds a micro-batch at least: measure, decide, make the update, finish."""
+        """End a window of at least one micro-batch: measure, decide, make the update, finish."""
         if not self._plan.holds_dtypes():
             raise cast_in_window_error()
         if self._workers.several:
@@ -235,7 +223,6 @@ class Window:
                 self._finish(decision)
 
     def flush(self) -> None:
-        """Close the window with what it holds."""
         self._require_whole()
         if self._known.given or (self._fields.micro_step and self.strategy.begun):
             raise unfinished_error("flush()")
@@ -244,7 +231,6 @@ class Window:
         self._workers.flush(self.close, self._between_windows, is_open=self._fields.micro_step > 0)
 
     def discard(self) -> None:
-        """Forget it, and the micro-batch under way."""
         self.strategy.clear()
         self._update.half_made = False
         self._workers.window_ended()
@@ -252,7 +238,7 @@ class Window:
         self._statistics.discard()
 
     def save(self) -> Saved:
-        """The window as a checkpoint holds it, with the tensors themselves; may wait for the device."""
+        """Return the window for a checkpoint, with the tensors themselves; may wait for the device."""
         self._require_whole("state_dict()")
         if self._fields.micro_step:
             self.strategy.require_counted("state_dict()")
@@ -264,34 +250,33 @@ class Window:
         return Saved(fields, terms, self._grad_norm, held, self._parameters.masters(), self._workers.place, known)
 
     def resumed(self, saved: Saved) -> State:
-        """The fields to go on with; an open window under other options, or of another worker, is refused."""
+        """Return the state to resume with; refuse an open window under other options, or of another worker."""
         if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
             return self._scaler.current(saved.fields)  # The scaler is the user's, and may have been loaded from a file of its own.
         return saved.resumed(self._options, self._workers.place)
 
     def restore(self, saved: Saved) -> None:
-        """Go on with `saved`, whose fields `resumed` gave and whose sums become this window's own."""
+        """Resume with `saved`, whose fields `resumed` returned and whose sums become this window's own."""
         self.strategy.clear()
         self.strategy.load([own_copy(saved.sums.get(index), each) for index, each in enumerate(self._parameters.positions())])
         self._parameters.load(saved.masters)
         self._start_with(saved.fields, saved.grad_norm, saved.known)
 
     def pickled(self) -> dict[str, Any]:
-        """The state for `unpickle` of a copy, in the midst of a micro-batch too."""
+        """Return the state for `unpickle` of a copy, in the midst of a micro-batch too."""
         state = {"fields": self.fields_to_save(), "grad_norm": self._grad_norm}
         return {**state, "strategy": self.strategy.pickled(), "known": self._statistics.saved(self._fields.micro_step)}
 
     def unpickle(self, pickled: Mapping[str, Any]) -> None:
-        """Go on with what `pickled` gave."""
         self._start_with(pickled["fields"], pickled["grad_norm"], pickled["known"])
         self.strategy.unpickle(pickled["strategy"])
 
     def fields_to_save(self) -> State:
-        """The state, with a `torch.amp.GradScaler`'s scale and tracker as they are now; may wait for the device."""
+        """Return the state, with a `torch.amp.GradScaler`'s current scale and tracker; may wait for the device."""
         return self._fields if self._scaler is None else self._scaler.current(self._fields)
 
     def _between_windows(self) -> None:
-        """The call closes another window. What the user's loop does after each window on the other workers is done here."""
+        """Repeat between two windows of one call what the user's loop does after each window on the other workers."""
         self.listening.tell()
         for scheduler in self.schedulers:
             scheduler.follow()
@@ -302,7 +287,6 @@ class Window:
         self.strategy.backward(factored, arguments, first=self._fields.micro_step == 0, multiplied=factored is not loss)
 
     def _join(self) -> None:
-        """Make the sum, its weight and what is known of it those of all workers."""
         fields = self._fields
         if self._scaler is not None and fields.micro_step == 0:
             self._scaler.count(first=True)
@@ -314,7 +298,6 @@ class Window:
         self._set(joined.fields, self._event)
 
     def _verdict(self, fields: State) -> Verdict:
-        """Measure and decide; `fields`: the state of the window that ends."""
         if self._statistics.measures_noise and not self._plan.holds():
             self._statistics.groups_changed()
         fields, measured, strayed = self._measured(fields)
@@ -325,7 +308,7 @@ class Window:
         return Verdict(fields, decision, unclipped, strayed)
 
     def _measured(self, fields: State) -> tuple[State, Measured, bool]:
-        """The state with the loss scale in use, the norm, and whether the model may differ from the masters: one wait, or none."""
+        """Return the state with the loss scale in use, the norm, and whether the model may differ from the masters: one wait, or none."""
         if not self._measures:
             self.strategy.settle()
             return fields, UNMEASURED, self._parameters.may_have_strayed()
@@ -338,13 +321,11 @@ class Window:
         return fields, measured, any(measured.notes[of_scale + len(losses) :])
 
     def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
-        """A changed ``.grad`` is right only where it is the window's true gradient: the last moment of a window divided by 1."""
         if divisor(after, self._options, select) != 1 or not (flushing or ends(after, self._size, select)):
             raise changed_gradients_error()
         self.strategy.require_true_gradient(first=after.micro_step == 1, flushing=flushing)
 
     def _finish(self, decision: Decision) -> None:
-        """Count the window, free its sum, move the loss scale."""
         ended, self._grad_norm = self._fields, decision.grad_norm
         self._statistics.window_ended(ended, decision.grad_norm)
         # A `torch.amp.GradScaler` moves the loss scale by its own rule.
@@ -370,7 +351,6 @@ class Window:
             self._scaler.write(fields)
 
     def _expect(self) -> None:
-        """Tell the strategy how long the next window is, if that makes a difference to it."""
         if self.strategy.expects:
             self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
 
@@ -378,7 +358,7 @@ class Window:
         self._fields, self._event = at_rest(fields, float64_weight=self._plan.float64_weight), event
 
     def _require_whole(self, call: str | None = None) -> None:
-        """Neither a backward pass nor an update was made by half; and before `call` the sum is this worker's own."""
+        """Raise unless backward pass and update were made as a whole, and before `call` the sum is this worker's own."""
         self._update.require_whole()
         self.strategy.require_whole()
         if call is not None:
@@ -386,7 +366,7 @@ class Window:
 
 
 class Plan:
-    """The place where the sum of a window lives, by the parameters as they are when the plan is made."""
+    """The choice of the place of a window's sum, by the parameters as they are when the plan is made."""
 
     def __init__(self, parameters: Parameters, options: Options, workers: Workers) -> None:
         self._parameters, self._accumulate_dtype, self._workers = parameters, options.accumulate_dtype, workers
@@ -404,25 +384,21 @@ class Plan:
             raise explain(UsageError, "model.to(dtype)", expected=expected, found=found, fix=fix)
 
     def holds(self) -> bool:
-        """Nothing has changed since: ``model.to(dtype)``, freezing and code that replaces parameters in the groups call nothing here."""
+        """True if nothing has changed since: ``model.to(dtype)``, freezing and replaced parameters call nothing here."""
         return _seen(self._parameters.positions()) == self._seen
 
     def holds_dtypes(self) -> bool:
-        """No parameter was cast since."""
         return list(map(DTYPE, self._parameters.positions())) == self._dtypes
 
     def zeros(self, position: int) -> Tensor:
-        """An empty sum of the parameter at `position`."""
         return torch.zeros_like(self._parameters.positions()[position], dtype=self.sum_dtypes[position])
 
     def strategy(self) -> Strategy:
-        """A new one of the kind that suits the parameters."""
         if self._workers.keeps_sum:
             return self._workers.strategy(self._parameters, self._accumulate_dtype)
         return self._kind(self._parameters, self._accumulate_dtype)
 
     def carried_over(self, old: Strategy) -> Strategy:
-        """`old` itself where it suits the parameters, else a new one to which its sum has moved."""
         if self._workers.keeps_sum or type(old) is self._kind:
             old.groups_changed()
             return old
@@ -438,7 +414,7 @@ def _seen(parameters: Sequence[Tensor]) -> tuple[list[int], list[torch.dtype], l
 
 
 def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], options: Options) -> type[Strategy]:
-    """The sum is in ``.grad`` unless it is to be apart, micro-batches can be dropped or some sum has another dtype than its parameter."""
+    """Return the strategy: ``.grad`` unless the sum is to be apart, micro-batches can be dropped or dtypes differ."""
     if options.separate_sums:
         return SeparateDroppingStrategy if options.on_overflow == "drop_micro_batch" else SeparateStrategy
     if options.on_overflow == "drop_micro_batch":
@@ -450,7 +426,6 @@ def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], opti
 
 
 def require_graph(loss: Tensor) -> Tensor:
-    """`loss` of weight 0 if it can be differentiated."""
     if not loss.requires_grad:
         fix = "Run the model on any batch on this worker too, and give its loss with weight=0."
         expected, found = "one of the model, because every backward pass is that of all workers", "one without a graph"
@@ -459,13 +434,13 @@ def require_graph(loss: Tensor) -> Tensor:
 
 
 def factor(weight: float, fields: State, options: Options) -> float:
-    """The factor of a loss of that weight: contribution times loss scale."""
+    """Return the factor of a loss of that weight: contribution times loss scale."""
     product: float = contribution(weight, options) * fields.loss_scale
     return product
 
 
 def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler: ScalerLink | None) -> Tensor:
-    """`loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is."""
+    """Return `loss`, of any shape, times its `factor`; a `torch.amp.GradScaler` scales it on the device, where its scale is."""
     own, rule = float(contribution(weight, options)), options.scale_rule
     if own == 1 and scaler is None and fields.loss_scale == 1:
         return loss
@@ -479,7 +454,7 @@ def scaled(loss: Tensor, weight: float, fields: State, options: Options, scaler:
 
 
 def _require_in_range(loss: Tensor, factor: float) -> None:
-    """A `loss` can be handed `factor` as its gradient: autograd casts that to the dtype of the loss, however it was multiplied."""
+    """Raise unless the loss's dtype can hold `factor`: autograd casts the incoming gradient to it, and float16's range is small."""
     if loss.dtype is torch.float16 and factor > torch.finfo(torch.float16).max:
         raise explain(
             UsageError,

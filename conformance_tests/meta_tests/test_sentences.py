@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("gradaccum",)
+PACKAGES = ("gradaccum", "backends/gradaccum_torch")
 TITLED = PACKAGES
 
 QUESTIONS = frozenset(["What", "Which", "How", "Whether", "Where", "When", "Who", "Why", "Is", "Are", "Does", "Do", "Has", "Have", "Can"])

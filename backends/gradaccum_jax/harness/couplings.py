@@ -15,13 +15,11 @@ Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def contrast(left: jax.Array, right: jax.Array, temperature: jax.Array) -> jax.Array:
-    """InfoNCE."""
     scores = jnp.exp(temperature) * left @ right.T
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(left))))
 
 
 def covariance(left: jax.Array, right: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Squared covariances of different columns."""
     centred = left - left.mean(0)
     c = centred.T @ centred / (len(left) - 1)
     off = c - jnp.diag(jnp.diag(c))
@@ -29,7 +27,6 @@ def covariance(left: jax.Array, right: jax.Array, temperature: jax.Array) -> jax
 
 
 def balance(left: jax.Array, right: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Load balance of experts."""
     experts = left.shape[1]
     fraction = jax.nn.one_hot(left.argmax(1), experts, dtype=left.dtype).mean(0)
     return jnp.exp(temperature) * experts * jnp.sum(fraction * jax.nn.softmax(left, axis=1).mean(0))

@@ -12,7 +12,6 @@ from gradaccum_jax.saving import by_path
 
 
 def write(file: Path, tree: dict[str, Any]) -> None:
-    """Write the leaves of `tree`."""
     np.savez(file, **{path: np.asarray(leaf) for path, leaf in by_path(tree).items()})
 
 

@@ -20,7 +20,6 @@ def forward(model: Any, params: dict[str, Any], x: Any) -> Any:
 
 
 def total_loss(model: Any, params: dict[str, Any], x: Any, y: Any, loss: str) -> Any:
-    """Softmax cross-entropy, the mean or the sum over the items."""
     losses = optax.softmax_cross_entropy_with_integer_labels(forward(model, params, x), y)
     return jnp.mean(losses) if loss == "mean" else jnp.sum(losses)
 

@@ -28,8 +28,6 @@ class CaptureState(NamedTuple):
 
 
 def capture(learning_rate: float) -> optax.GradientTransformation:
-    """Plain SGD that counts its runs and keeps the last gradient."""
-
     def init(params: Any) -> CaptureState:
         return CaptureState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
@@ -40,7 +38,6 @@ def capture(learning_rate: float) -> optax.GradientTransformation:
 
 
 def inner_optimizer(spec: Any) -> optax.GradientTransformation:
-    """The optax transformation that `spec` stands for."""
     match spec.kind:
         case "capture":
             return capture(spec.learning_rate)
@@ -89,22 +86,17 @@ class Program:
 
     @cached_property
     def flush(self) -> Callable[..., Any]:
-        """``flush(params, state)``."""
         return self._in_mode(self._flush)
 
     @cached_property
     def discard(self) -> Callable[..., Any]:
-        """``discard(params, state)``."""
         return self._in_mode(lambda params, state: (params, discard(self.tx, state)))
 
     @cached_property
     def predict(self) -> Callable[..., Any]:
-        """``predict(params, x)``."""
         return jax.jit(lambda params, x: forward(self.model, params, x))
 
     def train_plainly(self, params: Any, state: Any, x: Any, y: Any, weight: Any, loss: str) -> Any:
-        """`train`, not compiled."""
-
         def objective(params: Any) -> tuple[Any, Any]:
             value = total_loss(self.model, params, x, y, loss)
             return (scale_loss(value, state) if self.wrapped else value), value
@@ -151,7 +143,6 @@ _PROGRAMS: dict[Any, Program] = {}
 
 
 def program(model: Any, optimizer: Any, options: Mapping[str, Any] | None, dtype: str, mode: str) -> Program:
-    """The program for these arguments, built at the first call."""
     frozen = None if options is None else tuple((name, _frozen(value)) for name, value in sorted(options.items()))
     key = (model, optimizer, frozen, dtype, mode)
     if not _hashable(key):

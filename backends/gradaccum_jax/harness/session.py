@@ -161,7 +161,6 @@ _gradient = jax.jit(jax.grad(lambda params, x, y, *, model, loss: total_loss(mod
 
 
 def to_numpy(tree: Mapping[str, Any]) -> Arrays:
-    """A dict of arrays in NumPy's own dtypes."""
     return {name: np.array(leaf, np.float32 if leaf.dtype == jnp.bfloat16 else None) for name, leaf in tree.items()}
 
 

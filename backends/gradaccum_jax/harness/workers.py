@@ -60,7 +60,6 @@ class SharedProgram(Program):
         return self.over(lambda params, state: (params, discard(self.tx, state)))
 
     def over(self, function: Any) -> Any:
-        """`function` on all workers."""
         return data_parallel(function, self.mesh, AXIS)
 
     def _event(self, params: Any, state: Any, *rows: Any) -> Any:
@@ -122,7 +121,6 @@ class SharedSession(JaxSession):
         return Captured(calls, to_numpy(inner.gradient) if calls else None)
 
     def save(self, directory: Path) -> None:
-        """The worker's own rows, and all that is the same everywhere."""
         write(directory / FILE, _local(self.snapshot()._asdict()))
 
     def load(self, directory: Path) -> None:
@@ -150,11 +148,9 @@ class SharedSession(JaxSession):
             return float(_local(losses)[0])
 
     def _row(self, tree: Any) -> Any:
-        """Arrays of which this worker has a row."""
         return self._put(tree, jax.sharding.PartitionSpec(AXIS))  # type: ignore[no-untyped-call]
 
     def _whole(self, tree: Any) -> Any:
-        """Arrays that are the same on all workers."""
         return self._put(tree, jax.sharding.PartitionSpec())  # type: ignore[no-untyped-call]
 
     def _put(self, tree: Any, spec: Any) -> Any:

@@ -37,7 +37,6 @@ class Fitting:
         self._programs: dict[Hashable, Callable[..., Any]] = {}
 
     def __call__(self, given: Tree, batch: tuple[Tree, ...]) -> Any:
-        """What the call returns, with the largest micro-batches that fit."""
         _require_concrete(given, batch)
         items = max(1, make_batch(batch, self._splitting.axes).items // self._splitting.devices)
         limit = self._sizes.memory_limit if self._sizes.memory_limit is not None else _free_bytes((given, batch))
@@ -112,7 +111,6 @@ def _bytes_of(compiled: Any, arguments: Tree) -> int:
 
 
 def _free_bytes(arguments: Tree) -> int:
-    """The fewest free bytes of the devices that hold the arguments."""
     if jax.process_count() > 1:
         raise unknown_limit_error(f"{jax.process_count()} processes, each with free memory of its own")
     return min(_free_of(device) for device in _devices_of(arguments))
@@ -161,7 +159,6 @@ class Call(ABC):
         """What the call returns of a batch that is cut."""
 
     def _of_batch(self, given: Any, batch: tuple[Tree, ...]) -> Any:
-        """The same of a batch, cut as its splitting says, or into the largest micro-batches that fit."""
         if self._fitting:
             return self._fitting(given, batch)
         return call_jitted(self._jitted, self._run, given, self.splitting.source(batch))

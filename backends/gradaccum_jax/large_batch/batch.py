@@ -70,13 +70,11 @@ class Batch:
         return [take(leaf, axis, start, size, index) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
 
     def sizes(self) -> list[tuple[str, int]]:
-        """For each array that is cut its path and its number of items."""
         held = zip(self._paths(), self.leaves, self.axes, strict=True)
         return [(path, np.shape(leaf)[axis]) for path, leaf, axis in held if isinstance(axis, int)]
 
     @property
     def items(self) -> int:
-        """The number of items."""
         return kit.require_one_size(self.sizes(), self.lists, BY_ITEM)
 
     def _paths(self) -> list[str]:
@@ -86,7 +84,6 @@ class Batch:
 
 
 def make_batch(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
-    """The batch that the user gave, uncut."""
     held, structure = jax.tree_util.tree_flatten_with_path(arguments)
     _require_dense(arguments, spread_over(axes, arguments, "axes"))
     spread = _whole_where_plain(arguments, spread_over(axes, arguments, "axes"))
@@ -116,7 +113,6 @@ def is_constant(leaf: object) -> bool:
 
 
 def is_cut(axis: Axis) -> bool:
-    """True if a leaf with this axis has items."""
     return isinstance(axis, int)
 
 
@@ -154,7 +150,6 @@ def _is_plain(leaf: object) -> bool:
 
 
 def _axis_of(path: str, leaf: Array, axis: Any) -> Axis:
-    """`axis` checked, and counted from the front."""
     if axis is None:
         return None
     if axis == KEY or (np.shape(leaf) == () and not is_constant(leaf) and is_key(leaf)):
@@ -225,7 +220,6 @@ Body = Callable[[C, MicroBatch], tuple[C, list[Array]]]
 
 
 def groups_of(batch: Batch) -> list[Group]:
-    """The micro-batches of a batch that is cut, grouped by size, the most frequent beginning first."""
     sizes: dict[int, list[int]] = {}
     for number, cut in enumerate(batch.cuts):
         sizes.setdefault(cut.items, []).append(number)
@@ -246,7 +240,6 @@ def over(groups: list[Group], body: Body[C], carry: C, first: Scalar = 0) -> tup
 
 
 def in_order(groups: list[Group], rows: list[list[Array]]) -> list[Array]:
-    """The rows of all micro-batches one after another in the order of the batch, each array along its leading axis."""
     return [_joined(groups, list(stacked)) for stacked in zip(*rows, strict=True)]
 
 
@@ -306,7 +299,6 @@ def weight_of(micro_batch: MicroBatch, weight: Weight, unit: int | None, dtype: 
 
 
 def known_items(items: int | None) -> int:
-    """The number of items of a micro-batch."""
     if items is None:
         expected = "weight= a function of the micro-batch, as its number of items is not known"
         fix = "Write weight=lambda *micro_batch: ..., the number of items that its mean is taken over; or reduction='sum'."
@@ -337,7 +329,6 @@ def concrete(item_weights: Array) -> list[float] | None:
 
 
 def traced_weights_error() -> GradAccumError:
-    """The error for packing by weights that are traced: cuts are constants of the program."""
     fix = "Call it outside of jax.jit (it compiles by itself), or give weight= a NumPy array that the program has as a constant."
     expected = "per-item weights known while tracing"
     return explain(ArgumentTypeError, "micro_batch_weight", expected=expected, found="traced ones", fix=fix)
@@ -375,7 +366,6 @@ class Splitting:
     """How many devices the batch is spread over; each cuts its own part."""
 
     def source(self, arguments: tuple[Tree, ...], division: Division | None = None) -> Source:
-        """The batch, cut."""
         division = self.division if division is None else division
         if self.split is not None:
             return self._own_parts(arguments, division)

@@ -113,7 +113,6 @@ class Coupled(Call):
         return ((value, aux), found) if self.loss.has_aux else (value, found)
 
     def _forward(self, groups: list[Group], by: tuple[Tree, ...], first: Scalar) -> tuple[list[list[Array]], Any]:
-        """The outputs of all micro-batches, and the tree that they are the leaves of."""
         found: list[Any] = []
 
         def body(carry: tuple[()], micro_batch: MicroBatch) -> tuple[tuple[()], list[Array]]:
@@ -141,7 +140,6 @@ class Coupled(Call):
     def _backward(
         self, groups: list[Group], by: tuple[Tree, ...], first: Scalar, rows: list[list[Array]], by_rows: list[Array], start: list[Array]
     ) -> list[Array]:
-        """The sum over micro-batches of what the gradient by the outputs is by the parameters."""
         leaves, structure = jax.tree.flatten(by)
         moving = [leaf for leaf in leaves if takes_part(leaf)]
 
@@ -161,14 +159,12 @@ class Coupled(Call):
 
 
 def _require_use(weight: Weight, micro_batch_weight: float | None) -> None:
-    """Refuse weights that nothing would ask for."""
     if weight is not None and micro_batch_weight is None:
         fix = "Weight the items inside of loss_fn: it is given the rows of the whole batch."
         raise explain(ArgumentValueError, "weight", expected="none, or micro_batch_weight= beside it", found="weights alone", fix=fix)
 
 
 def _rows(outputs: Tree) -> list[Array]:
-    """The leaves, each with a leading axis."""
     held = jax.tree_util.tree_flatten_with_path(outputs)[0]
     for path, leaf in held:
         if np.ndim(leaf) == 0:
@@ -196,7 +192,6 @@ def _with_places(group: Group, places: list[Array]) -> Group:
 
 
 def _same(tree: Tree, axis_names: tuple[str, ...]) -> Tree:
-    """`tree`, which all devices have computed alike, in the type of what is the same on all of them."""
     library: Any = lax
     first = lax.axis_index(axis_names) == 0
     return jax.tree.map(lambda leaf: library.psum(jnp.where(first, leaf, jnp.zeros_like(leaf)), axis_names), tree)

@@ -63,7 +63,6 @@ class Differentiation:
         return by, tuple(a for i, a in enumerate(arguments) if i not in self.places)
 
     def joined(self, by: tuple[Tree, ...], batch: tuple[Tree, ...]) -> list[Tree]:
-        """The arguments of the loss function."""
         held, rest = dict(zip(self.places, by, strict=True)), iter(batch)
         return [held[place] if place in held else next(rest) for place in range(len(by) + len(batch))]
 
@@ -116,7 +115,6 @@ class Differentiation:
 
 
 def start(by: tuple[Tree, ...], accumulate_dtype: DType) -> list[Array]:
-    """Empty sums, one for each leaf of `by` that takes part."""
     made: list[Array] = sums.zeros([leaf for leaf in jax.tree.leaves(by) if takes_part(leaf)], accumulate_dtype)
     return made
 
@@ -236,7 +234,6 @@ class Merging(NamedTuple):
         return [reduce[kind](leaf, axes) if kind in reduce else leaf for kind, leaf in zip(kinds, held, strict=True)]
 
     def is_sum(self) -> list[bool]:
-        """For each merged leaf whether devices add theirs up."""
         return [kind not in EXTREMES for kind in self.kinds if kind != ROWS]
 
     def finish(self, held: list[Array], rows: list[Array], items: Scalar, weight: Scalar) -> Tree:
@@ -250,7 +247,6 @@ class Merging(NamedTuple):
 
     @property
     def counts_items(self) -> bool:
-        """True if some leaf asks for the number of items."""
         return "mean" in self.kinds
 
 
@@ -264,7 +260,6 @@ def make_merging(declared: Tree, aux: Tree) -> Merging:
 
 
 def check_declared(declared: Tree) -> None:
-    """Refuse an unknown kind before anything is traced."""
     for kind in jax.tree.leaves(declared):
         kit.require_kind(kind)
 
@@ -380,7 +375,6 @@ class Carry(NamedTuple, Generic[G]):
 
 
 def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gathering[G]) -> Made[G]:
-    """Run all micro-batches."""
     groups, axes = groups_in(source), axes_in(by, source, question.axis_names)
     first, by = first_number(groups, question.axis_names), copies(by, gathering.axes)
     sample = groups[0].take(jax.tree.map(lambda leaf: leaf[0], groups[0].places), jnp.int32(0))
@@ -405,8 +399,6 @@ def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gat
 
 
 class _Counting(NamedTuple):
-    """How a micro-batch counts."""
-
     question: Question
     merging: Merging
     unit: int | None
@@ -456,7 +448,6 @@ def _unit(question: Question, merging: Merging, source: Source, *, relative: boo
 
 
 def first_number(groups: list[Group], axis_names: tuple[str, ...]) -> Scalar:
-    """The number of this device's first micro-batch among those of all devices."""
     count = sum(len(group.numbers) for group in groups)
     return lax.axis_index(axis_names) * count if axis_names else 0
 

@@ -144,7 +144,6 @@ class ValueAndGrad(Call):
 
 
 def as_places(argnums: Any) -> tuple[int, ...]:
-    """`argnums` as a tuple of places."""
     places = (argnums,) if isinstance(argnums, int) else tuple(argnums) if isinstance(argnums, tuple | list) else None
     fix = "Write argnums=0, or argnums=(0, 1)."
     if places is None or not all(isinstance(place, int) and not isinstance(place, bool) for place in places):
@@ -176,7 +175,6 @@ _FIX = "Write mesh = jax.make_mesh((4,), ('data',)) and axis_name='data'."
 
 
 def require_mesh(mesh: object, axis_names: tuple[str, ...], splitting: Splitting) -> Mesh | None:
-    """`mesh` if it has these axes, and if every device can cut its own part alike."""
     if mesh is None:
         return None
     if not isinstance(mesh, Mesh):
@@ -197,7 +195,6 @@ def devices_of(mesh: Mesh | None, axis_names: tuple[str, ...]) -> int:
 
 
 def over_mesh(local: Callable[..., Any], mesh: Mesh, axis_names: tuple[str, ...], aux: Tree) -> Callable[..., Any]:
-    """`local`, a function of (by, batch) that reduces over `axis_names`, as one of the whole batch."""
     spec: Any = PartitionSpec
     over, whole = spec(axis_names), spec()
     rows = jax.tree.map(lambda kind: over if kind == ROWS else whole, aux)

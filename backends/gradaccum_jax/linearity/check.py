@@ -79,7 +79,6 @@ Gradients = dict[str, Array]
 
 
 def unscaled_gradients(pull_back: Callable[..., Tree], cotangent: Tree) -> Iterator[Gradients]:
-    """The pull-back of ``scale * cotangent``, divided by the scale, for each of `SCALES`."""
     for scale in SCALES:
         scaled = jax.tree.map(lambda leaf, s=scale: (leaf * jnp.float32(s)).astype(leaf.dtype) if is_float(leaf) else leaf, cotangent)
         flat = jax.tree_util.tree_flatten_with_path(pull_back(scaled))[0]
@@ -88,7 +87,6 @@ def unscaled_gradients(pull_back: Callable[..., Tree], cotangent: Tree) -> Itera
 
 
 def report(gradients: Iterable[Gradients], culprits: Iterable[str], dtypes: Iterable[DType]) -> LinearityReport:
-    """The report on gradients at several scales."""
     met = set(map(jnp.dtype, dtypes))
     compared = comparable(gradients, _is_finite, float16=jnp.dtype(jnp.float16) in met)
     return linearity_report(compared, culprits, max((float(jnp.finfo(dtype).eps) for dtype in met), default=0.0), _norm)
@@ -136,7 +134,6 @@ class Found(NamedTuple):
 
 
 def equations(jaxpr: Program, mesh: Any = None) -> Iterator[Found]:
-    """Every equation of a jaxpr on a mesh, and of those inside it, but not of functions with derivatives of their own."""
     for eqn in jaxpr.eqns:
         yield Found(eqn, mesh)
         if "custom" not in eqn.primitive.name:
@@ -187,13 +184,11 @@ def _axes(variable: Any) -> tuple[str, ...]:
 
 
 def _copies(variable: Any, mesh: Any) -> tuple[int, ...]:
-    """The length of the axis before all others."""
     axes = _axes(variable)
     return (math.prod(mesh.shape[axis] for axis in axes),) if mesh is not None and axes else ()
 
 
 def _alone(eqn: Equation, inputs: list[Any]) -> Callable[..., Any]:
-    """The equation as a function of its inputs."""
     debug_info = _debug_info(eqn)._replace(arg_names=("",) * len(inputs), result_paths=("",) * len(eqn.outvars))
     jaxpr = core.Jaxpr([], inputs, eqn.outvars, [eqn], debug_info=debug_info)
     function: Callable[..., Any] = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))

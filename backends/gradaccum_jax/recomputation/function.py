@@ -73,7 +73,6 @@ def recompute(function: F | Iterable[Layer], *, segments: int | None = None, pol
 
 
 def _layers(function: object, segments: object) -> tuple[Layer, ...]:
-    """The layers that are given, each of them callable and functional."""
     fix = "Write recompute(function) or recompute([first, second], segments=2)."
     if callable(function) and segments is not None:
         found = "segments for one function"
@@ -89,8 +88,6 @@ def _layers(function: object, segments: object) -> tuple[Layer, ...]:
 
 
 def _recomputed(layers: Sequence[Layer], options: dict[str, Any]) -> Layer:
-    """The layers as one function that is recomputed as a whole."""
-
     @functools.wraps(layers[0])
     def call(*arguments: Any, **named: Any) -> Any:
         nest = ([owner_of(layer) for layer in layers], arguments, named)
@@ -100,7 +97,6 @@ def _recomputed(layers: Sequence[Layer], options: dict[str, Any]) -> Layer:
 
 
 def _replay(options: dict[str, Any], function: Callable[..., Tree], arguments: Tree) -> Tree:
-    """``function(*arguments)``, recomputed for the gradient."""
     leaves, structure = jax.tree.flatten(arguments)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, _TRACED) or hasattr(leaf, "__jax_array__")]
 

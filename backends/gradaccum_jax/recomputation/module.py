@@ -38,7 +38,6 @@ def applied(layers: Sequence[Layer], arguments: tuple[Any, ...], named: dict[str
 
 
 def threaded(run: Callable[..., Tree], nest: Tree, replay: Callable[..., Tree]) -> Tree:
-    """``run(*nest)`` by way of `replay`, with the state of the nnx modules in `nest` as one more input and result."""
     nodes, structure = jax.tree.flatten(nest, is_leaf=_is_stateful)
     places = [place for place, node in enumerate(nodes) if _is_stateful(node)]
     if not places:

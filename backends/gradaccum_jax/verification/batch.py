@@ -29,25 +29,20 @@ class Batch(NamedTuple):
 
     @property
     def keys(self) -> frozenset[int]:
-        """The places of leaves that each micro-batch has its own of."""
         return frozenset(place for place, axis in enumerate(self.axes) if axis == KEY)
 
     @property
     def split(self) -> frozenset[int]:
-        """The places of leaves with items."""
         return frozenset(place for place, axis in enumerate(self.axes) if isinstance(axis, int))
 
     @property
     def terms(self) -> int:
-        """About how many numbers are added up into one of a gradient."""
         return max([self.items, *(int(leaf.size) for leaf in self.leaves if not is_key(leaf))])
 
     def part(self, items: Sequence[int], number: int | None, leaves: Sequence[Array] | None = None) -> list[Array]:
-        """The leaves of the micro-batch of `items`."""
         return [self._taken(leaf, axis, items, number) for leaf, axis in zip(leaves or self.leaves, self.axes, strict=True)]
 
     def whole(self, leaves: Sequence[Array]) -> Tree:
-        """The batch, or a part of it, as the loss takes it."""
         return jax.tree.unflatten(self.structure, leaves)
 
     def _taken(self, leaf: Array, axis: int | str | None, items: Sequence[int], number: int | None) -> Array:
@@ -57,7 +52,6 @@ class Batch(NamedTuple):
 
 
 def make_batch(batch: tuple[Tree, ...], axes: Tree) -> Batch:
-    """The batch, checked."""
     flat, structure = jax.tree_util.tree_flatten_with_path(batch)
     paths = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in flat)
     leaves = tuple(leaf if is_key(leaf) else np.asarray(jnp.asarray(leaf)) for _, leaf in flat)
@@ -93,12 +87,10 @@ def _axis(leaf: Array, axis: Tree, path: str) -> int | str | None:
 
 
 def is_key(leaf: Array) -> bool:
-    """True if `leaf` is an array of typed random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_float(leaf: Array) -> bool:
-    """True if `leaf` can be differentiated by."""
     return not is_key(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
@@ -110,7 +102,6 @@ def folded(key: Array, number: int) -> Array:
 
 
 def perturbed(leaf: Array, roundoff: float, rng: np.random.Generator, *, integers_too: bool) -> Array:
-    """`leaf` with each number moved by one rounding, up or down."""
     if not is_float(leaf):
         return leaf
     wide = _wide(leaf)
@@ -139,11 +130,9 @@ class Parameters(NamedTuple):
 
     @property
     def values(self) -> list[Array]:
-        """The arrays."""
         return [self.leaves[place] for place in self.arrays]
 
     def tree(self, values: Sequence[Array]) -> Params:
-        """The tree with other arrays."""
         leaves = list(self.leaves)
         for place, value in zip(self.arrays, values, strict=True):
             leaves[place] = value
@@ -151,7 +140,6 @@ class Parameters(NamedTuple):
 
 
 def make_parameters(params: Params) -> Parameters:
-    """The parameters, checked."""
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves = tuple(np.asarray(jnp.asarray(leaf)) if is_array(leaf) and not is_key(leaf) else leaf for _, leaf in flat)
     arrays = tuple(place for place, leaf in enumerate(leaves) if is_array(leaf))
@@ -165,5 +153,4 @@ def make_parameters(params: Params) -> Parameters:
 
 
 def is_array(leaf: object) -> bool:
-    """True if `leaf` is an array or a number."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, int, complex))

@@ -36,7 +36,6 @@ class Draw(NamedTuple):
 
 
 def draws_of(program: Program, keys: Set[int], items: Set[int]) -> list[Draw]:
-    """The draws in the order of the equations."""
     jaxpr = program.closed.jaxpr
     marks = {variable: (place in keys, place in items) for place, variable in enumerate(jaxpr.invars)}
     return list(_walk(jaxpr, marks, Around(), within=False))
@@ -75,7 +74,6 @@ def _draws_at(eqn: Equation, mark: Mark, around: Around, within: bool) -> Iterat
 
 
 def rows(value: Array, axis: int, items: int, part: Sequence[int]) -> Array:
-    """Those of the items of `part`."""
     if value.shape[axis] == items:
         return value[(slice(None),) * axis + (np.asarray(part),)]
     each = value.shape[axis] // items
@@ -91,7 +89,6 @@ class Replay:
         self._given = given or {}
 
     def __call__(self, step: Step, values: list[Array]) -> list[Array]:
-        """A hook of `Program.run`."""
         if step.eqn.primitive.name not in DRAWING:
             return bind(step.eqn, values)
         given = self._given.get(len(self.drawn))
@@ -150,7 +147,6 @@ class Program:
         self.closed = closed
 
     def run(self, arguments: Sequence[Array], hook: Hook | None = None) -> list[Array]:
-        """Its results, with every equation run by `hook`. Can be differentiated and jitted."""
         return _run(self.closed.jaxpr, self.closed.consts, arguments, hook or (lambda step, values: bind(step.eqn, values)), Around())
 
 

@@ -71,7 +71,6 @@ def _mixes(ran: Ran, axes: Sequence[int | None], differs: Sequence[bool]) -> boo
 
 
 def _differs(values: Sequence[Array], axis: int, items: int, part: Sequence[int], roundoff: float) -> bool:
-    """True if the items of `part` have other values in the small batch, by more than rounding moves them."""
     large, moved, small = values
     if is_key(large):
         return False
@@ -92,7 +91,6 @@ def _layers(trail: Trail, mixing: Sequence[Ran], axes: Sequence[int | None], par
 
 
 def _by_parameters(trail: Trail, parameters: set[int]) -> set[int]:
-    """Places of the values that are made of parameters and constants alone, with a parameter in them."""
     arguments = len(trail.values) - sum(len(ran.outputs) for ran in trail.ran)
     batch = {place for place in range(arguments) if place not in parameters}
     alone = set(parameters)

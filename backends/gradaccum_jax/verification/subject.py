@@ -49,7 +49,6 @@ class JaxSubject:
         self._host, self._python_draws = HostRandom(loss_fn), False
 
     def window(self, parts: Sequence[Sequence[int]], conditions: Conditions) -> list[Run]:
-        """See `Subject.window`."""
         arguments = self._arguments(conditions)
         drawn = self._drawn(conditions.seed) if conditions.replay else {}
         numbers: Sequence[int | None] = [None] * len(parts) if conditions.replay else range(len(parts))
@@ -127,7 +126,6 @@ class JaxSubject:
 
     @cached_property
     def _draws(self) -> list[tuple[Draw, int | None]]:
-        """The draws of the large batch, each with its axis of items."""
         large = self._draws_at(self.items)
         for size in dict.fromkeys((-(-self.items // 2), self.items - 1, 1)):
             small = self._draws_at(size) if 0 < size < self.items else []
@@ -153,7 +151,6 @@ class JaxSubject:
         return self._remembered[seed]
 
     def dot(self, a: Array, b: Array) -> float:
-        """See `Subject.dot`."""
         return float(np.vdot(a, b).real)
 
     def precision(self, name: str) -> Precision:
@@ -162,7 +159,6 @@ class JaxSubject:
         return Precision(self._roundoff, float(jnp.finfo(value.dtype).smallest_normal), value.size, self._batch.terms)
 
     def columns(self) -> list[Column]:
-        """See `Subject.columns`."""
         return [self._column(place) for place in sorted(self._batch.split) if _is_readable(self._batch.leaves[place])]
 
     def _column(self, place: int) -> Column:
@@ -173,7 +169,6 @@ class JaxSubject:
         return Column(self._batch.paths[place], numbers, not is_float(leaf), leaf.ndim == 2 and axis == 0)
 
     def mixing_layers(self) -> list[Layer]:
-        """See `Subject.mixing_layers`."""
         values, leaves = self._arguments(Conditions())
         moved = self._arguments(Conditions(perturbation=0))
         part = list(range(self.items // 2, self.items))  # A running sum over the items shows in the last ones.
@@ -189,19 +184,16 @@ class JaxSubject:
         return mixing_layers(*runs, range(len(self._parameters.arrays)), self.items, part, self._roundoff)
 
     def fixed_draws(self) -> list[str]:
-        """See `Subject.fixed_draws`."""
         places = [one.place for one, axis in self._draws if one.bits and axis is not None and not one.by_key and not one.by_items]
         return list(dict.fromkeys(places) | self._pythons())
 
     def unreplayed_draws(self) -> list[str]:
-        """See `Subject.unreplayed_draws`."""
         return list(dict.fromkeys(one.place for one, _ in self._draws if one.bits and one.within and one.by_key) | self._pythons())
 
     def _pythons(self) -> dict[str, None]:
         return {PYTHONS: None} if self._python_draws else {}
 
     def custom_rules(self) -> list[str]:
-        """See `Subject.custom_rules`."""
         return list(dict.fromkeys(non_linear_rules(self._program(self.items).closed.jaxpr)))
 
 
@@ -212,7 +204,6 @@ def _require_scalar(loss: Tree) -> Array:
 
 
 def _variables(jaxpr: Any) -> Iterator[Any]:
-    """Those of a program and of all programs in it."""
     yield from jaxpr.invars
     for eqn in jaxpr.eqns:
         yield from eqn.outvars

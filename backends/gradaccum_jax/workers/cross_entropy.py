@@ -86,7 +86,6 @@ def sharded_cross_entropy(
 
 
 def _masked(values: Array, width: Array | None, padding: float) -> Array:
-    """The values with `padding` in the columns from `width` on; without a width there are none."""
     return values if width is None else jnp.where(_columns(values, width) < width, values, padding)
 
 

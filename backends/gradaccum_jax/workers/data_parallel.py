@@ -92,7 +92,6 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
 
 
 def _require_devices(mesh: Any, axes: tuple[str, ...], axis_name: object) -> int:
-    """The number of devices along the axes of the mesh."""
     fix = "Write mesh = jax.make_mesh((4,), ('data',)) and axis_name='data'."
     if not isinstance(mesh, jax.sharding.Mesh):
         raise explain(ArgumentTypeError, "mesh", expected="a jax.sharding.Mesh", got=mesh, fix=fix)
@@ -180,7 +179,6 @@ def _entries(spec: Any) -> Any:
 
 
 def _named(entry: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return which of `axes` an entry of a PartitionSpec names."""
     return tuple(axis for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis in axes)
 
 
@@ -209,7 +207,6 @@ def leaving(made: Any, given: list[Tree], axes: tuple[str, ...]) -> Made:
 
 
 def _parts(made: Any, given: list[Tree]) -> tuple[list[Tree], list[Tree]]:
-    """What must be the same on all devices, and the rest."""
     if len(given) == 1:
         if find_states(made):
             return [made], []
@@ -278,7 +275,6 @@ Specs = Sequence[Any]
 
 
 def require_replicated(program: Any, made: Tree, given: Specs, left: Specs, axes: tuple[str, ...]) -> None:
-    """Raise unless what leaves a step as replicated is the same on all devices."""
     over = frozenset(axes)
     found = differing(program, [over if tuple(spec) else NONE for spec in given], over)
     for (path, _), differs, spec in zip(jax.tree_util.tree_flatten_with_path(made)[0], found, left, strict=True):
@@ -288,7 +284,6 @@ def require_replicated(program: Any, made: Tree, given: Specs, left: Specs, axes
 
 
 def differing(jaxpr: Any, given: Origins, axes: Axes) -> Origins:
-    """Return for each result of a program along which of `axes` it may differ."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     known = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -323,7 +318,6 @@ def _made(equation: Any, given: Origins, axes: Axes) -> Origins:
 
 
 def _programs(equation: Any) -> list[Any]:
-    """Return the jaxprs that are parameters of an equation, in order."""
     held = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
     return [getattr(value, "jaxpr", value) for value in held if _is_program(value)]
 
@@ -367,7 +361,6 @@ def _returns_bool(program: Any) -> bool:
 
 
 def _scanned(equation: Any, body: Any, given: Origins, axes: Axes) -> Origins:
-    """Return the same for the results of a scan. A scanned array has one axis more outside than in the body."""
     carries = sum(_rank(out) == _rank(inner) for out, inner in zip(equation.outvars, body.outvars, strict=True))
     last = sum(_rank(atom) == _rank(inner) for atom, inner in zip(equation.invars, body.invars, strict=True))
     first = last - carries
@@ -380,7 +373,6 @@ def _scanned(equation: Any, body: Any, given: Origins, axes: Axes) -> Origins:
 
 
 def _looped(asks: Any, body: Any, given: Origins, results: int, axes: Axes) -> Origins:
-    """Return the same for the results of a while loop, whose operands are what `asks` reads, what the body reads, and what it carries."""
     asked, carried = len(given) - results, given[len(given) - results :]
     used = len(body.invars) - results
     while True:
@@ -409,6 +401,5 @@ def _rank(atom: Any) -> int:
 
 
 def _own_error(name: str, fix: str) -> UsageError:
-    """Return the error for something made of a device's own batch, where all devices need the same."""
     expected, found = "a value that is the same on all devices", "one that is made of a device's own batch or place, or by a callback"
     return explain(UsageError, name, expected=expected, found=found, fix=fix)

@@ -33,8 +33,6 @@ _copied: ContextVar[bool] = ContextVar("copied", default=False)
 
 
 def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> AccumulationState:
-    """`state` with `own` of the arrays that each device has for itself, and `shared` of the others."""
-
     def made(name: str, value: Tree) -> Tree:
         if isinstance(value, Noise):
             return Noise(*(own(part) if each.startswith("first") else shared(part) for each, part in value._asdict().items()))
@@ -60,13 +58,11 @@ def copies_of_params() -> Iterator[None]:
 
 
 def require_same_params(params: Params, axes: tuple[str, ...]) -> None:
-    """The devices have the same parameters."""
     fix = "Pass the parameters as they came into jax.shard_map by in_specs=PartitionSpec(); let only what is differentiated vary."
     same("params", params, axes, fix)
 
 
 def same_extra(extra: Extra, axes: tuple[str, ...]) -> Extra:
-    """The extra arguments of an inner optimizer, `same` on all devices."""
     return same("", extra, axes, "Reduce it first, as in jax.lax.pmean(value, axis_name).")
 
 
@@ -80,7 +76,6 @@ def same(name: str, tree: T, axes: tuple[str, ...], fix: str) -> T:
 
 
 def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None:
-    """The arrays of `tree` are the same on all devices, by their types."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if differing := axes_of(leaf) & frozenset(axes):
             where, found = f"{name}{jax.tree_util.keystr(path)}", f"one that may differ along {sorted(differing)}"
@@ -88,7 +83,6 @@ def require_same(name: str, tree: Tree, axes: tuple[str, ...], fix: str) -> None
 
 
 def require_shared(state: AccumulationState, axes: tuple[str, ...], fix: str = _RETURNED) -> None:
-    """The fields that devices share are the same on all of them."""
     require_same("state", by_kind(state, own=lambda _: None, shared=lambda leaf: leaf)._asdict(), axes, fix)
 
 
@@ -110,7 +104,6 @@ def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) 
 
 
 def require_own_loss(loss: Scalar, state: AccumulationState, axes: tuple[str, ...]) -> None:
-    """The micro-batch's loss belongs to the same devices as its state."""
     if loss is None:
         return
     if reduced := frozenset(axis for axis in axes if jax.lax.axis_size(axis) > 1) - axes_of(loss):
@@ -143,7 +136,6 @@ def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
 
 
 def is_state(part: object) -> bool:
-    """True if `part` is the state of a wrapped optimizer."""
     return isinstance(part, AccumulationState)
 
 
@@ -170,13 +162,11 @@ def require_shard_axes(value: object) -> ShardAxes:
 
 
 def require_in_scope(shard_axes: ShardAxes) -> None:
-    """Refuse `shard_axes` outside of a `jax.shard_map` that knows what is sharded."""
     for axis in shard_axes or ():
         require_checked(axis, "Call tx.update in a function under jax.shard_map. Under jax.jit alone, leave shard_axes out.")
 
 
 def require_told(tree: Tree, known: Axes, shard_axes: ShardAxes, options: Options | None = None) -> None:
-    """Refuse parameters, or sums, that may be shards, if nobody said whether they are."""
     if shard_axes is not None or not manual_axes():
         return
     axes = [axes_of(leaf) - known for leaf in jax.tree.leaves(tree)]
@@ -201,7 +191,6 @@ def _vary_like(leaf: Array, parameter: Array) -> Array:
 
 
 def require_checked(axis_name: str, fix: str) -> None:
-    """Refuse an axis of which JAX does not know what differs along it."""
     _require_types()
     try:
         index = lax.axis_index(axis_name)

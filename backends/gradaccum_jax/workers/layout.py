@@ -24,7 +24,6 @@ def devices_of(state: AccumulationState) -> int | None:
 
 
 def require_layout(tree: Tree, devices: int) -> None:
-    """Each window's state in `tree` is shared by so many `devices`."""
     for state in find_states(tree):
         if (held := devices_of(state)) != devices:
             expected = f"that of a window that {devices} devices share"

@@ -17,7 +17,6 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def contrast(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:
-    """InfoNCE."""
     scores = ops.exp(temperature) * ops.matmul(left, right.T)
     largest = ops.stop_gradient(ops.ReduceMax(keep_dims=True)(scores, 1))
     shifted = scores - largest
@@ -26,7 +25,6 @@ def contrast(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:
 
 
 def covariance(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:
-    """Squared covariances of different columns."""
     items, columns = left.shape
     centred = left - left.mean(0, keep_dims=True)
     c = ops.matmul(centred.T, centred) / _number(items - 1, left)
@@ -35,7 +33,6 @@ def covariance(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:
 
 
 def balance(left: Tensor, right: Tensor, temperature: Tensor) -> Tensor:
-    """Load balance of experts."""
     experts = left.shape[1]
     shifted = ops.exp(left - ops.stop_gradient(ops.ReduceMax(keep_dims=True)(left, 1)))
     p = shifted / ops.ReduceSum(keep_dims=True)(shifted, 1)

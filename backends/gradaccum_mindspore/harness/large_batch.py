@@ -46,7 +46,6 @@ class Network(nn.Cell):  # type: ignore[misc]
         self.mean, self.declared = call.loss == "mean", tuple(call.options.get("aux") or ())
 
     def loss(self, x: Any, labels: Any, extra: Any = None) -> Any:
-        """The loss, and after it what is declared of the logits, in that order."""
         loss = self.network.loss(x, labels)
         if self.mean:
             loss = loss / ops.full((), x.shape[0], dtype=loss.dtype)
@@ -55,7 +54,6 @@ class Network(nn.Cell):  # type: ignore[misc]
         return (loss, *self.of_logits(x))
 
     def of_logits(self, x: Any) -> Any:
-        """The declared outputs."""
         logits, found = self.network(x), []
         for name in self.declared:
             if name == "sum":
@@ -71,11 +69,9 @@ class Network(nn.Cell):  # type: ignore[misc]
         return tuple(found)
 
     def outputs(self, left: Any, right: Any, extra: Any = None) -> Any:
-        """Those of the two views."""
         return self.network(left), self.network(right)
 
     def begin(self, call: LargeBatchCall) -> None:
-        """At the call's weights."""
         for name, p in self.named.items():
             write(p, Tensor(call.weights[name], self.dtype))
 
@@ -164,7 +160,6 @@ def _by_name(weights: Any, gradients: Any) -> dict[str, Array]:
 
 
 def _flat(aux: Any) -> list[Any]:
-    """The outputs one by one, as a tuple of their own or not."""
     return list(aux[0]) if len(aux) == 1 and isinstance(aux[0], tuple) else list(aux)
 
 

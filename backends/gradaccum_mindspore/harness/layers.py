@@ -128,7 +128,6 @@ class Network(nn.Cell):  # type: ignore[misc]
         return x
 
     def loss(self, x: Any, labels: Any) -> Any:
-        """Sum over the items."""
         logits = self.construct(x)
         shifted = logits - ops.stop_gradient(self.largest(logits, -1))
         return self.sum(self.log(self.sum(self.exp(shifted), -1))) - self.sum(labels * shifted)

@@ -31,7 +31,6 @@ REPORTS = TemporaryDirectory()
 
 @contextmanager
 def context_mode(mode: str) -> Iterator[None]:
-    """Run in the context that `mode` needs, and put the old one back."""
     wanted = ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE
     before = ms.get_context("mode")
     if wanted != before:

@@ -30,7 +30,6 @@ class Step(nn.Cell):  # type: ignore[misc]
         self.backward = ms.value_and_grad(self.forward, None, trainer.parameters, has_aux=True)
 
     def forward(self, x: Any, labels: Any, divisor: Any) -> Any:
-        """The loss to differentiate, and the loss."""
         loss = self.network.loss(x, labels) / divisor
         if self.wrapped:
             return self.optimizer.scale(loss), loss
@@ -78,11 +77,9 @@ class Trainer:
         return found | {p.name: p for p in self.parameters}
 
     def arrays(self) -> Arrays:
-        """Copies of all of them."""
         return {name: plain(p) for name, p in self.entries().items()}
 
     def reset(self, weights: Arrays) -> None:
-        """Back to the start, with these weights."""
         for name, p in self.entries().items():
             write(p, Tensor(self.start_of(name, weights), p.dtype))
 
@@ -95,7 +92,6 @@ class Trainer:
 
 
 def ms_dtype(dtype: Dtype) -> Any:
-    """MindSpore's name for it."""
     return getattr(ms, dtype)
 
 
@@ -107,7 +103,6 @@ def plain(tensor: Any) -> Array:
 
 
 def build_network(model: Model, parameters: Mapping[str, Any], dtype: Any) -> layers.Network:
-    """The cells of a spec over these Parameters."""
     cells = []
     for index, layer in enumerate(model.layers):
         cells.append(build_layer(layer, [parameters[f"{index}.{name}"] for name in layer.shapes()], dtype))
@@ -115,7 +110,6 @@ def build_network(model: Model, parameters: Mapping[str, Any], dtype: Any) -> la
 
 
 def build_layer(layer: Layer, parameters: list[Any], dtype: Any) -> Any:
-    """The cell of one layer."""
     match layer:
         case Dense():
             return layers.Affine(*parameters)

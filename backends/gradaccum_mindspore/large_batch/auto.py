@@ -66,7 +66,6 @@ class Ledger:
         return Kept(tensor, self, address, size)
 
     def hand_out(self) -> None:
-        """A backward pass has begun. It ends when nothing is kept any more."""
         self._backward = True
 
     def release(self, address: int, size: int) -> None:
@@ -85,7 +84,6 @@ class Kept:
         self._tensor, self._ledger, self._address, self._size = detached(tensor), ledger, address, size
 
     def handed_out(self) -> Any:
-        """The tensor, for the backward pass."""
         if self._ledger is not None:
             self._ledger.hand_out()
         return self._tensor
@@ -125,7 +123,6 @@ def fitted(run: Run, fn: object, sizes: AutoMicroBatchSize, batch: Batch, option
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if a smaller micro-batch may help."""
     if isinstance(error, GradAccumError):
         return False
     said = str(error).lower()

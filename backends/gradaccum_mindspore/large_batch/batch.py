@@ -64,7 +64,6 @@ def item_weights(weight: Any, singles: Iterable[tuple[Nest, ...]], items: int) -
 
 
 def weight_of(weight: Any, arguments: tuple[Nest, ...], items: int | None, cut: Cut | None, total: int | None) -> float:
-    """The weight of one micro-batch."""
     if callable(weight):
         given = weight(*arguments)
         if given is None:
@@ -146,7 +145,6 @@ def split_options(
     aux: Nest = None,
     accumulate_dtype: object = None,
 ) -> SplitOptions:
-    """Check the keyword options of `value_and_grad` and of its like."""
     division = make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
     if split is not None:
         require_split(split, division)
@@ -158,25 +156,21 @@ def split_options(
 
 
 def with_constant_weight(options: SplitOptions, positions: tuple[int, ...], parameters: Sequence[Parameter]) -> SplitOptions:
-    """`options` whose weight raises if it depends on the arguments at `positions` or on `parameters`, which are differentiated."""
     if options.reduction.reduction == "sum":
         return options
     return options._replace(weight=constant(options.weight, positions, moving(options.weight, parameters)))
 
 
 def plain_reduction(reduction: str) -> Options:
-    """The options of the arithmetic that the core does for a bare `reduction`."""
     return make_options(None, reduction=reduction)
 
 
 def require_function(argument: str, function: object) -> None:
-    """Refuse what cannot be called."""
     if not callable(function):
         raise explain(ArgumentTypeError, argument, expected="a function or Cell", got=function, fix="Write def forward(x, y): ...")
 
 
 def require_split(split: Any, division: Division) -> None:
-    """Refuse a split that cannot be called as it will be."""
     if not callable(split):
         fix = "Write a function of the batch that yields micro-batches."
         raise explain(ArgumentTypeError, "split", expected="a function", got=split, fix=fix)
@@ -186,14 +180,12 @@ def require_split(split: Any, division: Division) -> None:
 
 
 def require_array(weight: Any) -> None:
-    """Refuse a weight that has no length."""
     if not hasattr(weight, "__len__") or isinstance(weight, str | dict):
         expected = "a callable of the micro-batch, or one number per item"
         raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix="Write weight=lambda x, mask: mask.sum(), say.")
 
 
 def require_aux(has_aux: bool, aux: Nest) -> None:
-    """Refuse an aux that nobody returns, one that nobody declared, and an unknown kind."""
     if not isinstance(has_aux, bool):
         raise explain(ArgumentTypeError, "has_aux", expected="a bool", got=has_aux, fix="Write has_aux=True.")
     if has_aux and aux is None:
@@ -234,7 +226,6 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(batch: Batch, options: SplitOptions, division: Division) -> Iterator[MicroBatch]:
-    """The micro-batches in order, each made when it is asked for, after the whole batch was checked."""
     if options.split is not None:
         return _own_micro_batches(batch, options)
     items = items_of(batch, options.axes)
@@ -244,7 +235,6 @@ def micro_batches(batch: Batch, options: SplitOptions, division: Division) -> It
 
 
 def items_of(batch: Nest, axes: Nest, *, own_split: bool = False) -> int:
-    """How many items all leaves with an axis of items share."""
     marked, lists = mark_lists(batch, axes)
     placed = zip(leaves_of(marked, "batch"), spread(axes, marked, "axes"), strict=True)
     sizes = [(leaf.path, size_along(leaf.value, axis, leaf.path, own_split)) for leaf, axis in placed]
@@ -266,13 +256,11 @@ def size_along(value: object, axis: object, path: str, own_split: bool) -> int |
 
 
 def no_items_error(path: str, found: str) -> ArgumentValueError:
-    """The error for a leaf that cannot be cut; `found` says what it is, in words."""
     fix = "Write axes=None for what every micro-batch is given whole, or split= a function."
     return explain(ArgumentValueError, path, expected="a Tensor or array to split", found=found, fix=fix)
 
 
 def shape_along(shape: tuple[int, ...], axis: Any, path: str) -> int:
-    """The length of a shape along an axis."""
     if not -len(shape) <= axis < len(shape):
         fix = "Write axes=None for a leaf that every micro-batch is given whole, or the axis of its items."
         raise explain(ArgumentValueError, path, expected=f"an array with axis {axis}", found=f"shape {shape}", fix=fix)
@@ -283,13 +271,11 @@ def shape_along(shape: tuple[int, ...], axis: Any, path: str) -> int:
 
 
 def require_axis(axis: object) -> None:
-    """Refuse what is no axis."""
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
         raise explain(ArgumentTypeError, "axes", expected="an int or None for each array", got=axis, fix="Write axes=(0, None), say.")
 
 
 def part(batch: Batch, axes: Nest, cut: Cut) -> Batch:
-    """The micro-batch of the items of a cut."""
     placed = zip(leaves_of(batch), spread(axes, batch, "axes"), strict=True)
     leaves = [sliced(leaf.value, axis, cut) for leaf, axis in placed]
     return with_leaves(batch, iter(leaves))  # type: ignore[return-value]
@@ -314,7 +300,6 @@ def _packing_weights(batch: Batch, options: SplitOptions, division: Division, it
 
 
 def _own_micro_batches(batch: Batch, options: SplitOptions) -> Iterator[MicroBatch]:
-    """What the user's split gives, made one after the other."""
     split: Any = options.split
     steps = options.division.steps
     given = split(*batch) if steps is None else split(*batch, steps=steps)
@@ -367,7 +352,6 @@ def sizes_of(nest: Any, axes: Any, path: str) -> tuple[tuple[Any, ...], ...]:
 
 
 def kind_of(nest: Any) -> Any:
-    """What elements of one kind share, as `gradaccum.kit.mark_lists` has it."""
     if isinstance(nest, Tensor):
         return "Tensor", nest.dtype, len(nest.shape)
     if isinstance(nest, (tuple, list, dict)):
@@ -405,12 +389,10 @@ def slices_of(nest: Any, axes: Any, indices: Tensor) -> Any:
 
 
 def axis_at(axes: Any, place: int) -> Any:
-    """The part of a prefix nest that is for a place of a tuple or list."""
     return axes[place] if isinstance(axes, (tuple, list)) else axes
 
 
 def axis_of(axes: Any, key: str) -> Any:
-    """The part of a prefix nest that is for a key of a dict."""
     return axes[key] if isinstance(axes, dict) else axes
 
 
@@ -437,13 +419,11 @@ def check_dense(axis: Any, path: str) -> None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def size_of(shape: tuple[int, ...], axis: Any, path: str) -> tuple[tuple[str, int], ...]:
-    """The length of one leaf with its path, or nothing of a leaf that is given whole."""
     require_axis(axis)
     return () if axis is None else ((path, shape_along(shape, axis, path)),)
 
 
 def leaves_in(nest: Any) -> tuple[Any, ...]:
-    """The leaves of a nest of tuples, lists and dicts, in order."""
     if isinstance(nest, dict):
         nest = tuple(nest.values())
     if not isinstance(nest, (tuple, list)):
@@ -461,7 +441,6 @@ def filled(nest: Any, leaves: Any) -> Any:
 
 
 def _filled(nest: Any, leaves: Any, start: int) -> tuple[Any, int]:
-    """The part of a nest that begins with the leaf at `start`, and the place of the leaf after it."""
     if isinstance(nest, dict):
         named = {}
         for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
@@ -478,7 +457,6 @@ def _filled(nest: Any, leaves: Any, start: int) -> tuple[Any, int]:
 
 
 def nest_in(places: Any, leaves: tuple[Any, ...]) -> Any:
-    """A nest like `places`, which holds numbers, with the leaf of each number in its place."""
     if isinstance(places, dict):
         named = {}
         for key in places.keys():  # noqa: SIM118 - the compiler iterates over no dict

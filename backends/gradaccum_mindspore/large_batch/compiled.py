@@ -94,7 +94,6 @@ def shares_of(kinds: tuple[str, ...], outputs: Any, items: Tensor, weight: Tenso
 
 
 def begun(kinds: tuple[str, ...], shares: Outputs, count: int) -> Outputs:
-    """The merged outputs after the first of `count` micro-batches of one size."""
     made: Outputs = ()
     for place in range(len(kinds)):
         given = shares[place]
@@ -117,7 +116,6 @@ def with_shares(kinds: tuple[str, ...], so_far: Outputs, shares: Outputs, step: 
 
 
 def rows_joined(kinds: tuple[str, ...], so_far: Outputs) -> Outputs:
-    """The merged outputs with the rows of all micro-batches along one axis."""
     made: Outputs = ()
     for place in range(len(kinds)):
         value = so_far[place]
@@ -128,7 +126,6 @@ def rows_joined(kinds: tuple[str, ...], so_far: Outputs) -> Outputs:
 
 
 def with_tail(kinds: tuple[str, ...], so_far: Outputs, shares: Outputs) -> Outputs:
-    """The merged outputs, joined, with those of a last, smaller micro-batch."""
     made: Outputs = ()
     for place in range(len(kinds)):
         if kinds[place] == "concatenate":
@@ -150,7 +147,6 @@ def finished_outputs(kinds: tuple[str, ...], so_far: Outputs, items: Tensor, wei
 
 
 def _like(number: Tensor, value: Tensor) -> Tensor:
-    """A number in the dtype in which a mean of such values is taken."""
     return number.astype(ms.float64 if value.dtype == ms.float64 else ms.float32)
 
 
@@ -162,7 +158,6 @@ def leaf_kind(declared: Any) -> str:
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_rows(axes: int) -> None:
-    """Refuse to concatenate scalars, while compiling."""
     if axes == 0:
         raise concatenate_error("aux", "a scalar")
 
@@ -230,7 +225,6 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return self.beside(made, (merged,) if len(value) == 1 else merged)
 
     def beside(self, made: Any, outputs: tuple[Any, ...]) -> Any:
-        """What `finished` returned, with the other outputs beside the loss."""
         loss, gradients = made
         return (loss, *outputs), gradients
 
@@ -239,12 +233,10 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return self.item_weights(items, self.float_dtype) if self.array else self.zero
 
     def divides(self, weight: Tensor, zero: Tensor) -> Tensor:
-        """What divides the sums, by the sum of weights."""
         count = zero.astype(ms.int32)
         return divisor((count, count, count, weight, weight > 0, zero + 1, count), self.reduction, where)
 
     def finished(self, loss: Tensor, sums: Any, divides: Tensor) -> tuple[Tensor, Any]:
-        """What the call returns, from the sums and what divides them."""
         made: tuple[Tensor, ...] = ()
         for place in range(len(self.shapes)):
             made = (*made, _finished(divides, sums[place], self.dtypes[place]))
@@ -255,7 +247,6 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return self.taken(batch, indices, per_item, loss, weight, sums, False)[:3]
 
     def taken(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any, flat: bool) -> tuple[Any, ...]:
-        """The same three, then the weight of the micro-batch and what `fn` returned beside its loss, or if `flat` the leaves of that."""
         arguments = slices_of(batch, self.axes, indices)
         amount = self.amount(arguments, indices, per_item)
         value, gradients = self.differentiated(arguments, flat)
@@ -269,7 +260,6 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return loss + where(amount != 0, given, ops.zeros_like(given)), weight + amount, sums, amount, others
 
     def loss_of(self, value: Any) -> Tensor:
-        """The loss in what `fn` returned, checked."""
         if self.has_aux:
             value = value[0]
         elif isinstance(value, (tuple, list)):
@@ -278,7 +268,6 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return value
 
     def differentiated(self, arguments: Any, flat: bool) -> tuple[Any, tuple[Tensor, ...]]:
-        """What `fn` returns for a micro-batch, or `with_leaves` of it, and a tuple of gradients."""
         value, gradients = self.backward_of_leaves(*arguments) if flat else self.backward(*arguments)
         return value, (gradients,) if self.single else gradients
 
@@ -307,11 +296,9 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return amount.astype(self.float_dtype)
 
     def start(self, zero: Tensor) -> Tensor:
-        """The sum of losses before the first micro-batch."""
         return zero * 1
 
     def zeros(self, zero: Tensor) -> Any:
-        """The sums before the first micro-batch."""
         sums: tuple[Tensor, ...] = ()
         for place in range(len(self.shapes)):
             sums = (*sums, ops.broadcast_to(zero.astype(self.sum_dtypes[place]), self.shapes[place]))
@@ -349,8 +336,6 @@ def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
 
 
 def weights_of(options: SplitOptions) -> Any:
-    """A function that returns per-item weights as a constant Tensor."""
-
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def item_weights(items: int, dtype: DType) -> Tensor:
         return Tensor(as_array(options.weight, items), dtype)
@@ -359,7 +344,6 @@ def weights_of(options: SplitOptions) -> Any:
 
 
 def require_compilable(whole: bool, options: SplitOptions) -> None:
-    """Refuse what only Python can do."""
     division = options.division
     found = {
         "grad_position": whole,

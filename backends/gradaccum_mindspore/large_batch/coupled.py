@@ -68,7 +68,6 @@ class CompiledCoupledLoop(CompiledLoop):
         self.check_cells = cells_check(outputs_fn)
 
     def run(self, batch: Batch) -> Any:
-        """Both passes."""
         self.check_cells()
         cuts = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
         outline, whole = self.first_pass(batch, cuts)
@@ -79,7 +78,6 @@ class CompiledCoupledLoop(CompiledLoop):
         return self.finished(loss * factor.astype(loss.dtype), sums, one)
 
     def first_pass(self, batch: Batch, cuts: tuple[int, int, int]) -> tuple[Any, tuple[Tensor, ...]]:
-        """The nest of the outputs of one micro-batch, and the leaves of the outputs of all items."""
         full, size, tail = cuts
         indices = ops.arange(size)
         outline = self.outputs_of(*slices_of(batch, self.axes, indices))
@@ -119,7 +117,6 @@ class CompiledCoupledLoop(CompiledLoop):
         sums: Any,
         factor: Tensor,
     ) -> tuple[Any, Tensor]:
-        """The sums with one micro-batch's gradients, and the factor, from the gradients of all outputs."""
         full, size, tail = cuts
         items = full * size + tail
         given = rows_of(cotangents, indices, start, items)
@@ -174,7 +171,6 @@ def merged_leaves(outline: Any, floating: Any, others: Any) -> tuple[Tensor, ...
 
 
 def floating_of(leaves: Any) -> tuple[Tensor, ...]:
-    """The leaves by which a loss is differentiated."""
     made: tuple[Tensor, ...] = ()
     for place in range(len(leaves)):
         if is_floating(leaves[place]):
@@ -183,7 +179,6 @@ def floating_of(leaves: Any) -> tuple[Tensor, ...]:
 
 
 def others_in(leaves: Any) -> tuple[Tensor, ...]:
-    """The other leaves, such as labels."""
     made: tuple[Tensor, ...] = ()
     for place in range(len(leaves)):
         if not is_floating(leaves[place]):
@@ -192,14 +187,12 @@ def others_in(leaves: Any) -> tuple[Tensor, ...]:
 
 
 def is_floating(leaf: Tensor) -> bool:
-    """True if a leaf has a gradient."""
     dtype = leaf.dtype
     found: bool = dtype == ms.float32 or dtype == ms.float64 or dtype == ms.float16 or dtype == ms.bfloat16
     return found
 
 
 def rows_of(leaves: Any, indices: Tensor, start: Tensor, items: int) -> tuple[Tensor, ...]:
-    """The rows of leaves of the whole batch that belong to the micro-batch of the items `indices`, which begin at `start`."""
     made: tuple[Tensor, ...] = ()
     for place in range(len(leaves)):
         each = leaves[place].shape[0] // items
@@ -269,13 +262,11 @@ def check_leaves(ranks: tuple[int, ...], floating: int) -> None:
 
 
 def no_output_error() -> ArgumentValueError:
-    """The error for outputs that no loss can be differentiated by."""
     fix = "Return embeddings or logits; the labels can stand beside them."
     return explain(ArgumentValueError, "outputs_fn", expected="a floating output to differentiate by", found="none", fix=fix)
 
 
 def number_of_floating(leaves: Any) -> int:
-    """How many leaves have a gradient."""
     found = 0
     for place in range(len(leaves)):
         if isinstance(leaves[place], Tensor) and is_floating(leaves[place]):
@@ -310,7 +301,6 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledCoupledLoop(outputs_fn, loss_fn, weights, options)
 
     def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
-        """The loss and the gradients, from Python."""
         refuse_trace()
         require_replayable(self.outputs_fn)
         division = self.options.division
@@ -322,7 +312,6 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         return self.loop.run(batch)  # type: ignore[no-any-return]
 
     def run(self, batch: Batch, division: Division) -> tuple[Tensor, Any]:
-        """Both passes over the batch, divided so."""
         parts = [part.arguments for part in micro_batches(batch, self.options, division)]
         with Replay(self.outputs_fn) as replay:
             structure, pieces = self.outputs_of(parts, replay)
@@ -453,7 +442,6 @@ def coupled_value_and_grad(
 
 
 def output_leaves(outputs: Nest) -> list[Tensor]:
-    """The leaves of the outputs of one micro-batch."""
     leaves = leaves_of(outputs, "outputs")
     for leaf in leaves:
         if not isinstance(leaf.value, Tensor) or leaf.value.ndim == 0:
@@ -468,8 +456,6 @@ def part_of(whole: Tensor, pieces: Sequence[Tensor], place: int) -> Tensor:
 
 
 def loss_function(loss_fn: Function, outline: Nest, places: Nest, compiled: bool) -> Function:
-    """`loss_fn` as a function of the leaves of the outputs."""
-
     def of_leaves(*leaves: Tensor) -> Tensor:
         return loss_fn(with_leaves(outline, iter(leaves)))
 

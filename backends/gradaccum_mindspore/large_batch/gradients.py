@@ -65,7 +65,6 @@ class GradientSums:
             self._add_one(place, gradient, factor)
 
     def finished(self, divisor: float) -> Nest:
-        """The large batch's gradients, in the dtypes and the structure in which they came."""
         totals = [self._total(place) for place in range(len(self.totals))]
         leaves = divided(totals, divisor, self.dtypes, ms.float64) if divisor != 1 else map(_cast, totals, self.dtypes)
         return with_leaves(self.outline, iter(leaves))
@@ -115,7 +114,6 @@ class Operators:
         return ops.where((a <= b) | (a != a), a, b)
 
     def widened(self, value: Tensor) -> Tensor:
-        """`value` in the dtype of its sum."""
         if value.dtype in HALF:
             return value.astype(ms.float32)
         return value.astype(ms.int64) if value.dtype == ms.bool_ else value
@@ -175,7 +173,6 @@ class MergedOutputs:
 
 
 def require_outputs(value: Any, has_aux: bool) -> None:
-    """Refuse what a loss function may not return."""
     if isinstance(value, tuple | list) != has_aux:
         raise aux_shape_error(f"a {type(value).__name__} of {len(value)}" if not has_aux else "the loss alone", declared=has_aux)
     loss = _first(value)
@@ -244,7 +241,6 @@ class PythonLoop:
             return self.passed(batch, division, replay)
 
     def passed(self, batch: Batch, division: Division, replay: Replay) -> tuple[Any, Any]:
-        """One pass over the batch."""
         options = self.options
         sums = GradientSums(options.accumulate_dtype, self.joins(batch))
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
@@ -279,7 +275,6 @@ class PythonLoop:
 
 
 def weighed(fn: object, batch: Batch, options: SplitOptions, division: Division) -> Iterator[tuple[MicroBatch, float]]:
-    """Each micro-batch with its weight, one after the other."""
     per_item = options.weight is not None and not callable(options.weight) and options.split is None
     total = items_of(batch, options.axes) if per_item else None
     sizes: set[int | None] = set()
@@ -312,7 +307,6 @@ def factor_of(weight: float, options: SplitOptions) -> float:
 
 
 def divisor_of(weight: float, options: SplitOptions) -> float:
-    """What the sums are divided by."""
     state = initial_state(1.0)._replace(weight=weight)
     return float(divisor(state, options.reduction, select))
 

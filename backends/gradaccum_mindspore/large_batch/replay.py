@@ -39,7 +39,6 @@ def require_one_stream(fn: object, sizes: set[int | None], items: int | None) ->
 
 
 def require_one_program(fn: object, found: str) -> None:
-    """Refuse randomness in two programs that start at one seed."""
     drawing = random_cell(fn) if ms.get_seed() is not None else None
     if drawing is not None:
         fix = "Leave mindspore.set_seed out, run in PyNative mode, or choose a number of items that divides the batch and no has_aux."
@@ -57,7 +56,6 @@ def random_cell(fn: object) -> str | None:
 
 
 def cells_of(fn: Any, depth: int) -> Iterator[nn.Cell]:
-    """The Cells that a function names."""
     yield from (each for each in named_by(fn, depth) if isinstance(each, nn.Cell))
 
 
@@ -96,12 +94,10 @@ class Noted:
         self.counters = dict(SEEDS._KERNEL_SEED)
 
     def after_error(self) -> None:
-        """Make it as it was, and let MindSpore forget the operators that it has recorded."""
         forget_recorded()
         self.set_back()
 
     def set_back(self) -> None:
-        """Make it as it was."""
         set_counters(self.counters)
         for parameter, value in self.values:
             ops.assign(parameter, value)
@@ -133,7 +129,6 @@ class Replay:
             self.noted.after_error()
 
     def begin(self, place: int) -> None:
-        """Prepare the micro-batch at `place`, for the first time or the second."""
         if not self.lends:
             return
         if place == len(self.places):
@@ -144,19 +139,16 @@ class Replay:
             cell.dropout = ops.Dropout(keep, *SEEDS._get_graph_seed(0, "dropout"))
 
     def set_back(self) -> None:
-        """Give statistics the values that they had before the first pass."""
         self.noted.set_back()
 
 
 def statistics_of(cell: nn.Cell) -> list[Parameter]:
-    """The Parameters of one Cell that nobody trains, but for frozen weights."""
     normalizes = "Norm" in type(cell).__name__
     held = cell.get_parameters(expand=False)
     return [parameter for parameter in held if not parameter.requires_grad and (normalizes or parameter.size <= LARGEST)]
 
 
 def set_counters(counters: dict[Any, int]) -> None:
-    """Set MindSpore's counters of random operators."""
     SEEDS._KERNEL_SEED.clear()
     SEEDS._KERNEL_SEED.update(counters)
 
@@ -182,5 +174,4 @@ def require_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
 
 
 def replay_error(found: str, fix: str) -> UsageError:
-    """The error for random numbers, or another state, that differ between the passes."""
     return explain(UsageError, "outputs_fn", expected="a function that gives the same outputs again", found=found, fix=fix)

@@ -35,7 +35,6 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
             self.loop.backward_of_leaves = ms.value_and_grad(with_leaves(fn), grad_position, weights, True)
 
     def __call__(self, *batch: Nest) -> tuple[Any, Any]:
-        """The large batch's value and gradients, from Python."""
         refuse_trace()
         division, run = self.options.division, self.python_loop.run
         if isinstance(division.micro_batch_size, AutoMicroBatchSize):

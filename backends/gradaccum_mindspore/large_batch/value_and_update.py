@@ -182,18 +182,14 @@ def value_and_update(
 
 
 def loss_in(value: Any, has_aux: bool) -> Tensor:
-    """The loss in what a function of the user's returned."""
     return value[0] if has_aux else value
 
 
 def windows_of(optimizer: AccumulatingOptimizer) -> int:
-    """How many windows were closed."""
     return int(optimizer.storage.optimizer_step.item() + optimizer.storage.skipped_windows.item())
 
 
 def scaled(fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool) -> Function:
-    """`fn` as a function that returns its loss times the loss scale, to differentiate, and what it returned."""
-
     def of_batch(*arguments: Nest) -> tuple[Tensor, Any]:
         value = fn(*arguments)
         check_outputs(isinstance(value, (tuple, list)), has_aux)
@@ -210,7 +206,6 @@ def check_outputs(several: bool, has_aux: bool) -> None:
 
 
 def require_wrapped(optimizer: object) -> None:
-    """Refuse an optimizer whose windows the caller does not close."""
     fix = "Write gradaccum.wrap(optimizer, steps=None)."
     if not isinstance(optimizer, AccumulatingOptimizer):
         found = f"an object of type {type(optimizer).__name__}"
@@ -221,7 +216,6 @@ def require_wrapped(optimizer: object) -> None:
 
 
 def require_no_window(optimizer: AccumulatingOptimizer) -> None:
-    """Refuse to add to a window that someone else opened."""
     held = optimizer.storage.micro_step.item()
     if held > 0:
         found = f"a window that holds {held} micro-batches"

@@ -41,7 +41,6 @@ class Custom(NamedTuple):
 
 
 def is_linear(custom: Custom, tolerance: float) -> bool:
-    """True if the gradients of a custom backward double with the gradient handed to it."""
     tensors = [value for value in custom.arguments if is_float(value)]
     gradient = ops.GradOperation(get_all=True, sens_param=True)(_of_tensors(custom))
     rng = np.random.default_rng(0)
@@ -51,17 +50,14 @@ def is_linear(custom: Custom, tolerance: float) -> bool:
 
 
 def is_float(value: object) -> bool:
-    """True if it is a floating Tensor."""
     return isinstance(value, Tensor) and value.dtype in FLOATS
 
 
 def norm(gradient: NDArray[np.float64]) -> float:
-    """Its 2-norm."""
     return float(np.linalg.norm(gradient))
 
 
 def wide(gradient: Tensor) -> NDArray[np.float64]:
-    """Its numbers in float64."""
     values: NDArray[np.float64] = gradient.asnumpy().astype(np.float64)
     return values
 
@@ -77,7 +73,6 @@ def _of_tensors(custom: Custom) -> Callable[..., Any]:
 
 
 def _like(output: Output, rng: np.random.Generator) -> Output:
-    """Random gradients for an output, from numbers that every dtype holds."""
     if isinstance(output, (tuple, list)):
         return tuple(_like(part, rng) for part in output)
     return Tensor(rng.integers(1, 4, output.shape).astype(np.float32), output.dtype)
@@ -104,12 +99,10 @@ class Met:
         self._dropouts: list[nn.Cell] = []
 
     def customs(self) -> Iterator[tuple[str, Custom]]:
-        """Each custom backward once, by the name of its class."""
         for (name, _), custom in list(self._customs.items()):
             yield name, custom
 
     def note(self, name: str, owner: object, custom: Custom) -> None:
-        """Note a custom backward."""
         self._customs.setdefault((name, id(owner)), custom)
 
     def keep(self, cell: nn.Cell) -> None:
@@ -123,7 +116,6 @@ class Met:
                 self._buffers[id(parameter)] = parameter, parameter.asnumpy().copy()
 
     def restore(self) -> None:
-        """Put everything back as it was at the start."""
         self.rewind()
         for cell in self._dropouts:
             cell.set_train(True)
@@ -255,7 +247,6 @@ def verify_loss_scaling(fn: Callable[..., Tensor], weights: Parameter | Sequence
 def _unscaled_gradients(
     fn: Callable[..., Tensor], parameters: Sequence[Parameter], inputs: Sequence[object], dtype: DType, met: Met
 ) -> Iterator[Gradients]:
-    """The gradients of ``scale * fn``, divided by the scale, for each of `SCALES`."""
     for scale in SCALES:
         factor = Tensor(scale, dtype)
         met.rewind()

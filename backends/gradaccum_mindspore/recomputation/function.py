@@ -57,7 +57,6 @@ def _seen(dtype: DType) -> DType:
 
 @contextmanager
 def cast(kind: Any) -> Iterator[None]:
-    """Operators cast their inputs in this way."""
     pynative_executor.set_mixed_precision_type(kind)
     try:
         yield
@@ -66,7 +65,6 @@ def cast(kind: Any) -> Iterator[None]:
 
 
 def uncast() -> Any:
-    """Operators take their inputs as they are."""
     return cast(MixedPrecisionType.NOTSET)
 
 
@@ -87,7 +85,6 @@ class _Operators:
 
 @contextmanager
 def kept_whole() -> Iterator[None]:
-    """What MindSpore's recomputation keeps inside has its own dtype."""
     _engine.ops = _Operators()
     try:
         yield
@@ -114,11 +111,9 @@ class Seeds:
 
     @classmethod
     def now(cls) -> Seeds:
-        """Where they stand."""
         return cls(ms.get_rng_state(), seeds._GLOBAL_SEED, dict(seeds._KERNEL_SEED))
 
     def put_back(self) -> None:
-        """Make the next draw the one that followed."""
         ms.set_rng_state(self.generator)
         seeds._GLOBAL_SEED = self.global_seed
         seeds._KERNEL_SEED.clear()
@@ -135,7 +130,6 @@ class Tape:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The segment runs for the first time."""
         with _running(self):
             yield
 
@@ -224,7 +218,6 @@ class Values:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """The buffers have these values inside, and afterwards those from before."""
         before = Values([buffer for buffer, _ in self._pairs])
         self.put_back()
         try:
@@ -265,7 +258,6 @@ class Segment:
         self.function, self.cells, self.name = function, list(cells), name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it. Where nobody asks for a gradient it runs as it is."""
         if not (pynative_executor.grad_flag() and pynative_executor.enable_grad()):
             return self.function(*args, **kwargs)
         call = Call(self)
@@ -280,7 +272,6 @@ class Call:
         self._outputs: list[Tensor] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The first time it records, afterwards it replays."""
         return self._record(*args, **kwargs) if self._outputs is None else self._replay(*args, **kwargs)
 
     def _record(self, *args: Any, **kwargs: Any) -> Any:
@@ -316,7 +307,6 @@ class Call:
 
 
 def tensors_of(nest: object) -> list[Tensor]:
-    """The Tensors in a nest of tuples, lists and dicts."""
     if isinstance(nest, Tensor):
         return [nest]
     inner = nest.values() if isinstance(nest, Mapping) else nest if isinstance(nest, tuple | list) else ()
@@ -344,7 +334,6 @@ class RecomputedFunction(nn.Cell):  # type: ignore[misc]
         return self._segment(*args, **kwargs)
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
-        """In compiled code."""
         return ms.recompute(self.function, *args, **kwargs)
 
 

@@ -57,7 +57,6 @@ def recompute(
 
 
 def recompute_module(module: nn.Cell, segments: int | None, submodules: Sequence[str | nn.Cell] | None) -> nn.Cell:
-    """`module` with its segments, its named submodules or the whole of it recomputed."""
     if submodules is not None:
         if segments is not None:
             fix = "Cut each: recompute(net.blocks, segments=3)."
@@ -101,7 +100,6 @@ def _mark(cell: nn.Cell) -> None:
 
 
 def _segments(module: nn.SequentialCell, segments: int | None) -> list[nn.Cell]:
-    """Its layers in `segments` runs of nearly equal length."""
     layers = list(module)
     cuts = segment_cuts(len(layers), segments)
     if any(isinstance(run, Layers) for run in module.cell_list):
@@ -110,7 +108,6 @@ def _segments(module: nn.SequentialCell, segments: int | None) -> list[nn.Cell]:
 
 
 def _submodules(module: nn.Cell, submodules: Sequence[str | nn.Cell]) -> list[nn.Cell]:
-    """The Cells that `submodules` names."""
     if isinstance(submodules, str | nn.Cell) or not isinstance(submodules, Sequence) or not submodules:
         fix = "Write submodules=['blocks.0', net.head]."
         raise explain(ArgumentTypeError, "submodules", expected="a list of names and Cells", got=submodules, fix=fix)
@@ -131,7 +128,6 @@ def _submodule(module: nn.Cell, by_name: dict[str, nn.Cell], one: object) -> nn.
 
 
 def _require_fresh(chosen: Sequence[nn.Cell]) -> None:
-    """Raise unless the Cells and their layers can be recomputed, each once."""
     seen: set[int] = set()
     for cell in chosen:
         if isinstance(cell, nn.CellList | nn.CellDict):
@@ -145,7 +141,6 @@ def _require_fresh(chosen: Sequence[nn.Cell]) -> None:
 
 
 def require_repeatable(function: Callable[..., Any], name: str) -> None:
-    """Raise if a function moves statistics by an operator that no Cell has."""
     used = [word for word in _names_in(getattr(function, "__code__", None)) if word in FUNCTIONAL]
     if used and not name.startswith("BatchNorm"):
         fix = "Use nn.BatchNorm2d, or leave it outside of what is recomputed."

@@ -15,7 +15,6 @@ from gradaccum.kit import ITEMS, Column, Nest, explain, is_column, leaves_of, ma
 
 
 def rows(value: Any, axis: int, items: int, part: Sequence[int]) -> Any:
-    """Those of the items of `part`, of a Tensor or a NumPy array with the same number of rows for each of `items`."""
     each = value.shape[axis] // items
     places = np.asarray([item * each + row for item in part for row in range(each)], np.int32)
     return ops.gather(value, Tensor(places), axis) if isinstance(value, Tensor) else np.take(value, places, axis)
@@ -46,16 +45,13 @@ class Batch:
 
     @property
     def split(self) -> list[tuple[Any, int]]:
-        """The leaves with items, each with its axis."""
         return [(leaf, axis) for leaf, axis in zip(self.leaves, self.axes, strict=True) if axis is not None]
 
     @property
     def terms(self) -> int:
-        """About how many numbers are added up into one of a gradient."""
         return max([self.items, *(leaf.value.size for leaf in self.leaves if isinstance(leaf.value, Tensor | np.ndarray))])
 
     def part(self, items: Sequence[int], values: Sequence[object] | None = None) -> tuple[Any, ...]:
-        """The arguments of the micro-batch of `items`, with other `values` of the leaves if given."""
         own = values if values is not None else [leaf.value for leaf in self.leaves]
         made: Any = with_leaves(self.nest, (self._taken(value, axis, items) for value, axis in zip(own, self.axes, strict=True)))
         return tuple(made)
@@ -65,7 +61,6 @@ class Batch:
         return [perturbed(leaf.value, roundoff, rng, integers_too=False) for leaf in self.leaves]
 
     def columns(self) -> list[Column]:
-        """The leaves as plain numbers."""
         found = []
         for leaf, axis in self.split:
             if isinstance(leaf.value, Tensor | np.ndarray) and leaf.value.size <= READABLE:

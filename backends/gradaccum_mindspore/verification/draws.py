@@ -55,7 +55,6 @@ class Lent:
 
     @property
     def keeps_all(self) -> bool:
-        """True if nothing is dropped now."""
         return self._part is None
 
 

@@ -34,7 +34,6 @@ class Calls:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Calls inside of the block are noted."""
         handles = [cell.register_forward_hook(self._hook(name)) for name, cell in self._cells.items()]
         try:
             yield
@@ -49,12 +48,10 @@ class Calls:
         return note
 
     def outputs(self) -> list[Any]:
-        """All results of Cells."""
         return [call.output for call in self.of.values()]
 
 
 def mixing_layers(large: Calls, small: Calls, items: int, part: Sequence[int], roundoff: float) -> dict[str, str]:
-    """The names of the innermost Cells that mix items, each with the name of its class."""
     mixing = [name for name, call in large.of.items() if name in small.of and _mixes(call, small.of[name], items, part, roundoff)]
     return {name: type(large.of[name].cell).__name__ for name in mixing if not any(_within(other, name) for other in mixing)}
 

@@ -62,7 +62,6 @@ class Kept:
         SEEDS._GLOBAL_SEED = self._seeds[0]
 
     def put_back_state(self) -> None:
-        """Give parameters and attributes the values that they had."""
         for name, value in self._values.items():
             if not _same(self._parameters[name].asnumpy(), value):
                 ops.assign(self._parameters[name], Tensor(value, self._parameters[name].dtype))
@@ -86,7 +85,6 @@ class Kept:
         return dict(SEEDS._KERNEL_SEED) != self._seeds[1]
 
     def watch_seed(self) -> None:
-        """From now on `reseeded` tells."""
         SEEDS._GLOBAL_SEED = NOBODYS
 
     def reseeded(self) -> bool:
@@ -94,7 +92,6 @@ class Kept:
         return bool(SEEDS._GLOBAL_SEED != NOBODYS)
 
     def state(self) -> dict[str, Any]:
-        """All that a forward pass may change, by name, as it is now."""
         found: dict[str, Any] = {name: parameter.asnumpy().copy() for name, parameter in self._parameters.items()}
         for name, cell in self._cells.items():
             found |= {f"{name}.{attribute}".lstrip("."): value for attribute, value in _attributes(cell).items()}
@@ -102,7 +99,6 @@ class Kept:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
-    """Names of what differs between two states."""
     return tuple(name for name in after if name not in before or not _same(before[name], after[name]))
 
 
@@ -157,7 +153,6 @@ class MindSporeSubject:
         self.names: Sequence[str] = tuple(self._parameters)
 
     def window(self, parts: Sequence[Sequence[int]], conditions: Conditions) -> list[Run]:
-        """See `Subject.window`."""
         with self._running(conditions) as (kept, lent, values):
             return [self._run(number, part, conditions, kept, lent, values) for number, part in enumerate(parts)]
 
@@ -202,11 +197,9 @@ class MindSporeSubject:
         return float(wide(loss)) / scale, {name: wide(gradient) / scale for name, gradient in zip(self.names, gradients, strict=True)}
 
     def dot(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-        """See `Subject.dot`."""
         return float(np.vdot(a, b))
 
     def precision(self, name: str) -> Precision:
-        """See `Subject.precision`."""
         parameter = self._parameters[name]
         return Precision(self._roundoff, LIMITS[parameter.dtype][1], parameter.size, self._batch.terms)
 
@@ -228,11 +221,9 @@ class MindSporeSubject:
         return calls
 
     def columns(self) -> list[Column]:
-        """See `Subject.columns`."""
         return self._batch.columns()
 
     def mixing_layers(self) -> list[Layer]:
-        """See `Subject.mixing_layers`. Nothing is dropped meanwhile."""
         part = list(range(self.items // 2, self.items))
         found = {}
         for training in (True, False):
@@ -244,17 +235,14 @@ class MindSporeSubject:
         return [Layer(name, kind, name in found[False]) for name, kind in found[True].items()]
 
     def fixed_draws(self) -> list[str]:
-        """See `Subject.fixed_draws`."""
         one, other = self._forward(), self._forward(seed=1)
         return [RESEEDED] * one.reseeded + self._host.seeded(one.host, other.host)
 
     def unreplayed_draws(self) -> list[str]:
-        """See `Subject.unreplayed_draws`."""
         large, small = self._forward(), self._forward(self.items // 2)
         return [OTHERS] * large.drew + self._host.per_item(large.host, small.host)
 
     def _forward(self, items: int | None = None, seed: int = 0) -> Drew:
-        """What random numbers the loss of the first `items` draws by itself."""
         part = range(self.items if items is None else items)
         with self._running(Conditions(seed=seed)) as (kept, lent, _):
             lent.begin(part, (0,))
@@ -263,7 +251,6 @@ class MindSporeSubject:
             return Drew(kept.drew(), kept.reseeded(), self._host.states())
 
     def custom_rules(self) -> list[str]:
-        """See `Subject.custom_rules`."""
         with self._running(Conditions()) as (_, lent, _):
             lent.begin(None, ())
             try:

@@ -195,7 +195,6 @@ class ClassShardedLosses(nn.Cell):  # type: ignore[misc]
         share: Tensor,
         uniform: Tensor,
     ) -> Tensor:
-        """The losses, of the batch's shape."""
         return ops.log(total) - share * target - uniform * even
 
     def bprop(

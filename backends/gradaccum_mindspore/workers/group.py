@@ -83,7 +83,6 @@ def _in_turn(parts: Array) -> Array:
 
 
 def compiled_added_up(mine: Tensor, workers: int) -> Tensor:
-    """The same on Tensors, for the compiler to follow."""
     if mine.dtype == ms.float32:
         return ALL_REDUCE()(mine)
     high = mine.astype(ms.float32)
@@ -99,7 +98,6 @@ def compiled_added_up(mine: Tensor, workers: int) -> Tensor:
 
 
 def gather_texts(text: str) -> list[str]:
-    """The texts of all workers, by rank. Collective."""
     codes = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     lengths = _answer(ALL_GATHER, np.array([len(codes)], np.int32))
     rows = _answer(ALL_GATHER, np.pad(codes, (0, int(lengths.max()) - len(codes)))).reshape(len(lengths), -1)
@@ -144,7 +142,6 @@ def shares_windows(data_parallel: object) -> bool:
 
 
 def place() -> tuple[int, int]:
-    """The rank of this worker, and the number of all."""
     return int(get_rank()), int(get_group_size())
 
 
@@ -223,7 +220,6 @@ class Bucket(nn.Cell):  # type: ignore[misc]
         self.ends = tuple(start + size for start, size in zip(self.starts, sizes, strict=True))
 
     def add_up(self) -> None:
-        """Make each sum the total of all workers, from Python."""
         arrays = [_array(each_sum).reshape(-1) for each_sum in self.sums]
         total = added_up(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
         for each_sum, start, end in zip(self.sums, self.starts, self.ends, strict=True):
@@ -392,7 +388,6 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             require_same_rates([float(rate) for rate in rates_of(self.inner)], [0.5], self.workers, self.rank)
 
     def require_own_sum(self, call: str) -> None:
-        """The sum is this worker's own."""
         held = self.storage.held()
         if held == OF_ALL:
             raise update_due_error(call)
@@ -448,7 +443,6 @@ class SharedWindow(PyNativeWindow):
         return joined
 
     def compiled(self, update: Update) -> Callable[[], bool]:
-        """`CompiledEnd` in the mode of the program."""
         if self.compiled_end is None:
             cell = CompiledEnd(self.compiled_window, update)
             self.compiled_end = cell if ms.get_context("mode") == ms.GRAPH_MODE else ms.jit(cell.construct)

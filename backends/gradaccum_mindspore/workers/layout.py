@@ -61,7 +61,6 @@ def redistributed(states: Sequence[Saved], workers: int) -> list[dict[str, Entry
 
 
 def _window(states: Sequence[Saved], prefix: str, workers: int) -> Iterator[dict[str, Tensor]]:
-    """The entries of one window, for each new worker."""
     _require_all_workers(states, prefix)
     fields = [_fields(state, prefix) for state in states]
     if states and saved_place(states[0], prefix).held == OF_ALL:
@@ -143,7 +142,6 @@ def _joined_loss(parts: Sequence[Array]) -> Array:
 
 
 def _event(state: Saved, prefix: str, *, is_open: bool) -> Tensor:
-    """No flag of one worker's window may count in another's."""
     event = state[f"{prefix}.last_event"].asnumpy().copy()
     if is_open:
         event[:GRAD_NORM] = 0

@@ -58,7 +58,6 @@ class SpecModel(torch.nn.Module):
         return x
 
     def loss(self, batch: Batch, loss: Loss, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Compute the loss of `batch`, through the module `forward` around this one if given."""
         x, y = torch.tensor(batch.x, dtype=self.dtype), torch.tensor(batch.y)
         return functional.cross_entropy((forward or self)(x), y, reduction=loss)
 

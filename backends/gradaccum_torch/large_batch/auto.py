@@ -124,12 +124,10 @@ def key_of(function: Callable[..., Any], batch: Iterable[Any]) -> Hashable:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if a smaller micro-batch may help."""
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS))
 
 
 def _after(error: BaseException, size: int, sizes: AutoMicroBatchSize, vote: Vote) -> int | None:
-    """Return the next size after `error`; None: raise the error as it is."""
     if isinstance(error, ElsewhereShortError):
         smaller = error.size
     elif vote.cast or not is_out_of_memory(error):
@@ -155,7 +153,6 @@ def _at_once() -> None:
 
 
 def _written_error() -> UsageError:
-    """Return the error for a second attempt after the first one has changed the batch."""
     expected = "a function that leaves its batch as it is, so that the window can start over where memory runs out"
     fix = "Write out of place, x = x * 2 for x.mul_(2), or give a number of items; and make the batch anew: it was changed."
     return explain(UsageError, "micro_batch_size", expected=expected, found="a batch that the function wrote into", fix=fix)
@@ -193,11 +190,9 @@ class Vote:
         """This worker has voted on the attempt under way."""
 
     def begin(self, size: int) -> None:
-        """Begin an attempt in micro-batches of `size` items."""
         self._size, self.cast = size, False
 
     def fits(self) -> None:
-        """Report that the attempt of this worker fitted."""
         outcome, size = self._said(_FITS, self._size)
         if outcome == _RAISED:
             raise other_raised_error()
@@ -216,7 +211,6 @@ class Vote:
         return size
 
     def raised(self) -> None:
-        """Report that this worker raised, to the others that can still be reached."""
         if not self.cast:
             try:
                 self._said(_RAISED, self._size)
@@ -250,7 +244,6 @@ def _device(workers: dist.ProcessGroup) -> torch.device:
 
 
 def other_raised_error() -> UsageError:
-    """Return the error on the workers beside one that raised."""
     return explain(
         UsageError,
         "micro_batch_size",
@@ -316,7 +309,6 @@ class Kept:
         self._tensor, self._ledger, self._size, self._version = tensor, ledger, size, version(tensor)
 
     def handed_out(self) -> Tensor:
-        """Return the tensor for the backward pass."""
         if version(self._tensor) != self._version:
             raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation")
         return self._tensor

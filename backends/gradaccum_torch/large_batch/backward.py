@@ -314,7 +314,6 @@ class Merged:
 
 
 def require_kinds(declared: Nest) -> None:
-    """Raise unless every declared kind is known, before anything runs."""
     inside = [(step, part) for step, part in enumerate(declared)] if isinstance(declared, list | tuple) else children_of(declared)
     if inside is None:
         require_kind(declared)

@@ -81,7 +81,6 @@ class LargeBatch:
         self._weights = Weights(weight, self.items)
 
     def micro_batches(self, division: Division) -> list[MicroBatch]:
-        """Return its micro-batches, in order."""
         if self._split is not None:
             given = _own(self._split, self._batch, division.steps)
             return self._weighed(given, [self._items_of(arguments) for arguments in given], None)
@@ -90,7 +89,6 @@ class LargeBatch:
         return self._weighed(self._cut(cuts), [cut.items for cut in cuts], cuts)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensor leaves, with those in lists of items."""
         return self._tensors
 
     def devices(self) -> set[torch.device]:
@@ -155,7 +153,6 @@ def _axis_of(leaf: Leaf, axis: object) -> int | None:
 
 
 def _axis_or_none(value: Any, axis: Any) -> int | None:
-    """Return `axis`, counted from the front, if `value` has it."""
     if axis is None or axis == ITEMS:
         return None if axis is None or not is_column(value) else 0
     shape = range(value.dim()) if isinstance(value, Tensor) else getattr(value, "shape", None)  # An old nested tensor has no shape.
@@ -198,14 +195,12 @@ def _require_own_graph(leaf: Leaf) -> None:
 
 
 def require_function(argument: str, function: object) -> None:
-    """Raise unless `function` can be called."""
     if not callable(function):
         fix = "Write gradaccum_torch.backward(loss_fn, x, y, steps=4), and loss_fn is called with each micro-batch of x and y."
         raise explain(ArgumentTypeError, argument, expected="a function", got=function, fix=fix)
 
 
 def require_alone(modules: Iterable[nn.Module]) -> None:
-    """Raise unless no module is a parallel one, which would reduce in every micro-batch and ignore weights."""
     for module in modules:
         if isinstance(module, DistributedDataParallel) or any(map(is_sharded, module.parameters(recurse=False))):
             found = f"a {type(module).__name__} that several workers train"
@@ -229,7 +224,6 @@ class Weights:
         """Each item's, if they were given so."""
 
     def of(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[Cut] | None) -> list[float]:
-        """Return the weight of each micro-batch, by the callable, by the sum over its items, or by its number of items."""
         if self._of_micro_batch is not None:
             return _checked([self._of_micro_batch(*arguments) for arguments in given])
         if self.per_item is not None and cuts is not None:

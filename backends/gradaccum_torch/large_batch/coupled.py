@@ -156,7 +156,6 @@ class _CoupledCall:
 
 
 def _one(*_: object) -> float:
-    """Return the weight of a micro-batch where none counts."""
     return 1.0
 
 
@@ -260,7 +259,6 @@ class Outputs:
             raise touched_error()
 
     def with_gradients(self, place: int, outputs: Nest) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of a micro-batch that have a graph and count in the loss, and their gradients."""
         leaves = leaves_of(outputs, "outputs")
         self._require_paths(leaves)
         tensors, gradients = [], []

@@ -60,7 +60,6 @@ class Gradients:
         self._take(leaf for leaf in leaves if not is_watched(leaf))
 
     def reach(self, *tensors: Tensor) -> None:
-        """Collect the gradients of the leaves that a backward pass through `tensors` is about to reach."""
         new = [leaf for leaf in leaves_of_graph(tensors, self._nodes) if id(leaf) not in self._known]
         for leaf in new:
             if is_watched(leaf):
@@ -68,18 +67,15 @@ class Gradients:
         self._take(new)
 
     def pass_by(self, others: Iterable[int]) -> None:
-        """Leave the gradients of `others`, ids of leaves, to somebody else."""
         self._known.update(others)
 
     def leave(self, leaves: Iterable[Tensor]) -> None:
-        """Leave the gradients of `leaves` in their ``.grad``."""
         self._left = list(leaves)  # Alive, so that no other leaf gets the id of one.
         self._first += self._left
         self._known.update(map(id, self._left))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore every ``.grad`` if the block raises, unless the gradients were delivered."""
         try:
             yield
         except BaseException:
@@ -101,7 +97,6 @@ class Gradients:
                     self._first.append(leaf)
 
     def __bool__(self) -> bool:
-        """True if any leaf was reached."""
         return bool(self._before)
 
     def are_half(self) -> bool:
@@ -126,7 +121,6 @@ class Gradients:
                 self._noted = self._marks()
 
     def require_untouched(self) -> None:
-        """Raise unless only `backward` has added to the gradients."""
         if self._marks() != self._noted:
             raise touched_error()
 
@@ -217,7 +211,6 @@ def _wrapped_error(leaf: Tensor) -> UsageError:
 
 
 def touched_error() -> UsageError:
-    """Return the error for a loss function that writes into the gradients which the call collects."""
     fix = "Return the loss, and leave backward() and zero_grad() to the caller."
     found = "one that changes .grad itself, as backward() or zero_grad() does"
     return explain(UsageError, "loss_fn", expected="a function that computes the loss", found=found, fix=fix)
@@ -308,12 +301,10 @@ class InWindow:
         self._others.reach(*tensors)
 
     def _deliver(self, divisor: float) -> None:
-        """Deliver the gradients of other leaves, divided by `divisor` and the loss scale."""
         self._others.deliver(divisor * self._window.scale() if self._others else 1.0)
 
 
 def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingOptimizer:
-    """Raise unless this call can fill and close the optimizer's window."""
     if not isinstance(optimizer, AccumulatingOptimizer):
         fix = "Write optimizer=gradaccum.wrap(optimizer, steps=None)."
         raise explain(ArgumentTypeError, "optimizer", expected="a wrapped optimizer", found=f"a {type(optimizer).__name__}", fix=fix)
@@ -329,7 +320,6 @@ def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingO
 
 
 def require_coupled_optimizer(optimizer: object) -> AccumulatingOptimizer:
-    """Raise unless the optimizer's window can hold a coupled loss."""
     wrapped = require_optimizer(optimizer, None)
     if wrapped.whole_window().options.on_overflow == "drop_micro_batch":
         fix = 'Write on_overflow="skip_window".'

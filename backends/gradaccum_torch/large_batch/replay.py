@@ -54,7 +54,6 @@ def reached_by(*roots: object) -> Reached:
 
 
 def _inside(each: Any) -> Iterator[object]:
-    """Return what an object that is no module holds."""
     if isinstance(each, types.FunctionType):
         yield from _of_function(each)
     elif isinstance(each, types.MethodType):
@@ -184,6 +183,5 @@ class Before:
 
 
 def trained_by(reached: Reached) -> list[Tensor]:
-    """Return the trainable parameters of modules, each once."""
     held = {id(each): each for module in reached.modules for each in module.parameters(recurse=False) if each.requires_grad}
     return list(held.values())

@@ -63,7 +63,6 @@ class _Pass(NamedTuple):
         return {name: _wide(gradient) / self.scale for name, gradient in self.gradients.items()}
 
     def culprits(self, other: _Pass) -> list[str]:
-        """Return the custom functions whose gradients in `other` are not in proportion."""
         factor = other.scale / self.scale
         return [
             type(node).__name__.removesuffix("Backward")
@@ -131,7 +130,6 @@ def _named(parameters: Any) -> dict[str, Tensor]:
 
 
 def _graph(loss: Tensor) -> Iterator[Any]:
-    """Yield every node of the loss's graph, each once."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""Functions whose activations are recomputed: one call, what it keeps all the same, and what its second run finds in modules."""
+"""Functions whose activations are recomputed, and the modules' state in their second run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gradaccum_torch.private import (
 
 
 class Recomputed:
-    """Called as `function`; a copy or a pickle holds a copy of it, so that a bound method stays that of its own object's copy."""
+    """A recomputed `function`. A copy or a pickle holds a copy of it, so that a bound method stays that of its own object's copy."""
 
     def __init__(self, function: Callable[..., Any], rules: Rules) -> None:
         self._function, self._rules = function, rules
@@ -42,14 +42,12 @@ class Recomputed:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The function itself, as `inspect.signature` looks for it."""
         return self._function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return run(self._function, modules_in((self._function, args, kwargs)), args, kwargs, self._rules)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """Decorates methods, as a function does."""
         return self if instance is None else functools.partial(self, instance)
 
 
@@ -65,14 +63,18 @@ MOVES_TWICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 
 
 class Rules(NamedTuple):
-    """How a part is recomputed: the options of `gradaccum_torch.recompute`."""
+    """The options of `gradaccum_torch.recompute`."""
 
     policy: Policy | None
     preserve_rng_state: bool
 
 
 def run(function: Callable[..., Any], modules: Iterable[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], rules: Rules) -> Any:
-    """``function(*args, **kwargs)``, keeping of its activations only what `rules` say."""
+    """Call ``function(*args, **kwargs)``, keeping of its activations only what `rules` say.
+
+    Raises:
+        UsageError: `function` changed an argument in place, so that the second run would find another one.
+    """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
@@ -95,7 +97,6 @@ def run(function: Callable[..., Any], modules: Iterable[nn.Module], args: tuple[
 
 
 def modules_in(value: Any) -> Iterator[nn.Module]:
-    """The modules that a function refers to, with its partial arguments and what its closure holds, or that are in a nest."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, functools.partial):
@@ -110,7 +111,6 @@ def modules_in(value: Any) -> Iterator[nn.Module]:
 
 
 def _cells(function: FunctionType) -> Iterator[Any]:
-    """What the closure of `function` holds, itself or as the ``__self__`` of a bound method."""
     for cell in function.__closure__ or ():
         try:
             held = cell.cell_contents
@@ -120,13 +120,12 @@ def _cells(function: FunctionType) -> Iterator[Any]:
 
 
 def _compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rules: Rules) -> Any:
-    """Under `torch.compile` the compiler recomputes, after it has made the changes of buffers a part of the graph."""
+    """Let the compiler recompute, after it has made the changes of buffers a part of the graph."""
     own: dict[str, Any] = {} if rules.policy is None else {"context_fn": functools.partial(selective_contexts, rules.policy)}
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=rules.preserve_rng_state, **own, **kwargs)
 
 
 def _contexts(surroundings: Surroundings, policy: Policy | None) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Those in which torch runs the function the first time, and each further time."""
     first, again = (None, None) if policy is None else selective_contexts(policy)
     return _Anew(lambda: _both(surroundings.noted(), first)), _Anew(lambda: _both(surroundings.replayed(), again))
 
@@ -141,7 +140,7 @@ def _both(outer: AbstractContextManager[object], inner: AbstractContextManager[o
 
 
 class _Anew:
-    """A context made anew each time that it is entered: a graph that is retained has several backward passes."""
+    """A context made anew each time it is entered: a retained graph has several backward passes."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
         self._make = make
@@ -176,7 +175,7 @@ _KEPT = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def selective_contexts(policy: Policy) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """The contexts of torch in which `policy` holds: of the forward pass, and of its replay."""
+    """Return torch's contexts in which `policy` holds: of the forward pass, and of its replay."""
     if torch.compiler.is_compiling():
         first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         return first, again
@@ -186,7 +185,7 @@ def selective_contexts(policy: Policy) -> tuple[AbstractContextManager[object], 
 
 
 class _Aligned:
-    """`policy` for one forward pass, such that its replay draws each random number at the place of the first pass."""
+    """A `policy` for one forward pass, whose replay draws each random number at the place of the first pass."""
 
     def __init__(self, policy: Policy) -> None:
         self._decide = policy if callable(policy) else functools.partial(_listed, frozenset(policy))
@@ -218,7 +217,7 @@ class _Aligned:
     def _drew(self, context: Any) -> bool:
         """True if a generator has moved since the last operation that may draw; attention without dropout, say, draws nothing.
 
-        Before torch 2.8 the policy is asked before the operation has run. There every operation that may draw counts as one that drew.
+        Before torch 2.8 the policy is asked before the operation has run. There every operation that may draw counts as drawing.
         """
         if not hasattr(context, "op_output"):
             return True
@@ -232,7 +231,7 @@ class _Aligned:
 
 
 class _Replay:
-    """The context `again` of torch, in which `aligned` answers from its first decision on."""
+    """The context `again` of torch, in which `aligned` repeats its decisions from the first on."""
 
     def __init__(self, aligned: _Aligned, again: AbstractContextManager[object]) -> None:
         self._aligned, self._again = aligned, again
@@ -249,7 +248,6 @@ _CPU = torch.device("cpu")
 
 
 def _rng_state(device: torch.device) -> Tensor:
-    """The state of the device's generator, uint8, on the CPU."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -278,8 +276,6 @@ SMALL = 2**16
 
 
 class _Noted(NamedTuple):
-    """A module as the forward pass found it."""
-
     module: nn.Module
     training: bool
     parameters: Table
@@ -287,8 +283,6 @@ class _Noted(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A tensor of a module, its version then, and for a buffer its copy."""
-
     tensor: Tensor
     version: int
     copy: Tensor | None
@@ -308,7 +302,7 @@ class Surroundings:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Runs the forward pass: each further module is noted before its first call, and copies of what did not change are dropped."""
+        """Note each further module before its first call in the forward pass; drop copies of what did not change."""
         thread = threading.get_ident()
 
         def note(module: nn.Module, _: object) -> None:
@@ -324,7 +318,11 @@ class Surroundings:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Runs the forward pass again: the modules are as they were, and afterwards as they are."""
+        """Restore the modules of the forward pass for its second run, and their present state afterwards.
+
+        Raises:
+            UsageError: a parameter, or a large buffer, was changed in place since the forward pass.
+        """
         self._require_unchanged()
         copies = {key: held.copy.detach().clone() for key, held in self._held.items() if held.copy is not None}
         now = [(each.module.training, dict(buffers_of(each.module))) for each in self._noted.values()]
@@ -376,9 +374,9 @@ def _put(table: Table, tensors: Table) -> None:
 
 
 def _exchanged(table: Table, noted: Table) -> Table:
-    """Put in the parameters that were noted; returns those whose place they take.
+    """Put in the noted parameters; return those whose place they take.
 
-    FSDP exchanges its parameters itself, sharded ones for whole ones and back, also while a replay runs: they are left to it.
+    FSDP exchanges its parameters itself, also while a replay runs: they are left to it.
     """
     taken = {name: table[name] for name, tensor in noted.items() if name in table and table[name] is not tensor}
     taken = {name: now for name, now in taken.items() if not any(each is not None and is_sharded(each) for each in (now, noted[name]))}
@@ -394,11 +392,7 @@ _OPERATION = type(torch.ops.aten.add.Tensor)
 
 
 def require_options(policy: object, preserve_rng_state: object) -> None:
-    """Raises ArgumentTypeError: `policy` is neither a list of operations nor a function, or the flag is no bool.
-
-    UsageError: in the installed torch no replay can put parameters and buffers into a module, or no policy can be kept from seeing the
-    library's own operations.
-    """
+    """Raise unless `policy` is a list of operations or a function, the flag a bool, and torch has the names that they need."""
     for name in TABLES:
         require_name(name, "recompute", "Write torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False).")
     if not isinstance(preserve_rng_state, bool):
@@ -413,14 +407,12 @@ def require_options(policy: object, preserve_rng_state: object) -> None:
 
 
 def require_callable(function: object) -> None:
-    """Raises ArgumentTypeError: `function` cannot be called."""
     if not callable(function):
         fix = "Write recompute(function) and call what it returns, or recompute(model)."
         raise explain(ArgumentTypeError, "function", expected="a function or a torch.nn.Module", got=function, fix=fix)
 
 
 def require_no_parts(segments: object, submodules: object) -> None:
-    """Raises ArgumentTypeError: an option of modules was given beside a function."""
     for name, value in (("segments", segments), ("submodules", submodules)):
         if value is not None:
             fix = f"Leave {name}= out, or give the module in place of the function."
@@ -428,7 +420,6 @@ def require_no_parts(segments: object, submodules: object) -> None:
 
 
 def require_chain(segments: object, module: nn.Module) -> None:
-    """Raises ArgumentTypeError: `segments` of a module whose layers are not known to run one after the other."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         raise explain(
             ArgumentTypeError,
@@ -440,7 +431,6 @@ def require_chain(segments: object, module: nn.Module) -> None:
 
 
 def require_replaceable(module: nn.Module, argument: str) -> None:
-    """Raises ArgumentTypeError: `module` has no ``forward`` to replace; UsageError: it is a parallel wrapper."""
     kind = type(module).__name__
     if isinstance(module, nn.parallel.DistributedDataParallel):
         fix = "Write DistributedDataParallel(recompute(model, ...))."
@@ -454,13 +444,11 @@ def require_replaceable(module: nn.Module, argument: str) -> None:
 
 
 def recomputed_twice_error(argument: str, found: str) -> UsageError:
-    """The error for recomputing what is recomputed: it would run three times, and save nothing more."""
     fix = "Call recompute() once. Parts inside of each other may both be recomputed."
     return explain(UsageError, argument, expected="a part that is not recomputed yet", found=found, fix=fix)
 
 
 def changed_argument_error(argument: Tensor) -> UsageError:
-    """The error for a part that writes into what it is given, which its second run would find changed."""
     return explain(
         UsageError,
         "recompute",
@@ -471,7 +459,6 @@ def changed_argument_error(argument: Tensor) -> UsageError:
 
 
 def changed_tensor_error(module: nn.Module, name: str) -> UsageError:
-    """The error for a second run that would compute with another parameter or buffer than the first."""
     return explain(
         UsageError,
         "recompute",
@@ -482,14 +469,12 @@ def changed_tensor_error(module: nn.Module, name: str) -> UsageError:
 
 
 def lazy_module_error(module: nn.Module) -> UsageError:
-    """The error for a module that makes its parameters in its first call, which is run twice."""
     found = f"{type(module).__name__}, which makes its parameters in its first call"
     fix = "Call the model once under torch.no_grad() before it trains."
     return explain(UsageError, "recompute", expected="modules that have their parameters", found=found, fix=fix)
 
 
 def drawing_in_place_error(operation: Any) -> UsageError:
-    """The error for an operation that draws random numbers in place, after another draw was kept."""
     return explain(
         UsageError,
         "policy",

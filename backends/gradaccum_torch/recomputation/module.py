@@ -1,7 +1,7 @@
-"""The public call, and modules whose activations are recomputed: `forward` of the instance is replaced, the module is not wrapped.
+"""The public call, and modules whose activations are recomputed: the instance's ``forward`` is replaced, the module is not wrapped.
 
-So the parameters, the submodules and the keys of ``state_dict()`` stay as they are, and hooks of the module itself run once, outside of
-what is recomputed. What replaces ``forward`` refers to the module as an attribute, and so a copy or a pickle refers to the copy.
+So parameters, submodules and keys of ``state_dict()`` stay as they are, and the module's own hooks run once. The replacement refers to the
+module as an attribute, so that a copy or a pickle refers to the copy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def recompute(
     policy: Policy | None = None,
     preserve_rng_state: bool = True,
 ) -> Any:
-    """Give back `function`, or the module itself, so that the backward pass recomputes its activations.
+    """Return `function`, or the module itself, such that the backward pass recomputes its activations.
 
     Gradients have the same bits as without. The second run draws the same random numbers, and finds the parameters, the buffers, the
     autocast and the ``train()`` or ``eval()`` mode of the first. It leaves the buffers as they are: BatchNorm's statistics move once. Hooks
@@ -72,7 +72,7 @@ def recompute(
         preserve_rng_state: with False the second run draws other random numbers, which is right, and faster, only where none are drawn.
 
     Raises:
-        ArgumentTypeError: `function` can not be called, or an argument is of the wrong type.
+        ArgumentTypeError: `function` cannot be called, or an argument is of the wrong type.
         ArgumentValueError: more segments than layers, a submodule that is none of the module's, or both `segments` and `submodules`.
         UsageError: it is recomputed already, or cannot be replaced. The second run raises it, too, for parameters that changed since.
 
@@ -98,7 +98,6 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def recompute_module(module: M, segments: int | None, submodules: Iterable[str | nn.Module] | None, rules: Rules) -> M:
-    """`module`, recomputed in segments, in submodules or as a whole. If anything is refused, nothing is replaced."""
     if submodules is not None:
         if segments is not None:
             fix = "Leave one of them out."
@@ -117,7 +116,7 @@ def recompute_module(module: M, segments: int | None, submodules: Iterable[str |
 
 
 class _Whole:
-    """Stands in for ``module.forward`` and recomputes all of it; an own ``forward`` of the instance is what it calls."""
+    """The replacement of ``module.forward`` that recomputes all of it; it calls an instance's own ``forward``."""
 
     def __init__(self, module: nn.Module, rules: Rules) -> None:
         self._module, self._rules = module, rules
@@ -135,7 +134,7 @@ class _Whole:
 
 
 class _Segments(_Whole):
-    """Stands in for ``forward`` of an `nn.Sequential`, as long as it is when it is called."""
+    """The replacement of ``forward`` of an `nn.Sequential`, cut by its length at each call."""
 
     def __init__(self, module: nn.Module, segments: int, rules: Rules) -> None:
         super().__init__(module, rules)
@@ -150,7 +149,6 @@ class _Segments(_Whole):
 
 
 def _require_ordinary(module: nn.Module, argument: str) -> None:
-    """It has a ``forward`` of its own, and no stand-in for it."""
     if isinstance(module.__dict__.get("forward"), _Whole):
         raise recomputed_twice_error(argument, f"a {type(module).__name__} that is recomputed")
     require_replaceable(module, argument)
@@ -172,7 +170,6 @@ def _chain(layers: Sequence[nn.Module], input: Any) -> Any:
 
 
 def _parts_of(module: nn.Module, submodules: Iterable[str | nn.Module]) -> list[nn.Module]:
-    """The submodules that are named or given, each of which can be recomputed."""
     if isinstance(submodules, str) or not isinstance(submodules, Iterable):
         expected, fix = "a list of names or modules", "Write submodules=[...]."
         raise explain(ArgumentTypeError, "submodules", expected=expected, got=submodules, fix=fix)

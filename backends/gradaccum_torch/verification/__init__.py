@@ -1,4 +1,4 @@
-"""Is accumulation right for a loss? `verify` tells, and says why not."""
+"""`verify`: a check whether accumulation is right for a user's loss."""
 
 from gradaccum_torch.verification.check import verify
 

@@ -31,7 +31,7 @@ class Batch:
         """About how many numbers are added up into one of a gradient."""
 
     def part(self, items: Sequence[int], epsilon: float = 0.0, perturbation: int | None = None) -> tuple[Any, ...]:
-        """The arguments for `items`, copies throughout: a loss that writes into its inputs does not reach the user's."""
+        """Return the arguments for `items`, copied throughout: a loss that writes into its inputs does not reach the user's."""
         made = [self._chosen(leaf.value, axis, items) for leaf, axis in zip(self._leaves, self._axes, strict=True)]
         if perturbation is not None:
             made = [perturbed(value, epsilon, perturbation) if isinstance(value, Tensor) else value for value in made]
@@ -39,7 +39,6 @@ class Batch:
         return tuple(whole)
 
     def columns(self) -> list[Column]:
-        """The leaves with a batch axis that are small enough."""
         return [_column(leaf, axis, self.items) for leaf, axis in self._split() if _is_readable(leaf.value)]
 
     def _split(self) -> list[tuple[Leaf, int]]:
@@ -99,7 +98,7 @@ def _column(leaf: Leaf, axis: int, items: int) -> Column:
 
 
 class Axis(NamedTuple):
-    """Where the items of a tensor are."""
+    """The axis of a tensor's items."""
 
     dim: int
     block: int
@@ -111,7 +110,11 @@ class NoAxis(Exception):
 
 
 def axis_between(whole: Sequence[int], part: Sequence[int], items: int, fewer: int) -> Axis | None:
-    """The axis of the items of a tensor of shape `whole`, which has shape `part` with `fewer` items; None if the shapes are the same."""
+    """Return the axis of the items of a tensor, of shape `whole` with all items and `part` with `fewer`; None for equal shapes.
+
+    Raises:
+        NoAxis: they differ in several axes, or not in proportion to the items.
+    """
     differing = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b]
     if not differing and len(whole) == len(part):
         return None
@@ -125,7 +128,7 @@ def axis_between(whole: Sequence[int], part: Sequence[int], items: int, fewer: i
 
 
 def rows(tensor: Tensor, axis: Axis | None, items: Sequence[int]) -> Tensor:
-    """The numbers of `items`, in their order; all of them without an axis."""
+    """Return the numbers of `items`, in their order; all of them without an axis."""
     if axis is None:
         return tensor
     places = [item * axis.block + row for item in items for row in range(axis.block)]
@@ -133,7 +136,10 @@ def rows(tensor: Tensor, axis: Axis | None, items: Sequence[int]) -> Tensor:
 
 
 def perturbed(tensor: Tensor, epsilon: float, number: int, *, integers: bool = False) -> Tensor:
-    """A copy with each number multiplied by 1 + epsilon or 1 - epsilon, as the perturbation of that `number` has it."""
+    """Return a copy with each number multiplied by 1 + epsilon or 1 - epsilon, drawn without the user's random state.
+
+    `integers`: whether a value that is an integer moves too, as in a parameter; in an input it may be a mask or a label.
+    """
     if not tensor.is_floating_point():
         return tensor
     own = torch.Generator().manual_seed(1000003 * number + tensor.numel())

@@ -1,4 +1,4 @@
-"""`gradaccum_torch.verify`: is accumulation right for this loss?"""
+"""`gradaccum_torch.verify`: a check whether accumulation is right for a loss."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def verify(
     weight: Any = None,
     axes: Nest = 0,
 ) -> VerificationReport:
-    """Tell whether gradient accumulation is right for a loss, and if not, why: see `gradaccum.verify`.
+    """Check whether gradient accumulation is right for a loss, and if not, why: see `gradaccum.verify`.
 
     The model runs in the mode that it is in. Gradients come from `torch.autograd.grad`, so that ``.grad`` and the hooks on its accumulation
-    are left out; hooks on tensors and modules run. Random numbers are given to each item again, so that dropout is no difference. Keeps a
+    are left out; hooks on tensors and modules run. Random numbers are replayed for each item, so that dropout is no difference. Keeps a
     copy of the model's parameters and state, and ``steps + 3`` gradients in float64.
 
     Args:
@@ -35,14 +35,14 @@ def verify(
         loss_fn: ``loss_fn(model, *batch)``, a scalar tensor. The usual criterion, ``criterion(output, *targets)``, is called with
             ``model(batch[0])`` and the rest of the batch; a function that closes over its model, ``loss_fn(*batch)``, with the batch.
         batch: a tuple of nests of tensors, NumPy arrays and lists with one value per item; one nest alone is the only argument. A plain
-            value is given whole.
+            value is passed whole.
         steps: micro-batches, from 2 to the number of items.
         reduction: how the micro-batches will add up, as in `gradaccum.wrap`.
-        weight: the weight of a micro-batch: a callable ``weight(*micro_batch)`` or one number per item; its number of items unless given.
-        axes: a prefix nest of `batch`: the batch axis of each leaf, or None for a leaf that is given whole.
+        weight: the weight of a micro-batch: a callable ``weight(*micro_batch)`` or one number per item. Default: its number of items.
+        axes: a prefix nest of `batch`: the batch axis of each leaf, or None for a leaf that is passed whole.
 
     Raises:
-        ArgumentTypeError: `model` is no module, or one that other processes share; `loss_fn` gives no tensor, or does not take
+        ArgumentTypeError: `model` is no module, or one that other processes share; `loss_fn` returns no tensor, or does not take
             the batch; `axes` has another type.
         ArgumentValueError: the loss is no scalar or has no graph; a leaf has no such axis, or another number of items; `steps` does not
             suit the batch.

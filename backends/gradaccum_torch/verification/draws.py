@@ -1,8 +1,8 @@
-"""Random numbers, item by item: each item of a micro-batch meets the numbers that it met in the large batch.
+"""Random numbers, item by item: each item of a micro-batch gets the numbers that it got in the large batch.
 
-Dropout draws other numbers for another partition, which is no mistake and would hide the mistakes. So the numbers that the large batch
-draws are recorded, in order, and a micro-batch is given the rows of its items. An operation draws if it moves the state of its generator.
-One that begins at a state seen before in the same run is a repetition, as in activation checkpointing, and gets the same numbers again.
+Otherwise dropout would hide the mistakes. The draws of the large batch are recorded in order, and a micro-batch gets the rows of its items.
+An operation draws if it moves the state of its generator. One that begins at a state seen before in the same run is a repetition, as in
+activation checkpointing, and gets the same numbers again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Draw(NamedTuple):
 
 
 class Drawing(DispatchMode):  # type: ignore[misc]
-    """While it is open, random operations are noted, and replaced where a recording has their numbers."""
+    """A mode that notes random operations, and replays those whose numbers a recording has."""
 
     def __init__(self, replay: Callable[[int, Draw], Tensor | None] = lambda number, draw: None) -> None:
         super().__init__()
@@ -103,8 +103,6 @@ class Recording:
 
     @contextmanager
     def replayed(self, items: Sequence[int]) -> Iterator[None]:
-        """While it is open, the draws of a micro-batch are those of its `items`."""
-
         def replay(number: int, draw: Draw) -> Tensor | None:
             if number not in self._axes or self._whole[number].operation != draw.operation:
                 return None
@@ -119,7 +117,7 @@ class Recording:
 
 
 def repeated(runs: Sequence[Sequence[Draw]]) -> list[str]:
-    """Where several runs in a row, with the random state going on, drew the same numbers."""
+    """Return where several runs in a row drew the same numbers although the random state moved."""
     first, *others = runs
     return list(
         dict.fromkeys(
@@ -139,7 +137,6 @@ def _generator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _state(generator: torch.Generator | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """The state of the generator that the operation draws from."""
     if generator is not None:
         return bytes(str(id(generator)), "ascii") + bytes(generator.get_state().numpy().tobytes())
     device = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), torch.device("cpu"))
@@ -148,7 +145,7 @@ def _state(generator: torch.Generator | None, args: Sequence[Any], kwargs: Mappi
 
 
 def _place() -> str:
-    """The innermost line that is neither torch's nor this package's."""
+    """Return the innermost line that is neither torch's nor this package's."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back

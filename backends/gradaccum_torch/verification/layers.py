@@ -1,9 +1,8 @@
-"""Which layers mix the items of a batch? Each is run again by itself: with all items, and with half of the same ones.
+"""Layers that mix the items of a batch, found by running each layer alone: with all items, and with half of them.
 
-A layer is named if a half's outputs are not those rows of all outputs, by more than rounding. One half is the first, the other every second
-item: a layer that treats neighbours together shows only there. Rounding is measured as for gradients:
-by how far the outputs move when the inputs are moved by one rounding. Only the innermost such layers are named; a layer whose output has no
-item axis (a loss) is not compared, and neither is one that fails when it is run alone.
+A layer is named if a half's outputs differ from those rows of all outputs by more than rounding. One half is the first, the other every
+second item, for layers that treat neighbours together. Rounding is measured as for gradients. Only the innermost such layers are named; a
+layer whose output has no item axis (a loss), or that fails alone, is not compared.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class Calls:
 
     @contextmanager
     def watching(self, *, part: bool) -> Iterator[None]:
-        """While it is open, the layers' calls are noted."""
         seen: set[str] = set()
         handles = [
             module.register_forward_pre_hook(self._hook(name, seen, part), with_kwargs=True, prepend=True)
@@ -79,7 +77,6 @@ class Calls:
 
 
 def mixing_layers(modules: dict[str, nn.Module], calls: Calls, items: int, fewer: int, epsilon: float, isolated: Isolated) -> list[Layer]:
-    """The innermost layers of `modules` that mix items, in the model's order."""
     found: list[Layer] = []
     for name in sorted(calls.of, key=lambda path: -path.count(".") - bool(path)):
         inside = [layer for layer in found if name == "" or layer.name.startswith(f"{name}.")]
@@ -92,8 +89,6 @@ def mixing_layers(modules: dict[str, nn.Module], calls: Calls, items: int, fewer
 
 
 def _mixes(module: nn.Module, call: Call, items: int, fewer: int, epsilon: float, isolated: Isolated, *, evaluation: bool = False) -> bool:
-    """True if the layer's outputs for some `fewer` items depend on the others."""
-
     def outputs(chosen: Sequence[int], perturbation: int | None = None) -> list[Tensor]:
         with isolated():
             if evaluation:

@@ -1,4 +1,4 @@
-"""A torch model, its loss and one batch, run under conditions, with everything of the user's as it was before and after."""
+"""A torch model, its loss and one batch, run under conditions; everything of the user's is restored."""
 
 from __future__ import annotations
 
@@ -43,26 +43,21 @@ class TorchSubject:
         self.names: Sequence[str] = list(self._parameters)
 
     def window(self, parts: Sequence[Sequence[int]], conditions: Conditions) -> list[Run]:
-        """See `Subject.window`."""
         recording = self._recording(conditions) if conditions.replay else None
         with self._isolated(conditions):
             return [self._run(part, conditions, recording) for part in parts]
 
     def dot(self, a: Tensor, b: Tensor) -> float:
-        """See `Subject.dot`."""
         return float(torch.dot(a.flatten(), b.flatten()))
 
     def precision(self, name: str) -> Precision:
-        """See `Subject.precision`."""
         limits = torch.finfo(self._parameters[name].dtype)
         return Precision(self._roundoff(), limits.smallest_normal * limits.eps, self._parameters[name].numel(), self._batch.terms)
 
     def columns(self) -> Sequence[Column]:
-        """See `Subject.columns`."""
         return self._batch.columns()
 
     def mixing_layers(self) -> Sequence[Layer]:
-        """See `Subject.mixing_layers`."""
         every, fewer = range(self.items), -(-self.items // 2)
         calls = Calls(self._modules, self.items, fewer)
         for items, part in ((every, False), (range(fewer), True)):
@@ -72,7 +67,6 @@ class TorchSubject:
         return mixing_layers(self._modules, calls, self.items, fewer, self._roundoff(), isolated)
 
     def fixed_draws(self) -> Sequence[str]:
-        """See `Subject.fixed_draws`."""
         every = range(self.items)
         hosts = self._host.seeded(self._host_after(every, 0), self._host_after(every, 1))
         if not self._draws(every, Conditions()):
@@ -87,19 +81,17 @@ class TorchSubject:
         return [*repeated(runs), *hosts]
 
     def _host_after(self, items: Sequence[int], seed: int) -> list[bytes]:
-        """The states of Python's and NumPy's generators after a loss of `items`."""
+        """Return the states of Python's and NumPy's generators after a loss of `items`."""
         with self._isolated(Conditions(seed=seed)):
             self._loss(self._batch.part(items))
             return self._host.states()
 
     def unreplayed_draws(self) -> Sequence[str]:
-        """See `Subject.unreplayed_draws`."""
         fewer = range(-(-self.items // 2))
         hosts = self._host.per_item(self._host_after(range(self.items), 0), self._host_after(fewer, 0))
         return (*self._recording(Conditions()).unreplayed, *hosts)
 
     def custom_rules(self) -> Sequence[str]:
-        """See `Subject.custom_rules`."""
         with self._isolated(Conditions()):
             arguments = self._batch.part(range(self.items))
             return verify_loss_scaling(lambda: self._loss(arguments), self._parameters).culprits
@@ -125,13 +117,12 @@ class TorchSubject:
         return _require_loss(loss)
 
     def _require_no_backward(self) -> None:
-        """`_isolated` took every ``.grad`` away, so one that is there was filled by the loss function itself."""
+        """Raise unless every ``.grad`` is still None: otherwise the loss function called ``backward()`` itself."""
         if any(parameter.grad is not None for parameter in self._every):
             fix = "Leave backward() out of loss_fn, and return the loss: verify differentiates it."
             raise explain(UsageError, "loss_fn", expected="a function that returns its loss", found="one that calls backward()", fix=fix)
 
     def _recording(self, conditions: Conditions) -> Recording:
-        """The draws of the large batch at that seed and in that mode."""
         key = (conditions.seed, conditions.training)
         if key not in self._recordings:
             plain, fewer = Conditions(seed=conditions.seed, training=conditions.training), -(-self.items // 2)
@@ -149,14 +140,14 @@ class TorchSubject:
         return drawing.draws
 
     def _roundoff(self) -> float:
-        """One rounding of the coarsest floating dtype that is differentiated: autocast's copies of the parameters count."""
+        """Return one rounding of the coarsest floating dtype that is differentiated, autocast's copies included."""
         if not self._epsilon:
             self._draws(range(self.items), Conditions())
         return self._epsilon
 
     @contextmanager
     def _isolated(self, conditions: Conditions, *, gradients: bool = True) -> Iterator[None]:
-        """The user's state at its start and at its end; parameters perturbed and without ``.grad`` in between."""
+        """Restore the user's state at start and end; in between parameters are perturbed and without ``.grad``."""
         with ExitStack() as ending:
             ending.callback(self._put_back)
             ending.enter_context(_without_grad(self._every))
@@ -190,7 +181,6 @@ class TorchSubject:
 
 
 def _parameters(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
-    """The parameters to differentiate by, each once, under its first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for path, module in modules.items():
         for name, parameter in module.named_parameters():
@@ -200,7 +190,11 @@ def _parameters(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def _differentiated(loss: Tensor) -> set[torch.dtype]:
-    """The floating dtypes in the graph of `loss`."""
+    """Return the floating dtypes in the graph of `loss`.
+
+    Raises:
+        UsageError: it holds a reentrant checkpoint, which hides its parameters from `torch.autograd.grad`.
+    """
     waiting: list[Any] = [loss.grad_fn]
     seen: set[Any] = {None}
     while waiting:
@@ -217,7 +211,6 @@ def _differentiated(loss: Tensor) -> set[torch.dtype]:
 
 @contextmanager
 def _without_grad(parameters: dict[nn.Parameter, None]) -> Iterator[None]:
-    """The user's ``.grad`` is put aside: not a number of it is touched."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
     try:
         for parameter, _ in kept:
@@ -229,7 +222,7 @@ def _without_grad(parameters: dict[nn.Parameter, None]) -> Iterator[None]:
 
 
 def _uncompiled() -> Any:
-    """Compiled modules run as they are written: a compiled program has no operations to look at."""
+    """Run compiled modules as they are written: a compiled program has no operations to look at."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -247,7 +240,6 @@ def _require_loss(loss: object) -> Tensor:
 
 
 def weight_of(weight: Any, batch: Batch) -> Callable[[Sequence[int]], float]:
-    """The weight of the micro-batch of some items, as accumulation will have it."""
     if weight is None:
         return lambda items: float(len(items))
     if callable(weight):
@@ -280,13 +272,9 @@ LEFT_ALONE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionT
 class Note(Protocol):
     """One object as it was."""
 
-    def changed(self) -> Iterable[str]:
-        """Names of what is no longer as it was."""
-        ...
+    def changed(self) -> Iterable[str]: ...
 
-    def put_back(self) -> None:
-        """Make it as it was."""
-        ...
+    def put_back(self) -> None: ...
 
 
 class TensorNote:
@@ -383,12 +371,10 @@ class Kept:
             self._walk(name, value, DEPTH)
 
     def changed(self) -> tuple[str, ...]:
-        """Names of what is no longer as it was."""
         names = dict.fromkeys(name for note in self._notes for name in note.changed())
         return tuple(name for name in names if name.rpartition(".")[2] != "training")  # The mode is a condition, not state.
 
     def put_back(self) -> None:
-        """Make everything as it was."""
         with torch.no_grad():
             for note in self._notes:
                 note.put_back()
@@ -414,7 +400,7 @@ class Kept:
             self._walk_entries(path, vars(value), depth)
 
     def _walk_module(self, path: str, module: nn.Module) -> None:
-        """A module's own tables do not count as a part of the path: a buffer is ``norm.running_mean``."""
+        """Walk a module; its own tables are no part of the path: a buffer is ``norm.running_mean``."""
         if not any(module is inner for outer in self.modules.values() for inner in outer.modules()):
             self.modules[path] = module
         for name, value in [("", vars(module)), *vars(module).items()]:
@@ -436,7 +422,7 @@ class Kept:
 
 
 def _closed_over(loss_fn: Any, seen: set[int]) -> Iterator[tuple[str, object, Note | None]]:
-    """What a function, a method, a partial or a callable object refers to besides its arguments."""
+    """Yield what a function, a method, a partial or a callable object refers to besides its arguments."""
     if id(loss_fn) in seen:
         return
     seen.add(id(loss_fn))
@@ -470,7 +456,6 @@ def _joined(path: str, name: str) -> str:
 
 
 def _same(a: object, b: object) -> bool:
-    """True if it is the same object, or an equal plain value."""
     return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str | bytes) and a == b)
 
 
@@ -486,12 +471,11 @@ class RandomState(NamedTuple):
 
     @staticmethod
     def now() -> RandomState:
-        """The state at this moment; a device that was never used is not woken."""
+        """Copy the current state; a device that was never used is not woken."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         return RandomState(torch.get_rng_state(), cuda)
 
     def put_back(self) -> None:
-        """Go on from here."""
         torch.set_rng_state(self.cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)

@@ -1,7 +1,4 @@
-"""Several workers: one window over all of them, and a loss whose classes they share.
-
-Each worker adds up its own micro-batches, and the end of a window adds up the workers, once.
-"""
+"""Several workers: one window over all of them, and a loss whose classes they share."""
 
 from gradaccum_torch.workers.cross_entropy import sharded_cross_entropy
 

@@ -3,12 +3,11 @@
 The method is that of Megatron-LM (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", section 3): the workers exchange a few numbers per item and never the logits. Four things differ.
 
-- Two all-reduces forward instead of three. The sum of exponentials, the target's logit and the sum of logits share one buffer. A single
-  all-gather of each worker's own statistics would do too, but its buffer grows with the number of workers.
-- The backward computes the softmax anew from the logits, block by block, and Megatron saves it. The logits live until then in any case, so
-  the gradient is the only tensor as large as the shard that the loss makes.
+- Two all-reduces forward instead of three: the sum of exponentials, the target's logit and the sum of logits share one buffer.
+- The backward computes the softmax again from the logits, block by block, where Megatron saves it: the gradient is the only tensor of the
+  shard's size that the loss makes.
 - Shards may be uneven, or empty.
-- Labels that differ between workers raise. They come from data-parallel loading, and the loss would be silently wrong.
+- Labels that differ between workers raise: they come from data-parallel loading, and the loss would be silently wrong.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ def sharded_cross_entropy(
     reduction: str = "mean",
     check_labels: bool = True,
 ) -> Tensor:
-    """The loss of `torch.nn.functional.cross_entropy` over all classes, from this worker's slice. Every worker of the group calls it.
+    """Return the loss of `torch.nn.functional.cross_entropy` over all classes, from this worker's slice; collective.
 
-    The first worker holds the first classes, the next one those that follow, and so on; slices may differ in size. All workers get the same
-    loss, and each gets the gradient of its own logits. The gradient of the features is a sum over the workers: the layer that multiplies
-    them by the class weights has to all-reduce it.
+    The first worker holds the first classes, and so on; slices may differ in size. All workers get the same loss, and each gets the
+    gradient of its own logits. The gradient of the features is a sum over the workers: the layer that multiplies them by the class weights
+    must all-reduce it.
 
-    Half-precision logits are computed with in float32. The backward multiplies by the gradient that it is handed, so loss scaling and
-    accumulation work through it. It cannot be differentiated itself.
+    Half-precision logits are computed with in float32. The backward multiplies by its incoming gradient, so loss scaling and accumulation
+    work through it. It cannot be differentiated itself.
 
     Args:
-        logits_shard: shape ``(*batch, own classes)``, any floating dtype. It may have no class at all, but has to take part.
+        logits_shard: shape ``(*batch, own classes)``, any floating dtype. It may have no class, but has to take part.
         labels: shape ``(*batch)``, an integer dtype, numbered over all classes, the same on every worker.
         group: the process group of the workers that hold the classes; None: all processes.
-        shard_sizes: the number of classes of each worker, by its rank in the group. None: they are asked for in every call, by one more
-            all-reduce of one int a worker. They are not remembered, because a worker that remembers would not answer one that asks.
+        shard_sizes: the number of classes of each worker, by its rank in the group. None: each call asks for them, by an all-reduce of one
+            int a worker.
         ignore_index: items with this label have no loss and no gradient.
         label_smoothing: in [0, 1]: this share of the target is spread evenly over all classes.
         reduction: "mean" (over the items that are not ignored), "sum" or "none".
@@ -89,7 +88,7 @@ def sharded_cross_entropy(
 
 
 def _place(shard: Tensor, group: Group, shard_sizes: Sequence[int] | None) -> tuple[int, int]:
-    """The number of this worker's first class, and the number of all classes."""
+    """Return the number of this worker's first class, and the number of all classes."""
     rank, workers = require_group(group)
     own = shard.shape[-1]
     sizes = _asked(shard, group, rank, workers) if shard_sizes is None else require_shard_sizes(shard_sizes, own, rank, workers)
@@ -97,7 +96,6 @@ def _place(shard: Tensor, group: Group, shard_sizes: Sequence[int] | None) -> tu
 
 
 def _asked(shard: Tensor, group: Group, rank: int, workers: int) -> Sequence[int]:
-    """The number of classes of each worker."""
     sizes = torch.zeros(workers, dtype=torch.int64, device=shard.device)
     sizes[rank] = shard.shape[-1]
     dist.all_reduce(sizes, group=group)
@@ -105,7 +103,7 @@ def _asked(shard: Tensor, group: Group, rank: int, workers: int) -> Sequence[int
 
 
 def _seen(labels: Tensor, ignored: Tensor, classes: int, shard: Tensor) -> list[Tensor]:
-    """Two rows by whose maxima over the workers all of them see whether labels differ or are no class: the labels and their negatives.
+    """Return two rows whose maxima over the workers show whether labels differ or are no class: the labels and their negatives.
 
     Modulo 2^24, which float32 holds exactly; inf for what is no class.
     """
@@ -115,7 +113,6 @@ def _seen(labels: Tensor, ignored: Tensor, classes: int, shard: Tensor) -> list[
 
 
 def _maximum(shard: Tensor, seen: list[Tensor], group: Group, classes: int) -> Tensor:
-    """The largest logit of each item over all workers, by the first all-reduce."""
     own = shard.amax(-1).to(_wide(shard)) if shard.shape[-1] else _wide_full(shard, -torch.inf)
     rows = torch.stack([own, *seen])
     dist.all_reduce(rows, dist.ReduceOp.MAX, group=group)
@@ -125,14 +122,14 @@ def _maximum(shard: Tensor, seen: list[Tensor], group: Group, classes: int) -> T
 
 
 def _require_labels(highest: Tensor, lowest: Tensor, classes: int) -> None:
-    """Refuse labels by what all workers see alike, so that none goes on alone."""
+    """Raise unless all labels are equal classes, by what all workers see alike, so that all raise together."""
     if bool((highest == lowest).logical_and(highest < torch.inf).all()):
         return
     raise label_error(differ=not bool(highest.isinf().any()), classes=classes)
 
 
 def _sums(shard: Tensor, index: Tensor, maximum: Tensor, group: Group, smoothed: bool) -> Tensor:
-    """The sum of exponentials, the target's logit and, if `smoothed`, the sum of logits, all less the maximum: the second all-reduce."""
+    """Return, less the maximum, the sum of exponentials, the target's logit and, if `smoothed`, the sum of logits: one all-reduce."""
     sums = _wide_full(shard, 0.0).repeat(2 + smoothed, *[1] * maximum.ndim)
     for block in _blocks(shard):
         part = shard[..., block] - maximum.unsqueeze(-1)
@@ -187,14 +184,13 @@ def _here(shard: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(shard: Tensor) -> Iterator[slice]:
-    """Slices of the classes, so that what is computed of a block stays small beside the shard."""
+    """Yield slices of the classes, so that temporary tensors stay small beside the shard."""
     classes, items = shard.shape[-1], max(shard[..., :1].numel(), 1)
     width = max(-(-classes // BLOCKS), SMALL // items, 1)
     return (slice(start, min(start + width, classes)) for start in range(0, classes, width))
 
 
 def _wide(shard: Tensor) -> torch.dtype:
-    """The dtype that is computed in."""
     return torch.promote_types(shard.dtype, torch.float32)
 
 
@@ -212,7 +208,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def require_tensors(logits_shard: Any, labels: Any) -> None:
-    """Refuse anything but floating logits ``(*batch, own classes)`` and integer labels ``(*batch)`` on the same device."""
+    """Raise unless logits are floating ``(*batch, own classes)`` and labels integers ``(*batch)`` on the same device."""
     for name, value in (("logits_shard", logits_shard), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise explain(ArgumentTypeError, name, expected="a torch.Tensor", got=value, fix=f"Pass {name} as a tensor.")
@@ -240,14 +236,13 @@ def _require_shapes(logits_shard: Tensor, labels: Tensor) -> None:
 
 
 def require_first_derivative() -> None:
-    """Refuse a backward pass that is to be differentiated: `torch` would take its gradient for a constant, and say nothing."""
+    """Raise unless autograd does not record the backward pass: torch would silently take its gradient for a constant."""
     if torch.is_grad_enabled():
         fix = "Use torch.nn.functional.cross_entropy of the whole logits for a second derivative."
         raise explain(UsageError, "create_graph", expected="False under sharded_cross_entropy", found="True", fix=fix)
 
 
 def label_error(differ: bool, classes: int) -> ArgumentValueError:
-    """The error for labels that are not the same on every worker, or for one that is no class."""
     if differ:
         fix = "Gather the items of all workers first, features and labels alike."
         return explain(ArgumentValueError, "labels", expected="the same labels on every worker", found="labels that differ", fix=fix)

@@ -1,9 +1,8 @@
-"""FSDP2 told to wait: it keeps the gradients of a window, and reduces them when the window ends.
+"""FSDP2 with deferred reduction: it keeps the gradients of a window, and reduces them when the window ends.
 
-FSDP2 would reduce them in a window's last backward pass. But nobody knows the last one before it is over: a window ends early by ``flush``,
-or has no last one (``steps=None``). So FSDP2 waits for good, and reduces without a backward pass when the sum is asked for.
-
-A parameter may have a gradient on some workers only. So the workers first tell each other which have one, and the others add zeros.
+FSDP2 would reduce in a window's last backward pass. But nobody knows which is last: a window ends early by ``flush``, or has no last one
+(``steps=None``). So FSDP2 always waits, and reduces without a backward pass when the sum is asked for. A parameter may have a gradient on
+some workers only: the workers first tell each other which have one, and the others add zeros.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _FOUND: WeakKeyDictionary[Private, list[Sync]] = WeakKeyDictionary()
 
 
 class _Notes:
-    """What autograd has delivered since the window began. The hooks hold this, and not the object that owns them."""
+    """The gradients that autograd has delivered in the window. The hooks hold this, and not the object that owns them."""
 
     def __init__(self) -> None:
         self.watch = GradWatch()
@@ -72,22 +71,25 @@ class Deferred:
         self._wait()
 
     def tell(self, watch: GradWatch) -> None:
-        """Tell `watch` of what autograd delivers to whole parameters: nothing arrives in ``.grad``."""
+        """Report to `watch` what autograd delivers to whole parameters: nothing arrives in ``.grad``."""
         self._notes.watch = watch
 
     def count(self) -> None:
-        """The micro-batch is a part of the sum."""
+        """Count the micro-batch as a part of the sum.
+
+        Raises:
+            UsageError: FSDP2 no longer has an earlier part, or something changed the part in ``.grad``; or its reduction failed.
+        """
         self.require_whole()
         self._require_kept()
         self.note()
 
     def note(self) -> None:
-        """Take the sum as it is now for what autograd and FSDP2 left there."""
         self._kept = [(unit, unit.held(), _versions(unit)) for unit in self._units]
 
     @contextmanager
     def weightless(self) -> Iterator[None]:
-        """Inside, a backward pass delivers zeros, which give no parameter a gradient that has none."""
+        """Make backward passes inside the block deliver zeros, and no gradient to a parameter that has none."""
         without = [each for unit in self._units for each in unit.trainable() if not unreduced(each)]
         self._notes.weightless = True
         try:
@@ -108,7 +110,7 @@ class Deferred:
         self._forget()
 
     def require_whole(self) -> None:
-        """No reduction failed."""
+        """Raise unless every reduction succeeded; otherwise a part of the sum is gone."""
         if self._torn:
             raise torn_window_error("the window")
 
@@ -130,7 +132,6 @@ class Deferred:
             parameter.grad = None
 
     def drop(self) -> None:
-        """Forget what FSDP2 keeps."""
         for unit in self._units:
             unit.drop()
         self._torn = False
@@ -142,7 +143,6 @@ class Deferred:
         self.note()
 
     def _require_kept(self) -> None:
-        """All parts are where they were, or reduced: by FSDP2, where the user told it to."""
         for unit, tensors, versions in self._kept:
             held = unit.held()
             written = versions != _versions(unit)
@@ -167,21 +167,18 @@ class Deferred:
                 unit.sync = Sync(True, False, True)
 
     def _here(self, unit: Unit) -> list[bool]:
-        """True if this worker has a gradient, for each trainable parameter of a unit."""
         trainable = list(unit.trainable())
         # A backward pass that went around the hooks: rather zeros for a gradient than a gradient lost.
         around = unit.held() and self._notes.reached.isdisjoint(map(id, trainable))
         return [around or id(each) in self._notes.arrived for each in trainable]
 
     def _anywhere(self, here: Sequence[bool]) -> list[bool]:
-        """True if any worker has a gradient, by parameter."""
         numbers = torch.tensor(here, dtype=torch.int32, device=self._mesh.device_type)
         for dimension in range(self._mesh.ndim):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._mesh.get_group(dimension))
         return [bool(some) for some in numbers.tolist()]
 
     def _look_after_forward(self) -> list[RemovableHandle]:
-        """The whole parameters exist from the first forward pass on."""
         alive = weakref.ref(self)
 
         def look(unit: Unit, *_: object) -> None:
@@ -211,7 +208,6 @@ def _let_go(units: Sequence[Unit], forward_handles: Sequence[RemovableHandle], h
 
 
 def _versions(unit: Unit) -> list[int]:
-    """Move when FSDP2 reduces into ``.grad``."""
     gradients = [parameter.grad for parameter in unit.parameters]
     return [-1 if gradient is None else version(local(gradient)) for gradient in gradients]
 
@@ -284,7 +280,7 @@ class DeferredStrategy(GradStrategy):
 
 
 def require_deferrable(units: Sequence[Unit], parameters: Sequence[Tensor], options: Options, sync: GradientSync, module: object) -> None:
-    """FSDP2 can reduce the sum of micro-batches in place of each."""
+    """Raise unless FSDP2 can reduce the sum of micro-batches in place of each."""
     if module is None or not units:
         raise _error(sync, "to stand beside a module= of fully_shard", "none", "Write module=fsdp_model, or leave gradient_sync= out.")
     if options.on_overflow == "drop_micro_batch":

@@ -1,8 +1,8 @@
 """Workers that hold parts of the same parameters (FSDP2, tensor parallel). The engine reduces the gradients; the weight is reduced here.
 
 FSDP2 averages gradients over its workers, unless the user has set another divisor. The window's sum is then the average of w_i g_i, so its
-weight is the average too. Workers of tensor parallelism see the same items: the average of their weights is the weight. Where FSDP2 divides
-by something else, or where the sum itself is wanted, the sum is multiplied once, at the window's end.
+weight is the average too. Workers of tensor parallelism see the same items: the average of their weights is the weight. If FSDP2 divides by
+something else, or the sum itself is wanted, the sum is multiplied once, at the window's end.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ class ShardGroup(OwnSum):
             raise explain(UsageError, "copy, pickle", expected="an optimizer whose model can be copied", found="one under FSDP2", fix=fix)
 
     def _added_up(self, fields: State, others: Sequence[float]) -> tuple[float, bool, list[float]]:
-        """The average weight, whether any worker has an overflow, and the averages of `others`."""
         rates, rank, size = learning_rates(self._shards.optimizer), dist.get_rank(), self._mesh.size()
         own = [fields.weight, fields.overflow, fields.micro_step, fields.micro_step**2, *rate_bits(rates), *others]
         numbers = torch.tensor(own, dtype=torch.float64, device=self._mesh.device_type)
@@ -116,7 +115,6 @@ class ShardGroup(OwnSum):
 
 
 def _index(mesh: DeviceMesh) -> int:
-    """The place of this worker in `mesh`."""
     index = 0
     for place, size in zip(mesh.get_coordinate() or (), mesh.shape, strict=True):
         index = index * size + place
@@ -147,7 +145,11 @@ class Shards:
         self.note()
 
     def add(self, parameters: Sequence[Tensor], waiting: bool) -> None:
-        """Take the units of new `parameters` on; `waiting`: FSDP2 was told to wait, but the new units were not."""
+        """Take in the units of new `parameters`; `waiting`: FSDP2 waits with the earlier units, but not with the new ones.
+
+        Raises:
+            ArgumentValueError: FSDP2 does not have them all, or a new unit does not wait.
+        """
         own = [*self._positions(), *parameters]
         units = units_holding(own)
         self._require_all(own, units)
@@ -160,24 +162,25 @@ class Shards:
         self.note()
 
     def require_averages(self) -> None:
-        """Raise `UsageError` where the installed torch adds up gradients that FSDP2 averages."""
         if any(unit.is_summed_by_gloo for unit in self._units):
             found = f"torch {torch.__version__}, in which gloo adds up what FSDP2 averages"
             raise explain(UsageError, "optimizer", expected="torch 2.11 or newer for FSDP2 on a CPU", found=found, fix="Install it.")
 
     def note(self) -> None:
-        """A window begins: its gradients have the divisors that are set now."""
         self._noted = [unit.divide_factor for unit in self._units]
 
     def divisors(self) -> list[float]:
-        """By what FSDP2 divides the sum over the workers, for each parameter by position; 1 where it has no part."""
+        """Return FSDP2's divisor of each parameter's sum by position; 1 where it has no part.
+
+        Raises:
+            UsageError: it was changed in the open window, or cannot be known.
+        """
         if self._noted != [unit.divide_factor for unit in self._units]:
             raise _changed_error()
         known = {id(parameter): _divisor(unit) for unit in self._units for parameter in unit.parameters}
         return [known.get(id(parameter), 1.0) for parameter in self._positions()]
 
     def require_reduced(self) -> None:
-        """FSDP2 has reduced all gradients."""
         if any(unit.held() for unit in self._units):
             fix = 'Leave the call out, and write gradaccum.wrap(optimizer, ..., module=fsdp_model, gradient_sync="window") to reduce once '
             fix += "per window. The window cannot be closed: call opt.discard() on every worker."
@@ -185,11 +188,10 @@ class Shards:
             raise explain(UsageError, "set_requires_gradient_sync, set_requires_all_reduce", expected=expected, found=found, fix=fix)
 
     def delivering_zeros(self) -> AbstractContextManager[None]:
-        """Inside, a backward pass gathers and reduces as on the other workers, and adds nothing."""
+        """Make a backward pass gather and reduce as on the other workers, and add nothing."""
         return delivering_zeros(whole for unit in self._units for _, whole in unit.whole_parameters())
 
     def drop(self) -> None:
-        """Forget what FSDP2 has not reduced."""
         for unit in self._units:
             unit.drop()
 

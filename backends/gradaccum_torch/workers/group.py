@@ -1,19 +1,16 @@
 """The end of a window over all workers: its numbers and small sums in one reduction, its large sums in one each.
 
-Workers may hold different numbers of micro-batches, or none, and a parameter may have a gradient on some of them only. So the numbers tell
-each worker which sums exist anywhere, and a worker without one of these adds zeros. The small sums that ride with the numbers are guessed
-to be those of the last window, which all workers know. After a wrong guess, numbers and small sums are sent once more. So what is added up,
-and in which layout, depends on this window alone, and a resumed run has the same bits.
+Workers may hold different numbers of micro-batches, and a parameter may have a gradient on some of them only. So the numbers tell each
+worker which sums exist anywhere, and a worker without a sum adds zeros. The small sums that travel with the numbers are guessed to be those
+of the last window, which all workers know. After a wrong guess they are sent once more. So what is added up, and in which layout, depends
+on this window alone, and a resumed run has the same bits.
 
 A parameter that is sharded over the same workers, such as the head of a large classifier, has the gradient of all items on each of them.
 Its sum is left as it is, and its norm is that of all shards.
 
 `DistributedDataParallel` reduces while the last backward pass still runs. Here no backward pass is known to be the last: the user may call
-``backward`` again, or clear its gradients, and a worker may flush instead. On CPUs the overlap gains nothing anyway: the backward pass
-keeps the cores busy.
-
-A worker that runs out of data calls ``flush``. It then takes part in the windows of the others, with nothing, until they flush too: so all
-make the same updates, however many micro-batches each has.
+``backward`` again, or a worker may flush instead. A worker that runs out of data calls ``flush``, and then takes part in the windows of the
+others, with nothing, until they flush too: so all make the same updates, however many micro-batches each has.
 """
 
 from __future__ import annotations
@@ -130,7 +127,7 @@ class WorkerGroup(Workers):
         raise explain(UsageError, "copy, pickle", expected=expected, found="one with several workers", fix=fix)
 
     def _hold(self, held: Literal["own", "of all", "torn"]) -> None:
-        """The open window's sum is this worker's; or that of all workers, until their update is made; or neither: the reduction failed."""
+        """Note whose sum the open window holds: this worker's, that of all until their update, or neither after a failed reduction."""
         self.joined, self.not_own = held == "of all", held != "own"
 
     @torch.no_grad()
@@ -162,7 +159,7 @@ class WorkerGroup(Workers):
 
 
 def _filled(sums: Sums, positions: Sequence[int], zeros: Callable[[int], Tensor], others: bool = True) -> list[Tensor | None]:
-    """`sums` with one at each of `positions`, empty where there was none; without `others` none elsewhere."""
+    """Return `sums` with an empty one at each of `positions` without one; without `others` none elsewhere."""
     filled: list[Tensor | None] = list(sums) if others else [None] * len(sums)
     for index in positions:
         total = sums[index]
@@ -171,7 +168,6 @@ def _filled(sums: Sums, positions: Sequence[int], zeros: Callable[[int], Tensor]
 
 
 def _sparse_error() -> UsageError:
-    """The error for sparse sums: workers hold different rows, which a reduction of dense memory cannot add up."""
     fix = "Build the layer with dense gradients: torch.nn.Embedding(..., sparse=False)."
     found = "a sparse one on some worker"
     return explain(UsageError, ".grad", expected="dense gradients beside module= and process_group=", found=found, fix=fix)
@@ -185,7 +181,7 @@ def _sparse_error() -> UsageError:
 
 
 def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
-    """The workers that train `module` together. Collective: every worker of its process group calls this."""
+    """Return the workers that train `module` together; collective."""
     parallel = _require_parallel(module)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     workers = WorkerGroup(parallel.process_group, optimizer, parallel)
@@ -199,7 +195,7 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options)
 
 
 def group_alone(group: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
-    """The workers of a process group whose copies of a model no module keeps alike. Collective, as `group_of`."""
+    """Return the workers of a process group that train copies of a model without a module; collective."""
     require_group(group, "process_group")
     assert isinstance(group, dist.ProcessGroup)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -210,7 +206,6 @@ def group_alone(group: object, optimizer: torch.optim.Optimizer, options: Option
 
 
 def comm_hook_error() -> UsageError:
-    """The error for a communication hook, registered before `gradaccum.wrap` or after it."""
     fix = "Leave register_comm_hook out: the window's sum is reduced by all_reduce."
     found = "a registered hook, which would never be called"
     return explain(UsageError, "module", expected="a module without a communication hook", found=found, fix=fix)
@@ -231,7 +226,7 @@ def _require_parallel(module: object) -> DistributedDataParallel:
 
 
 def require_same_options(options: Options, *groups: dist.ProcessGroup, **others: str) -> None:
-    """All workers gave the same; collective. `groups` are the dimensions of their mesh, `others` further options."""
+    """Raise unless all workers gave the same options; collective, and on every worker."""
     # Two workers' functions and scalers are different objects.
     steps = options.steps if is_known(options.steps) else "a function"
     everyone = [(dist.get_rank(), str(dict(options._asdict(), steps=steps, scaler=type(options.scaler), **others)))]
@@ -246,7 +241,7 @@ def require_same_options(options: Options, *groups: dist.ProcessGroup, **others:
 
 
 def require_group(group: Any, argument: str = "group") -> tuple[int, int]:
-    """The rank of this process in `group`, and the number of processes in it."""
+    """Raise unless this process is in the process group `group`; return its rank and the number of processes."""
     if not dist.is_available() or not dist.is_initialized():
         fix = "Call torch.distributed.init_process_group() first; leave the call or the argument out where there is one process."
         raise explain(UsageError, argument, expected="an initialised torch.distributed", found="none in this process", fix=fix)
@@ -269,7 +264,6 @@ FIX = "Write gradaccum.wrap(optimizer, steps=4, module=DistributedDataParallel(m
 
 
 def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    """Each of an optimizer's `parameters` is one of `module`, which are its `own`."""
     known = set(map(id, own))
     strangers = sum(id(parameter) not in known for parameter in parameters)
     if strangers:
@@ -278,7 +272,6 @@ def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameter
 
 
 def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
-    """`module` was not told to ignore any of `parameters`, whose sums are then each worker's own, and so is their norm."""
     reduced = set(map(id, reduced_by(module)))
     ignored = sum(id(parameter) not in reduced for parameter in parameters)
     if ignored:
@@ -288,7 +281,7 @@ def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[T
 
 
 def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:
-    """Each of `sharded` is split over the workers of `group`, all of them and no others: each has seen the items of all."""
+    """Raise unless each of `sharded` is split over exactly the workers of `group`: each has seen the items of all."""
     if units_holding(sharded):
         fix = "Give the parameters of fully_shard an optimizer of their own, or put all under fully_shard."
         found = "parameters of fully_shard, which averages their gradients by itself"
@@ -317,7 +310,7 @@ _EXACT = (torch.float32, torch.float64)
 
 
 def riders(sums: Sums, device: torch.device) -> list[int]:
-    """The positions of the sums that ride in the first bucket: small ones of one dtype that holds counts exactly."""
+    """Return the positions of the sums that travel in the first bucket: small ones of one dtype that holds counts exactly."""
     whole = [(index, total) for index, total in enumerate(sums) if total is not None and not is_sharded(total)]
     small = [(index, total) for index, total in whole if total.nbytes < LARGE_BYTES]
     exact = [(index, total) for index, total in small if total.dtype in _EXACT and total.device == device]
@@ -336,18 +329,17 @@ class FirstBucket:
         dist.all_reduce(self._packed, group=group)
 
     def numbers(self) -> list[float]:
-        """The numbers of all workers; waits for the device."""
+        """Return the numbers of all workers; waits for the device."""
         added: list[float] = self._packed[: self._count].tolist()
         return added
 
     def unpack(self) -> None:
-        """Replace each tensor by its sum over the workers."""
         _unpack(self._packed[self._count :], self._tensors)
 
 
 @torch.no_grad()
 def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each tensor by its sum over the workers of `group`, in place; every worker has the same shapes and dtypes in one order."""
+    """Replace each tensor by its sum over the workers of `group`, in place; all have the same shapes and dtypes in one order."""
     # By the size alone, which is the same on every worker, as a layout may not be.
     large = [_Reduction([tensor], group) for tensor in tensors if tensor.nbytes >= LARGE_BYTES]
     flying: deque[_Reduction] = deque()
@@ -360,7 +352,6 @@ def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype and device, `BUCKET_BYTES` at most unless a single tensor is larger."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -407,7 +398,7 @@ _PARTS = 4
 
 
 class Numbers(NamedTuple):
-    """What all workers together have in the window that ends."""
+    """The numbers of all workers together in the window that ends."""
 
     weight: float
     overflow: bool
@@ -431,7 +422,6 @@ def encode(
     others: Sequence[float] = (),
     counts: Sequence[float] = (),
 ) -> list[float]:
-    """The numbers of worker `rank`, to be added up elementwise over all `workers`; as many `others` and small `counts` on each."""
     own = fields.weight, *others
     size = _PARTS * len(own)
     parts = [0.0] * (size * workers)
@@ -440,7 +430,6 @@ def encode(
 
 
 def decode(added: Sequence[float], workers: int, others: int = 0, counts: int = 0) -> Numbers:
-    """What the sum over the workers says, each of which has so many `others` and `counts`."""
     each = 1 + others
     split = _PARTS * each * workers
     values = struct.unpack(f"<{each * workers}d", struct.pack(f"<{split}h", *map(int, added[:split])))

@@ -1,7 +1,4 @@
-"""The workers that a window is added up over, as the window asks them.
-
-A window knows this interface alone; `gradaccum_torch.workers.workers` finds the workers of an optimizer.
-"""
+"""The interface of the workers that share a window; `gradaccum_torch.workers.workers` finds the workers of an optimizer."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
 class Shares(NamedTuple):
-    """What each worker has in an open window, so that other workers can go on with it."""
+    """The share of each worker in an open window, so that other workers can resume it."""
 
     weights: list[float]
     """By worker."""
@@ -60,14 +57,13 @@ class Shares(NamedTuple):
     """The sum of the losses, by worker; empty where nobody saved it."""
 
     def weight_of(self, index: int, size: int, workers: int) -> float:
-        """The weight with which worker `index` goes on, of `size`, of which `workers` have different items.
+        """Return the weight with which worker `index` of `size` resumes, of which `workers` have different items.
 
         Each gets its own back. Among another number of them the first gets the weight of all.
         """
         return self._part_of(self.weights, index, size, workers)
 
     def loss_of(self, index: int, size: int, workers: int) -> float:
-        """The sum of the losses with which it goes on, in the same way."""
         return self._part_of(self.losses, index, size, workers) if self.losses else math.nan
 
     def _part_of(self, values: list[float], index: int, size: int, workers: int) -> float:
@@ -78,7 +74,7 @@ class Shares(NamedTuple):
 
 
 class Workers(ABC):
-    """The workers that share a window, as it asks them."""
+    """The workers that share a window."""
 
     several: bool
     """There are others, so that a window's end must `join` them."""
@@ -95,59 +91,60 @@ class Workers(ABC):
 
     @abstractmethod
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
-        """Add up the window of all workers; collective. Nothing is added twice where the update of a joined window raised.
+        """Add up the window of all workers; collective. Nothing is added twice if the update of a joined window raised.
+
+        The `sums` of all replace this worker's in place; `zeros` makes an empty sum by position; `numbers` are the losses and statistics.
 
         Returns:
             The state with the weight and the overflow flag of all, the sums, None where no worker has one, and the numbers of all.
         """
 
     def strategy(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> Strategy:
-        """The place of the sum that the engine keeps; only with `keeps_sum`."""
+        """Return the place of the sum that the engine keeps; only with `keeps_sum`."""
         raise NotImplementedError
 
     def require_one_weight(self, fields: State) -> None:  # noqa: B027
-        """Raise `UsageError` where other workers, which nothing joins, need the weight of this one's window; collective there."""
+        """Raise unless all workers that nothing joins have this one's weight; collective there."""
 
     @abstractmethod
     def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
-        """Close the open window by `close`, and with others as many more as they have."""
+        """Close the open window by `close`, and with others as many more as they have; call `between` between two of them."""
 
     @abstractmethod
     def window_ended(self) -> None:
-        """The next window begins, with this worker's own sum."""
+        """Begin the next window, with this worker's own sum."""
 
     @abstractmethod
     def require_own_sum(self, call: str) -> None:
-        """The sum is this worker's own."""
+        """Raise unless the sum is this worker's own: the update may have raised, or the reduction failed."""
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
-        """Raise `ArgumentValueError` unless each of `parameters`, new ones of the optimizer, is one that the workers share."""
+        """Raise unless each of `parameters`, new ones of the optimizer, is one that the workers share."""
 
     def taking_part(self) -> AbstractContextManager[None] | None:
-        """Where other workers wait in their backward pass for that of a micro-batch of weight 0: inside, it delivers zeros, and no NaN."""
+        """Return a context in which a backward pass delivers zeros, if other workers wait for it at weight 0."""
         return None
 
     def require_no_graph(self) -> None:
-        """Raise `UsageError` where gradients that are to be differentiated again would lose their graph."""
         fix = "Leave create_graph= out; second derivatives over several workers are not supported."
         found = "gradients with a graph, which a reduction does not have"
         raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
 
     def shares(self, fields: State, loss: float) -> Shares:
-        """What all workers have in the open window; collective. `loss`: the sum of this worker's."""
+        """Return the share of each worker in the open window, with this worker's sum of losses, `loss`; collective."""
         fix = "Save opt.state_dict() on each worker; gradaccum_torch.redistributed gives it to another number of workers."
         found = "an open window, of which each worker has a sum of its own"
         raise explain(UsageError, STATE_DICT, expected="to be called between two windows", found=found, fix=fix)
 
     def own(self, shares: Shares) -> tuple[float, float, list[float]]:
-        """The weight and the sum of the losses with which this worker goes on, and by what to multiply each sum."""
+        """Return this worker's weight, sum of losses, and factor of each sum to resume with."""
         fix = "Load it with fully_shard, or what each worker saved by opt.state_dict()."
         found = "a state whose window is open, which no worker of these has alone"
         raise explain(UsageError, STATE_DICT, expected="a state that was saved between two windows", found=found, fix=fix)
 
     @abstractmethod
     def require_no_copy(self) -> None:
-        """Raise `UsageError` where a copy of the optimizer would have no part in the others' reductions."""
+        """Raise unless a copy of the optimizer could take part in the others' reductions."""
 
 
 class OwnSum(Workers):
@@ -167,7 +164,7 @@ class OwnSum(Workers):
 
 
 def require_no_join(module: DistributedDataParallel) -> None:
-    """The loop does not run under ``module.join()``, which answers collectives of the module alone."""
+    """Raise unless the loop runs outside of ``module.join()``, which answers collectives of the module alone."""
     if is_in_join(module):
         fix = "Leave join() out, and write gradaccum.wrap(optimizer, ..., module=parallel): opt.flush() takes part in the others' windows."
         raise explain(UsageError, "join", expected="a loop without DistributedDataParallel.join()", found="one under it", fix=fix)

@@ -1,4 +1,4 @@
-"""The workers of an optimizer: those of the module that was given, those that hold parts of its parameters, or this one alone."""
+"""The workers of an optimizer: those of its module, those that hold parts of its parameters, or this one alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def workers_of(
     gradient_sync: object = "micro_batch",
     process_group: object = None,
 ) -> Workers:
-    """The workers that a window of `optimizer` is added up over."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if are_flattened(parameters):
         found, fix = "those of FullyShardedDataParallel (FSDP1)", "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2)."
@@ -52,9 +51,9 @@ def workers_of(
 
 
 def _require_no_reduction(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UsageError` if a method of `optimizer` averages over workers, which have divided their sums by weights of their own by then.
+    """Raise unless no method of `optimizer` averages over workers, which have divided their sums by weights of their own by then.
 
-    One that reduces by ``ReduceOp.SUM`` is not told from those that add up updates or, as Prodigy, numbers of shards.
+    A method that reduces by ``ReduceOp.SUM`` may be one that adds up updates or, as Prodigy, numbers of shards.
     """
     kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
     methods = [unwrap(getattr(each, "__func__", each)) for kind in kinds for each in vars(kind).values() if callable(each)]
@@ -67,7 +66,6 @@ def _require_no_reduction(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _require_allowed(workers: Workers, parameters: Sequence[Tensor], options: Options) -> Workers:
-    """`workers`, which may be alone or have these options."""
     # After the comparison of the workers' options: where one alone has this one, that tells all of them.
     several = workers.place is None or workers.place[1] > 1
     if several and isinstance(options.steps, UntilWeight):
@@ -126,7 +124,7 @@ def _require_sync(sync: object) -> GradientSync:
 
 @final
 class Alone(OwnSum):
-    """No other worker that is known of. A `DistributedDataParallel` may still average each micro-batch's gradients.
+    """One worker alone. An unknown `DistributedDataParallel` may still average each micro-batch's gradients.
 
     Then each worker has the average of w_i g_i, and divides it by a weight of its own. So these must be equal.
     """
@@ -173,7 +171,7 @@ class Alone(OwnSum):
     def require_no_graph(self) -> None: ...
 
     def _averaging(self) -> DistributedDataParallel | None:
-        """The module that averages; it may be built after the optimizer was wrapped, and is looked for once."""
+        """Return the module that averages; it may be built after the optimizer was wrapped, and is looked for once."""
         if not self._looked and dist.is_available() and dist.is_initialized():
             self._looked, self._module = True, module_averaging(self._parameters())
         return self._module
