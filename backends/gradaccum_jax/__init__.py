@@ -6,7 +6,7 @@ updates, state = tx.update(grads, state, params)   # zeros until the fourth micr
 params = optax.apply_updates(params, updates)
 """
 
-from gradaccum_jax.backend import backend
+from gradaccum_jax.backend import backend as backend
 from gradaccum_jax.large_batch.coupled import coupled_value_and_grad
 from gradaccum_jax.large_batch.value_and_grad import value_and_grad
 from gradaccum_jax.large_batch.value_and_update import value_and_update
@@ -26,7 +26,6 @@ __all__ = [
     "AccumulationState",
     "MultiSteps",
     "apply_updates",
-    "backend",
     "check_state",
     "coupled_value_and_grad",
     "data_parallel",
