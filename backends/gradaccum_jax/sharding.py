@@ -105,6 +105,11 @@ KNOWS_AXES = hasattr(jax, "shard_map")
 """JAX 0.5 and 0.6.0 have `jax.experimental.shard_map` only, where a value's type does not say along which axes devices differ."""
 
 
+def explicitly_sharded(leaf: Array) -> bool:
+    """True if the type of `leaf` says how it is sharded (``AxisType.Explicit``): JAX then refuses reshapes that would gather it."""
+    return any(axis is not None for axis in typeof(leaf).sharding.spec)
+
+
 # Programs that XLA partitions over several devices. JAX knows them only when it lowers them.
 #
 # `jax.jit` traces a function without knowing how its arguments are sharded, and XLA partitions the program afterwards. Inside
@@ -117,11 +122,6 @@ _partitioned: Any = core.Primitive("partitioned")
 def partitioned() -> Scalar:
     """A bool scalar that is a constant of the lowered program: a conditional on it costs nothing when the program runs."""
     return _partitioned.bind()
-
-
-def explicitly_sharded(leaf: Array) -> bool:
-    """True if the type of `leaf` says how it is sharded (``AxisType.Explicit``): JAX then refuses reshapes that would gather it."""
-    return any(axis is not None for axis in typeof(leaf).sharding.spec)
 
 
 def _lowered(context: mlir.LoweringRuleContext) -> Any:
