@@ -8,7 +8,6 @@ with a rule of its own under `jax.vmap`:
   some want it, it runs on each of them alone.
 - Where XLA partitions the batch over devices, both of these would make devices wait for one another, or gather the members. There each
   call computes every member and selects, as `optax.MultiSteps` does; no device asks another.
-- A function that reduces over ``jax.vmap(..., axis_name=...)`` has no rule of its own: all members run it in every call, and select.
 
 Once `jax.vmap` batches the predicate, the conditional's derivative is that of both branches. So the derivative here is that of a select
 between the function's result and its argument.
@@ -75,7 +74,7 @@ def once(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
 
     closed, leaves = traced_with_axes(predicate, traced_once(flat, predicate), leaves)
     run, constants = _runner(closed.jaxpr, leaves), [jnp.asarray(constant) for constant in closed.consts]
-    decided = _conditional if _has_no_rule(closed) else _batchable
+    decided = _conditional if _happens_in_order(closed) else _batchable
     return cast(T, jax.tree.unflatten(structure, decided(run, predicate, constants, leaves)))
 
 
@@ -164,14 +163,9 @@ def _one_by_one(run: Run, wanted: Array, axes: Batched, constants: Leaves, leave
     return _batchable(all_members, jnp.any(wanted), [*constants, wanted], leaves)
 
 
-def _has_no_rule(closed: Traced) -> bool:
-    """True if the function reduces over an axis of `jax.vmap`, whose name a rule does not know, or has effects that happen in order.
-
-    Under `jax.vmap` only the axes of a mesh still have their names. JAX refuses ordered effects in any rule but its own.
-    """
-    if not closed.effects:
-        return False
-    return any("Ordered" in type(effect).__name__ for effect in closed.effects) or not named_axes(closed) <= manual_axes()
+def _happens_in_order(closed: Traced) -> bool:
+    """True if the function has effects that happen in order, which JAX refuses in any rule but its own."""
+    return any("Ordered" in type(effect).__name__ for effect in closed.effects)
 
 
 def _typed(value: Array, dtype: DType) -> Array:

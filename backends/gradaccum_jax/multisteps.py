@@ -20,7 +20,7 @@ from gradaccum_jax.arrays import Array, DType, Extra, Gradients, Params, Tree, U
 from gradaccum_jax.checks import align, require_dtype, require_plain
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.optimizer import require_transformation
-from gradaccum_jax.sharding import every, require_ordinary
+from gradaccum_jax.sharding import require_ordinary
 from gradaccum_jax.update import Update
 from gradaccum_jax.window import check_known, probe, size_at
 
@@ -107,6 +107,7 @@ class MultiSteps:
 
         Raises:
             GradientError: `updates` has another structure, shape or dtype than `acc_grads`.
+            UsageError: the inner optimizer reduces over devices.
             ArgumentTypeError: `should_skip_update_fn` returned something else than a bool scalar.
             ArgumentTypeError, ArgumentValueError: a function `every_k_schedule` returned no int >= 1, outside `jax.jit`.
         """
@@ -137,8 +138,6 @@ class MultiSteps:
         traced = update.traced(state.acc_grads, state.inner_opt_state, 1)
         skip, skip_state = self._should_skip(updates, state.gradient_step, params)
         accepted = ~_require_bool(skip)
-        if traced.axes and self._should_skip is not _never:
-            accepted = every(accepted, traced.axes)
         fields = accumulate(_fields(state), jnp.ones(()), accepted, jnp.where)
         steps = size_at(self._options.steps, state.gradient_step)
         full = ends(fields, steps, jnp.where) & (steps >= 1) if callable(self._options.steps) else ends(fields, steps, jnp.where)

@@ -25,7 +25,7 @@ from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.parameters import in_place_of
 from gradaccum_jax.sharding import ShardAxes, replicated, require_ordinary, vary_like
 from gradaccum_jax.state import AccumulationState, event_of, fields_of, first_terms, fresh, with_event
-from gradaccum_jax.update import Update, require_placeable
+from gradaccum_jax.update import Update, require_none_of_a_batch
 from gradaccum_jax.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
 
@@ -47,12 +47,11 @@ class Accumulation:
         require_arrays(params, "params")
         require_ordinary(params)
         group.require_axes(self.axes)
-        group.require_told(params, frozenset(self.axes), self.shard_axes)
+        group.require_told(params, frozenset(self.axes), self.shard_axes, self.options)
         group.require_same_params(params, self.axes)
         accumulator = sums.zeros(params, self.options.accumulate_dtype)
         inner_state, masters = self._inner_state(params)
         require_plain(inner_state)
-        require_placeable(params, inner_state)
         fields = initial_state(self.options.scale_rule.init_scale)
         dtype = sums.weight_dtype(accumulator)
         trees = {"accumulator": accumulator, "inner_state": inner_state, "masters": masters, "terms": first_terms(self.options)}
@@ -65,6 +64,8 @@ class Accumulation:
     ) -> tuple[Updates, AccumulationState]:
         """Take in one micro-batch; returns the inner optimizer's updates at the end of the window, zeros before it."""
         self.check(state, params, extra)
+        if self.options.steps not in (1, None):
+            require_none_of_a_batch(extra)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         group.require_own(aligned, state.accumulator, self.axes)
@@ -119,7 +120,7 @@ class Accumulation:
         steps = size_at(self.options.steps, state.optimizer_step)
         state, dropped = window.add(state, micro_batch, steps, self.options, self.shard_axes)
         update, full = self._inner_update(state, params, extra, micro_batch.gradients), ends(fields_of(state), steps, jnp.where)
-        last = {"dropped": dropped, "weight": micro_batch.weight, "tells": micro_batch.loss is not None}
+        last = {"dropped": dropped, "tells": micro_batch.loss is not None}
         if steps is None:
             updates, state = window.keep(state, update, self.options, never=full, **last)
         else:
@@ -135,8 +136,7 @@ class Accumulation:
     def _inner_update(self, state: AccumulationState, params: Params, extra: Extra, gradients: Gradients | None = None) -> Update:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)
         held = replicated(params, self.axes)
-        part = gradients is not None and self.options.steps not in (1, None)
-        return Update(self.inner.update, dtypes, held, group.same_extra(extra, self.axes), self.axes, self.shard_axes, part)
+        return Update(self.inner.update, dtypes, held, group.same_extra(extra, self.axes), self.axes, self.shard_axes)
 
 
 def flush(

@@ -9,18 +9,16 @@ first micro-batch writes over them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-import optax.contrib
 
-from gradaccum import ArgumentTypeError, UsageError
-from gradaccum.kit import Options, Scalar, explain
-from gradaccum_jax.arrays import Array, Axes, Extra, Handed, InnerState, Params, Tree, Updates, cast_like, is_none, takes_part, wider
+from gradaccum import UsageError
+from gradaccum.kit import Scalar, explain
+from gradaccum_jax.arrays import Array, Axes, Extra, Handed, InnerState, Params, Tree, Updates, cast_like, takes_part, wider
 from gradaccum_jax.control_flow import named_axes, once, traced_once
-from gradaccum_jax.sharding import every, replicated
+from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.sums import divide, emptied, fills, pick, to
 from gradaccum_jax.workers.group import same
 
@@ -32,8 +30,6 @@ class Traced(NamedTuple):
 
     updates: Updates
     """The tree of the updates' shapes and dtypes."""
-    axes: Axes
-    """The named axes that the optimizer reduces over."""
     call: Call
     """The optimizer as `Update.run` calls it, ``call(gradients, state)``: for arguments of the same types it is not traced again."""
 
@@ -48,10 +44,8 @@ class Update(NamedTuple):
     extra: Extra
     axes: tuple[str, ...] = ()
     """The mesh axes whose devices share the window: at its end the sums are the same along these."""
-    shard_axes: tuple[str, ...] | None = None
+    shard_axes: ShardAxes = None
     """The mesh axes along which parameters are sharded; None: nobody said."""
-    part: bool = False
-    """The extra arguments may be those of one micro-batch out of several."""
 
     def told(self, loss: Scalar) -> Update:
         """The same call, with the window's loss as the ``value`` that optax's optimizers read."""
@@ -68,19 +62,17 @@ class Update(NamedTuple):
         return self._replace(extra=rest)._traced(accumulator, held, divisor)
 
     def _traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
-        rest, watched = part_of_window(self.extra) if self.part else (self.extra, {})
         call = traced_once(self._call, (accumulator, held))
 
-        def made(watched: Extra, accumulator: Tree, held: InnerState) -> tuple[Updates, InnerState]:
+        def whole(accumulator: Tree, held: InnerState) -> tuple[Updates, InnerState]:
             leaves, structure = jax.tree.flatten(self._gradients(accumulator, divisor))
             gradients = [to(leaf, dtype) for leaf, dtype in zip(leaves, self.dtypes.like, strict=True)]
-            given = jax.tree.unflatten(structure, gradients)
-            return call(given, held) if rest is self.extra else self.optimizer(given, held, self.params, **rest, **watched)
+            made: tuple[Updates, InnerState] = call(jax.tree.unflatten(structure, gradients), held)
+            return made
 
-        program, (updates, after) = jax.make_jaxpr(made, return_shape=True)(watched, accumulator, held)
-        require_unread(program, watched)
-        require_same_structure(after, held)
-        return Traced(_still(updates, accumulator), named_axes(program), call)
+        program, (updates, _) = jax.make_jaxpr(whole, return_shape=True)(accumulator, held)
+        require_no_reduction(named_axes(program), self.shard_axes)
+        return Traced(_still(updates, accumulator), call)
 
     def run(self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, apply: Scalar) -> tuple[Updates, Tree, InnerState]:
         """Run the inner optimizer where `apply` holds.
@@ -139,120 +131,34 @@ def _nothing(leaf: Array) -> complex:
     return -0.0 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
 
 
-# An inner optimizer that reduces over devices runs on all of them or on none.
+# Extra arguments of the inner optimizer that describe one batch: optax has `grad` and `value_fn` for line searches, `grad_fn` for SAM, and
+# `obj_fn` for Sophia.
 #
-# Each device decides by its own gradient. If one device skips the optimizer because its part of the gradient is not finite, the other
-# devices wait for it in the reduction for ever. So the devices of such an optimizer agree, once per window: all run it, or none.
-#
-# They cannot agree on everything. Each device measures and weighs its own gradient; only the optimizer knows the reduced one. So the
-# options that need the reduced gradient are refused.
-
-
-def require_equal_parts(options: Options, axes: Axes, weight: Scalar) -> None:
-    """Refuse options that would differ from device to device where the inner optimizer reduces over `axes`."""
-    dropping = options.on_overflow == "drop_micro_batch" or None
-    norms = {"clip_norm": options.clip_norm, "skip_norm": options.skip_norm, "noise_scale": options.noise_decay}
-    asked = {**norms, "on_overflow": dropping, "weight": weight}
-    for name in (name for name, value in asked.items() if axes and value is not None):
-        fix = "Reduce the gradients before tx.update, as in jax.lax.pmean(grads, axis), and leave the reduction out of the optimizer."
-        expected = f"nothing, as the optimizer reduces over {sorted(axes)} and this would be each device's own"
-        raise explain(UsageError, name, expected=expected, found="an option or argument that is set", fix=fix)
-
-
-def require_no_reduction(axes: Axes, reduced: tuple[str, ...]) -> None:
-    if twice := sorted(axes & frozenset(reduced)):
-        fix = "Leave the reduction out of the optimizer: with axis_name its gradient is that of all devices."
-        raise explain(UsageError, "optimizer", expected="one that does not reduce", found=f"one that reduces over {twice}", fix=fix)
-
-
-def agree(apply: Scalar, overflow: Scalar, at_end: Scalar, axes: Axes) -> tuple[Scalar, Scalar]:
-    """`apply` where it holds on all devices along `axes`, `overflow` where it holds on any: bool scalars."""
-    if not axes:
-        return apply, overflow
-
-    def ask(own: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-        return jnp.where(own[0], every(own[0], axes), False), jnp.where(own[1], True, ~every(~own[1], axes))
-
-    return once(at_end, ask, (apply, overflow))
-
-
-# Inner optimizers and their extra arguments that would make a window wrong. Each is refused by name, with its right place.
-#
-# optax documents extra arguments that describe the batch of the gradient: `grad` and `value_fn` for line searches, `grad_fn` for SAM,
-# `obj_fn` for Sophia. The inner optimizer runs at the window's end, and a streaming loop then has those of the last micro-batch only.
-# Training would go on with a function that does not belong to the gradient. So an optimizer that reads one of them is refused; the caller
-# closes the window and gives those of the whole window. An optimizer that ignores them gets them as ever.
-#
-# `value` is another matter: losses add up, and the inner optimizer gets the window's (see `statistics`).
+# The inner optimizer runs at the window's end, where a streaming loop has those of the last micro-batch only. Training would continue with
+# a function that does not belong to the gradient. So the caller closes the window and passes those of the whole window. `value` is another
+# matter: losses add up, and the inner optimizer gets the window's (see `statistics`).
 
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
 """optax's extra arguments that describe the batch of the gradient."""
 
-_WHOLE = (
-    "Wrap with steps=None, where tx.update only notes its type, and close the window yourself with what belongs to all of it: "
-    "gradaccum_jax.flush(tx, state, params, {}=...)."
-)
+
+def require_none_of_a_batch(extra: Extra) -> None:
+    for name in OF_A_BATCH:
+        if extra.get(name) is not None:
+            expected, found = "nothing in a window of several micro-batches", "that of one micro-batch"
+            fix = (
+                "Wrap with steps=None, where tx.update only notes its type, and close the window yourself with what belongs to all of it: "
+                f"gradaccum_jax.flush(tx, state, params, {name}=...)."
+            )
+            raise explain(UsageError, name, expected=expected, found=found, fix=fix)
 
 
-def part_of_window(extra: Extra) -> tuple[Extra, Extra]:
-    """The extra arguments for a trace of the inner optimizer that finds those of one micro-batch, and these as inputs of the trace.
+def require_no_reduction(axes: Axes, shard_axes: ShardAxes) -> None:
+    """Raise if an inner optimizer reduces over other mesh axes than those that shard parameters.
 
-    A function raises as soon as the optimizer calls it. Without any of a micro-batch, the first are `extra` itself.
+    Each device decides by its own gradient. If one device skipped the optimizer, the other devices would wait for it for ever.
     """
-    found = {name: extra[name] for name in OF_A_BATCH if extra.get(name) is not None}
-    if not found:
-        return extra, {}
-    functions: Extra = {name: _refusing(name) for name, given in found.items() if callable(given)}
-    watched = {name: given for name, given in found.items() if name not in functions}
-    return {name: given for name, given in {**extra, **functions}.items() if name not in watched}, watched
-
-
-def require_unread(program: Any, watched: Extra) -> None:
-    """Refuse an optimizer whose traced `program` reads one of the `watched` arguments, which are the program's first inputs."""
-    names = [name for name in sorted(watched) for _ in jax.tree.leaves(watched[name])]  # JAX flattens a dict by its sorted keys
-    jaxpr = program.jaxpr
-    read = {id(variable) for variables in (jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns)) for variable in variables}
-    for name, variable in zip(names, jaxpr.invars, strict=False):
-        if id(variable) in read:
-            _refuse_part(name)
-
-
-def require_same_structure(after: InnerState, before: InnerState) -> None:
-    """Refuse an optimizer whose state has another structure after its update, as that of `optax.monitor`."""
-    structure: Any = jax.tree.structure(after, is_leaf=is_none)  # a None stands for what `before` has there
-    try:
-        structure.flatten_up_to(before)
-    except ValueError as error:
-        old, new = jax.tree.structure(before), str(jax.tree.structure(after))
-        fix = "Its init must make what its update returns. If it only measures, as optax.monitor, call it outside of the wrapper."
-        raise explain(UsageError, "optimizer", expected=f"one whose state keeps its structure, {old}", found=new, fix=fix) from error
-
-
-def require_placeable(params: Params, inner_state: InnerState) -> None:
-    """Refuse an optimizer of parameter pairs, and one that takes each item's gradient."""
-    if _holds(params, optax.LookaheadParams):
-        expected = "one whose updates are like its gradients"
-        found = "optax.lookahead, whose gradients are those of its fast parameters only"
-        fix = "Wrap its fast optimizer, and count in micro-batches: optax.lookahead(gradaccum.wrap(fast, steps=n), n * sync_period, ...)."
-        raise explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix)
-    if _holds(inner_state, optax.contrib.DifferentiallyPrivateAggregateState):
-        found = "differentially_private_aggregate, which clips the gradient of each item"
-        fix = "Clip and sum in front of tx.update, by optax.per_example_global_norm_clip, and wrap optax.add_noise: see NEIGHBOURS.md."
-        raise explain(ArgumentTypeError, "optimizer", expected="one that takes the gradient of a batch", found=found, fix=fix)
-
-
-def _holds(tree: Any, kind: type) -> bool:
-    return any(isinstance(node, kind) for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind)))
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        _refuse_part(name)
-
-    return refuse
-
-
-def _refuse_part(name: str) -> NoReturn:
-    expected = "nothing in a window of several micro-batches, as the inner optimizer reads it with the whole window's gradient"
-    raise explain(UsageError, name, expected=expected, found="that of one micro-batch", fix=_WHOLE.format(name))
+    if found := sorted(axes - frozenset(shard_axes or ())):
+        fix = "Reduce the gradients before tx.update, jax.lax.pmean(grads, axis), or wrap with axis_name=, which reduces once per window."
+        raise explain(UsageError, "optimizer", expected="one that does not reduce", found=f"one that reduces over {found}", fix=fix)

@@ -24,7 +24,7 @@ from gradaccum_jax.sharding import ShardAxes, everywhere
 from gradaccum_jax.state import AccumulationState, as_read, as_stored, current_terms, fields_of, like, with_event, with_fields
 from gradaccum_jax.statistics import Firsts
 from gradaccum_jax.sums import measure
-from gradaccum_jax.update import Traced, Update, agree, require_equal_parts, require_no_reduction
+from gradaccum_jax.update import Traced, Update
 from gradaccum_jax.workers.group import Window, all_reduce, require_told
 
 
@@ -77,7 +77,6 @@ def close(
     *,
     at_end: Scalar,
     dropped: Scalar = False,
-    weight: Scalar = None,
     tells: bool = True,
 ) -> tuple[Updates, AccumulationState]:
     """Close the window where it ends: make its update or skip it, and count that.
@@ -88,7 +87,6 @@ def close(
         options: the optimizer's.
         at_end: bool scalar: the window ends here.
         dropped: bool scalar: the last micro-batch was dropped.
-        weight: the last micro-batch's; None if the caller gave none.
         tells: the inner optimizer gets the window's loss as ``value``.
 
     Returns:
@@ -97,9 +95,8 @@ def close(
     decision, whole = decide_on(state, update, options, at_end)
     loss = statistics.loss_of(whole.loss, whole.fields, options)
     update = update.told(loss) if tells else update
-    traced, held = _traced(state, update, options, decision.divisor, weight), (state.inner_state, state.masters)
-    axes = traced.axes if measures(options) else frozenset()  # without a measurement, all devices decide alike
-    apply, overflow = agree(at_end & decision.apply, decision.overflow, at_end, axes)
+    traced, held = _traced(state, update, options, decision.divisor), (state.inner_state, state.masters)
+    apply, overflow = at_end & decision.apply, decision.overflow
     updates, total, held = update.run(whole.total, held, decision.divisor, traced, apply)
     fields = _where(at_end, close_fields(whole.fields, apply, overflow, options, jnp.where), fields_of(state))
     # On its way out of `data_parallel` a device's sum gets a leading axis, for which XLA would copy it; a select is written in place.
@@ -111,12 +108,12 @@ def close(
 
 
 def keep(
-    state: AccumulationState, update: Update, options: Options, *, never: Scalar, dropped: Scalar, weight: Scalar, tells: bool
+    state: AccumulationState, update: Update, options: Options, *, never: Scalar, dropped: Scalar, tells: bool
 ) -> tuple[Updates, AccumulationState]:
     """In place of `close` in a window that only the caller closes: zeros, and the sum as it is."""
     never = never if state.noise is None else never & (state.weight >= 0)  # always so, but see `statistics.add`
     update = update.told(jnp.zeros_like(state.loss)) if tells else update
-    traced = _traced(state, update, options, jnp.ones_like(state.weight), weight)
+    traced = _traced(state, update, options, jnp.ones_like(state.weight))
     updates, total = update.keep(state.accumulator, traced.updates, never)
     return updates, with_event(state._replace(accumulator=total), False, False, dropped)
 
@@ -127,12 +124,9 @@ def discard(state: AccumulationState) -> AccumulationState:
     return with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False)
 
 
-def _traced(state: AccumulationState, update: Update, options: Options, divisor: Scalar, weight: Scalar) -> Traced:
-    traced = update.traced(state.accumulator, (state.inner_state, state.masters), divisor)
-    require_no_reduction(traced.axes, update.axes)
-    require_equal_parts(options, traced.axes, weight)
-    require_told(state.accumulator, traced.axes | frozenset(update.axes), update.shard_axes, options)
-    return traced
+def _traced(state: AccumulationState, update: Update, options: Options, divisor: Scalar) -> Traced:
+    require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
+    return update.traced(state.accumulator, (state.inner_state, state.masters), divisor)
 
 
 def _where(condition: Scalar, a: Fields, b: Fields) -> Fields:

@@ -157,32 +157,15 @@ def test_what_belongs_to_one_micro_batch_is_refused(name: str) -> None:
     jax.eval_shape(lambda: (tx := gradaccum.wrap(inner, steps=1)).update(GRADIENT(start, x, y), tx.init(start), start, **extra))
 
 
-def test_unread_extra_arguments_pass() -> None:
-    """A loop that gives every optimizer all of these goes on as it was."""
-    start = params()
-    tx, extra = gradaccum.wrap(optax.adam(0.1), steps=STEPS), of_batch(("value", "grad", "value_fn"), start, X[0, 0], Y[0, 0])
-    assert tx.update(start, tx.init(start), start, **extra)[1].micro_step == 1
-    reading = optax.GradientTransformationExtraArgs(optax.init_empty_state, lambda u, s, p=None, *, grad, **_: (grad, s))
-    tx = gradaccum.wrap(reading, steps=STEPS)
-    with pytest.raises(gradaccum.UsageError, match=r"^grad: "):
-        tx.update(start, tx.init(start), start, **extra)
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("differentially_private_aggregate", "optimizer: .*per_example_global_norm_clip"),
-        ("dpsgd", "optimizer: .*per_example_global_norm_clip"),
-        ("lookahead", r"optimizer: .*optax\.lookahead\(gradaccum\.wrap\(fast"),
-        ("monitor", r"optimizer: .*keeps its structure"),
-    ],
-)
-def test_optimizer_that_fits_in_no_window_is_refused(name: str, told: str) -> None:
+@pytest.mark.parametrize("name", ["differentially_private_aggregate", "dpsgd", "lookahead", "monitor"])
+def test_optimizer_that_fits_in_no_window_is_refused(name: str) -> None:
+    """The gradients of an item or of fast parameters alone are none of the parameters; JAX refuses a state that changes its structure."""
     assert name in REFUSED
     tx = gradaccum.wrap(make(name, FACTORIES[name]), steps=STEPS)
     start = optax.LookaheadParams.init_synced(params()) if name == "lookahead" else params()
-    with pytest.raises(gradaccum.GradAccumError, match=told):
-        tx.update(params(), tx.init(start), start)
+    given = jax.tree.map(lambda p: jnp.stack([p, p]), params()) if name.startswith("d") else params()
+    with pytest.raises(ValueError if name == "monitor" else gradaccum.GradientError):
+        tx.update(given, tx.init(start), start)
 
 
 def test_every_optimizer_is_found() -> None:

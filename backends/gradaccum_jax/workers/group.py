@@ -166,13 +166,12 @@ def require_in_scope(shard_axes: ShardAxes) -> None:
         require_checked(axis, "Call tx.update in a function under jax.shard_map. Under jax.jit alone, leave shard_axes out.")
 
 
-def require_told(tree: Tree, known: Axes, shard_axes: ShardAxes, options: Options | None = None) -> None:
+def require_told(tree: Tree, known: Axes, shard_axes: ShardAxes, options: Options) -> None:
     if shard_axes is not None or not manual_axes():
         return
     axes = [axes_of(leaf) - known for leaf in jax.tree.leaves(tree)]
     differing = frozenset[str]().union(*axes)
-    norms = () if options is None else (options.clip_norm, options.skip_norm, options.noise_decay)
-    asked = any(norm is not None for norm in norms)
+    asked = any(norm is not None for norm in (options.clip_norm, options.skip_norm, options.noise_decay))
     if differing and (asked or any(own != differing for own in axes)):
         found, fix = f"parameters that differ from device to device along {sorted(differing)}", _FIX.format(axes=tuple(sorted(differing)))
         raise explain(UsageError, "shard_axes", expected="the axes that shard parameters", found=found, fix=fix)

@@ -17,7 +17,7 @@ NAMES = {
     "meshes": "two_axes axis_for_the_compiler explicit_axes one_device",
     "refusals": """
         reduced_gradients unchecked_replication outside bad_names bad_arguments bad_batches other_results window_of_one_device
-        differing_parameters parameters_of_each_device optimizer_of_each_device losses windows_by_weight noise_of_each_device
+        differing_parameters parameters_of_each_device optimizer_of_each_device losses windows_by_weight optimizer_that_reduces
         parameters_by_hand beside_the_state differing_state reducing_optimizer
     """,
 }

@@ -238,11 +238,11 @@ def windows_by_weight() -> None:
         gradaccum.wrap(optax.sgd(1.0), steps=gradaccum.until_weight(8), axis_name="data")
 
 
-def noise_of_each_device() -> None:
-    """An optimizer that reduces sees a gradient that nobody here has measured."""
+def optimizer_that_reduces() -> None:
+    """A device whose window is skipped would leave the others waiting."""
     inner = optax.GradientTransformation(optax.init_empty_state, lambda u, s, p=None: (jax.lax.pmean(u, "data"), s))
-    tx = gradaccum.wrap(inner, steps=2, noise_scale=True)
-    with refused(gradaccum.UsageError, "noise_scale", "reduces over ['data']"):
+    tx = gradaccum.wrap(inner, steps=2)
+    with refused(gradaccum.UsageError, "optimizer", "reduces over ['data']"):
         inside(lambda w, x: tx.update(vary(w, frozenset(["data"])), tx.init(w), w)[0])
 
 

@@ -37,14 +37,14 @@ MUTANTS = (
     ),
     Mutant(
         "apply_in_mid_window",
-        "apply, overflow = agree(at_end & decision.apply,",
-        "apply, overflow = agree(decision.apply,",
+        "apply, overflow = at_end & decision.apply,",
+        "apply, overflow = decision.apply,",
         SUITE + "test_windows.py::test_nothing_moves_between_window_ends",
     ),
     Mutant(
         "apply_what_is_to_be_skipped",
-        "apply, overflow = agree(at_end & decision.apply,",
-        "apply, overflow = agree(at_end,",
+        "apply, overflow = at_end & decision.apply,",
+        "apply, overflow = at_end,",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
     ),
     Mutant(
