@@ -20,20 +20,8 @@ from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax import sums
 from gradaccum_jax.arrays import Array, Axes, DType, Tree, is_variable, takes_part
 from gradaccum_jax.checks import require_arrays
-from gradaccum_jax.large_batch.batch import (
-    Group,
-    MicroBatch,
-    Source,
-    Weight,
-    groups_in,
-    in_order,
-    items_in,
-    known_items,
-    largest_in,
-    over,
-    spread_over,
-    weight_of,
-)
+from gradaccum_jax.large_batch import batch as batches
+from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, Weight, in_order, over, weight_of
 from gradaccum_jax.sharding import axes_of, require_ordinary, vary
 
 
@@ -252,7 +240,7 @@ class Merging(NamedTuple):
 
 def make_merging(declared: Tree, aux: Tree) -> Merging:
     """The merging of `aux`, a tree of shapes and dtypes, by the user's declaration, a prefix of it."""
-    kinds, held = spread_over(declared, aux, "aux"), jax.tree_util.tree_flatten_with_path(aux)
+    kinds, held = batches.spread_over(declared, aux, "aux"), jax.tree_util.tree_flatten_with_path(aux)
     for kind, (path, leaf) in zip(kinds, held[0], strict=True):
         kit.require_kind(kind)
         _require_mergeable(kind, f"aux{jax.tree_util.keystr(path)}", leaf)
@@ -375,7 +363,7 @@ class Carry(NamedTuple, Generic[G]):
 
 
 def run(question: Question, by: tuple[Tree, ...], source: Source, gathering: Gathering[G]) -> Made[G]:
-    groups, axes = groups_in(source), axes_in(by, source, question.axis_names)
+    groups, axes = batches.groups_in(source), axes_in(by, source, question.axis_names)
     first, by = first_number(groups, question.axis_names), copies(by, gathering.axes)
     sample = groups[0].take(jax.tree.map(lambda leaf: leaf[0], groups[0].places), jnp.int32(0))
     like, aux = jax.eval_shape(lambda by: question.differentiation.value(by, sample.arguments), by)
@@ -415,7 +403,7 @@ class _Counting(NamedTuple):
 
     def add(self, held: Own, loss: Scalar, aux: Tree, micro_batch: MicroBatch, weight: Scalar) -> tuple[Own, list[Array]]:
         """Loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
-        items = known_items(micro_batch.items) if self.merging.counts_items else None
+        items = batches.known_items(micro_batch.items) if self.merging.counts_items else None
         merged, rows = self.merging.add(held.aux, aux, items, weight)
         dtype = held.loss.dtype
         own, always = jnp.asarray(weight, dtype), jnp.asarray(True)
@@ -444,7 +432,11 @@ def _unit(question: Question, merging: Merging, source: Source, *, relative: boo
     counts_items = "weighted_mean" in merging.kinds or question.options.noise_decay is not None
     if question.options.reduction == "sum" and not counts_items:
         return None
-    return known_items(largest_in(source)) if relative and question.weight is None and question.options.reduction == "mean" else 1
+    return (
+        batches.known_items(batches.largest_in(source))
+        if relative and question.weight is None and question.options.reduction == "mean"
+        else 1
+    )
 
 
 def first_number(groups: list[Group], axis_names: tuple[str, ...]) -> Scalar:
@@ -453,7 +445,7 @@ def first_number(groups: list[Group], axis_names: tuple[str, ...]) -> Scalar:
 
 
 def _all_items(source: Source, axis_names: tuple[str, ...]) -> int:
-    return known_items(items_in(source)) * (lax.axis_size(axis_names) if axis_names else 1)
+    return batches.known_items(batches.items_in(source)) * (lax.axis_size(axis_names) if axis_names else 1)
 
 
 def _over_devices(own: Own, merging: Merging, axis_names: tuple[str, ...]) -> Own:
