@@ -339,25 +339,19 @@ def _is_grouped(value: object) -> bool:
 
 def _programmed(name: str, within: list[Any], equation: Any, given: Origins, axes: Axes) -> Origins:
     """Return the same as `_made` of an equation that runs programs: a call, a scan, a loop, a conditional, or one that is not known."""
-    results, asks = len(equation.outvars), [program for program in within if _returns_bool(program)]
+    results = len(equation.outvars)
     takes, returns = {len(program.invars) for program in within}, {len(program.outvars) for program in within}
     if name == "cond" and takes == {len(given) - 1} and returns == {results}:
         branches = [differing(branch, given[1:], axes) for branch in within]
         return _chosen(given[0], within, [NONE.union(*one) for one in zip(*branches, strict=True)], axes)
-    if name == "while" and len(within) == 2 and len(asks) == 1:
-        return _looped(asks[0], within[within[0] is asks[0]], given, results, axes)
     if len(within) == 1 and takes == {len(given)} and returns == {results}:
         return _scanned(equation, within[0], given, axes) if name == "scan" else differing(within[0], given, axes)
-    # Such as a loop that carries one bool. Whatever it does, a result is made of its operands and of what its programs make.
+    # Such as a while loop. Whatever it does, a result is made of its operands and of what its programs make.
     either, before = NONE.union(*given), None
     while either != before:
         before = either
         either = either.union(*(made for program in within for made in differing(program, [before] * len(program.invars), axes)))
     return _chosen(either, within, [either] * results, axes)
-
-
-def _returns_bool(program: Any) -> bool:
-    return [(out.aval.shape, str(out.aval.dtype)) for out in program.outvars] == [((), "bool")]
 
 
 def _scanned(equation: Any, body: Any, given: Origins, axes: Axes) -> Origins:
@@ -370,19 +364,6 @@ def _scanned(equation: Any, body: Any, given: Origins, axes: Axes) -> Origins:
         if carried == given[first:last]:
             return made
         given = [*given[:first], *carried, *given[last:]]
-
-
-def _looped(asks: Any, body: Any, given: Origins, results: int, axes: Axes) -> Origins:
-    asked, carried = len(given) - results, given[len(given) - results :]
-    used = len(body.invars) - results
-    while True:
-        made = differing(body, [*given[asked - used : asked], *carried], axes)
-        made = [old | new for old, new in zip(carried, made, strict=True)]
-        if made == carried:
-            break
-        carried = made
-    (ends,) = differing(asks, [*given[: asked - used], *carried], axes)
-    return _chosen(ends, [body, asks], carried, axes)
 
 
 def _chosen(predicate: Axes, programs: Any, made: Origins, axes: Axes) -> Origins:

@@ -190,7 +190,7 @@ MUTANTS = (
         "leave_the_loss_for_the_next_window",
         "like(jnp.where(at_end, 0, state.loss), state.loss)",
         "state.loss",
-        SUITE + "test_knowledge.py::test_loss_leaves_out_what_the_window_does",
+        OWN + "test_jax_knowledge.py::test_inner_optimizer_reads_the_windows_loss",
     ),
     Mutant(
         "take_an_untold_loss_for_zero",
