@@ -31,7 +31,7 @@ def true_loss(session: Session, batch: Batch, reduction: str) -> float:
 
 @pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
 def test_loss_is_the_large_batch_s(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
-    """Of a full window, of a short one, with a loss scale; it stays until the next window closes."""
+    """Of a full window, of a short one, of the one after it, with a loss scale; it stays until the next window closes."""
     session = start(backend, MLP, steps=3, reduction=reduction, loss_scale=8.0, mode=mode)
     assert math.isnan(session.result().loss)
     truth = true_loss(session, BATCH, reduction)
@@ -46,6 +46,9 @@ def test_loss_is_the_large_batch_s(backend: Harness, mode: str, errors: Errors, 
     feed(session, cut(short, (5, 2)), reduction)
     session.flush()
     errors.check("loss of a short window", abs(session.result().loss - truth) / truth, ROUNDING)
+    truth = true_loss(session, BATCH, reduction)
+    feed(session, cut(BATCH, SIZES), reduction)
+    errors.check("loss of the next window", abs(session.result().loss - truth) / truth, ROUNDING)
 
 
 def test_loss_leaves_out_what_the_window_does(backend: Harness, mode: str, errors: Errors) -> None:

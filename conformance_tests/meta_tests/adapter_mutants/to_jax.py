@@ -190,7 +190,7 @@ MUTANTS = (
         "leave_the_loss_for_the_next_window",
         "like(jnp.where(at_end, 0, state.loss), state.loss)",
         "state.loss",
-        OWN + "test_jax_knowledge.py::test_inner_optimizer_reads_the_windows_loss",
+        SUITE + "test_knowledge.py::test_loss_is_the_large_batch_s",
     ),
     Mutant(
         "take_an_untold_loss_for_zero",
