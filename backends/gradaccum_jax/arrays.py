@@ -1,7 +1,6 @@
-"""Arrays and trees as this package handles them: names for arguments, leaves, dtypes, elementwise operations, folds of many scalars.
+"""Arrays and trees: names for arguments, leaves, dtypes and elementwise operations.
 
-A type checker takes most names for `Any`: JAX hands the same function arrays and tracers, and users hand it NumPy's arrays and Python's
-numbers beside them. `Scalar` is `gradaccum.kit`'s.
+Most names are `Any` to a type checker: JAX passes arrays and tracers to the same function, users pass NumPy's arrays and Python's numbers.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ typeof: Any = jax.typeof
 
 
 def plain(tree: Tree) -> Tree:
-    """`tree` with the array of each flax nnx variable in the variable's place, as `flax.nnx.pure` does; other trees as they are.
-
-    A variable is known by an attribute, so flax need not be installed.
-    """
+    """Replace each flax nnx variable by its array, as `flax.nnx.pure` does. A variable is known by an attribute, without flax."""
     return jax.tree.map(lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable)
 
 
@@ -68,7 +64,7 @@ is_none = functools.partial(operator.is_, None)
 
 
 def unique(names: Iterable[str]) -> list[str]:
-    """`names` of leaves in their order, with a prime at each repeated one: a pytree node may report one key for several children."""
+    """Return `names` with a prime at each repeated one: a pytree node may report one key for several children."""
     seen: dict[str, None] = {}
     for name in names:
         while name in seen:
@@ -96,10 +92,10 @@ class Handed(NamedTuple):
 
 
 def handed(accumulator: Tree, params: Params, gradients: Gradients | None) -> Handed:
-    """The wider of parameter and gradient: a caller who widened a gradient gets the update that plain optax makes of it.
+    """Return the wider dtype of parameter and gradient: a caller who widened a gradient gets the update of plain optax.
 
-    An unknown gradient (a flush; a parameter that took no part in the last micro-batch) may have had either dtype. Then the optimizer gets
-    the sum unrounded, and the updates have the parameter's dtype, as for gradients that nobody widened.
+    An unknown gradient (a flush, or a parameter that took no part in the last micro-batch) may have had either dtype. Then the optimizer
+    gets the sum unrounded, and the updates have the parameter's dtype.
     """
     sums = jax.tree.leaves(accumulator)
     pairs = list(zip(_leaves_like(params, accumulator), gradients or [None] * len(sums), strict=True))
@@ -109,7 +105,7 @@ def handed(accumulator: Tree, params: Params, gradients: Gradients | None) -> Ha
 
 
 def takes_part(leaf: Array) -> bool:
-    """True if `leaf` has a real or complex floating dtype. Parameters of other dtypes have no gradient and stay as they are."""
+    """True if `leaf` has a real or complex floating dtype. Other parameters have no gradient and stay as they are."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
@@ -124,18 +120,18 @@ def wider(a: DType, b: DType) -> DType:
 
 
 def standard(leaf: Array) -> Array:
-    """`leaf` in a dtype that JAX computes with others of: float8 as float32."""
+    """Return `leaf` in a dtype that JAX can combine with others: float8 as float32."""
     own = jnp.result_type(leaf)
     return leaf if own == _promotable(own) else jnp.asarray(leaf).astype(jnp.float32)
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
-    """`tree` in the dtypes of `like`, never weakly typed; a None in it becomes the leaf of `like`."""
+    """Cast `tree` to the dtypes of `like`, never weakly typed; a None in it becomes the leaf of `like`."""
     return jax.tree.map(_cast, tree, like, is_leaf=is_none)
 
 
 def strong(tree: Tree) -> Tree:
-    """`tree` as arrays of the same dtypes, none of them weakly typed: a scan's carry must not change type."""
+    """Return `tree` without weakly typed arrays: a scan's carry must not change type."""
     return cast_like(tree, tree)
 
 
@@ -155,7 +151,7 @@ def _wider_of(parameter: Array, other: Array) -> DType:
 
 
 def _leaves_like(params: Params, accumulator: Tree) -> Leaves:
-    """The leaves of `params` in the accumulator's places; None each if the structures differ."""
+    """Return the leaves of `params` in the accumulator's places; None each if the structures differ."""
     held = jax.tree.leaves(accumulator, is_leaf=is_none)
     structures: list[Any] = [jax.tree.structure(tree, is_leaf=is_none) for tree in (params, accumulator)]
     known = jax.tree.leaves(params, is_leaf=is_none) if structures[0] == structures[1] else [None] * len(held)

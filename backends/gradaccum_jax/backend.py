@@ -1,4 +1,4 @@
-"""The backend object: the core finds it by name, `gradaccum.wrap` by the optimizer's type."""
+"""The backend object, which the core finds by name and `gradaccum.wrap` by the optimizer's type."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gradaccum_jax.workers.group import require_names, require_shard_axes
 
 
 class JaxBackend:
-    """Wraps optax gradient transformations."""
+    """The backend for optax gradient transformations."""
 
     name = "jax"
 
     def devices(self) -> tuple[str, ...]:
-        """The devices of JAX's default platform; this starts the platform."""
+        """Return the devices of JAX's default platform; this starts the platform."""
         return tuple(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
 
     def verifies(self, model: object) -> bool:
@@ -36,21 +36,20 @@ class JaxBackend:
     def wrap(
         self, optimizer: object, options: Options, *, axis_name: object = None, shard_axes: object = None
     ) -> optax.GradientTransformationExtraArgs:
-        """See `gradaccum.wrap`.
+        """Wrap an `optax.GradientTransformation`; see `gradaccum.wrap`.
 
         Args:
             optimizer: an `optax.GradientTransformation`.
-            options: the validated options.
-            axis_name: the mesh axis, or several in a tuple, whose devices share the window: it is that of one large batch over all of them.
-                For use in `jax.shard_map`, most simply by `gradaccum_jax.data_parallel`. Each device adds up its own micro-batches, and the
-                devices reduce once, at the window's end. They make the same calls; a device without an item gives it weight 0.
+            options: the checked options.
+            axis_name: the mesh axis, or several in a tuple, whose devices share the window as one large batch. For use in `jax.shard_map`,
+                most simply by `gradaccum_jax.data_parallel`. Each device adds up its own micro-batches, and the devices reduce once, at the
+                window's end. They make the same calls; a device without an item passes weight 0.
             shard_axes: the mesh axis, or several in a tuple, along which parameters are sharded inside `jax.shard_map`: the norm is that of
                 all shards, and all devices decide alike. ``()`` if each device has a model of its own. Leave it out under `jax.jit` alone.
 
         Raises:
             ArgumentTypeError: `optimizer` is no such transformation or is wrapped already, or `axis_name` or `shard_axes` is no name.
-            ArgumentValueError: a callable in ``steps`` gives no int >= 1 for step 0, or a size is
-                more than int32 can hold.
+            ArgumentValueError: a callable in ``steps`` returns no int >= 1 for step 0, or a size is more than int32 can hold.
             UsageError: ``steps=until_weight(...)`` with an `axis_name`: each device would end its window by its own weight.
         """
         transformation = require_transformation(optimizer)

@@ -75,15 +75,14 @@ def require_params(params: Params, masters: Tree) -> None:
 
 
 def _shapes(tree: Tree, chosen: Callable[[Array], bool] = lambda leaf: True) -> dict[str, tuple[int, ...]]:
-    """The shapes of the leaves that are `chosen`, by path."""
     leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if chosen(leaf)]
     return dict(zip(unique(jax.tree_util.keystr(path) for path, _ in leaves), (np.shape(leaf) for _, leaf in leaves), strict=True))
 
 
 def as_weight(weight: Scalar, dtype: DType) -> Scalar:
-    """A micro-batch's weight as a scalar array of `dtype`; None as it is.
+    """Return a micro-batch's weight as a scalar array of `dtype`; None as it is.
 
-    Nobody can look at a traced weight: if it is negative or not finite, the micro-batch counts as one whose gradient is not finite.
+    A traced weight cannot be checked: a negative or non-finite one counts as a non-finite gradient.
     """
     if weight is None:
         return None
@@ -99,7 +98,7 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
 
 
 def as_loss(value: Scalar, dtype: DType) -> Scalar:
-    """A micro-batch's loss as a scalar array of `dtype`; None as it is.
+    """Return a micro-batch's loss as a scalar array of `dtype`; None as it is.
 
     Raises:
         ArgumentTypeError: it is not a real scalar.
@@ -127,9 +126,9 @@ Named = list[tuple[str, Array]]
 
 
 def align(gradients: Tree, accumulator: Tree, *, any_float: bool) -> Gradients:
-    """The gradients in the order of the accumulator's leaves; None for a parameter without one.
+    """Return the gradients in the order of the accumulator's leaves; None for a parameter without one.
 
-    A None may also stand for a whole subtree. Containers may differ in type as long as the paths agree.
+    A None may also stand for a whole subtree. Containers may differ in type if the paths agree.
     """
     held, structure = _named(accumulator)
     given, other = _named(gradients)
@@ -140,7 +139,7 @@ def align(gradients: Tree, accumulator: Tree, *, any_float: bool) -> Gradients:
 
 
 def _named(tree: Tree) -> tuple[Named, Tree]:
-    """The leaves by path, None and float0 as None, and the structure."""
+    """Return the leaves by path, None and float0 as None, and the structure."""
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
     # A float0 is JAX's gradient of an integer parameter.
     arrays = [None if getattr(leaf, "dtype", None) == jax.dtypes.float0 else leaf for _, leaf in flat]

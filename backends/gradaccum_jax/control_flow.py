@@ -1,16 +1,13 @@
-"""Functions that run once or not at all, decided on the device; functions traced once; jitted calls where arguments can be traced.
+"""Functions that run once or not at all, as the device decides; functions traced once; jitted calls with traceable arguments.
 
-Masking runs the function always and keeps the result sometimes: the inner optimizer would cost its full price in every micro-batch.
-`lax.cond` avoids that, but `jax.vmap` turns it into both branches and a select once the predicate is batched. So `once` is a `lax.cond`
-with a rule of its own under `jax.vmap`:
+Masking would run the inner optimizer at full price in every micro-batch. `lax.cond` avoids that, but `jax.vmap` turns it into both branches
+and a select once the predicate is batched. So `once` is a `lax.cond` with its own rule under `jax.vmap`:
 
-- Where all members of the batch want the function, it runs on the whole batch: members mostly close their windows together. Where only
-  some want it, it runs on each of them alone.
-- Where XLA partitions the batch over devices, both of these would make devices wait for one another, or gather the members. There each
-  call computes every member and selects, as `optax.MultiSteps` does; no device asks another.
+- If all members of the batch want the function, it runs on the whole batch; if only some do, on each of them alone.
+- If XLA partitions the batch over devices, either way would make devices wait for one another. There each call computes every member and
+  selects, as `optax.MultiSteps` does.
 
-Once `jax.vmap` batches the predicate, the conditional's derivative is that of both branches. So the derivative here is that of a select
-between the function's result and its argument.
+The derivative is that of a select between the function's result and its argument, as it is once `jax.vmap` batches the predicate.
 """
 
 from __future__ import annotations
@@ -41,17 +38,16 @@ _TRACEABLE = (jax.Array, np.ndarray, np.generic, float)
 
 
 def call_jitted(jitted: Callable[..., Any], plain: Callable[..., Any], *arguments: Tree) -> Any:
-    """``jitted(*arguments)``, or ``plain(*arguments)`` if one of their leaves is a function, a flag or another static value."""
+    """Call ``jitted(*arguments)``, or ``plain(*arguments)`` if a leaf is a function, a flag or another static value."""
     traceable = all(map(isinstance, jax.tree.leaves(arguments), itertools.repeat(_TRACEABLE)))
     with jax.numpy_dtype_promotion("standard"):  # Sums are wider than gradients by design; a user's "strict" would refuse to mix them.
         return jitted(*arguments) if traceable else plain(*arguments)
 
 
 def traced_once(function: Callable[..., Any], like: Tree) -> Callable[..., Any]:
-    """`function` as one equation of the program that is traced, however often it is called with arguments of the same types.
+    """Make `function` one equation of the traced program, however often it is called with arguments of the same types.
 
-    JAX evaluates the program of a loop's body several times on its way to the compiler, one equation after the other. It traces the jitted
-    form once, and the compiler inlines it.
+    JAX evaluates a loop body several times on its way to the compiler, one equation after the other.
     """
     return jax.jit(function) if any(map(isinstance, jax.tree.leaves(like), itertools.repeat(jax.core.Tracer))) else function
 
@@ -83,7 +79,7 @@ def named_axes(closed: Traced) -> Axes:
 
 
 def _runner(jaxpr: Any, leaves: Leaves) -> Run:
-    """The traced function. It holds no array and no tracer, because the rules below outlive the trace that makes them."""
+    """Return the traced function, without any array or tracer: the rules outlive the trace that makes them."""
     axes = [axes_of(leaf) for leaf in leaves] if manual_axes() else []
     # A program of JAX 0.12 holds its constants' values, which may be tracers. So the constants become arguments.
     program = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
@@ -169,7 +165,7 @@ def _happens_in_order(closed: Traced) -> bool:
 
 
 def _typed(value: Array, dtype: DType) -> Array:
-    """JAX hands some constants to a rule as Python numbers."""
+    """Return an array: JAX passes some constants to a rule as Python numbers."""
     return value if hasattr(value, "dtype") else jnp.asarray(value, dtype)
 
 

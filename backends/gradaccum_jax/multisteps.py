@@ -1,7 +1,4 @@
-"""Drop-in replacement for `optax.MultiSteps`: its signature, its state and its methods, without the faults that `MultiSteps` here lists.
-
-In code written for `optax.MultiSteps`, change the one name. New code gets more from `gradaccum.wrap`.
-"""
+"""A drop-in replacement for `optax.MultiSteps`, for code written for it; new code gets more from `gradaccum.wrap`."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class MultiSteps:
     """Drop-in replacement for `optax.MultiSteps`, with its state type, that fixes:
 
     - work thrown away: the inner optimizer runs once per window, not in every mini-step;
-    - NaN for ever: selects clear the sum and silence the updates, not products with 0, so that one inf or NaN neither stays in the sum nor
+    - lasting NaN: selects clear the sum and silence the updates, not products with 0, so that an inf or NaN neither stays in the sum nor
       reaches the parameters through an update of ``0 * NaN`` in mid-window;
     - lost precision: `accumulator_dtype` is by default float32 for half precision and the parameter's own otherwise, not float32 for all;
     - None: a gradient that is None counts as zero;
@@ -40,9 +37,9 @@ class MultiSteps:
     - schedules: NumPy's ints and pairs ``(first gradient_step, steps)`` are taken, and a size below 1 is refused;
     - compilation: a loop outside `jax.jit` compiles once.
 
-    The rest is the same: `acc_grads` holds the running mean (the sum without `use_grad_mean`); a rejected mini-step is as if it had
-    never happened, except for `skip_state`; without a `should_skip_update_fn` a gradient that is not finite reaches the inner
-    optimizer; extra arguments such as `value` are those of the window's last mini-step; `gradaccum.wrap` gives the window's `value`.
+    The rest is the same: `acc_grads` holds the running mean (the sum without `use_grad_mean`); a rejected mini-step changes nothing but
+    `skip_state`; without a `should_skip_update_fn` a gradient that is not finite reaches the inner optimizer; extra arguments such as
+    `value` are those of the window's last mini-step.
 
     Args:
         opt: the wrapped optimizer.
@@ -82,7 +79,7 @@ class MultiSteps:
         return self._opt
 
     def init(self, params: Params) -> optax.MultiStepsState:
-        """The state before the first mini-step.
+        """Return the state before the first mini-step.
 
         Raises:
             ArgumentTypeError: an explicit mesh types a parameter as ``reduced``.
@@ -103,7 +100,7 @@ class MultiSteps:
     def update(
         self, updates: Tree, state: optax.MultiStepsState, params: Params = None, **extra_args: Any
     ) -> tuple[Updates, optax.MultiStepsState]:
-        """Take one mini-step; returns the inner optimizer's updates at the end of a window, zeros before it.
+        """Take one mini-step; return the inner optimizer's updates at the end of a window, zeros before it.
 
         Raises:
             GradientError: `updates` has another structure, shape or dtype than `acc_grads`.
@@ -123,7 +120,7 @@ class MultiSteps:
         return (state.mini_step == 0) & (state.gradient_step > 0)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
-        """`init` and `update` as a transformation."""
+        """Return `init` and `update` as a transformation."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     @cached_property
@@ -148,7 +145,7 @@ class MultiSteps:
         return made, optax.MultiStepsState(*after, inner_state, sums.emptied(total, last), cast_like(skip_state, state.skip_state))
 
     def _add(self, state: optax.MultiStepsState, gradients: Gradients, accepted: Scalar) -> Tree:
-        """The sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""
+        """Return the sum, or the running mean: mean + (gradient - mean) / (number of mini-steps)."""
         if not self._use_grad_mean:  # never True while XLA compiles: see `window.add`
             return sums.add(state.acc_grads, gradients, None, usable(_fields(state), jnp.ones(()), accepted))
 
@@ -175,13 +172,13 @@ def _require_bool(skip: Scalar) -> Scalar:
 
 
 def _fields(state: optax.MultiStepsState) -> Fields:
-    """The state machine's fields: no weights, no loss scale, and nothing is ever an overflow."""
+    """Return the state machine's fields: no weights, no loss scale, and nothing is ever an overflow."""
     zero = jnp.zeros((), jnp.int32)
     count = jnp.asarray(state.mini_step)
     return count, jnp.asarray(state.gradient_step), zero, count.astype(jnp.float32), zero > 0, jnp.ones(()), zero
 
 
 def _counters(accepted: Scalar, last: Scalar, counted: Fields, closed: Fields, state: optax.MultiStepsState) -> tuple[Scalar, Scalar]:
-    """`mini_step` and `gradient_step`: as before a rejected mini-step, else counted on, or closed at the window's end."""
+    """Return `mini_step` and `gradient_step`: unchanged by a rejected mini-step, else counted, or closed at the window's end."""
     mini_step = jnp.where(last, closed[0], jnp.where(accepted, counted[0], state.mini_step))
     return mini_step, jnp.where(last, closed[1], state.gradient_step)

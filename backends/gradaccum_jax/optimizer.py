@@ -1,8 +1,8 @@
-"""The wrapped optimizer, which `gradaccum.wrap` puts in an optax transformation's place; `flush` and `discard` for its users.
+"""The wrapped optimizer that `gradaccum.wrap` returns for an optax transformation, with `flush` and `discard`.
 
-All of these are pure functions of (gradients, state, parameters), traced once; the host decides nothing. The work is one jitted function:
-a loop outside `jax.jit` does not compile anew in every micro-batch, and `jax.jit` inlines it. `wrap` returns a plain
-`optax.GradientTransformationExtraArgs`. Its two functions are methods of an `Accumulation`, where `flush` and `discard` find the options.
+All of these are pure functions of (gradients, state, parameters). The work is one jitted function: a loop outside `jax.jit` compiles once,
+and `jax.jit` inlines it. `wrap` returns a plain `optax.GradientTransformationExtraArgs`, whose two functions are methods of an
+`Accumulation`, where `flush` and `discard` find the options.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradaccum_jax.workers import group
 
 @dataclass(frozen=True, eq=False)
 class Accumulation:
-    """An inner optimizer and the validated options; `init` and `update` are those of the transformation."""
+    """An inner optimizer and the checked options; `init` and `update` are those of the transformation."""
 
     inner: optax.GradientTransformationExtraArgs
     """The wrapped optimizer under `parameters.on_masters` or `parameters.without_masters`."""
@@ -43,7 +43,7 @@ class Accumulation:
     """The mesh axes along which parameters are sharded."""
 
     def init(self, params: Params) -> AccumulationState:
-        """The state before the first micro-batch; one accumulator, in the structure of `params`."""
+        """Return the state before the first micro-batch, with one accumulator in the structure of `params`."""
         require_arrays(params, "params")
         require_ordinary(params)
         group.require_axes(self.axes)
@@ -62,7 +62,7 @@ class Accumulation:
     def update(
         self, grads: Tree, state: AccumulationState, params: Params = None, *, weight: Scalar = None, value: Scalar = None, **extra: Any
     ) -> tuple[Updates, AccumulationState]:
-        """Take in one micro-batch; returns the inner optimizer's updates at the end of the window, zeros before it."""
+        """Take in one micro-batch; return the inner optimizer's updates at the end of the window, zeros before it."""
         self.check(state, params, extra)
         if self.options.steps not in (1, None):
             require_none_of_a_batch(extra)
@@ -99,7 +99,7 @@ class Accumulation:
             require_params(params, held.masters)
 
     def add(self, state: AccumulationState, grads: Tree, weight: Scalar, loss: Scalar) -> AccumulationState:
-        """`state` with one micro-batch more of a window that the caller closes; nothing else happens."""
+        """Add one micro-batch to a window that the caller closes."""
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
         group.require_own(aligned, state.accumulator, self.axes)
         return window.add(state, MicroBatch(aligned, weight, loss), None, self.options, self.shard_axes)[0]
@@ -144,20 +144,20 @@ def flush(
 ) -> tuple[Updates, AccumulationState]:
     """Close the open window: make the update of the micro-batches that it holds.
 
-    An empty window changes nothing, its `result` neither. If `tx` stands inside an `optax.chain`, wrap the
-    whole chain instead, which flushes as one; or else flush its own part and pass the updates through the rest of the chain:
+    An empty window changes nothing, its `result` neither. If `tx` stands inside an `optax.chain`, wrap the whole chain instead; or flush
+    its part and pass the updates through the rest of the chain:
 
         updates, states[i] = gradaccum_jax.flush(tx, states[i], params)
         updates, states[i + 1] = following.update(updates, states[i + 1], params)
 
-    The inner optimizer gets the window's loss as ``value``, made of what the micro-batches told, unless `extra` has one. As optax asks, one
-    that does not know it ignores it.
+    The inner optimizer gets the window's loss as ``value`` if the micro-batches passed theirs, unless `extra` has one.
 
     Args:
         tx: from `gradaccum.wrap`.
         state: its state; flax nnx's ``optimizer.opt_state`` too, as in the recipes.
-        params: the parameters, if the inner optimizer wants them, and with master weights. Their dtypes are those of the updates, since
-            nobody knows here whether half-precision parameters had float32 gradients; for float32 updates give a float32 copy.
+        params: the parameters, if the inner optimizer wants them, and with master weights. Their dtypes are those of the updates; for
+            float32
+            updates of half-precision parameters pass a float32 copy.
         extra: passed on to the inner optimizer.
 
     Returns:

@@ -1,8 +1,8 @@
 """float32 masters of half-precision parameters (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1).
 
-The inner optimizer never sees a half-precision parameter: it is initialised on the masters and updates them. The update of such a
-parameter is the float32 distance from the model's value to the rounded master, so that `optax.apply_updates` puts the model there. JAX adds
-no float32 update to a float8 parameter: `apply_updates` here copies its master. A parameter of another dtype has none.
+The inner optimizer is initialised on the masters and updates them. The update of a half-precision parameter is the float32 distance from
+the model's value to the rounded master, so that `optax.apply_updates` puts the model there. JAX adds no float32 update to a float8
+parameter: `apply_updates` here copies its master. Other parameters have no master.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ FLOAT16_SUBNORMALS = 2.0**24
 
 
 def masters_of(params: Params) -> Tree:
-    """The tree of `params` with a float32 copy of each half-precision leaf, and None for every other leaf."""
+    """Return `params` with a float32 copy of each half-precision leaf, and None for every other leaf."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32) if is_half(leaf) else None, params)
 
 
 def in_place_of(params: Params, masters: Tree) -> Params:
-    """`params` with each half-precision leaf replaced by its master: the inner optimizer works on these."""
+    """Return `params` with each half-precision leaf replaced by its master."""
     held = iter(jax.tree.leaves(masters))
     leaves, structure = jax.tree.flatten(params)
     return jax.tree.unflatten(structure, leaves if masters is None else [next(held) if is_half(leaf) else leaf for leaf in leaves])
 
 
 def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """`inner` on masters in place of half-precision parameters: its state is the pair (inner's own, masters)."""
+    """Return `inner` on masters in place of half-precision parameters, with the state (inner's own, masters)."""
 
     def init(params: Params) -> InnerState:
         masters = masters_of(params)
@@ -57,7 +57,7 @@ def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
 
 
 def without_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """`inner` with the state of `on_masters`: the pair (inner's own, None)."""
+    """Return `inner` with the state (inner's own, None)."""
 
     def update(gradients: Tree, state: InnerState, params: Params = None, **extra: Any) -> tuple[Updates, InnerState]:
         updates, inner_state = inner.update(gradients, state[0], params, **extra)
@@ -67,7 +67,7 @@ def without_masters(inner: optax.GradientTransformationExtraArgs) -> optax.Gradi
 
 
 def distance(p: Array, master: Array) -> Array:
-    """The float32 u for which ``(p + u).astype(p.dtype)``, as `optax.apply_updates` computes it, is the rounded `master`.
+    """Return the float32 u for which ``(p + u).astype(p.dtype)``, as `optax.apply_updates` computes it, is the rounded `master`.
 
     Let q be the rounded master, t the bits of the half-precision significand (11 or 8), u = fl(q - p). Where p/2 <= q <= 2p, u is
     exact (Sterbenz, "Floating-Point Computation", 1974) and p + u is q. Elsewhere the two float32 roundings leave p + u off by at most
@@ -88,9 +88,9 @@ def distance(p: Array, master: Array) -> Array:
 
 
 def rounded(master: Array, dtype: DType) -> Array:
-    """`master`, float32, rounded to the nearest number of the half-precision `dtype`, as float32.
+    """Round `master`, float32, to the nearest number of the half-precision `dtype`, as float32.
 
-    It is no conversion there and back: XLA may leave out such a pair (its ``xla_allow_excess_precision``).
+    Not by conversion there and back: XLA may leave out such a pair (its ``xla_allow_excess_precision``).
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
@@ -100,7 +100,7 @@ def rounded(master: Array, dtype: DType) -> Array:
 
 
 def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
-    """`optax.apply_updates`, but half-precision parameters become their rounded masters, whatever their values were.
+    """Run `optax.apply_updates`, but set half-precision parameters to their rounded masters, whatever their values were.
 
     The two differ only where `optax.apply_updates` cannot do it: for a parameter that shrinks by more than three orders of magnitude in one
     update, for one that is inf or NaN, and for float8 and below, to which JAX adds no float32 update.
@@ -132,5 +132,5 @@ def _like(masters: Tree, leaves: Leaves) -> Tree:
 
 
 def _leaves(tree: Tree) -> Leaves:
-    """The leaves, None among them: the update of random keys is None."""
+    """Return the leaves, None among them: the update of random keys is None."""
     return jax.tree.leaves(tree, is_leaf=is_none)

@@ -1,7 +1,6 @@
-"""Saving and loading: a restored state is checked against the optimizer that goes on with it.
+"""Saving and loading: a restored state is checked against the optimizer that resumes with it.
 
-Checkpoint libraries that restore without a target give back plain dicts and lists. Their paths are those of the state, so both are
-checked, and rebuilt, by path.
+Checkpoint libraries that restore without a target return plain dicts and lists, with the same paths as the state; both are checked by path.
 """
 
 from __future__ import annotations
@@ -30,20 +29,19 @@ _SHARED = "Restore what a step under gradaccum_jax.data_parallel returned, or wr
 
 
 def check_state(tx: optax.GradientTransformation, state: Tree, params: Params) -> AccumulationState:
-    """The state to go on with: a restored `state` as JAX arrays in the structure that `tx` uses, if `tx` can go on with it.
+    """Return the state to resume with: a restored `state` as JAX arrays in the structure of `tx`, if `tx` can resume with it.
 
-    This checks the paths, every shape and every dtype. An open window goes on under the options that it was made under: `reduction`,
+    This checks the paths, every shape and every dtype. An open window resumes only under the options that it was made under: `reduction`,
     `on_overflow`, `steps` and the kind of loss scale, or the scale itself if it is constant. Between two windows all of these may change:
-    the loss scale goes on if it is dynamic in both runs, else it is the option's own. So go on with the state that this returns. Not for
-    use under `jit`: it looks at values.
+    the saved loss scale is kept only if it is dynamic in both runs. Resume with the returned state. Not for use under `jit`: it looks at
+    values.
 
-    Where ``noise_scale`` was off before, the noise scale begins anew.
-
-    With ``axis_name`` the state is that of so many devices as it was saved on; `gradaccum_jax.redistributed` brings it to others.
+    If ``noise_scale`` was off before, the noise scale begins anew. With ``axis_name`` the state is that of as many devices as it was saved
+    on; `gradaccum_jax.redistributed` brings it to others.
 
     Args:
         tx: what `gradaccum.wrap` returned.
-        state: as the checkpoint gave it back, arrays of NumPy or JAX: an `AccumulationState`, or the nested dicts of `flax.serialization`
+        state: as the checkpoint returned it, arrays of NumPy or JAX: an `AccumulationState`, or the nested dicts of `flax.serialization`
             and orbax restored without a target; or flax nnx's ``optimizer.opt_state``, as in the recipes.
         params: the parameters, or their `jax.ShapeDtypeStruct`.
 
@@ -70,7 +68,7 @@ def _on_devices(like: AccumulationState, restored: Tree) -> AccumulationState:
 
 
 def _resume(state: AccumulationState, options: Options) -> AccumulationState:
-    """The state to go on with under `options`, made of a restored one; looks at values."""
+    """Return the state to resume with under `options`; looks at values."""
     concrete = options._replace(steps=_on_the_host(options.steps))
     # Not what each device has for itself: another process may hold it, and nothing here depends on it.
     shared = state._replace(weight=np.zeros(()), overflow=np.zeros((), bool))
@@ -98,19 +96,18 @@ def rebuild(tree: Tree, like: Tree, optional: Mapping[str, float] = NO_LEAVES) -
 
 
 def _copied(leaf: Array) -> Array:
-    """As a JAX array. One of NumPy is copied: JAX would take its memory, which may be the user's to write into."""
+    """Copy to a JAX array: JAX would share the memory of NumPy's, which the user may write into."""
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
 def by_path(tree: Tree) -> dict[str, Array]:
-    """Leaves by names joined with dots: the same for a tuple and for the dict that a library made of it."""
+    """Return leaves by names joined with dots, the same for a tuple and for the dict that a library made of it."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     names = unique(".".join(_name(key) for key in path) for path, _ in flat)
     return dict(zip(names, (leaf for _, leaf in flat), strict=True))
 
 
 def _name(key: object) -> str:
-    """The name in one key of a path: a dict or a custom node has ``key``, a sequence ``idx``, a named tuple ``name``."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

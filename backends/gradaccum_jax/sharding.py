@@ -1,8 +1,8 @@
-"""Types that tell how devices differ: JAX's private corner, and where its versions differ.
+"""Types that say how devices differ: JAX's private names, and the differences between its versions.
 
 `jax.shard_map` keeps in a value's type the mesh axes along which the value differs from device to device. A loop or a conditional must
-return the types that it was given: shapes, dtypes and, under ``check_vma=True``, these axes. A flag that starts as True on all devices and
-is then measured on each has more axes at the end than at the start. So the axes are added before.
+return the types of its arguments. A flag that starts as True on all devices and is then measured on each would gain axes. So the axes are
+added before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ reshard: Any = getattr(jax.sharding, "reshard", None) or import_module("jax.expe
 
 
 def axes_of(value: Array) -> Axes:
-    """The manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`, and of what is no array."""
+    """Return the manual axes along which an array, or an abstract value, varies; none outside of `jax.shard_map`."""
     if not isinstance(value, (jax.Array, jax.core.AbstractValue)):
         return frozenset()
     kind = value if isinstance(value, jax.core.AbstractValue) else typeof(value)
@@ -55,7 +55,7 @@ def manual_axes() -> Axes:
 
 
 def vary(value: Array, axes: Axes) -> Array:
-    """`value`, varying along `axes` too: the same numbers with another type."""
+    """Mark `value` as varying along `axes` too."""
     missing = tuple(sorted(axes - axes_of(value)))
     if not missing:
         return value
@@ -64,10 +64,7 @@ def vary(value: Array, axes: Axes) -> Array:
 
 
 def vary_like(params: Params, state: T, shared: Axes = frozenset()) -> T:
-    """`state`, each of its arrays varying along every axis that some parameter varies along, but for the `shared` ones.
-
-    Each device decides on its own window, so from the start the state may differ from device to device.
-    """
+    """Mark the arrays of `state`, except the `shared` ones, as varying along every axis of the parameters."""
     axes = frozenset[str]().union(*(axes_of(leaf) for leaf in jax.tree.leaves(params))) - shared
     return cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state)) if axes else state
 
@@ -120,7 +117,7 @@ _partitioned: Any = core.Primitive("partitioned")
 
 
 def partitioned() -> Scalar:
-    """A bool scalar that is a constant of the lowered program: a conditional on it costs nothing when the program runs."""
+    """Return a bool scalar that is a constant of the lowered program: a conditional on it costs nothing at run time."""
     return _partitioned.bind()
 
 
@@ -154,7 +151,7 @@ ADD_UP = "Add up the parts first, jax.reshard(grads, PartitionSpec()), or write 
 
 
 def axes_in_parts(leaf: Array) -> Axes:
-    """The axes of an explicit mesh that the type of an array names as unreduced or reduced; none of what is no array."""
+    """Return the axes of an explicit mesh that the type of an array names as unreduced or reduced; none of other objects."""
     spec = getattr(typeof(leaf).sharding, "spec", None) if hasattr(leaf, "dtype") else None
     return frozenset(getattr(spec, "unreduced", None) or ()) | frozenset(getattr(spec, "reduced", None) or ())
 
@@ -179,7 +176,7 @@ _replicated: Any = core.Primitive("replicated")
 
 
 def replicated(tree: T, axes: tuple[str, ...], *, known: bool = True, asked: str = "") -> T:
-    """`tree`, none of its arrays varying along `axes` by its type: the caller knows that they are the same along these."""
+    """Mark `tree` as not varying along `axes`, which the caller knows."""
 
     def cast_type(leaf: Array) -> Array:
         varying = tuple(sorted(axes_of(leaf) & frozenset(axes)))

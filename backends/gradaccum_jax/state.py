@@ -1,7 +1,7 @@
 """The state of an accumulation as a pytree, and the results that users read from it.
 
-It is flat, and its fields have the names that they have in every backend. So a checkpoint of any format shows them by name, and
-`optax.tree_utils.tree_get` finds them. It holds arrays only: nothing is static, so no field can be lost in a flatten.
+It is flat, with the same field names in every backend, so that a checkpoint shows them and `optax.tree_utils.tree_get` finds them. It holds
+arrays only: nothing is static, so no field can be lost in a flatten.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS = 4
 
 
 class AccumulationState(NamedTuple):
-    """Everything that an accumulation remembers between two micro-batches. Scalars have shape ``()``."""
+    """The state between two micro-batches. Scalars have shape ``()``."""
 
     micro_step: Scalar
     """int32: micro-batches in the open window."""
@@ -66,7 +66,7 @@ class AccumulationState(NamedTuple):
 
 
 def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState:
-    """The state before the first micro-batch. Every scalar has an array of its own: no buffer may be donated twice."""
+    """Return the state before the first micro-batch. Every scalar has its own array: no buffer may be donated twice."""
     dtypes = (jnp.int32, jnp.int32, jnp.int32, weight_dtype, jnp.bool_, jnp.float32, jnp.int32)
     fields: dict[str, Any] = {name: jnp.asarray(value, dtype) for (name, value), dtype in zip(start._asdict().items(), dtypes, strict=True)}
     event: dict[str, Any] = {name: jnp.asarray(False) for name in ("last_applied", "last_skipped", "last_overflow")}
@@ -74,16 +74,13 @@ def fresh(start: State, weight_dtype: DType, **trees: Tree) -> AccumulationState
 
 
 def first_terms(options: Options) -> Array:
-    """The terms before the first micro-batch, when a callable ``steps`` has not been asked: int32, shape (5,)."""
+    """Return the terms before a callable ``steps`` was called: int32, shape (5,)."""
     steps = options.steps
     return current_terms(options, kit.steps_at(steps, 0, kit.select) if kit.is_known(steps) else None)
 
 
 def current_terms(options: Options, steps: Scalar) -> Array:
-    """The codes of the open window's terms: int32, shape (5,).
-
-    Each micro-batch writes them, so that a checkpoint of any format tells under which terms the sum was last added to.
-    """
+    """Return the codes of the open window's terms: int32, shape (5,). Each micro-batch writes them."""
     codes = kit.encode_terms(kit.terms_of(options._replace(steps=None), 0))
     known = jnp.asarray(codes, jnp.int32)
     return known if steps is None else jnp.where(np.arange(len(codes)) == STEPS, jnp.asarray(kit.code_of(steps), jnp.int32), known)
@@ -94,18 +91,16 @@ def event_of(state: AccumulationState) -> tuple[Scalar, Scalar, Scalar]:
 
 
 def with_event(state: AccumulationState, applied: Scalar, skipped: Scalar, overflow: Scalar) -> AccumulationState:
-    """`state` with the last call's result, three bool scalars."""
     flags = _all_like((applied, skipped, overflow), event_of(state))
     return state._replace(last_applied=flags[0], last_skipped=flags[1], last_overflow=flags[2])
 
 
 def fields_of(state: AccumulationState) -> Fields:
-    """The seven fields that the transitions read, in their order."""
     return state[:7]
 
 
 def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
-    """`state` with new values of the seven fields, each kept in its own type: a scan's carry must not change type."""
+    """Return `state` with new values of the seven fields, each in its old type: a scan's carry must not change type."""
     return AccumulationState._make((*_all_like(fields, fields_of(state)), *state[7:]))
 
 
@@ -140,7 +135,7 @@ def the_state(tree: Tree) -> AccumulationState:
 
 
 def result(state: Tree) -> StepResult:
-    """The result of the last update, flush or discard.
+    """Return the result of the last update, flush or discard.
 
     Args:
         state: the state of a wrapped optimizer, or a tree that holds exactly one, such as the state of an `optax.chain`.
@@ -167,7 +162,7 @@ def result(state: Tree) -> StepResult:
 
 
 def describe(state: Tree) -> str:
-    """The state in one line: ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``; ``micro-batch 2, weight 96 of 128, update 17``.
+    """Return the state in one line: ``micro-batch 2 of 4, update 17, 1 skipped, scale 65536``.
 
     The size is that of the window that the last micro-batch belonged to. This waits for the device; call it on the host, not inside
     compiled code, where nothing has a value.
@@ -197,16 +192,16 @@ def _noise_scale(state: AccumulationState) -> Array:
 
 
 def _on_any_device(state: AccumulationState) -> Array:
-    """The last event's overflow. Outside of `jax.shard_map` the flags of devices that share a window have an axis before all others."""
+    """Return the last event's overflow; outside of `jax.shard_map` the flags of devices have a leading axis."""
     flags = jnp.asarray(state.last_overflow)
     return flags.any(axis=0) if flags.ndim > jnp.ndim(state.last_applied) else flags
 
 
 def scale_loss(loss: Scalar, state: Tree) -> Scalar:
-    """`loss` times the loss scale, for use inside the function that is differentiated.
+    """Multiply `loss` by the loss scale, inside the function that is differentiated.
 
     Args:
-        loss: a scalar. A half-precision loss comes out as float32, because 2^16 is more than float16 can hold.
+        loss: a scalar. A half-precision loss becomes float32, because 2^16 is more than float16 can hold.
         state: as in `result`.
 
     Raises:

@@ -1,8 +1,7 @@
 """The statistics of a window: the loss of its micro-batches, and the gradient noise.
 
-All of it is a few scalars of the state. Losses have the derivative that gradients have, at weight 0 too. A loss that nobody told is NaN,
-which the state stores in its own way (see `state.UNKNOWN`). The noise scale needs one norm more per window, that of the sum after its first
-micro-batch: a conditional, which no other micro-batch enters. It is no part of any derivative.
+Losses have the derivative that gradients have, at weight 0 too. A loss that was not passed is NaN, stored as `state.UNKNOWN` says. The
+noise scale needs one norm more per window, after its first micro-batch, in a conditional. It is no part of any derivative.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ noise is not measured."""
 
 
 def fresh(options: Options, dtype: DType) -> dict[str, Tree]:
-    """The fields before the first micro-batch, by name. Every scalar has an array of its own: no buffer may be donated twice."""
+    """Return the fields before the first micro-batch, by name. Every scalar has its own array: no buffer may be donated twice."""
     noise = None if options.noise_decay is None else Noise(*(jnp.zeros((), dtype) for _ in Noise._fields))
     return {"loss": jnp.zeros((), dtype), "last_loss": jnp.full((), UNKNOWN, dtype), "noise": noise}
 
@@ -53,12 +52,12 @@ def firsts_of(state: AccumulationState) -> Firsts:
 
 
 def addends(state: AccumulationState) -> Firsts:
-    """What devices add up for the window that they share: `gradaccum.kit.noise_shares`."""
+    """Return the numbers that devices add up for a shared window: `gradaccum.kit.noise_shares`."""
     return () if state.noise is None else kit.noise_shares(state.noise, jnp.where)
 
 
 def averaged(added: Firsts, state: AccumulationState) -> Firsts:
-    """The first micro-batches of all devices, from the sums of their `addends`; `state` is one device's."""
+    """Return the first micro-batches of all devices, from the sums of their `addends`."""
     if state.noise is None:
         return ()
     weights, squares, count = added
@@ -68,17 +67,7 @@ def averaged(added: Firsts, state: AccumulationState) -> Firsts:
 def close(
     state: AccumulationState, loss: Scalar, firsts: Firsts, grad_norm: Scalar, fields: Fields, options: Options, at_end: Scalar
 ) -> AccumulationState:
-    """The state after a window where `at_end` holds, else as it is.
-
-    Args:
-        state: the state with the window's last micro-batch.
-        loss: the window's, from `loss_of`.
-        firsts: those of all devices that share the window.
-        grad_norm: `gradaccum.kit.Decision.grad_norm`.
-        fields: those that were decided on.
-        options: the optimizer's.
-        at_end: bool scalar.
-    """
+    """Return the state after a window if `at_end` holds, otherwise as it is."""
     last = like(jnp.where(at_end, as_stored(loss), state.last_loss), state.last_loss)
     ended = state._replace(loss=like(jnp.where(at_end, 0, state.loss), state.loss), last_loss=last)
     if state.noise is None:
@@ -89,12 +78,11 @@ def close(
 
 
 def loss_of(total: Scalar, fields: Fields, options: Options) -> Scalar:
-    """The loss of the window that ends, from the sum of all of its micro-batches: see `gradaccum.kit.window_loss`."""
+    """Return the loss of the window that ends, see `gradaccum.kit.window_loss`."""
     return kit.window_loss(total, fields, options, jnp.where)
 
 
 def discard(state: AccumulationState) -> AccumulationState:
-    """The state with the open window's statistics forgotten."""
     emptied = state._replace(loss=jnp.zeros_like(state.loss))
     return emptied if state.noise is None else _with_noise(emptied, Noise(*kit.forget_window(state.noise)))
 

@@ -1,7 +1,7 @@
 """The sum of a window and its arithmetic: zeros, add, divide, clear, the norm, and whether a quotient fits the parameter's dtype.
 
-The accumulator has the structure of the parameters. Gradients come as a list aligned with its leaves (`checks.align`), None for a
-parameter that took no part. Additions are plain elementwise expressions, so that XLA fuses them into one pass in place.
+The accumulator has the structure of the parameters. Gradients are a list aligned with its leaves (`checks.align`), None for a parameter
+that took no part. Additions are plain elementwise expressions, so that XLA fuses them into one pass in place.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from gradaccum_jax.sharding import ShardAxes, axes_of, shards_of, vary
 
 
 def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
-    """The dtype in which gradients of `leaf` are summed.
+    """Return the dtype in which gradients of `leaf` are summed: float32 for half precision and below, else the leaf's own.
 
-    It is float32 for half precision and below, the leaf's own otherwise. If `accumulate_dtype` is given, it replaces both for every leaf
-    that takes part. Complex leaves stay complex.
+    `accumulate_dtype` replaces both for every leaf that takes part. Complex leaves stay complex.
     """
     own = jnp.result_type(leaf)
     if not takes_part(leaf):
@@ -42,7 +41,7 @@ def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
 
 
 def zeros(params: Params, accumulate_dtype: DType) -> Tree:
-    """An empty accumulator for `params`: exact zeros, one array per leaf; None for random keys, and where `params` has None."""
+    """Return an empty accumulator for `params`: one array per leaf; None for random keys, and where `params` has None."""
 
     def empty(leaf: Array) -> Array:
         return None if is_key(leaf) else vary(jnp.zeros_like(leaf, dtype=sum_dtype(leaf, accumulate_dtype)), axes_of(leaf))
@@ -51,13 +50,13 @@ def zeros(params: Params, accumulate_dtype: DType) -> Tree:
 
 
 def weight_dtype(accumulator: Tree) -> DType:
-    """float64 if any leaf is float64 or complex128, else float32."""
+    """Return float64 if any leaf is float64 or complex128, else float32."""
     wide = any(leaf.dtype in ("float64", "complex128") for leaf in jax.tree.leaves(accumulator))
     return jnp.dtype("float64" if wide else "float32")
 
 
 def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, harmless: Scalar = None) -> Tree:
-    """``accumulator + factor * gradients`` where `adds` holds, else `accumulator`; by select, because 0 x NaN is NaN."""
+    """Add ``factor * gradients`` to the accumulator if `adds` holds, by select, because 0 x NaN is NaN."""
 
     def add_leaf(held: Array, gradient: Array) -> Array:
         if gradient is None:
@@ -73,7 +72,7 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, h
 
 @jax.custom_jvp
 def add_weighted(held: Array, gradient: Array, weight: Scalar, adds: Scalar, harmless: Scalar) -> Array:
-    """``held + weight * gradient`` in the dtype of `held` where `adds` holds, else `held`.
+    """Return ``held + weight * gradient`` in the dtype of `held` if `adds` holds, else `held`.
 
     It has a derivative by the weight at weight 0 too. A weight of 0 must add exactly nothing, even of a NaN, so a select leaves the product
     out, and JAX's derivative of that select is 0. But the derivative of w g by w is g at every w, and learning to reweight starts from
@@ -93,7 +92,7 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
 
 
 def passing(harmless: Scalar) -> Where:
-    """`jax.numpy.where` with the derivative of `add_weighted`: that of the first choice where `harmless` holds, else that of the second."""
+    """Return `jax.numpy.where` with the derivative of `add_weighted`: of the first choice where `harmless` holds, else of the second."""
     return lambda adds, a, b: _chosen(adds, a, b, harmless)
 
 
@@ -113,7 +112,7 @@ def all_finite(gradients: Gradients) -> Scalar:
 
 
 def divide(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Tree:
-    """``accumulator / divisor`` in `dtypes`, one per leaf: the gradient for the inner optimizer."""
+    """Return ``accumulator / divisor`` in `dtypes`, one per leaf."""
     leaves, structure = jax.tree.flatten(accumulator)
     return jax.tree.unflatten(structure, [to(leaf / divisor, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)])
 
@@ -124,23 +123,21 @@ def emptied(accumulator: Tree, where: Scalar) -> Tree:
 
 
 def clear(tree: Tree) -> Tree:
-    """Exact zeros of the same shapes and dtypes."""
     return jax.tree.map(jnp.zeros_like, tree)
 
 
 def fits(accumulator: Tree, divisor: Scalar, dtypes: list[DType]) -> Scalar:
     """True if every finite element of the accumulator stays finite in ``(accumulator / divisor).astype(dtype)``: a bool scalar.
 
-    A finite float32 sum may be more than float16 can hold. Only leaves whose dtype has a smaller range than their sum's are looked at, and
-    only the largest magnitude of each: dividing and rounding are monotonic. So this costs nothing for float32, bfloat16 and float64
-    parameters, and with float32 masters.
+    Only leaves whose dtype has a smaller range than their sum's are looked at, and only their largest magnitude: dividing and rounding are
+    monotonic. So this costs nothing for float32, bfloat16 and float64 parameters, and with float32 masters.
     """
     held = zip(jax.tree.leaves(accumulator), dtypes, strict=True)
     return all_of([_largest(leaf) / divisor < _limit(dtype) for leaf, dtype in held if leaf.size and _is_narrower(dtype, leaf.dtype)])
 
 
 def _is_narrower(dtype: DType, held: DType) -> bool:
-    """A division by a float32 makes float32 even of a half-precision sum."""
+    """True if `dtype` is narrower than the quotient: a division by a float32 makes float32 even of a half-precision sum."""
     if not jnp.issubdtype(held, jnp.inexact):
         return False
     quotient = wider(held, jnp.float32)
@@ -148,13 +145,13 @@ def _is_narrower(dtype: DType, held: DType) -> bool:
 
 
 def _limit(dtype: DType) -> float:
-    """The smallest magnitude that rounds to infinity: half a step beyond the largest number. 65520 for float16."""
+    """Return the smallest magnitude that rounds to infinity, half a step beyond the largest number: 65520 for float16."""
     largest = float(jnp.finfo(dtype).max)
     return largest + 2.0 ** (math.frexp(largest)[1] - int(jnp.finfo(dtype).nmant) - 2)
 
 
 def _largest(leaf: Array) -> Scalar:
-    """Row by row: XLA:CPU takes minutes to compile several reductions of whole matrices to scalars side by side."""
+    """Reduce row by row: XLA:CPU takes minutes to compile several reductions of whole matrices to scalars side by side."""
     parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
     rows = [jnp.atleast_1d(part.astype(jnp.promote_types(part.dtype, jnp.float32))) for part in parts]
     return jnp.stack([jnp.max(jnp.maximum(jnp.max(part, axis=-1), -jnp.min(part, axis=-1))) for part in rows]).max()
@@ -167,12 +164,12 @@ def _largest(leaf: Array) -> Scalar:
 
 
 def plus(a: Array, b: Array) -> Array:
-    """``(a + b)`` in the dtype of `a`, of its shape."""
+    """Return ``(a + b)`` in the dtype of `a`, of its shape."""
     return lax.add(a, b) if _like(a, b) else to(a + b, a.dtype)
 
 
 def fills(value: Callable[[Array], Scalar]) -> Callable[[Array], Array]:
-    """A function of an array that gives one filled with ``value(array)``, of its type; one for all arrays of a type."""
+    """Return a function of an array that returns one filled with ``value(array)``; one for all arrays of a type."""
     made: dict[Any, Array] = {}
 
     def fill(leaf: Array) -> Array:
@@ -185,7 +182,6 @@ def fills(value: Callable[[Array], Scalar]) -> Callable[[Array], Array]:
 
 
 def pick(where: Scalar, a: Array, b: Array) -> Array:
-    """`a` where the scalar holds, else `b`, of one shape and dtype."""
     return lax.select(jnp.asarray(where), a, b)
 
 
@@ -216,7 +212,7 @@ def all_of(flags: list[Scalar]) -> Scalar:
 
 @jax.custom_jvp
 def sum_of(values: Array) -> Array:
-    """The sum along the first axis, compensated (Neumaier, 1974): as good as rounded once; inf or NaN where an element is."""
+    """Return the compensated sum along the first axis (Neumaier, 1974), as good as rounded once; inf or NaN where an element is."""
     nothing = jnp.zeros((), values.dtype)
     total, lost = lax.reduce((values, jnp.zeros_like(values)), (nothing, nothing), _add, (0,))
     return jnp.where(jnp.isfinite(total), total + lost, total)
@@ -228,7 +224,7 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Scalar, Scalar]:
 
 
 def _add(a: Pair, b: Pair) -> Pair:
-    """The sum of two pairs; the rounding error of an addition is exact in floating point (Knuth, TAOCP 2, 4.2.2)."""
+    """Add two pairs; the rounding error of an addition is exact in floating point (Knuth, TAOCP 2, 4.2.2)."""
     total = a[0] + b[0]
     other = total - a[0]
     return total, a[1] + b[1] + ((a[0] - (total - other)) + (b[0] - other))
@@ -246,7 +242,7 @@ Sharded = list[tuple[tuple[str, ...], Array]]
 
 
 def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
-    """Global 2-norm and whether every element is finite: scalars of `dtype` and bool."""
+    """Return the global 2-norm and whether every element is finite: scalars of `dtype` and bool."""
     leaves = [(shards_of(leaf, shard_axes), leaf) for leaf in _real_leaves(accumulator, dtype)]
     squares = _squares(leaves, jnp.ones((), dtype))
     in_range = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
@@ -255,7 +251,7 @@ def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> tu
 
 
 def _out_of_range(leaves: Sharded, squares: Scalar) -> Scalar:
-    """The norm of arrays whose sum of `squares` is out of range. Times the smaller power, it is finite unless an element is not."""
+    """Return the norm of arrays whose sum of `squares` is out of range."""
     kind = jnp.finfo(squares.dtype)
     power = jnp.where(squares < 1, 2.0 ** (0.75 * kind.maxexp), 2.0 ** (-0.75 * kind.maxexp)).astype(kind.dtype)
     total = _squares(leaves, power)
@@ -263,13 +259,13 @@ def _out_of_range(leaves: Sharded, squares: Scalar) -> Scalar:
 
 
 def _root(total: Scalar) -> Scalar:
-    """The square root, with derivative 0 at 0: a window of zero gradients has derivative 0, not 0 x inf."""
+    """Return the square root, with derivative 0 at 0: a window of zero gradients has derivative 0, not 0 x inf."""
     positive = total > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, total, 1)), total)
 
 
 def _squares(leaves: Sharded, power: Scalar) -> Scalar:
-    """The sum of the squares of all elements, each times `power`. The devices' sums of sharded arrays are added up; a copy counts once."""
+    """Return the sum of the squares of all elements, each times `power`. The devices' sums of sharded arrays are added up; a copy counts once."""
     alike: dict[tuple[str, ...], list[Array]] = {}
     for axes, leaf in leaves:
         done = alike.setdefault(axes, [])
@@ -280,7 +276,7 @@ def _squares(leaves: Sharded, power: Scalar) -> Scalar:
 
 
 def _smallest_sum(dtype: DType) -> float:
-    """Below this sum, the squares that vanished may count; 1e-24 in float32."""
+    """Return the sum below which vanished squares may count; 1e-24 in float32."""
     kind = np.finfo(dtype)
     return float(kind.tiny) / float(kind.eps) ** 2
 

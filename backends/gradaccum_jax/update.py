@@ -1,9 +1,8 @@
 """The inner optimizer's call at the end of a window: made once or not at all, with no second buffer of the parameters' size.
 
-The accumulator doubles as the buffer of the updates. Where the inner optimizer runs, its updates take the accumulator's place. Where it
-does not, the accumulator passes through. A select then tells them apart. The parameters are closed over, not carried. So XLA works in
-place, and a micro-batch in mid-window costs the addition and the select. Nothing clears the updates from the accumulator: the next window's
-first micro-batch writes over them.
+The accumulator doubles as the buffer of the updates. If the inner optimizer runs, its updates take the accumulator's place. Otherwise the
+accumulator passes through. A select then tells them apart. The parameters are closed over, not carried. So XLA works in place, and a
+micro-batch in mid-window costs the addition and the select. The next window's first micro-batch overwrites the updates.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Call = Callable[[Tree, InnerState], tuple[Any, Any]]
 
 
 class Traced(NamedTuple):
-    """What JAX knows of the inner optimizer's call while it traces, before the call is made."""
+    """The facts that JAX knows of the inner optimizer's call while it traces."""
 
     updates: Updates
     """The tree of the updates' shapes and dtypes."""
@@ -48,11 +47,11 @@ class Update(NamedTuple):
     """The mesh axes along which parameters are sharded; None: nobody said."""
 
     def told(self, loss: Scalar) -> Update:
-        """The same call, with the window's loss as the ``value`` that optax's optimizers read."""
+        """Return the same call with the window's loss as the ``value`` that optax's optimizers read."""
         return self._replace(extra={**self.extra, "value": loss})
 
     def traced(self, accumulator: Tree, held: InnerState, divisor: Scalar) -> Traced:
-        """Trace the call; nothing of it enters the program. One that takes no ``value``, such as SAM, is called without."""
+        """Trace the call; nothing of it enters the program. A call that takes no ``value``, such as SAM's, is made without."""
         try:
             return self._traced(accumulator, held, divisor)
         except TypeError as error:
@@ -75,7 +74,7 @@ class Update(NamedTuple):
         return Traced(_still(updates, accumulator), call)
 
     def run(self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, apply: Scalar) -> tuple[Updates, Tree, InnerState]:
-        """Run the inner optimizer where `apply` holds.
+        """Run the inner optimizer if `apply` holds.
 
         Returns:
             The updates (zeros unless `apply`), the accumulator (the updates if `apply`) and the inner optimizer's state.
@@ -91,7 +90,7 @@ class Update(NamedTuple):
         return self._updates_where(apply, buffer, traced.updates), cast_like(buffer, accumulator), after
 
     def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
-        """The updates, all zeros, and the accumulator of a micro-batch that can end no window.
+        """Return the updates, all zeros, and the accumulator of a micro-batch that can end no window.
 
         Constant zeros would cost a copy of the parameters and a pass over it: nothing tells XLA that the gradient, which reads the old
         parameters, comes first. After a loop over all sums, even one that never runs, the gradient has come, and the select is free.
@@ -109,7 +108,7 @@ class Update(NamedTuple):
         return replicated(divide(accumulator, divisor, self.dtypes.given), self.axes)
 
     def _updates_where(self, apply: Scalar, buffer: Tree, updates: Updates) -> Updates:
-        """The updates that `buffer` holds where `apply` holds, in the dtypes of `updates`; else zeros."""
+        """Return the updates in `buffer` if `apply` holds, in the dtypes of `updates`; otherwise zeros."""
         nothing = fills(_nothing)
         made = jax.tree.map(lambda leaf, update: to(pick(apply, leaf, nothing(leaf)), update.dtype), buffer, updates)
         return replicated(made, self.axes)
@@ -120,12 +119,12 @@ def _wide_enough(held: Array, update: Array) -> Array:
 
 
 def _still(updates: Updates, accumulator: Tree) -> Updates:
-    """`updates` with the sum, an exact 0 in the parameter's dtype, for each parameter that takes no part."""
+    """Replace the update of each parameter that takes no part by the sum, an exact 0 in its dtype."""
     return jax.tree.map(lambda held, update: update if takes_part(held) else held, accumulator, updates)
 
 
 def _nothing(leaf: Array) -> complex:
-    """-0.0, the one zero that leaves every parameter bit for bit as it is: -0.0 + 0.0 is 0.0, but x + -0.0 is x."""
+    """Return -0.0, the one zero that leaves every parameter bit for bit as it is: -0.0 + 0.0 is 0.0, but x + -0.0 is x."""
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
     return -0.0 if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
@@ -155,7 +154,7 @@ def require_none_of_a_batch(extra: Extra) -> None:
 
 
 def require_no_reduction(axes: Axes, shard_axes: ShardAxes) -> None:
-    """Raise if an inner optimizer reduces over other mesh axes than those that shard parameters.
+    """Raise unless the inner optimizer reduces over no mesh axes but those that shard parameters.
 
     Each device decides by its own gradient. If one device skipped the optimizer, the other devices would wait for it for ever.
     """

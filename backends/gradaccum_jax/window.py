@@ -1,7 +1,7 @@
 """The open window: take in a micro-batch, close the window where it ends, forget it.
 
 These are pure functions of the state. Only the device knows whether a window ends, so every micro-batch runs one program: `add`, then
-`close`, which changes the state only where `at_end` holds.
+`close`, which changes the state only if `at_end` holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradaccum_jax.workers.group import Window, all_reduce, require_told
 
 
 class MicroBatch(NamedTuple):
-    """What a micro-batch brings."""
+    """A micro-batch's gradients, weight and loss."""
 
     gradients: Gradients
     """Aligned with the accumulator's leaves; None adds nothing."""
@@ -46,7 +46,7 @@ def add(
     options: Options,
     shard_axes: ShardAxes = None,
 ) -> tuple[AccumulationState, Scalar]:
-    """Take in a micro-batch: add its gradient to the sum, and count it.
+    """Add a micro-batch's gradient to the sum, and count it.
 
     Returns:
         The state with the micro-batch in it, and a bool scalar: it was dropped.
@@ -81,14 +81,6 @@ def close(
 ) -> tuple[Updates, AccumulationState]:
     """Close the window where it ends: make its update or skip it, and count that.
 
-    Args:
-        state: the state with the last micro-batch in it.
-        update: the inner optimizer's call.
-        options: the optimizer's.
-        at_end: bool scalar: the window ends here.
-        dropped: bool scalar: the last micro-batch was dropped.
-        tells: the inner optimizer gets the window's loss as ``value``.
-
     Returns:
         The updates (zeros if none was made) and the state.
     """
@@ -110,7 +102,7 @@ def close(
 def keep(
     state: AccumulationState, update: Update, options: Options, *, never: Scalar, dropped: Scalar, tells: bool
 ) -> tuple[Updates, AccumulationState]:
-    """In place of `close` in a window that only the caller closes: zeros, and the sum as it is."""
+    """Replace `close` in a window that only the caller closes: zeros, and the sum as it is."""
     never = never if state.noise is None else never & (state.weight >= 0)  # always so, but see `statistics.add`
     update = update.told(jnp.zeros_like(state.loss)) if tells else update
     traced = _traced(state, update, options, jnp.ones_like(state.weight))
@@ -119,7 +111,6 @@ def keep(
 
 
 def discard(state: AccumulationState) -> AccumulationState:
-    """Forget the window: no update, nothing counted, the loss scale untouched."""
     emptied = statistics.discard(with_fields(state, discard_fields(fields_of(state))))
     return with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False)
 
@@ -157,7 +148,7 @@ class Whole(NamedTuple):
 
 
 def decide_on(state: AccumulationState, update: Update, options: Options, at_end: Scalar) -> tuple[Decision, Whole]:
-    """Decide on the window: the decision, and what it is about. Where the window goes on, nothing is measured."""
+    """Return the decision, and the window. If the window goes on, nothing is measured."""
     dtype, measuring = jnp.result_type(state.weight), measures(options)
     start = (jnp.full((), 0 if measuring else jnp.nan, dtype), jnp.asarray(True))
 
@@ -179,7 +170,7 @@ def decide_on(state: AccumulationState, update: Update, options: Options, at_end
 
 
 def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) -> tuple[Whole, Scalar, Scalar]:
-    """Where the window ends, what all devices have, and what `look` says of it. Elsewhere this device's own sum.
+    """Return the window of all devices where it ends, and what `look` says of it; elsewhere this device's own sum.
 
     Everything but the sum starts with numbers that are the same on all devices, so that its type says so at the end too.
     """
@@ -203,7 +194,7 @@ def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) 
 
 
 def size_at(schedule: kit.Schedule, optimizer_step: Scalar) -> Scalar:
-    """The size of the window that follows update number `optimizer_step`, an int32 scalar, traced or not; or an `UntilWeight` of it."""
+    """Return the size of the window that follows update number `optimizer_step`, an int32 scalar; or an `UntilWeight` of it."""
     size = kit.steps_at(schedule, optimizer_step, jnp.where)
     if kit.is_known(schedule):
         return size
@@ -221,18 +212,18 @@ def number_of(size: Scalar) -> Scalar:
 
 
 def probe(schedule: kit.Schedule) -> None:
-    """Check the first window's size, before anything is traced. It asks with NumPy's 0, because `wrap` alone starts no device."""
+    """Check the first window's size before tracing, with NumPy's 0, because `wrap` alone starts no device."""
     if not kit.is_known(schedule):
         with jax.ensure_compile_time_eval():
             size_at(schedule, np.zeros((), np.int32))
 
 
 def check_known(schedule: kit.Schedule, optimizer_step: Scalar) -> None:
-    """Check the open window's size where a loop outside `jax.jit` knows it. Only for a callable it waits for the last update."""
+    """Check the open window's size if a loop outside `jax.jit` knows it. Only for a callable it waits for the last update."""
     if not kit.is_known(schedule) and not isinstance(optimizer_step, jax.core.Tracer):
         size_at(schedule, jnp.asarray(optimizer_step))
 
 
 def _number(optimizer_step: Scalar) -> int:
-    """The step for an error's text; a name in its place if it is traced."""
+    """Return the step for an error's text; a name in its place if it is traced."""
     return cast(int, "optimizer_step") if isinstance(optimizer_step, jax.core.Tracer) else int(np.asarray(optimizer_step))

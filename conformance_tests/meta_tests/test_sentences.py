@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("gradaccum", "backends/gradaccum_torch")
+PACKAGES = ("gradaccum", "backends/gradaccum_torch", "backends/gradaccum_jax")
 TITLED = PACKAGES
 
 QUESTIONS = frozenset(["What", "Which", "How", "Whether", "Where", "When", "Who", "Why", "Is", "Are", "Does", "Do", "Has", "Have", "Can"])

@@ -1,4 +1,4 @@
-"""The adapter as the conformance suite drives it: models of neutral specs, sessions over them, and the second door to their results."""
+"""The conformance suite's harness: models from neutral specs, sessions over them, and access to their results."""
 
 from gradaccum_jax.harness.large_batch import harness
 

@@ -1,4 +1,4 @@
-"""The suite's losses that couple the items of a batch, in JAX functions; `gradaccum_conformance.couplings` has their definitions."""
+"""The suite's losses that couple the items of a batch, in JAX functions; `gradaccum_conformance.couplings` defines them."""
 
 from __future__ import annotations
 

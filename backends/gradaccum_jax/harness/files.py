@@ -1,4 +1,4 @@
-"""A session's trees in a file: NumPy's archive, each leaf under its path. Every JAX reads it, without a further package."""
+"""A session's trees in a NumPy archive, each leaf under its path, which every JAX reads without a further package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write(file: Path, tree: dict[str, Any]) -> None:
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
-    """The leaves that `write` wrote: by the first name of their path, then by the rest of it, as a library restores plain dicts."""
+    """Return the leaves by the first name of their path, then by the rest, as a library restores plain dicts."""
     trees: dict[str, dict[str, Any]] = {}
     with np.load(file) as archive:
         for path, array in archive.items():
@@ -26,5 +26,5 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _typed(array: Any) -> Any:
-    """`array` with its dtype: NumPy's archive forgets that two bytes were a bfloat16."""
+    """Restore the dtype: NumPy's archive forgets bfloat16."""
     return array.view(jnp.bfloat16) if array.dtype.kind == "V" else array

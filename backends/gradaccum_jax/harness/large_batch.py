@@ -74,8 +74,6 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
 
 @cache
 def _whole_window(program: Program, loss: Loss, options: tuple[tuple[str, Option], ...]) -> Callable[..., Any]:
-    """Kept, as programs are: each would compile anew."""
-
     def loss_fn(params: Any, x: Any, y: Any) -> Any:
         return total_loss(program.model, params, x, y, loss)
 

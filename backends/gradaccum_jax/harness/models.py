@@ -1,7 +1,4 @@
-"""The conformance suite's models as JAX functions of a flat dict of parameters.
-
-A layer is known by the name of its spec's type, because only `harness.session` imports the suite.
-"""
+"""The conformance suite's models as JAX functions of a flat dict of parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import optax
 
 
 def forward(model: Any, params: dict[str, Any], x: Any) -> Any:
-    """The model's output for inputs (batch, *input_shape)."""
     for index, layer in enumerate(model.layers):
         x = _apply(layer, {name: params[f"{index}.{name}"] for name in layer.shapes()}, x)
     return x

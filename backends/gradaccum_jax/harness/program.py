@@ -1,7 +1,4 @@
-"""The functions that a session of the conformance suite runs, compiled once per (model, optimizer, options, dtype, mode) and kept.
-
-The suite opens hundreds of sessions over a handful of these. If each session had functions of its own, each would compile anew.
-"""
+"""The functions of a session of the conformance suite, compiled once per model, optimizer, options, dtype and mode, and shared."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from gradaccum_jax.state import scale_loss
 
 
 class CaptureState(NamedTuple):
-    """How often the ``capture`` optimizer ran, and its last gradient."""
+    """The number of runs of the ``capture`` optimizer, and its last gradient."""
 
     calls: Any
     gradient: Any
@@ -53,7 +50,7 @@ def inner_optimizer(spec: Any) -> optax.GradientTransformation:
 
 
 def x64(switched_on: bool) -> AbstractContextManager[Any]:
-    """JAX with 64-bit types or without them, whatever the process has set."""
+    """Switch 64-bit types on or off, whatever the process has set."""
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(switched_on)  # type: ignore[no-any-return]
     from jax.experimental import enable_x64
@@ -62,7 +59,6 @@ def x64(switched_on: bool) -> AbstractContextManager[Any]:
 
 
 def needs_x64(dtype: str, options: Mapping[str, Any] | None) -> bool:
-    """True if a user would have to switch 64-bit types on."""
     return "float64" in (dtype, str((options or {}).get("accumulate_dtype")))
 
 
@@ -76,12 +72,12 @@ class Program:
 
     @cached_property
     def train(self) -> Callable[..., Any]:
-        """``train(params, state, x, y, weight, loss)``: one micro-batch; returns (params, state, unscaled loss)."""
+        """The function ``train(params, state, x, y, weight, loss)`` of one micro-batch; returns (params, state, unscaled loss)."""
         return self._in_mode(self.train_plainly, static=("loss",))
 
     @cached_property
     def apply(self) -> Callable[..., Any]:
-        """``apply(params, state, gradients, weight)``: one micro-batch of given gradients, unscaled; returns (params, state)."""
+        """The function ``apply(params, state, gradients, weight)`` of given gradients, unscaled; returns (params, state)."""
         return self._in_mode(self.apply_plainly)
 
     @cached_property
@@ -105,12 +101,11 @@ class Program:
         return *self.step(params, state, gradients, weight, value), value
 
     def apply_plainly(self, params: Any, state: Any, gradients: Any, weight: Any) -> Any:
-        """`apply`, not compiled. The gradient of a scaled loss has the parameter's dtype, whatever the loss has."""
+        """Run `apply` without compiling. The gradient of a scaled loss has the parameter's dtype, whatever the loss has."""
         scaled = jax.tree.map(lambda g: scale_loss(g, state).astype(g.dtype) if self.wrapped else g, gradients)
         return self.step(params, state, scaled, weight)
 
     def step(self, params: Any, state: Any, gradients: Any, weight: Any, value: Any = None) -> Any:
-        """The optimizer's call and the update of the parameters; `value` is the loss, if it is told."""
         extra = {"weight": weight, "value": value} if self.wrapped else {}
         updates, state = self.tx.update(gradients, state, params, **extra)
         return optax.apply_updates(params, updates), state
@@ -126,7 +121,7 @@ class Program:
 
 
 def _as_scan(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as the body of a scan over one micro-batch: its carry must keep every type."""
+    """Wrap `function` as the body of a scan over one micro-batch, whose carry must keep every type."""
 
     def run(params: Any, state: Any, *inputs: Any, **static: Any) -> Any:
         def body(carry: Any, row: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The JAX backend as the conformance suite drives it."""
+"""Sessions of the conformance suite over the JAX backend."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class JaxHarness(Harness):
 
 
 def sums_of(state: AccumulationState) -> Any:
-    """The open window's sums; zeros between two windows, when nobody reads what the last one left there."""
+    """Return the open window's sums; zeros between two windows, when the accumulator is unused."""
     return state.accumulator if int(state.micro_step) else clear(state.accumulator)
 
 
@@ -165,5 +165,5 @@ def to_numpy(tree: Mapping[str, Any]) -> Arrays:
 
 
 def _valid(weight: Any) -> bool:
-    """True if compiled code takes this weight. It cannot check a value, so a weight that the API must refuse goes to the API as it is."""
+    """True if compiled code takes this weight; the API itself must refuse any other."""
     return weight is None or (type(weight) in (int, float) and 0 <= weight < float("inf"))

@@ -1,7 +1,7 @@
-"""The JAX backend with several workers: one process each, joined by `jax.distributed`, all of which run one program.
+"""Several workers for the conformance suite: one process each, joined by `jax.distributed`, all running one program.
 
-A program of several processes has one shape. So every event is one and the same step: forward and backward of a batch that is padded to a
-fixed length, plus a given gradient. A worker without a batch, or without a micro-batch at all, pads all of it.
+That program has one shape: forward and backward of a batch padded to a fixed length, plus a given gradient. A worker without a batch or
+micro-batch pads all of it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SharedProgram(Program):
 
     @cached_property
     def event(self) -> Any:
-        """``event(params, state, x, y, shares, gradients, weight, tells)``, each with one row for each worker; returns the losses too."""
+        """The function ``event(params, state, x, y, shares, gradients, weight, tells)``, one row per worker; returns the losses too."""
         return self.over(self._event)
 
     @cached_property
@@ -176,11 +176,11 @@ class JaxWorkers(JaxHarness, WorkersHarness):
 
 
 def _gradient_of(tree: GradientTree, name: str, shape: tuple[int, ...]) -> Any:
-    """Zeros for a parameter that takes no part: the one program of all workers has a gradient for each."""
+    """Return zeros for a parameter that takes no part: the program of all workers has a gradient for each."""
     gradient = tree.get(name)
     return np.zeros(shape, np.float32) if gradient is None else gradient
 
 
 def _local(tree: Any) -> Any:
-    """What this process holds of each array: its row, or the whole of one that is the same everywhere."""
+    """Return this process's row of each array, or the whole of a replicated one."""
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)

@@ -1,11 +1,8 @@
 """The largest micro-batch that fits, decided before anything runs.
 
-XLA knows the memory of a program once it is compiled. So the whole batch is compiled first, then half of it, and so on, and only the first
-program that fits the limit is run. What a device has free can change between the two; if it runs out all the same, the size is halved
-again. Nothing has to be restored then: a function of JAX changes none of its arguments.
-
-Spread over the devices of a mesh, a micro-batch is each device's part, and so is the memory. Several processes decide alike by the limit
-that the user gives all of them.
+XLA knows the memory of a compiled program. So the whole batch is compiled first, then half of it, and so on, and the first program within
+the limit is run. If the device runs out all the same, the size is halved again; nothing has to be restored, since JAX's functions are
+pure. On a mesh a micro-batch is each device's part, and so is the memory. Several processes decide alike by the user's limit.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class Fitting:
             size = self._after(size, failure)
 
     def _attempt(self, name: Hashable, given: Tree, source: Source, limit: int) -> tuple[Any, Exception | str | None]:
-        """The result, and None; or None, and why it did not fit. The error comes without its frames, which hold arrays."""
+        """Return the result and None, or None and why it did not fit; the error without its frames, which hold arrays."""
         try:
             known = self._programs.get(name)
             if known is not None:
@@ -69,7 +66,7 @@ class Fitting:
         return made, None
 
     def _after(self, size: int, failure: Exception | str) -> int:
-        """The next size; of the last one, JAX's own error is the cause of the one that the user sees."""
+        """Return the next size; after the last, raise with JAX's own error as the cause."""
         if isinstance(failure, Exception) and size == 1:
             try:
                 return self._sizes.after_failure(size)
@@ -91,18 +88,18 @@ def _awaited(made: Any) -> Any:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """GPUs and TPUs say RESOURCE_EXHAUSTED; XLA:CPU says INTERNAL, and "Out of memory allocating ... bytes" behind it."""
+    """True if the error is GPU's or TPU's RESOURCE_EXHAUSTED, or XLA:CPU's INTERNAL with "Out of memory allocating ... bytes"."""
     return str(error).startswith("RESOURCE_EXHAUSTED") or "out of memory" in str(error).lower()
 
 
 def fitting(jitted: Any, splitting: Splitting) -> Fitting | None:
-    """The `Fitting` of a call with an automatic size; None for any other."""
+    """Return the `Fitting` of a call with an automatic size; None for any other."""
     sizes = splitting.division.micro_batch_size
     return Fitting(jitted, splitting, sizes) if isinstance(sizes, AutoMicroBatchSize) else None
 
 
 def _bytes_of(compiled: Any, arguments: Tree) -> int:
-    """The bytes that a run asks for beside the arguments that are on the device already, on the device that needs most."""
+    """Return the bytes that a run needs beside arguments on the device already, on the device that needs most."""
     stats = compiled.memory_analysis()
     moved = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(arguments) if not isinstance(leaf, jax.Array))
     return (
@@ -117,7 +114,7 @@ def _free_bytes(arguments: Tree) -> int:
 
 
 def _devices_of(arguments: Tree) -> set[Any]:
-    """The devices that hold the arrays; the first one where there are none."""
+    """Return the devices that hold the arrays, or the first device."""
     arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
     return {device for leaf in arrays for device in leaf.devices()} or {jax.devices()[0]}
 
@@ -130,14 +127,14 @@ def _free_of(device: Any) -> int:
 
 
 def _type_of(leaf: Array) -> Hashable:
-    """What a compiled program is compiled for: of a constant its value, of data its type."""
+    """Return what a program is compiled for: a constant's value, an array's type."""
     if is_constant(leaf):
         return type(leaf), leaf
     return typeof(leaf), getattr(leaf, "sharding", None)
 
 
 def _require_concrete(given: Tree, batch: Tree) -> None:
-    """Refuse tracers and values that are no data: what a surrounding program needs is known only when that program is compiled."""
+    """Raise unless all values are data: a surrounding program's memory is known only when that program is compiled."""
     traced = [leaf for leaf in jax.tree.leaves((given, batch)) if isinstance(leaf, jax.core.Tracer)]
     others = [leaf for leaf in jax.tree.leaves(given) if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int)]
     if traced or others:
@@ -150,13 +147,13 @@ def _require_concrete(given: Tree, batch: Tree) -> None:
 
 
 class Call(ABC):
-    """A function of what it is given beside its batch, and of the batch."""
+    """A function of given arguments and a batch."""
 
     splitting: Splitting
 
     @abstractmethod
     def _run(self, given: Any, source: Source) -> Any:
-        """What the call returns of a batch that is cut."""
+        """Run on a batch that is cut."""
 
     def _of_batch(self, given: Any, batch: tuple[Tree, ...]) -> Any:
         if self._fitting:

@@ -1,8 +1,7 @@
 """A large batch, cut into micro-batches: axes, the user's own parts, weights, and groups of one shape.
 
-Every array is cut along its own axis, at the same items. The arrays are data of the compiled program; the axes, the cuts and plain values
-such as flags are constants of it. So the program is compiled once for each shape of batch, however it is divided. JAX has trees of its own,
-to which users add classes; so nests are walked here by `jax.tree`, and paths are spelled as `jax.tree_util.keystr` does, which agrees with
+Arrays are data of the compiled program; axes, cuts and plain values such as flags are constants. So the program is compiled once for each
+shape of batch. Users add classes to JAX's trees, so nests are walked by `jax.tree`, and paths are spelled by `jax.tree_util.keystr`, as in
 `gradaccum.kit.leaves_of`.
 """
 
@@ -58,7 +57,6 @@ class Batch:
     """Path, length and brackets of each list that may be one of items; see `gradaccum.kit.mark_lists`."""
 
     def arguments(self, leaves: Sequence[Array]) -> tuple[Tree, ...]:
-        """The arguments with `leaves` in place of the arrays."""
         held = list(leaves)
         for place, _, value in self.constants:
             held.insert(place, value)
@@ -66,7 +64,7 @@ class Batch:
         return arguments
 
     def taken(self, start: Scalar, size: int, index: Scalar) -> list[Array]:
-        """The arrays of one micro-batch: `size` items from `start` on, both in items; `index` is its number among all of the batch."""
+        """Return the arrays of micro-batch number `index`: `size` items from `start` on."""
         return [take(leaf, axis, start, size, index) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
 
     def sizes(self) -> list[tuple[str, int]]:
@@ -95,7 +93,7 @@ def make_batch(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
 
 
 def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
-    """One value of `prefix` for each leaf of `tree`, as `gradaccum.kit.spread` does for the nests of the other frameworks."""
+    """Return one value of `prefix` for each leaf of `tree`, as `gradaccum.kit.spread`."""
     prefix = tuple(prefix) if type(prefix) is list and isinstance(tree, tuple) else prefix
     found: list[Any] = []
     try:
@@ -117,14 +115,14 @@ def is_cut(axis: Axis) -> bool:
 
 
 def take(leaf: Array, axis: Axis, start: Scalar, size: int, index: Scalar) -> Array:
-    """The part of `leaf` that micro-batch number `index` is given: `size` items from `start` on."""
+    """Return the part of `leaf` for micro-batch number `index`: `size` items from `start` on."""
     if axis == KEY:
         return jax.random.fold_in(leaf, index)
     return leaf if axis is None else lax.dynamic_slice_in_dim(jnp.asarray(leaf), start, size, int(axis))
 
 
 def _whole_where_plain(arguments: tuple[Tree, ...], axes: list[Any]) -> list[Any]:
-    """`axes` with None for the plain values. Those of a list keep theirs: given whole, it would broadcast against a micro-batch of one."""
+    """Return `axes` with None for plain values, except in a list, where a whole value would broadcast against a micro-batch of one."""
     nodes = jax.tree.leaves(arguments, is_leaf=lambda node: node is not arguments and kit.is_column(node))
     alone = [not kit.is_column(node) for node in nodes for _ in jax.tree.leaves(node)]
     held = zip(jax.tree.leaves(arguments), axes, alone, strict=True)
@@ -132,7 +130,7 @@ def _whole_where_plain(arguments: tuple[Tree, ...], axes: list[Any]) -> list[Any
 
 
 def _require_dense(arguments: tuple[Tree, ...], axes: list[Any]) -> None:
-    """Refuse a sparse array: JAX would cut the list of its entries."""
+    """Raise unless no array is sparse: JAX would cut the list of its entries."""
     module = sys.modules.get("jax.experimental.sparse")
     if module is None:
         return
@@ -169,7 +167,7 @@ def _axis_of(path: str, leaf: Array, axis: Any) -> Axis:
 
 
 def _require_key(path: str, leaf: Array) -> str:
-    """A typed scalar key, or the two 32-bit words of an old one."""
+    """Raise unless `leaf` is a typed scalar key, or the two 32-bit words of an old one."""
     if not is_constant(leaf) and (is_key(leaf) if np.shape(leaf) == () else jnp.result_type(leaf) == jnp.uint32 and np.ndim(leaf) == 1):
         return KEY
     fix = "Write axes='key' for jax.random.key(seed) alone; keys of single items have an axis."
@@ -191,7 +189,7 @@ C = TypeVar("C")
 
 
 class MicroBatch(NamedTuple):
-    """What one run of the loss function is given."""
+    """The arguments of one run of the loss function."""
 
     arguments: tuple[Tree, ...]
     items: int | None
@@ -227,7 +225,7 @@ def groups_of(batch: Batch) -> list[Group]:
 
 
 def over(groups: list[Group], body: Body[C], carry: C, first: Scalar = 0) -> tuple[C, list[list[Array]]]:
-    """`body` over all micro-batches.
+    """Run `body` over all micro-batches.
 
     Returns:
         The last carry, and for each group the rows of its micro-batches, stacked along a new leading axis.
@@ -290,7 +288,7 @@ Weight = Callable[..., Any] | Array | None
 
 
 def weight_of(micro_batch: MicroBatch, weight: Weight, unit: int | None, dtype: DType) -> Scalar:
-    """The weight of a micro-batch: a Python number where the program knows it, else a scalar of `dtype`."""
+    """Return the weight of a micro-batch: a Python number if the program knows it, else a scalar of `dtype`."""
     if callable(weight):
         return _loud(as_weight(weight(*micro_batch.arguments), dtype))
     if micro_batch.item_weights is not None:
@@ -307,7 +305,7 @@ def known_items(items: int | None) -> int:
 
 
 def as_item_weights(weight: Array, items: int) -> Array:
-    """Per-item weights as an array of shape (items,), checked as far as their values are known."""
+    """Return per-item weights as an array of shape (items,), checked as far as their values are known."""
     array = weight if isinstance(weight, jax.Array) else np.asarray(weight)
     if array.shape != (items,):
         raise kit.item_weights_error(items, f"shape {array.shape}")
@@ -320,7 +318,7 @@ def as_item_weights(weight: Array, items: int) -> Array:
 
 
 def concrete(item_weights: Array) -> list[float] | None:
-    """Per-item weights as Python numbers; None where there are none."""
+    """Return per-item weights as Python numbers; None if there are none."""
     if item_weights is None:
         return None
     if isinstance(item_weights, jax.core.Tracer):
@@ -356,7 +354,7 @@ Source = Batch | Parts
 
 @dataclass(frozen=True, eq=False)
 class Splitting:
-    """The options that say how a batch is divided and weighted."""
+    """The options that divide and weigh a batch."""
 
     division: Division
     axes: Tree
@@ -378,7 +376,7 @@ class Splitting:
         )
 
     def _item_weights(self, batch: Batch, items: int, weights: Any) -> Any:
-        """Per-item weights to pack by: the user's array, or his function asked about every item by itself."""
+        """Return per-item weights to pack by: the user's array, or the user's function called on every item."""
         if not callable(self.weight):
             return weights
         if any(isinstance(leaf, jax.core.Tracer) for leaf in batch.leaves):
@@ -409,7 +407,7 @@ class Splitting:
 
 
 def make_splitting(steps: Any, micro_batch_size: Any, micro_batch_weight: Any, axes: Tree, weight: Weight, split: Any) -> Splitting:
-    """The user's options, checked as far as they can be without a batch."""
+    """Check the user's options as far as possible without a batch."""
     if split is not None and not callable(split):
         fix = "Write split=lambda *batch: [micro_batch, ...]."
         raise explain(ArgumentTypeError, "split", expected="a function of the batch", got=split, fix=fix)
@@ -417,12 +415,10 @@ def make_splitting(steps: Any, micro_batch_size: Any, micro_batch_weight: Any, a
 
 
 def groups_in(source: Source) -> list[Group]:
-    """The micro-batches of a source, grouped by shape."""
     return groups_of(source) if isinstance(source, Batch) else _groups_of_parts(source)
 
 
 def items_in(source: Source) -> int | None:
-    """The number of items; None where nobody knows."""
     if isinstance(source, Batch):
         return sum(cut.items for cut in source.cuts)
     known = [_items(part) for part in source]
@@ -430,7 +426,6 @@ def items_in(source: Source) -> int | None:
 
 
 def largest_in(source: Source) -> int | None:
-    """The number of items of the largest micro-batch; None where nobody knows."""
     known = [cut.items for cut in source.cuts] if isinstance(source, Batch) else [_items(part) for part in source]
     return None if None in known else max(items for items in known if items is not None)
 
@@ -444,7 +439,7 @@ def _own(items: int, devices: int) -> int:
 
 
 def _part(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
-    """A micro-batch of the user's: leaves without items need no ``axes=None``, since nothing is cut any more."""
+    """Return a user's micro-batch; leaves without items need no ``axes=None``, since nothing is cut any more."""
     if axes == 0:
         axes = jax.tree.map(lambda leaf: 0 if np.ndim(leaf) else None, arguments)
     return make_batch(arguments, axes)
@@ -456,7 +451,7 @@ def _items(part: Batch) -> int | None:
 
 
 def _groups_of_parts(parts: Parts) -> list[Group]:
-    """Parts of one structure, shape and dtype are stacked."""
+    """Stack parts of one structure, shape and dtype."""
     kinds: dict[Any, list[int]] = {}
     for number, part in enumerate(parts):
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in part.leaves)

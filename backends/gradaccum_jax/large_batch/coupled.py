@@ -1,10 +1,9 @@
 """Losses that compare items across the whole batch: contrastive losses, variances and covariances, load balance, ranks.
 
-Such a loss is no mean over micro-batches, and plain accumulation of it is wrong. But it is a function of per-item outputs, which are small.
-So the micro-batches run twice: once for the outputs alone, and once more, after the loss of all outputs has been differentiated, to carry
-the gradient of each output back to the parameters (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
-2021, section 3.2). What the loss itself reads of the parameters, such as a temperature, is differentiated once, with the loss. A random key
-gives the same numbers both times, as `jax.random.fold_in` is a function of key and number.
+Such a loss is no mean over micro-batches, but a function of small per-item outputs. So the micro-batches run twice: once for the outputs
+alone, and once more, after the loss of all outputs was differentiated, to carry each output's gradient to the parameters (Gao et al.,
+"Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.2). Parameters that the loss itself reads, such
+as a temperature, are differentiated once. A random key gives the same numbers both times.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def coupled_value_and_grad(
     accumulate_dtype: DType = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
-    """The loss and the gradient of a large batch whose items the loss compares with each other.
+    """Return a function that computes loss and gradient of a large batch whose items the loss compares with each other.
 
         step = gradaccum_jax.coupled_value_and_grad(embed, info_nce, steps=8)
         loss, grads = step(params, images, texts)
@@ -85,7 +84,7 @@ def coupled_value_and_grad(
 
 @dataclass(frozen=True, eq=False)
 class Coupled(Call):
-    """What `coupled_value_and_grad` returns."""
+    """The function that `coupled_value_and_grad` returns."""
 
     outputs: Differentiation
     loss: Differentiation
@@ -94,7 +93,7 @@ class Coupled(Call):
     axis_names: tuple[str, ...]
 
     def __call__(self, params: Params, *batch: Tree) -> Any:
-        """The loss and the gradient; see `coupled_value_and_grad`."""
+        """Compute the loss and the gradient; see `coupled_value_and_grad`."""
         require_axes(self.axis_names)
         require_same_params(params, self.axis_names)
         by, batch = self.outputs.parted((params, *batch))
@@ -124,7 +123,7 @@ class Coupled(Call):
         return rows, found[0]
 
     def _of_all(self, by: tuple[Tree, ...], rows: list[Array], structure: Any) -> tuple[Scalar, Tree, list[Array], list[Array]]:
-        """The loss of the whole batch, the aux, and the gradients by the parameters and by this device's outputs that take part."""
+        """Return the loss of the whole batch, the aux, and the gradients by the parameters and by this device's outputs."""
         library: Any = lax
         gathered = [library.all_gather(leaf, self.axis_names, tiled=True) for leaf in rows] if self.axis_names else rows
         loss, aux, found = self.loss.value_and_gradients((*by, jax.tree.unflatten(structure, gathered)), ())
@@ -173,7 +172,7 @@ def _rows(outputs: Tree) -> list[Array]:
 
 
 def _with_starts(groups: list[Group], rows: list[list[Array]]) -> list[Group]:
-    """`groups`, the place of each micro-batch being where its rows begin: int32, one for each array of rows that takes part."""
+    """Return `groups` with the place where each micro-batch's rows begin: int32, one per array of rows that takes part."""
     count = sum(len(group.numbers) for group in groups)
     starts = []
     for place in [place for place, leaf in enumerate(rows[0]) if takes_part(leaf)]:

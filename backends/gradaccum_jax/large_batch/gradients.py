@@ -1,8 +1,4 @@
-"""The gradient of one micro-batch, and the sum of those of a large batch.
-
-The arithmetic of reductions is that of `gradaccum.wrap`: each micro-batch's `contribution`, the whole batch's `divisor`, and sums that are
-float32 for half precision.
-"""
+"""The gradient of one micro-batch, and the sum over a large batch, with the reductions of `gradaccum.wrap`."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from gradaccum_jax.sharding import axes_of, require_ordinary, vary
 
 @dataclass(frozen=True)
 class Differentiation:
-    """A loss function, and by which of its arguments it is differentiated."""
+    """A loss function, and the arguments by which it is differentiated."""
 
     loss_fn: Callable[..., Any]
     places: tuple[int, ...]
@@ -41,7 +37,7 @@ class Differentiation:
     """What the error for an integer advises."""
 
     def parted(self, arguments: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], tuple[Tree, ...]]:
-        """The arguments to differentiate by, and the batch: all others, in their order."""
+        """Return the arguments to differentiate by, and all others, in their order."""
         if max(self.places) >= len(arguments):
             found, fix = f"{len(arguments)} arguments", "Call it as the loss function, with the batch in place of a micro-batch."
             raise explain(ArgumentValueError, "argnums", expected=f"an argument number {max(self.places)}", found=found, fix=fix)
@@ -55,13 +51,13 @@ class Differentiation:
         return [held[place] if place in held else next(rest) for place in range(len(by) + len(batch))]
 
     def value(self, by: tuple[Tree, ...], batch: tuple[Tree, ...]) -> tuple[Scalar, Tree]:
-        """The loss of a micro-batch, a floating scalar, and its aux, None without one."""
+        """Return a micro-batch's loss, a floating scalar, and its aux, None without one."""
         made = self.loss_fn(*self.joined(by, batch))
         loss, aux = _parted(made) if self.has_aux else (made, None)
         return _scalar(loss), aux
 
     def value_and_gradients(self, by: tuple[Tree, ...], batch: tuple[Tree, ...], scale: Scalar = None) -> tuple[Scalar, Tree, list[Array]]:
-        """The loss, the aux, and the gradient of loss times `scale` by each leaf that takes part, in the order of the leaves of `by`."""
+        """Return loss, aux, and the gradient of loss times `scale` by each leaf that takes part, in the order of `by`."""
         leaves, structure = jax.tree.flatten(by)
         moving = [leaf for leaf in leaves if takes_part(leaf)]
 
@@ -88,7 +84,7 @@ class Differentiation:
                 )
 
     def _require_no_stream(self, by: tuple[Tree, ...]) -> None:
-        """Raise if a module has a random stream: every micro-batch would start from the same count, and draw the same mask."""
+        """Raise unless no module has a random stream: every micro-batch would draw the same mask."""
         for path, node in jax.tree_util.tree_flatten_with_path(by, is_leaf=is_variable)[0]:
             if "RngState" in {base.__name__ for base in type(node).__mro__}:
                 fix = (
@@ -108,7 +104,7 @@ def start(by: tuple[Tree, ...], accumulate_dtype: DType) -> list[Array]:
 
 
 def add(held: list[Array], gradients: list[Array], weight: Scalar, options: Options) -> list[Array]:
-    """`held` with one micro-batch's gradients more. With weight 0 it adds exactly nothing, even where they are NaN."""
+    """Add one micro-batch's gradients to `held`. With weight 0 it adds exactly nothing, even of a NaN."""
     known = isinstance(weight, int | float)
     factor = kit.contribution(weight, options) if options.reduction == "mean" and not (known and weight == 1) else None
     given = jnp.asarray(factor, sums.weight_dtype(held)) if factor is not None and known else factor
@@ -117,7 +113,7 @@ def add(held: list[Array], gradients: list[Array], weight: Scalar, options: Opti
 
 
 def finish(held: list[Array], weight: Scalar, by: tuple[Tree, ...], options: Options, axis_names: tuple[str, ...] = ()) -> tuple[Tree, ...]:
-    """The gradient of the large batch in the dtypes of `by`: float0 for integers, as `jax.grad` has it.
+    """Return the gradient of the large batch in the dtypes of `by`: float0 for integers, as in `jax.grad`.
 
     Each sum is reduced over the devices once: over `axis_names`, and over the axes along which it differs and its parameter does not, as
     `jax.grad` does in `jax.shard_map`.
@@ -133,7 +129,7 @@ def finish(held: list[Array], weight: Scalar, by: tuple[Tree, ...], options: Opt
 
 
 def denominator(weight: Scalar, options: Options) -> Scalar:
-    """What the sums are divided by: 1 for "sum", else the weight, or 1 where that is 0."""
+    """Return the divisor of the sums: 1 for "sum", else the weight, or 1 for weight 0."""
     nothing = 0 * weight
     return kit.divisor((nothing, nothing, nothing, weight, nothing != 0, nothing + 1, nothing), options, jnp.where)
 
@@ -179,15 +175,13 @@ class JaxOps:
     """`gradaccum.kit.MergingOps` for JAX."""
 
     def maximum(self, a: Array, b: Array) -> Array:
-        """Element by element; NaN where either is."""
         return jnp.maximum(a, b)
 
     def minimum(self, a: Array, b: Array) -> Array:
-        """Element by element; NaN where either is."""
         return jnp.minimum(a, b)
 
     def widened(self, value: Array) -> Array:
-        """float32 for half precision, JAX's default integer for booleans, else as it is."""
+        """Cast half precision to float32, bools to JAX's default integer."""
         return value.astype(_sum_dtype(value.dtype))
 
 
@@ -195,7 +189,7 @@ OPS = JaxOps()
 
 
 class Merging(NamedTuple):
-    """How one aux merges: known from its shape, before anything runs."""
+    """The merging of one aux, known from its shape before anything runs."""
 
     kinds: tuple[str, ...]
     """One of `gradaccum.kit.KINDS` for each leaf."""
@@ -205,18 +199,18 @@ class Merging(NamedTuple):
     """The tree that the leaves are those of."""
 
     def start(self) -> list[Array]:
-        """The merged leaves before the first micro-batch, without those that are rows."""
+        """Return the merged leaves before the first micro-batch, without those that are rows."""
         return [_neutral(kind, leaf) for kind, leaf in zip(self.kinds, self.like, strict=True) if kind != ROWS]
 
     def add(self, held: list[Array], aux: Tree, items: Scalar, weight: Scalar) -> tuple[list[Array], list[Array]]:
-        """One micro-batch more: the merged leaves, and its rows."""
+        """Merge one micro-batch; return the merged leaves, and its rows."""
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(aux)]
         given = [(kind, leaf) for kind, leaf in zip(self.kinds, leaves, strict=True) if kind != ROWS]
         added = [kit.merged(kind, old, _share(kind, leaf, items, weight), OPS) for old, (kind, leaf) in zip(held, given, strict=True)]
         return added, [leaf for kind, leaf in zip(self.kinds, leaves, strict=True) if kind == ROWS]
 
     def over_devices(self, held: list[Array], axes: tuple[str, ...]) -> list[Array]:
-        """The maxima and minima of all devices; sums are reduced with the gradients."""
+        """Reduce maxima and minima over all devices; sums are reduced with the gradients."""
         reduce: dict[str, Any] = {"max": lax.pmax, "min": lax.pmin}
         kinds = [kind for kind in self.kinds if kind != ROWS]
         return [reduce[kind](leaf, axes) if kind in reduce else leaf for kind, leaf in zip(kinds, held, strict=True)]
@@ -225,7 +219,7 @@ class Merging(NamedTuple):
         return [kind not in EXTREMES for kind in self.kinds if kind != ROWS]
 
     def finish(self, held: list[Array], rows: list[Array], items: Scalar, weight: Scalar) -> Tree:
-        """The aux of the large batch, floats in the dtypes that the loss function returned."""
+        """Return the aux of the large batch, floats in the dtypes of the loss function's."""
         merged_leaves, row_leaves = iter(held), iter(rows)
         made = [
             next(row_leaves) if kind == ROWS else _as_given(kit.finished(kind, next(merged_leaves), items, weight), kind, leaf.dtype)
@@ -239,7 +233,6 @@ class Merging(NamedTuple):
 
 
 def make_merging(declared: Tree, aux: Tree) -> Merging:
-    """The merging of `aux`, a tree of shapes and dtypes, by the user's declaration, a prefix of it."""
     kinds, held = batches.spread_over(declared, aux, "aux"), jax.tree_util.tree_flatten_with_path(aux)
     for kind, (path, leaf) in zip(kinds, held[0], strict=True):
         kit.require_kind(kind)
@@ -269,7 +262,7 @@ def _share(kind: str, leaf: Array, items: Scalar, weight: Scalar) -> Array:
 
 
 def _neutral(kind: str, like: Any) -> Array:
-    """What a merge starts from: 0, or the number that every other one is above or below."""
+    """Return the start of a merge: 0, or the number that every other is above or below."""
     if kind in MEANS:
         return jnp.zeros(like.shape, _mean_dtype(like.dtype))
     if kind == "sum":
@@ -310,7 +303,7 @@ G = TypeVar("G")
 
 
 class Question(NamedTuple):
-    """What the user asks about every micro-batch."""
+    """The functions that are evaluated on every micro-batch."""
 
     differentiation: Differentiation
     weight: Weight
@@ -323,7 +316,7 @@ class Question(NamedTuple):
 
 
 class Gathering(NamedTuple, Generic[G]):
-    """What becomes of the micro-batches' gradients."""
+    """The use of the micro-batches' gradients."""
 
     start: G
     add: Callable[[G, list[Array], Scalar, Scalar], G]
@@ -337,7 +330,7 @@ class Gathering(NamedTuple, Generic[G]):
 
 
 class Made(NamedTuple, Generic[G]):
-    """What all micro-batches came to."""
+    """The result over all micro-batches."""
 
     held: G
     weight: Scalar
@@ -348,7 +341,7 @@ class Made(NamedTuple, Generic[G]):
 
 
 class Own(NamedTuple):
-    """What is added up here."""
+    """The sums of this device."""
 
     weight: Scalar
     loss: Scalar
@@ -356,7 +349,7 @@ class Own(NamedTuple):
 
 
 class Carry(NamedTuple, Generic[G]):
-    """What goes from one micro-batch to the next."""
+    """The carry from one micro-batch to the next."""
 
     held: G
     own: Own
@@ -396,13 +389,13 @@ class _Counting(NamedTuple):
         return weight_of(micro_batch, self.question.weight, self.unit, self.dtype)
 
     def known(self, own: Own, source: Source) -> Own:
-        """`own` of all devices, with a constant as the weight where the user gives none: XLA then counts nothing in the loop."""
+        """Sum `own` over all devices; without the user's weights the weight is a constant, and XLA counts nothing in the loop."""
         if self.question.weight is not None or self.unit is None:
             return own
         return own._replace(weight=jnp.asarray(_all_items(source, self.question.axis_names) / self.unit, self.dtype))
 
     def add(self, held: Own, loss: Scalar, aux: Tree, micro_batch: MicroBatch, weight: Scalar) -> tuple[Own, list[Array]]:
-        """Loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
+        """Add loss, weight and aux; with weight 0 nothing is added, even of a NaN."""
         items = batches.known_items(micro_batch.items) if self.merging.counts_items else None
         merged, rows = self.merging.add(held.aux, aux, items, weight)
         dtype = held.loss.dtype
@@ -412,18 +405,18 @@ class _Counting(NamedTuple):
 
 
 def weight_dtype(by: tuple[Tree, ...], loss: Array) -> DType:
-    """float64 if a parameter or the loss is float64, else float32."""
+    """Return float64 if a parameter or the loss is float64, else float32."""
     wide = any(jnp.result_type(leaf) in ("float64", "complex128") for leaf in (*jax.tree.leaves(by), loss))
     return jnp.dtype("float64" if wide else "float32")
 
 
 def axes_in(by: Tree, source: Source, axis_names: tuple[str, ...]) -> Axes:
-    """The manual mesh axes along which anything here may differ from device to device."""
+    """Return the manual mesh axes along which anything here may differ from device to device."""
     return frozenset(axis_names).union(*(axes_of(leaf) for leaf in jax.tree.leaves((by, source))))
 
 
 def copies(tree: G, axes: Axes) -> G:
-    """`tree` as copies that may differ along `axes`: else `jax.grad` would reduce over the devices in every micro-batch."""
+    """Mark `tree` as varying along `axes`: otherwise `jax.grad` would reduce over the devices in every micro-batch."""
     made: G = jax.tree.map(lambda leaf: vary(leaf, axes), tree) if axes else tree
     return made
 
@@ -449,7 +442,7 @@ def _all_items(source: Source, axis_names: tuple[str, ...]) -> int:
 
 
 def _over_devices(own: Own, merging: Merging, axis_names: tuple[str, ...]) -> Own:
-    """Weight, loss and merged aux of all devices; the gradients are the caller's."""
+    """Reduce weight, loss and merged aux over all devices; the caller reduces the gradients."""
     if not axis_names:
         return own
     summed = [leaf for leaf, is_sum in zip(own.aux, merging.is_sum(), strict=True) if is_sum]

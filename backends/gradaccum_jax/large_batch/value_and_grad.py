@@ -42,40 +42,40 @@ def value_and_grad(
     axis_name: str | tuple[str, ...] | None = None,
     mesh: Mesh | None = None,
 ) -> Callable[..., Any]:
-    """The loss and the gradient of a large batch, micro-batch by micro-batch: stands in for `jax.value_and_grad`.
+    """Return a function that computes loss and gradient of a large batch micro-batch by micro-batch, in place of `jax.value_and_grad`.
 
         step = gradaccum_jax.value_and_grad(loss_fn, steps=8)
         loss, grads = step(params, x, y)
 
     All micro-batches of one size are one `jax.lax.scan`, with the activations of one micro-batch and one sum of gradients. A smaller last
-    micro-batch is compiled beside it. Called outside of `jax.jit`, the whole is jitted; so keep the returned function, and hand over what
-    changes from call to call: what `loss_fn` reads from elsewhere is a constant of the compiled program, as under `jax.jit`.
+    micro-batch is compiled beside it. Called outside of `jax.jit`, the whole is jitted: keep the returned function, and pass what
+    changes from call to call as an argument, since what `loss_fn` reads from elsewhere is a constant of the compiled program.
 
     Args:
         loss_fn: ``loss_fn(params, *micro_batch)`` returns a floating scalar, or ``(loss, aux)`` with `has_aux`.
-        argnums: the argument to differentiate by, or a tuple of several. They are given whole to every micro-batch. All other arguments are
-            the batch, in their order.
+        argnums: the argument to differentiate by, or a tuple of several. They are passed whole to every micro-batch. All other arguments
+            are the batch, in their order.
         has_aux: as in `jax.value_and_grad`; then `aux` says how it merges.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
         micro_batch_size: items of a micro-batch; the last one may be smaller. "auto" or a `gradaccum.AutoMicroBatchSize`: the largest that
             fits.
         micro_batch_weight: consecutive items are packed up to this weight, by per-item weights: those of an array, or of a `weight`
-            function that is asked about each item. Each new pattern of cuts is compiled.
+            function that is called on each item. Each new pattern of cuts is compiled.
         reduction: "mean": `loss_fn` takes a mean over weights; "sum": a sum; "item_mean": a sum, to be divided by the batch's weight.
         weight: the weight of a micro-batch: a function of its arguments, such as its number of tokens, or an array of one number per item.
             None: its number of items. A traced weight that is negative or not finite makes loss and gradient NaN. A batch whose weights are
             all 0 has loss 0 and gradient 0; a micro-batch of weight 0 adds nothing, even where its gradient is NaN.
             The weight is a constant to JAX: a function that closes over the parameters adds nothing to the gradient.
-        axes: a prefix of the tuple of the batch's arguments: an axis of items for all leaves below, None for what every micro-batch is
-            given whole, or "key" for a random key, of which micro-batch number i gets ``jax.random.fold_in(key, i)``. A scalar typed key is
-            "key" unless it is None. Plain Python values are given whole whatever their axis; under a `jax.jit` of your own they are arrays,
+        axes: a prefix of the tuple of the batch's arguments: an axis of items for all leaves below, None for what is passed whole, or
+            "key" for a random key, of which micro-batch number i gets ``jax.random.fold_in(key, i)``. A scalar typed key is "key" unless it
+            is None. Plain Python values are passed whole whatever their axis; under a `jax.jit` of your own they are arrays,
             and need the None. A list of arrays of one kind that may be as long as the batch needs ``[0, 0]``, an axis for each element; a
             list of single items is stacked into arrays, or cut by `split`.
         split: the user's own function in place of axes and cuts: ``split(*batch)`` returns the micro-batches, each a tuple of arguments or
-            the only one; ``split(*batch, steps=steps)`` where `steps` is given. `axes` then tells where their items and keys are.
+            the only one; ``split(*batch, steps=steps)`` where `steps` is given. `axes` then says where their items and keys are.
         aux: a prefix of the aux, how each leaf merges: "sum", "mean", "weighted_mean", "max", "min" or "concatenate" (in the order of the
             items). See `gradaccum.nests.KINDS`.
-        accumulate_dtype: dtype of the sum; float32 for half precision unless given, else the gradient's own. The gradient has the dtype of
+        accumulate_dtype: dtype of the sum; by default float32 for half precision, else the gradient's own. The gradient has the dtype of
             its parameter, cast once.
         allow_int: as in `jax.value_and_grad`: integers have a float0 as their gradient.
         axis_name: inside `jax.shard_map`: the mesh axes whose devices share the batch, each with its own items. Loss, gradient and aux are
@@ -107,7 +107,7 @@ def value_and_grad(
 
 @dataclass(frozen=True, eq=False)
 class ValueAndGrad(Call):
-    """What `value_and_grad` returns."""
+    """The function that `value_and_grad` returns."""
 
     question: Question
     splitting: Splitting
@@ -115,7 +115,7 @@ class ValueAndGrad(Call):
     """Whose devices each cut their part; None inside `jax.shard_map`, or on one device."""
 
     def __call__(self, *arguments: Tree) -> Any:
-        """The loss and the gradient; see `value_and_grad`."""
+        """Compute the loss and the gradient; see `value_and_grad`."""
         by, batch = self.question.differentiation.parted(arguments)
         if self.mesh is None:
             require_axes(self.question.axis_names)
@@ -154,7 +154,7 @@ def as_places(argnums: Any) -> tuple[int, ...]:
 
 
 def as_declared(aux: Tree, *, has_aux: bool) -> Tree:
-    """How aux merges, checked as far as it can be without one; "sum" where there is none."""
+    """Check how aux merges, as far as possible without one; "sum" without a declaration."""
     if has_aux and aux is None:
         fix = "Write aux='mean', or a kind for each leaf: aux={'correct': 'sum', 'logits': 'concatenate'}."
         raise explain(ArgumentValueError, "aux", expected="how aux merges, as has_aux=True", got=aux, fix=fix)
@@ -190,7 +190,7 @@ def require_mesh(mesh: object, axis_names: tuple[str, ...], splitting: Splitting
 
 
 def devices_of(mesh: Mesh | None, axis_names: tuple[str, ...]) -> int:
-    """How many devices cut the batch; 1 without a mesh."""
+    """Return how many devices cut the batch; 1 without a mesh."""
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in axis_names)
 
 

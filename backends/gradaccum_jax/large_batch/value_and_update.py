@@ -34,7 +34,7 @@ def value_and_update(
     split: Callable[..., Iterable[Any]] | None = None,
     aux: Tree = None,
 ) -> Callable[..., Any]:
-    """The loss of a large batch and the update of its window, for an optimizer wrapped with ``steps=None``.
+    """Return a function that computes a large batch's loss and its window's update, for an optimizer wrapped with ``steps=None``.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=None, clip_norm=1.0)
         step = gradaccum_jax.value_and_update(loss_fn, tx, steps=8)
@@ -42,8 +42,8 @@ def value_and_update(
         params = gradaccum_jax.apply_updates(params, updates, state)
 
     Every micro-batch goes into the window with its weight, and the call closes it: `clip_norm`, `skip_norm`, the loss scale, the overflow
-    policy, masters and `gradaccum_jax.result` are those of a window that was streamed. What an open window holds before the call belongs to
-    the update too. The reduction and the dtype of the sums are those of `tx`.
+    policy, masters and `gradaccum_jax.result` are those of a window that was streamed. An update also includes what an open window held
+    before the call. The reduction and the dtype of the sums are those of `tx`.
 
     Args:
         loss_fn: as for `value_and_grad`; the call scales the loss by itself. Parameters of integers, bools or random keys take no part.
@@ -60,10 +60,10 @@ def value_and_update(
 
     Returns:
         A function of ``(params, state, *batch, **extra)`` that returns ``(loss, updates, state)``, or ``((loss, aux), updates, state)``.
-        The loss is unscaled and is that of the whole batch, dropped micro-batches included; that of `gradaccum_jax.result` leaves these
-        out. The updates are zeros if none was made, in the parameters' dtypes. `extra` is passed on to the inner optimizer, and the
-        window's loss as `value` unless `extra` has one: momo and `optax.contrib.reduce_on_plateau` read it, others must ignore what they
-        do not know, as optax asks.
+        The loss is the unscaled loss of the whole batch, including dropped micro-batches; ``gradaccum_jax.result(...).loss`` excludes
+        them. The updates are zeros if none was made, in the parameters' dtypes. `extra` is passed on to the inner optimizer, and the
+        window's loss as `value` unless `extra` has one: momo and `optax.contrib.reduce_on_plateau` read it, others must ignore unknown
+        arguments, as optax asks.
 
     Raises:
         ArgumentTypeError: `tx` is not wrapped.
@@ -82,14 +82,14 @@ def value_and_update(
 
 @dataclass(frozen=True, eq=False)
 class ValueAndUpdate(Call):
-    """What `value_and_update` returns."""
+    """The function that `value_and_update` returns."""
 
     question: Question
     splitting: Splitting
     accumulation: Accumulation
 
     def __call__(self, params: Params, state: AccumulationState, *batch: Tree, **extra: Any) -> tuple[Any, Tree, AccumulationState]:
-        """The loss, the updates and the state; see `value_and_update`."""
+        """Return the loss, the updates and the state; see `value_and_update`."""
         self.question.differentiation.check((params,))
         params, state = plain(params), plain(state)
         self.accumulation.check(state, params, extra)
@@ -110,7 +110,7 @@ class ValueAndUpdate(Call):
 
 
 def _like(params: Params, gradients: list[Array]) -> Tree:
-    """A tree like `params` with the gradients of the leaves that take part, and None for the others."""
+    """Return a tree like `params` with the gradients of the leaves that take part, and None for the others."""
     leaves, structure = jax.tree.flatten(params)
     given = iter(gradients)
     return jax.tree.unflatten(structure, [next(given) if takes_part(leaf) else None for leaf in leaves])

@@ -1,6 +1,6 @@
-"""The check that a loss passes its incoming gradient on through every part, as loss scaling assumes.
+"""`verify_loss_scaling`: a check that a loss carries its incoming gradient through all of its parts, so that it can be scaled.
 
-The check looks twice: the gradients of the whole loss at several scales tell whether something is wrong, the traced program tells where.
+The gradients of the whole loss at several scales show whether something is wrong, the traced program shows where.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def verify_loss_scaling(loss_fn: Callable[..., Any], params: Params, *args: Tree
 
     Powers of two multiply a float exactly, so the two sides differ only in numbers that leave a dtype's range. To keep such numbers out,
     float16 and bfloat16 leaves of `params` and `args` are taken as float32 where `loss_fn` can be traced so. If `loss_fn` itself computes
-    in float16, only the four largest scales with finite gradients are compared: at smaller scales gradients may have vanished, the reason
-    for loss scaling. The tolerance is sixteen units in the last place of the coarsest floating dtype in the program.
+    in float16, only the four largest scales with finite gradients are compared: at smaller scales gradients may have vanished. The
+    tolerance is sixteen units in the last place of the coarsest floating dtype in the program.
 
     Not for use under `jax.jit`: it looks at values. Nothing is changed, and no random state is used.
 
@@ -50,7 +50,7 @@ def verify_loss_scaling(loss_fn: Callable[..., Any], params: Params, *args: Tree
 
 
 def _in_float32(loss_fn: Callable[..., Any], params: Params, args: tuple[Tree, ...]) -> tuple[Params, tuple[Tree, ...]]:
-    """The arguments with half-precision leaves as float32, unless the function then mixes dtypes that do not go together."""
+    """Cast half-precision leaves to float32, unless the function then mixes dtypes that do not go together."""
 
     def widen(leaf: Array) -> Array:
         return jnp.asarray(leaf, jnp.float32) if is_float(leaf) and jnp.result_type(leaf).itemsize < 4 else leaf
@@ -91,7 +91,6 @@ def report(gradients: Iterable[Gradients], culprits: Iterable[str], dtypes: Iter
 
 
 def is_float(leaf: Array) -> bool:
-    """True if `leaf` is of a real or complex floating dtype."""
     return bool(jnp.issubdtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf), jnp.inexact))
 
 
@@ -133,13 +132,13 @@ def equations(jaxpr: Program, *, on_meshes: bool = True) -> Iterator[Equation]:
 
 
 def non_linear_rules(jaxpr: Program) -> list[str]:
-    """The names of the functions under `jax.custom_vjp` or `jax.custom_gradient` whose pull-back does not scale."""
+    """Return the functions under `jax.custom_vjp` or `jax.custom_gradient` whose pull-back does not scale."""
     custom = [eqn for eqn in equations(jaxpr, on_meshes=False) if "custom_vjp" in eqn.primitive.name]
     return [_name(eqn) for eqn in custom if not _is_linear(eqn)]
 
 
 def _name(eqn: Equation) -> str:
-    """The name of the function as the user wrote it: the trace says ``name at file:line``."""
+    """Return the function's name without the place, which the trace adds: ``name at file:line``."""
     return str(_debug_info(eqn).func_src_info).split(" at ")[0]
 
 
@@ -165,7 +164,7 @@ def _debug_info(eqn: Equation) -> Any:
 
 
 def _made_up(kind: Array, rng: np.random.Generator) -> Array:
-    """Numbers in (1/4, 3/4), where most functions are defined; zeros of other dtypes, since index 0 always exists."""
+    """Return numbers in (1/4, 3/4), where most functions are defined; zeros of other dtypes, since index 0 always exists."""
     shape = kind.shape
     if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0, impl=KEY_IMPLEMENTATIONS.get(str(kind.dtype))), shape)

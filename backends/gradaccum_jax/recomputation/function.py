@@ -1,13 +1,13 @@
-"""`recompute`: trade time for memory without a change of any number.
+"""`recompute`: less memory for more time, with the same numbers.
 
-The function's activations are not kept between the forward and the backward pass: `jax.checkpoint` computes them again. In JAX randomness
-is a value, so dropout draws the same mask in both runs. What `jax.checkpoint` does not get right by itself is done here:
+`jax.checkpoint` computes the activations again. In JAX randomness is a value, so dropout draws the same mask in both runs. This module adds
+what `jax.checkpoint` does not get right by itself:
 
-- `jax.checkpoint` remembers what it traced by the identity of the function. A function that reads something else the next time, a parameter
-  of an object say, would give the old values. So each call traces the function anew, as a call without recomputation would.
-- A `Ref` that the function reads or writes from outside is not the same in both runs. It is refused.
-- JAX keeps the result of an operation if the policy's answer is true. A function is true, so JAX would keep everything if the user passed
-  a maker of policies in place of the policy that it makes. Such an answer is refused.
+- `jax.checkpoint` caches its trace by the identity of the function. A function that reads something else the next time, such as a parameter
+  of an object, would return the old values. So each call traces the function anew.
+- A `Ref` that the function reads or writes from outside differs between both runs. It is refused.
+- JAX keeps an operation's result if the policy's answer is true, and a function is true: a maker of policies in place of a policy
+  would keep everything. Such an answer is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRACED = (jax.Array, np.ndarray, np.generic)
 
 
 def recompute(function: F | Iterable[Layer], *, segments: int | None = None, policy: Policy | None = None, prevent_cse: bool = True) -> F:
-    """`function`, its activations computed again for the gradient in place of being kept.
+    """Return `function` with its activations computed again for the gradient in place of being kept.
 
     Value, gradients of any order and randomness are those of `function`. Compiled with `jax.jit`, they have the same bits in all that
     the tests measure. Op by op, `jax.grad` compiles a `jax.jit` inside of `function` (`jax.numpy.var` is one) for both runs apart,
@@ -116,7 +116,7 @@ def _replay(options: dict[str, Any], function: Callable[..., Tree], arguments: T
 
 
 def _answer(policy: Policy, primitive: Any, *kinds: Any, **params: Any) -> Any:
-    """What `policy` answers: a bool, or one of JAX's own cases."""
+    """Return the policy's answer: a bool, or one of JAX's own cases."""
     said = policy(primitive, *kinds, **params)
     if isinstance(said, bool) or type(said).__module__.startswith("jax"):
         return said

@@ -1,8 +1,8 @@
-"""Layers that are objects: which are taken, and how the state of a flax nnx module goes through a recomputed function.
+"""Layers that are objects, and the state of a flax nnx module in a recomputed function.
 
-An nnx module changes its state in place: running statistics, the counter of a random stream. In a function that JAX traces, such a change
-would be lost, or made twice. So the state goes in as a value, the second run starts from the same one, and the state that the first run
-made is written back once. flax is known by what is imported already, so it need not be installed.
+An nnx module changes its state in place: running statistics, the counter of a random stream. In a traced function such a change would be
+lost, or made twice. So the state goes in as a value, both runs start from it, and the first run's state is written back once. flax is known
+by what is imported already.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Layer = Callable[..., Any]
 
 
 def owner_of(layer: Layer) -> object:
-    """The nnx module that `layer` is, or is a method of; None for a plain function."""
+    """Return the nnx module that `layer` is, or is a method of; None for a plain function."""
     nnx = sys.modules.get("flax.nnx")
     return next((one for one in (layer, getattr(layer, "__self__", None)) if nnx and isinstance(one, nnx.Module)), None)
 
 
 def applied(layers: Sequence[Layer], arguments: tuple[Any, ...], named: dict[str, Any], owners: Sequence[Any] = ()) -> Any:
-    """The layers one after the other; `owners` stand in for those of `owner_of`. All but the first argument goes to every layer."""
+    """Apply the layers one after the other; `owners` replace those of `owner_of`. All but the first argument goes to every layer."""
     for layer, owner in zip(layers, owners or [None] * len(layers), strict=True):
         method = getattr(layer, "__func__", None)
         bound = layer if owner is None else owner if method is None else functools.partial(method, owner)
@@ -68,7 +68,7 @@ def _is_stateful(node: object) -> bool:
 
 
 def require_functional(layer: Layer) -> None:
-    """Refuse a flax linen module, a method bound to one, or a function that closes over one: JAX would leak or drop what it writes."""
+    """Raise unless the layer is free of flax linen modules: JAX would leak or drop what they write."""
     linen: Any = sys.modules.get("flax.linen")
     cells = getattr(layer, "__closure__", None) or ()
     enclosed = [cell.cell_contents for cell in cells if cell != type(cell)()]  # An empty cell is not assigned yet.

@@ -1,1 +1,1 @@
-"""`verify`: whether accumulation is right for a loss, found by experiment on one batch. Accumulation needs nothing of it."""
+"""`verify`: a check whether accumulation is right for a user's loss."""

@@ -1,4 +1,4 @@
-"""The batch of a loss under comparison: which leaves have items, which are keys, and the arguments of a micro-batch."""
+"""The batch of a loss under comparison: leaves with items, random keys, and the arguments of a micro-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY = "key"
 
 
 class Batch(NamedTuple):
-    """The leaves of a batch, with the batch axis of each. All but keys are NumPy's arrays: to cut those, nothing has to be compiled."""
+    """The leaves of a batch, with the batch axis of each. All but keys are NumPy's arrays, which are cut without compiling."""
 
     leaves: tuple[Array, ...]
     axes: tuple[int | str | None, ...]
@@ -95,7 +95,7 @@ def is_float(leaf: Array) -> bool:
 
 
 def folded(key: Array, number: int) -> Array:
-    """A key, or an array of them, for micro-batch `number`; a raw one of two numbers too."""
+    """Fold `number` into a key, or an array of them; a raw one of two numbers too."""
     if is_key(key) and key.ndim:
         return jax.vmap(lambda one: jax.random.fold_in(one, number))(key.reshape(-1)).reshape(key.shape)
     return jax.random.fold_in(key, number)
@@ -118,7 +118,7 @@ def _wide(leaf: Array) -> Array:
 
 
 class Parameters(NamedTuple):
-    """The leaves of a tree of parameters, those that can be differentiated by first among equals."""
+    """The leaves of a tree of parameters."""
 
     leaves: tuple[object, ...]
     """All of them, functions and texts too, which some libraries keep beside arrays."""

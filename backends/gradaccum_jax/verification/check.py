@@ -1,4 +1,4 @@
-"""`gradaccum_jax.verify`: whether accumulation is right for a loss in JAX, and if not, why."""
+"""`gradaccum_jax.verify`: a check whether accumulation is right for a loss."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def verify(
     weight: object = None,
     axes: Tree = 0,
 ) -> VerificationReport:
-    """Tell whether gradient accumulation is right for a loss, and if not, why.
+    """Check whether gradient accumulation is right for a loss, and if not, why.
 
-    The gradient of one batch is computed under many partitions and orders of the batch, in units of what rounding alone moves it by. Where
-    it moves, the cause is looked for by experiment. `loss_fn` is traced, as `jax.jit` traces it, once per size of a micro-batch; nothing is
-    changed, Python's and NumPy's random states included. Not for use under `jax.jit`: it looks at values.
+    The gradient of one batch is computed under many partitions and orders of the batch, in units of rounding. Where it moves, experiments
+    look for the cause. JAX traces `loss_fn`, as `jax.jit` does, once per size of a micro-batch; nothing is changed, Python's and NumPy's
+    random states included. Not for use under `jax.jit`: it looks at values.
 
     Args:
         params: the tree that the loss is differentiated by.
         loss_fn: ``loss_fn(params, *batch)`` returns a floating scalar. A criterion of outputs is refused: parameters cannot be called.
         batch: a tuple of the loss's other arguments, trees of arrays with the items along axis 0: a few real items, at least `steps`.
             One tree alone is the only argument. Random keys belong in it too: a scalar typed key is one per micro-batch. To compare,
-            items are given the numbers that they meet in the large batch, so dropout does not disturb.
+            each item gets the numbers of the large batch, so dropout does not disturb.
         steps: micro-batches that the batch is divided into, at least 2.
         reduction: how accumulation will add up: "mean", "sum" or "item_mean".
         weight: as accumulation will have it: a callable ``weight(*micro_batch)``, or an array with one number per item.
-        axes: a prefix of the tree of `batch`: the axis of items, None for what is given whole, ``"key"`` for a random key.
+        axes: a prefix of the tree of `batch`: the axis of items, None for what is passed whole, ``"key"`` for a random key.
 
     Raises:
         ArgumentTypeError: `params` has no floating array, or another argument has the wrong type.
@@ -55,7 +55,6 @@ def verify(
 
 
 def verifies(model: object) -> bool:
-    """True if `model` is a tree with an array of JAX's in it, or of NumPy's alone."""
     leaves = jax.tree.leaves(model)
     return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
 

@@ -1,8 +1,8 @@
-"""The random numbers of a traced loss: which follow the keys of the batch, and which item meets which of them.
+"""The random numbers of a traced loss: those that follow the keys of the batch, replayed item by item.
 
-Accumulation with a fresh key per micro-batch is right, and gives another gradient than the large batch: other numbers are drawn. To compare
-the two, each item has to meet the same numbers in both. So the equations that draw are run for the large batch, and in a micro-batch each
-gives the rows of its items. Numbers that follow an item's own values, such as a key per item, need no such help.
+Accumulation with a fresh key per micro-batch is right, and gives another gradient than the large batch. To compare the two, the equations
+that draw are run for the large batch, and in a micro-batch each returns the rows of its items. Numbers that follow an item's own values,
+such as a key per item, need no such help.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NEITHER: Mark = (False, False)
 
 
 def _walk(jaxpr: Any, marks: dict[Any, Mark], around: Around, *, within: bool) -> Iterator[Draw]:
-    """Adds a mark to `marks` for each value. Inside of loops every value counts as following what the loop is given."""
+    """Add a mark to `marks` for each value. Inside of loops every value counts as following the loop's arguments."""
     for eqn in jaxpr.eqns:
         given = [NEITHER if isinstance(v, core.Literal) else marks.get(v, NEITHER) for v in eqn.invars]
         every = (any(key for key, _ in given), any(item for _, item in given))
@@ -82,7 +82,7 @@ def rows(value: Array, axis: int, items: int, part: Sequence[int]) -> Array:
 
 
 class Replay:
-    """Runs a program with given random numbers in place of the drawn ones, or remembers those that it draws."""
+    """A run of a program with given random numbers in place of the drawn ones, or one that records them."""
 
     def __init__(self, given: dict[int, Array] | None = None) -> None:
         self.drawn: list[Array] = []
@@ -115,7 +115,7 @@ LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib", "flax"
 
 
 class Around(NamedTuple):
-    """What an equation stands in."""
+    """The surroundings of an equation."""
 
     stack: str = ""
     """The modules, as the library names them: ``Net/BatchNorm_0``; empty without any."""
@@ -123,7 +123,7 @@ class Around(NamedTuple):
     """The user's function and line that called the innermost call; newer JAX keeps no frame of the user's inside of its own functions."""
 
     def within(self, eqn: Equation) -> Around:
-        """What the equations inside of the call `eqn` stand in; for another equation, what it stands in itself."""
+        """Return the surroundings of the equations inside of the call `eqn`; for another equation its own."""
         own = str(eqn.source_info.name_stack)
         return Around("/".join(part for part in (self.stack, own) if part), _frame(eqn) or self.frame)
 
@@ -136,7 +136,7 @@ class Step(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it stands: the module, or the user's function and line."""
+        """The module, or the user's function and line."""
         return self.around.stack or self.around.frame or str(self.eqn.primitive.name)
 
 
@@ -151,7 +151,7 @@ class Program:
 
 
 def bind(eqn: Equation, values: Sequence[Array]) -> list[Array]:
-    """The results of one equation. Older JAX hands functions as arguments, apart from the parameters; newer JAX as parameters."""
+    """Return the results of one equation. Older JAX passes functions as arguments, apart from the parameters; newer JAX as parameters."""
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, parameters = found if isinstance(found, tuple) else ((), found)
     results = eqn.primitive.bind(*functions, *values, **parameters)
@@ -159,7 +159,7 @@ def bind(eqn: Equation, values: Sequence[Array]) -> list[Array]:
 
 
 def inner(eqn: Equation) -> tuple[Any, Sequence[Array]] | None:
-    """The jaxpr and the constants of a call that is run as part of the program; None of another equation."""
+    """Return the jaxpr and the constants of a call that is run as part of the program; None for another equation."""
     if eqn.primitive.name not in CALLS:
         return None
     found = next(value for value in eqn.params.values() if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)))
@@ -180,7 +180,7 @@ def _run(jaxpr: Any, consts: Sequence[Array], arguments: Sequence[Array], hook: 
 
 
 def _frame(eqn: Equation) -> str:
-    """The user's innermost function at work when the equation was traced; "" where the traceback holds none."""
+    """Return the user's innermost function when the equation was traced; "" if the traceback holds none."""
     trace = getattr(eqn.source_info, "traceback", None)
     for frame in trace.frames if trace is not None else ():
         if not any(library in frame.file_name for library in LIBRARIES):
@@ -190,6 +190,6 @@ def _frame(eqn: Equation) -> str:
 
 
 def trace(function: Callable[..., Array], *arguments: Any) -> Program:
-    """The program of `function`, with products of float32 in full precision: on an accelerator JAX's default rounds them more coarsely."""
+    """Trace `function`, with products of float32 in full precision: on an accelerator JAX's default rounds them more coarsely."""
     with jax.default_matmul_precision("highest"):
         return Program(jax.make_jaxpr(function)(*arguments))

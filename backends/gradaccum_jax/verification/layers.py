@@ -1,9 +1,8 @@
-"""Layers of a loss in JAX whose output for one item depends on the other items: batch normalisation by whatever name.
+"""Layers of a loss whose output for one item depends on the other items: batch normalisation by whatever name.
 
-JAX knows no layers. So the loss's program is run on the large batch and on its first half, and the values of the items in both are compared
-after each equation. Where an item's value changes with the other items although what went into the equation did not, the items are mixed.
-It is a layer's doing if parameters work on the mixed values afterwards, item by item: batch normalisation is followed by a scale or by
-weights. What mixes items and goes into the loss alone is a coupled loss, which the core finds by itself.
+JAX knows no layers. So the loss's program is run on the large batch and on its first half, and the items' values are compared after each
+equation. If an item's value changes although the equation's inputs did not, the items are mixed. It is a layer's doing if parameters work
+on the mixed values afterwards, item by item. What mixes items and goes into the loss alone is a coupled loss, which the core finds.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Trail:
 def mixing_layers(
     large: Given, moved: Given, small: Given, parameters: Iterable[int], items: int, part: Sequence[int], roundoff: float
 ) -> list[Layer]:
-    """The layers, in the order in which they run; none if the two programs have different equations."""
+    """Return the layers in the order in which they run; none if the two programs have different equations."""
     trails = Trail(large), Trail(moved), Trail(small)
     if len({len(trail.values) for trail in trails}) != 1 or len({len(trail.ran) for trail in trails}) != 1:
         return []
@@ -81,7 +80,7 @@ def _differs(values: Sequence[Array], axis: int, items: int, part: Sequence[int]
 
 
 def _layers(trail: Trail, mixing: Sequence[Ran], axes: Sequence[int | None], parameters: set[int]) -> list[Layer]:
-    """Of the equations that mix items those whose outcome parameters work on, by their place in the user's code."""
+    """Return the equations that mix items and whose outcome parameters work on, by their place in the user's code."""
     alone = _by_parameters(trail, parameters)
     found: dict[str, Layer] = {}
     for ran in mixing:
@@ -113,5 +112,5 @@ def _meets_parameters(trail: Trail, mixing: Ran, axes: Sequence[int | None], alo
 
 
 def _kind(place: str) -> str:
-    """What a place is called: the module's class for ``Net/BatchNorm_0``, the function for ``norm at model.py:3``."""
+    """Return the module's class for ``Net/BatchNorm_0``, the function for ``norm at model.py:3``."""
     return place.partition(" at ")[0].rpartition("/")[2].rstrip("0123456789").rstrip("_")

@@ -1,7 +1,4 @@
-"""A loss in JAX as `gradaccum.verify` runs it: in parts, under conditions, with nothing changed but what the condition says.
-
-A loss in JAX has no state and no mode: `Conditions.training` and `Conditions.carry_state` mean nothing here.
-"""
+"""A loss in JAX as `gradaccum.verify` runs it: in parts and under conditions. It has no state and no mode."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ class JaxSubject:
         return Run(float(loss), made, float(len(part)) if self._weight is None else self._weight(part))
 
     def _gradients(self, size: int, seed: int, replaced: frozenset[int]) -> Callable[..., Any]:
-        """The compiled loss and gradients of a micro-batch of `size` items."""
         key = (size, seed if self._python_draws else 0, replaced)
         if key not in self._compiled:
             program, places = self._program(size, seed), sorted(self._parameters.names.values())
@@ -79,7 +75,7 @@ class JaxSubject:
         return self._compiled[key]
 
     def _program(self, size: int, seed: int = 0) -> Program:
-        """The loss of the first `size` items as a program; of another seed if it holds numbers that Python drew."""
+        """Return the loss of the first `size` items as a program; of another seed if it holds numbers that Python drew."""
         key = (size, seed if self._python_draws else 0)
         if key not in self._programs:
             leaves = self._batch.part(range(size), None)
@@ -94,7 +90,7 @@ class JaxSubject:
 
     @contextmanager
     def _python_state(self, seed: int) -> Iterator[None]:
-        """Python's and NumPy's random states are after the block what they were before it; notes whether the loss has used them."""
+        """Restore Python's and NumPy's random states after the block; note whether the loss has used them."""
         try:
             self._host.begin(seed)
             before = self._host.states()
@@ -104,7 +100,6 @@ class JaxSubject:
             self._host.begin()
 
     def _arguments(self, conditions: Conditions) -> Arguments:
-        """The parameters' arrays and the batch's leaves, perturbed and seeded."""
         values, leaves = self._parameters.values, list(self._batch.leaves)
         if conditions.seed:
             leaves = [folded(leaf, SEEDED + conditions.seed) if place in self._seeded else leaf for place, leaf in enumerate(leaves)]
@@ -120,7 +115,7 @@ class JaxSubject:
 
     @cached_property
     def _roundoff(self) -> float:
-        """Of the coarsest floating dtype in the program."""
+        """One rounding of the coarsest floating dtype in the program."""
         kinds = {variable.aval.dtype for variable in _variables(self._program(self.items).closed.jaxpr) if hasattr(variable.aval, "dtype")}
         return max(float(jnp.finfo(kind).eps) for kind in kinds if jnp.issubdtype(kind, jnp.inexact))
 
@@ -139,7 +134,7 @@ class JaxSubject:
         return draws_of(self._program(size), keys, split)
 
     def _drawn(self, seed: int) -> Drawn:
-        """The large batch's numbers, where items are to meet them again. They follow the keys alone, so one run for each seed will do."""
+        """Return the large batch's numbers to replay. They follow the keys alone, so one run for each seed suffices."""
         if seed not in self._remembered:
             own = [(draw, axis) for draw, axis in self._draws if not draw.within]
             wanted = {number: axis for number, (draw, axis) in enumerate(own) if axis is not None and not draw.by_items}
@@ -154,7 +149,7 @@ class JaxSubject:
         return float(np.vdot(a, b).real)
 
     def precision(self, name: str) -> Precision:
-        """See `Subject.precision`. XLA takes subnormal numbers for zero on most devices, so the smallest number is a normal one."""
+        """Return the precision. XLA flushes subnormal numbers on most devices, so the smallest number is a normal one."""
         value = self._parameters.values[self._parameters.names[name]]
         return Precision(self._roundoff, float(jnp.finfo(value.dtype).smallest_normal), value.size, self._batch.terms)
 
@@ -213,7 +208,7 @@ def _variables(jaxpr: Any) -> Iterator[Any]:
 
 
 def _still(drawn: Array) -> Array:
-    """Numbers as NumPy's, of which rows are taken without compiling; keys as they are."""
+    """Return numbers as NumPy's, of which rows are taken without compiling; keys as they are."""
     return drawn if is_key(drawn) else np.asarray(drawn)
 
 

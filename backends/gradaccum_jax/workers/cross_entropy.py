@@ -3,10 +3,9 @@
 The method is that of Megatron-LM (Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", section 3): the devices exchange a few numbers per item and never the logits. Three things differ.
 
-- Two all-reduces forward instead of three. The sum of exponentials, the target's logit and the sum of logits share one buffer.
-- The backward computes the softmax anew from the logits, and Megatron saves it. So XLA may choose: on the CPU it stores one float32 array
-  of the shard's size for each sum over the classes, and writes the gradient over it where the dtype is the same.
-- `jax.shard_map` makes all shards equally large. The last classes may be padding, of which ``num_classes`` says where it begins.
+- Two all-reduces forward instead of three: the sum of exponentials, the target's logit and the sum of logits share one buffer.
+- The backward computes the softmax again, where Megatron saves it, so XLA may choose.
+- `jax.shard_map` makes all shards equally large. The last classes may be padding; ``num_classes`` says where it begins.
 
 The communication stands before the function with a derivative of its own: that function is then one of arrays alone, which
 `verify_loss_scaling` can run outside of the mesh.
@@ -40,14 +39,14 @@ def sharded_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Array:
-    """The loss of `optax.softmax_cross_entropy_with_integer_labels` over all classes, from this device's slice of them.
+    """Return the loss of `optax.softmax_cross_entropy_with_integer_labels` over all classes, from this device's slice of them.
 
-    For use inside `jax.shard_map` with its default ``check_vma=True``. The first device along the axis holds the first classes, the next
-    one those that follow, and so on. All devices get the same loss, which is replicated along the axis, and each gets the gradient of its
-    own logits, whether `jax.grad` is taken inside the `jax.shard_map` or around it. JAX itself adds up the gradient of replicated features.
+    For use inside `jax.shard_map` with its default ``check_vma=True``. The first device along the axis holds the first classes, and so on.
+    All devices get the same loss, which is replicated along the axis, and each gets the gradient of its own logits, whether `jax.grad` is
+    taken inside the `jax.shard_map` or around it. JAX itself adds up the gradient of replicated features.
 
-    Half-precision logits are computed with in float32. The backward multiplies by the gradient that it is handed, so loss scaling and
-    accumulation work through it. It cannot be differentiated itself.
+    Half-precision logits are computed with in float32. The backward multiplies by its incoming gradient, so loss scaling and accumulation
+    work through it. It cannot be differentiated itself.
 
     Args:
         logits_shard: shape ``(*batch, classes of one device)``, any floating dtype.
@@ -92,10 +91,10 @@ def _masked(values: Array, width: Array | None, padding: float) -> Array:
 def _sums(
     shard: Array, index: Array, ignored: Array, maximum: Array, width: Array | None, axis_name: str, smoothed: bool
 ) -> tuple[Array, Array]:
-    """The sum of exponentials, the target's logit and, if `smoothed`, the sum of logits, all less the maximum; and votes: one all-reduce.
+    """Return, less the maximum, the sum of exponentials, the target's logit, if `smoothed` the sum of logits; and votes: one all-reduce.
 
-    A device has one vote for a target that it holds, and two for an item that is ignored. A sum of one is a target, one of two for each
-    device is an ignored item, and any other sum is a label that is no class, or that differs between devices.
+    A device has one vote for a target that it holds, and two for an ignored item. A sum of one is a target, of two for each device an
+    ignored item, and any other sum is a label that is no class, or that differs between devices.
     """
     shifted = _masked(shard.astype(maximum.dtype) - maximum[..., None], width, -jnp.inf)
     here = (index >= 0) & (index < (shard.shape[-1] if width is None else width))
@@ -112,7 +111,7 @@ def _sums(
 def class_sharded_losses(
     shard: Array, index: Array, maximum: Array, sums: Array, width: Array | None, smoothing: float, uniform: float
 ) -> Array:
-    """The losses of all items from what the devices know together; no communication, forward or backward."""
+    """Return the losses of all items from what the devices know together; no communication, forward or backward."""
     losses = jnp.log(sums[0]) - (1 - smoothing) * sums[1]
     return losses - uniform * sums[2] if smoothing else losses
 
@@ -125,7 +124,7 @@ def _forward(
 
 
 def _backward(smoothing: float, uniform: float, saved: Saved, upstream: Array) -> tuple[Array | None, ...]:
-    """One loop over the shard. The comparison that finds the target is fused into it, so that no one-hot array is made."""
+    """Loop once over the shard. The comparison that finds the target is fused into it, so that no one-hot array is made."""
     shard, index, maximum, sums, width = saved
     scale = upstream / sums[0]
     target = jnp.exp(sums[1]) * scale - upstream * (1 - smoothing + uniform)
@@ -138,7 +137,7 @@ class_sharded_losses.defvjp(_forward, _backward)
 
 
 def _reduced(losses: Array, votes: Array, ignoring: int, reduction: str) -> Array:
-    """The reduced losses: zero for items with the votes of an ignored one, NaN for those with neither its votes nor a target's."""
+    """Return the reduced losses: zero for items with the votes of an ignored one, NaN for those with neither its votes nor a target's."""
     ignored = votes == ignoring
     losses = jnp.where(ignored, 0, losses * jnp.where(ignored | (votes == 1), 1, jnp.nan).astype(losses.dtype))
     if reduction == "none":
@@ -155,7 +154,7 @@ def _wide(shard: Array) -> Any:
 
 
 def require_arrays(logits_shard: Any, labels: Any) -> None:
-    """Refuse anything but floating logits ``(*batch, classes of one device)`` and integer labels ``(*batch)``."""
+    """Raise unless logits are floating ``(*batch, classes of one device)`` and labels integers ``(*batch)``."""
     for name, value in (("logits_shard", logits_shard), ("labels", labels)):
         if not hasattr(value, "dtype") or not hasattr(value, "astype"):
             raise explain(ArgumentTypeError, name, expected="an array", got=value, fix=f"Write jnp.asarray({name}).")
@@ -176,10 +175,10 @@ def require_arrays(logits_shard: Any, labels: Any) -> None:
 
 
 def require_axis(axis_name: Any, logits_shard: Any) -> int:
-    """The number of devices along the axis `axis_name`, over which `logits_shard` is sharded.
+    """Raise unless `logits_shard` is sharded over the axis `axis_name`; return its number of devices.
 
-    Without ``check_vma`` JAX hands the backward of a replicated loss one gradient inside `jax.shard_map` and a fraction of it outside, and
-    nothing tells which: gradients would be right by a factor of the number of devices only.
+    Without ``check_vma`` JAX passes the backward of a replicated loss one gradient inside `jax.shard_map` and a fraction of it outside:
+    gradients would be wrong by a factor of the number of devices.
     """
     if not isinstance(axis_name, str):
         fix = "Write axis_name='model', as in jax.make_mesh."
@@ -194,12 +193,7 @@ def require_axis(axis_name: Any, logits_shard: Any) -> int:
 
 
 def require_classes(num_classes: Any, held: int) -> int:
-    """The number of classes that are no padding, of those that the devices hold.
-
-    Raises:
-        ArgumentTypeError: `num_classes` is no int.
-        ArgumentValueError: it is not in [1, held].
-    """
+    """Raise unless `num_classes` is an int in [1, held]; return the number of classes that are no padding."""
     if num_classes is None:
         return held
     expected, fix = f"an int in [1, {held}]", "Pass the number of classes without padding, or None."

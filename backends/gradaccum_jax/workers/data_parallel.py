@@ -1,8 +1,8 @@
 """A step of one device, run on several: each gets its part of the batch, and all share the window.
 
-The step is the user's ordinary one. Three things around it make it right on several devices: parameters enter as copies, so that `jax.grad`
-gives each device its own gradient and no reduction; the devices' own sums enter and leave by a leading axis; and the state that the step
-returns is checked: all but these sums must be the same on all devices.
+Three things around the user's step make it right: parameters enter as copies, so that `jax.grad` gives each device its own gradient without
+reduction; the devices' own sums enter and leave by a leading axis; and all of the returned state but these sums must be the same on all
+devices, which is checked.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Step = Callable[..., Any]
 
 
 def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> Step:
-    """`step` on all devices of a mesh axis, with the batch split over them: one window over all, reduced once at its end.
+    """Run `step` on all devices of a mesh axis, with the batch split over them: one window over all, reduced once at its end.
 
         tx = gradaccum.wrap(optax.adamw(1e-3), steps=4, axis_name="data")
         state = gradaccum_jax.data_parallel(tx.init, mesh, "data")(params)
         train = jax.jit(gradaccum_jax.data_parallel(step, mesh, "data"), donate_argnums=(0, 1))
         params, state, losses = train(params, state, x, y)
 
-    In the step, parameters and batch are those of one device, and gradients too. Differentiate the device's own loss: the gradient of one
-    that is averaged over the devices is divided by their number already, and the window does it again. ``weight=`` may differ between
-    devices, and is 0 on a device without items. Random keys go into the batch, one for each device.
+    In the step, parameters, batch and gradients are those of one device. Differentiate the device's own loss: the gradient of a loss that
+    is averaged over the devices is divided by their number already, and the window does it again. ``weight=`` may differ between devices,
+    and is 0 on a device without items. Random keys go into the batch, one for each device.
 
     Args:
         step: ``step(params, state, *batch)`` returns ``(params, state, *rest)``; ``step(params)`` returns a state, as ``tx.init`` does.
@@ -124,7 +124,7 @@ Spec = Any
 
 
 class Made(NamedTuple):
-    """What a step returned, ready to leave `jax.shard_map`."""
+    """The result of a step, ready to leave `jax.shard_map`."""
 
     structure: Any
     leaves: list[Array]
@@ -132,7 +132,7 @@ class Made(NamedTuple):
 
 
 def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
-    """How the devices share argument number `index`, leaf by leaf: parameters and state by its fields, the batch split."""
+    """Return how the devices share argument number `index`, leaf by leaf: parameters and state by its fields, the batch split."""
     split, whole = _specs(axes)
     tree = (
         jax.tree.map(lambda _: split, arg) if index > 1 else mapped(arg, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole)
@@ -155,7 +155,7 @@ def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: list[Spec], axes
 
 
 def require_unsharded(params: Tree, name: str, axes: tuple[str, ...]) -> None:
-    """Raise if parameters are sharded along the axes of the batch: `jax.shard_map` would gather them, and return replicated gradients.
+    """Raise unless no parameter is sharded along the axes of the batch: `jax.shard_map` would gather it, and return replicated gradients.
 
     An array knows how it is sharded, a tracer does so on an explicit mesh only.
     """
@@ -183,7 +183,7 @@ def _named(entry: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def entered(args: tuple[Tree, ...], axes: tuple[str, ...]) -> list[Tree]:
-    """The arguments as the step of one device wants them: parameters that it can differentiate by alone, its own sums."""
+    """Return the arguments for the step of one device: parameters that it can differentiate by alone, its own sums."""
     kept = [_own(arg) for arg in args[:2]]
     return [
         *(mapped(arg, own=_same, shared=_same, other=lambda leaf: vary(leaf, frozenset(axes))) for arg in kept[:1]),
@@ -193,7 +193,7 @@ def entered(args: tuple[Tree, ...], axes: tuple[str, ...]) -> list[Tree]:
 
 
 def leaving(made: Any, given: list[Tree], axes: tuple[str, ...]) -> Made:
-    """What the step `made` of the arguments `given`: all of it replicated but for what differs, which gets a leading axis."""
+    """Return what the step `made`: all replicated but for what differs, which gets a leading axis."""
     kept, rest = _parts(made, given)
     for state in find_states(kept):
         _require_shared_window(state, axes)
@@ -235,7 +235,7 @@ def _require_shared_window(state: AccumulationState, axes: tuple[str, ...]) -> N
 
 
 def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
-    """One entry for each device along its first axis; the same on all."""
+    """Return the specs of one entry per device along the first axis, and of equal arrays."""
     spec: Any = jax.sharding.PartitionSpec
     return spec(axes), spec()
 

@@ -1,8 +1,8 @@
-"""Devices that share a window, or shards of one model: the one face that the window knows of its workers.
+"""Devices that share a window, or shards of one model, as the window sees them.
 
 In a shared window each device has the sum, the weight and the overflow flag of its own micro-batches. All else is the same everywhere:
-devices make the same calls, and decide on the same reduced gradient. A branch that only some of the devices take would wait in its
-collective for ever. So the types inside `jax.shard_map` are asked what differs from device to device, and nothing is left to trust.
+devices make the same calls, and decide on the same reduced gradient. A branch that only some devices take would wait in its collective for
+ever. So the types inside `jax.shard_map` are checked for what differs from device to device.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def by_kind(state: AccumulationState, own: OnLeaf, shared: OnLeaf) -> Accumulati
 
 
 def require_axes(axes: tuple[str, ...]) -> None:
-    """The axes are those of the `jax.shard_map` around this call, which checks what is replicated."""
+    """Raise unless the axes are those of the `jax.shard_map` around this call, which checks what is replicated."""
     for axis in axes:
         require_checked(axis, _THERE)
 
 
 @contextmanager
 def copies_of_params() -> Iterator[None]:
-    """Inside, parameters that may differ by their type are copies of one replicated tree: `data_parallel` made them."""
+    """Take parameters that may differ by their type as copies of one replicated tree, which `data_parallel` made."""
     token = _copied.set(True)
     try:
         yield
@@ -67,7 +67,7 @@ def same_extra(extra: Extra, axes: tuple[str, ...]) -> Extra:
 
 
 def same(name: str, tree: T, axes: tuple[str, ...], fix: str) -> T:
-    """`tree`, whose arrays are the same on all devices: by their types, or, where types cannot tell, by `data_parallel.differing`."""
+    """Raise unless the arrays of `tree` are the same on all devices, by their types or by `data_parallel.differing`; return it."""
     if _copied.get():
         paths = jax.tree_util.tree_map_with_path
         return cast(T, paths(lambda path, leaf: replicated(leaf, axes, asked=f"{name}{jax.tree_util.keystr(path)}"), tree))
@@ -87,7 +87,7 @@ def require_shared(state: AccumulationState, axes: tuple[str, ...], fix: str = _
 
 
 def require_own(gradients: Gradients, accumulator: Tree, axes: tuple[str, ...]) -> None:
-    """Every gradient is that of this device alone.
+    """Raise unless every gradient is that of this device alone.
 
     `jax.grad` inside `jax.shard_map` adds up the gradients of replicated parameters over the devices by itself, in every micro-batch.
     """
@@ -118,14 +118,14 @@ def require_own_loss(loss: Scalar, state: AccumulationState, axes: tuple[str, ..
 
 
 def shared_window(state: AccumulationState, axes: tuple[str, ...]) -> AccumulationState:
-    """A state that is the same on all devices, with the types of one that they share: its `OWN` fields may differ, the others not."""
+    """Return a state that is the same on all devices with the types of a shared one: only its `OWN` fields may differ."""
     if not axes:
         return state
     return by_kind(state, own=lambda leaf: vary(leaf, frozenset(axes)), shared=lambda leaf: replicated(leaf, axes))
 
 
 def mapped(tree: Tree, *, own: OnLeaf, shared: OnLeaf, other: OnLeaf) -> Tree:
-    """`tree` with `own` and `shared` of the leaves of an `AccumulationState`, and `other` of the leaves outside of one."""
+    """Map `own` and `shared` over the leaves of an `AccumulationState` in `tree`, and `other` over the leaves outside of one."""
 
     def node(part: Any) -> Any:
         if not isinstance(part, AccumulationState):
@@ -153,7 +153,7 @@ _FIX = "Write gradaccum.wrap(..., shard_axes={axes!r}) if the devices hold shard
 
 
 def require_shard_axes(value: object) -> ShardAxes:
-    """`value` as a tuple of names, None as it is."""
+    """Raise unless `value` is a name, a tuple of names or None; return a tuple of names, None as it is."""
     names = (value,) if isinstance(value, str) else value
     if names is None or (isinstance(names, tuple) and all(isinstance(name, str) and name for name in names)):
         return cast(ShardAxes, names)
@@ -178,7 +178,7 @@ def require_told(tree: Tree, known: Axes, shard_axes: ShardAxes, options: Option
 
 
 def like_params(inner: optax.GradientTransformation, held: InnerState, params: Params) -> Any:
-    """The inner optimizer's state, each array that belongs to a parameter sharded as the parameter is, by its type."""
+    """Return the inner optimizer's state with each array that belongs to a parameter sharded as the parameter is, by its type."""
     return optax.tree_utils.tree_map_params(inner, _vary_like, held, params, is_leaf=lambda leaf: leaf is None)
 
 
@@ -201,7 +201,7 @@ def require_checked(axis_name: str, fix: str) -> None:
 
 
 def require_names(axis_name: Any) -> tuple[str, ...]:
-    """`axis_name`, the name of a mesh axis or several names, as a tuple; None is no name."""
+    """Raise unless `axis_name` is the name of a mesh axis or several names; return them as a tuple."""
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     expected, fix = "the name of a mesh axis, or a tuple of names", "Write axis_name='data', as in jax.make_mesh."
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
@@ -214,7 +214,7 @@ def require_names(axis_name: Any) -> tuple[str, ...]:
 
 
 def _require_types() -> None:
-    """Refuse a mesh axis on a JAX whose types do not say along which axes devices differ."""
+    """Raise unless JAX's types say along which axes devices differ."""
     if not KNOWS_AXES:
         fix = "Install a newer one: pip install -U jax. Or leave axis_name, shard_axes and mesh out: XLA partitions the step under jax.jit."
         found = f"JAX {jax.__version__}, whose types do not say what differs from device to device"
@@ -233,7 +233,7 @@ LARGE_BYTES = 2**20
 
 
 class Window(NamedTuple):
-    """What the devices add up at a window's end."""
+    """The sums over the devices at a window's end."""
 
     accumulator: Tree
     """The tree of sums."""
@@ -247,7 +247,7 @@ class Window(NamedTuple):
 
 
 def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
-    """The window of all devices along `axes`, from each device's `own`; the same on all of them."""
+    """Return the window of all devices along `axes`, from each device's `own`; the same on all of them."""
     leaves, structure = jax.tree.flatten(own.accumulator)
     moving = [leaf for leaf in leaves if takes_part(leaf)]  # the sum of an integer parameter is 0 on every device
     numbers = [own.weight, own.overflow.astype(own.weight.dtype), own.loss, *own.firsts]

@@ -1,7 +1,7 @@
 """A window's state outside of `jax.shard_map`: each device's own fields have a leading axis, one entry for each device.
 
-The sums of four devices are four different arrays. An array that says it is replicated while its buffers differ would be saved as that of
-the first device. With an axis of their own the fields say what they are: any checkpoint holds them all, and any reader can add them up.
+An array that says it is replicated while its buffers differ would be saved as that of the first device. With a leading axis any checkpoint
+holds all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradaccum_jax.workers.group import OWN, is_state
 
 
 def devices_of(state: AccumulationState) -> int | None:
-    """How many devices share the window of a state from outside of `jax.shard_map`; None if the state is one device's."""
+    """Return how many devices share the window of a state from outside of `jax.shard_map`; None if the state is one device's."""
     axes = jnp.ndim(state.weight) - jnp.ndim(state.micro_step)
     return int(jnp.shape(state.weight)[0]) if axes else None
 
@@ -34,7 +34,7 @@ def require_layout(tree: Tree, devices: int) -> None:
 
 
 def redistributed(state: Tree, workers: int) -> Tree:
-    """`state` for another number of devices, for example of a checkpoint: an open window goes on with all that it holds.
+    """Return `state` for another number of devices, for example of a checkpoint: an open window resumes with all that it holds.
 
     The first device gets the sum of the sums and all of the weight, the others nothing. So the window's end is what it would have been, up
     to the order of additions. With as many devices as before nothing changes. Not for use under `jit`: it looks at values.
@@ -82,5 +82,5 @@ def _spread(state: AccumulationState, workers: int) -> AccumulationState:
 
 
 def _without_first(noise: Noise, workers: int) -> Noise:
-    """The next micro-batch of a device counts as its first, with all that the device's sum holds: any part of a window would do as well."""
+    """Forget the first micro-batches: a device's next one counts as first, with all that its sum holds, which serves as well."""
     return noise._replace(**{name: jnp.zeros((workers,), noise.trace.dtype) for name in ("first_weight", "first_square")})
