@@ -265,7 +265,7 @@ def _root(total: Scalar) -> Scalar:
 
 
 def _squares(leaves: Sharded, power: Scalar) -> Scalar:
-    """Return the sum of the squares of all elements, each times `power`. The devices' sums of sharded arrays are added up; a copy counts once."""
+    """Return the sum of the squares of all elements, each times `power`; sharded arrays count on all devices, a copy once."""
     alike: dict[tuple[str, ...], list[Array]] = {}
     for axes, leaf in leaves:
         done = alike.setdefault(axes, [])
