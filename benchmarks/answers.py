@@ -1,4 +1,4 @@
-"""What one question's process wrote, as rows of text and as lines to draw."""
+"""The output of one question's process, as rows of text and as lines to draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a question measures: named contestants doing the same work, one of them the baseline; or curves, where nothing is timed."""
+"""The contestants of a question, which do the same work, one of them the baseline; or curves, where nothing is timed."""
 
 from __future__ import annotations
 

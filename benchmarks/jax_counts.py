@@ -1,4 +1,4 @@
-"""What a compiled step is made of, counted and not timed."""
+"""The contents of a compiled step, counted and not timed."""
 
 from __future__ import annotations
 

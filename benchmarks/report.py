@@ -1,4 +1,4 @@
-"""What was measured, as a table, as JSON, as plots and as one page that needs no other file."""
+"""The measurements as a table, as JSON, as plots and as one page that needs no other file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memory can give: the large-array triad ``a = b + s * c``, the yardstick of every bandwidth question.
+"""The machine's memory bandwidth: the large-array triad ``a = b + s * c``, the yardstick of every bandwidth question.
 
 STREAM's fourth kernel (J. McCalpin, "Memory Bandwidth and Machine Balance in Current High Performance Computers", 1995): two arrays are
 read and one is written, and these three are what is counted. An accumulation counts the same three, but its sum is read before it is

@@ -1,4 +1,4 @@
-"""What the quality question trains on: scikit-learn's bundled digits, cut into windows whose last one of an epoch is short.
+"""The data of the quality question: scikit-learn's bundled digits, cut into windows whose last one of an epoch is short.
 
 E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998: 1797 images of 8 x 8, ten
 classes. The network is two dense layers with a ReLU between them; how well it does is computed here, in NumPy, for whoever trained it.

@@ -1,4 +1,4 @@
-"""What the GPU checks run: one small network, one large batch and its windows, with an eye on who waits for the device."""
+"""The problem of the GPU checks: one small network, one large batch and its windows, with an eye on who waits for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people write in JAX to accumulate: by hand, in one program for the whole window, by optax's `microbatch`, and in Keras."""
+"""JAX loops by hand, in one program for the whole window, by optax's `microbatch`, and in Keras."""
 
 from __future__ import annotations
 

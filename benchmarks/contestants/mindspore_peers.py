@@ -1,4 +1,4 @@
-"""What people use today to accumulate gradients in MindSpore, each written from its public description.
+"""MindSpore's usual ways to accumulate gradients, each written from its public description.
 
 All of them are Cells that take the gradients of one micro-batch, as gradaccum's wrapped optimizer is, but for the three cells, which Python
 calls in turn. The tutorials divide the loss by the number of micro-batches where gradaccum divides the sum, and measure no norm: a scalar

@@ -1,4 +1,4 @@
-"""What the quality question's frameworks have in common."""
+"""The common parts of the quality question's frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exactness is worth: accuracy and loss on held-out digits against updates, where an epoch's last window is short and uneven.
+"""The worth of exactness: accuracy and loss on held-out digits against updates, where an epoch's last window is short and uneven.
 
 The last of an epoch's 23 windows holds two micro-batches, of 16 and 12 items, not four of 16. Who divides that by 4, or averages the two
 as if they were equal, makes another update than the large batch does. gradaccum makes the same, up to rounding. One such window in 23

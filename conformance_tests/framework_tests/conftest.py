@@ -1,4 +1,4 @@
-"""Which cases wait for ``--deep``, as the frameworks compile for most of the time.
+"""The cases that wait for ``--deep``, as the frameworks compile for most of the time.
 
 MindSpore compiles a graph from the same source as under ``jit``, and takes longest. Where a test runs under ``jit`` too, its graphs wait.
 

@@ -1,4 +1,4 @@
-"""What the small losses in JAX for `verify` share: data, parameters, and what a case is.
+"""Small losses in JAX for `verify`, with their data and parameters.
 
 A case is ``(loss_fn, params, batch, options)``; a planted one has the kind of the cause and a word of where it is, too.
 """

@@ -1,4 +1,4 @@
-"""What an older JAX or optax cannot do, declared by the name that it lacks."""
+"""Limits of older JAX and optax, declared by the name that they lack."""
 
 from __future__ import annotations
 

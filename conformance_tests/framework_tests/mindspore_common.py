@@ -1,4 +1,4 @@
-"""What MindSpore's tests share: its modes, a network of one layer with its data, and two bare parameters."""
+"""Helpers of MindSpore's tests: its modes, a network of one layer with its data, and two bare parameters."""
 
 import mindspore as ms
 import numpy as np

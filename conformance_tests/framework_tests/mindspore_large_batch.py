@@ -1,4 +1,4 @@
-"""What the tests of MindSpore's large batches share: a model in float64 with its data, and a call in each of the modes."""
+"""Helpers for MindSpore's large batches: a model in float64 with its data, and a call in each of the modes."""
 
 import sys
 

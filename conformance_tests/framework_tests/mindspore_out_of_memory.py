@@ -1,4 +1,4 @@
-"""What MindSpore raises when the system gives no more memory: ``python mindspore_out_of_memory.py MODE``."""
+"""MindSpore's error when the system gives no more memory: ``python mindspore_out_of_memory.py MODE``."""
 
 import re
 import resource

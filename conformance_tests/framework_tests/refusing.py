@@ -1,4 +1,4 @@
-"""What scripts that run beside pytest expect of a call that is refused."""
+"""Helpers to expect a refusal, for scripts that run beside pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a window knows in JAX: its loss, also for inner optimizers that read it; its noise; old checkpoints; what is refused."""
+"""A window's statistics in JAX: its loss, also for inner optimizers that read it; its noise; old checkpoints; refusals."""
 
 from __future__ import annotations
 

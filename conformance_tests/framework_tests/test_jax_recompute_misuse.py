@@ -1,4 +1,4 @@
-"""What `recompute` refuses: at once where it can be known, else in the call."""
+"""Refusals of `recompute`: at once where possible, otherwise in the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `gradaccum_mindspore.coupled_value_and_grad` refuses, from Python and in compiled code, where randomness gives NaN instead."""
+"""Refusals of `gradaccum_mindspore.coupled_value_and_grad`, from Python and in compiled code, where randomness gives NaN instead."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a window knows besides its gradient, beyond the shared suite: losses that are missing or bad, interruptions, old checkpoints."""
+"""A window's statistics beyond the shared suite: losses that are missing or bad, interruptions, old checkpoints."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""What `gradaccum_mindspore.value_and_grad` refuses, and random numbers of micro-batches."""
+"""Refusals of `gradaccum_mindspore.value_and_grad`, and random numbers of micro-batches."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What recomputation refuses, by name: at the call, or before a second run that would differ from the first."""
+"""Refusals of recomputation: at the call, or before a second run that would differ from the first."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What a call with the large batch refuses, by name, with `.grad` as it was."""
+"""Refusals of a call with the large batch, with `.grad` as it was."""
 
 from __future__ import annotations
 

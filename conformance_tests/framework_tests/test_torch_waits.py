@@ -1,4 +1,4 @@
-"""How often the host waits for the device: once at the end of a window, never inside it."""
+"""The host's waits for the device: one at the end of a window, none inside it."""
 
 from __future__ import annotations
 

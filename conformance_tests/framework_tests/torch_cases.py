@@ -1,4 +1,4 @@
-"""What the small models that `verify` is tried on are made of."""
+"""The parts of the small models on which `verify` is tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is true under a torch that lacks a private name: `SCENARIOS` has a function for each name of `LOST`, which raises unless it is.
+"""Scenarios under a torch that lacks a private name: `SCENARIOS` has a function for each name of `LOST`, which raises if it fails.
 
 No function is called before the names are taken away, so each imports torch itself.
 """

@@ -1,4 +1,4 @@
-"""What the tests of torch's large batches share: a model in float64 with its data, and one backward pass of the large batch."""
+"""Helpers for torch's large batches: a model in float64 with its data, and one backward pass of the large batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operations of torch a program runs."""
+"""The operations of torch that a program runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of ``separate_sums=True`` and of closures share: a model, its micro-batches, the large batch, and the commonest loops."""
+"""Helpers for ``separate_sums=True`` and closures: a model, its micro-batches, the large batch, and the commonest loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an older torch cannot do, declared by its version."""
+"""Limits of older torch, declared by its version."""
 
 from __future__ import annotations
 

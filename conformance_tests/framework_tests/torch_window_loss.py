@@ -1,4 +1,4 @@
-"""What the tests of a window's loss share: a model, its loss, and micro-batches that are told."""
+"""Helpers for a window's loss: a model, its loss, and micro-batches whose losses are passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a computed gradient may lie from the true one: derived from the arithmetic, never picked by hand.
+"""Bounds on the distance of a computed gradient from the true one: derived from the arithmetic, never picked by hand.
 
 A sum of n terms, each rounded once, in an arithmetic with unit roundoff u is off by at most gamma(n) = n u / (1 - n u) times the
 sum of the absolute terms (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.1). Errors are measured in

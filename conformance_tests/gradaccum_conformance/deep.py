@@ -1,4 +1,4 @@
-"""Which cases of a test wait for ``--deep``."""
+"""The cases of a test that wait for ``--deep``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend offers the suite: build a model from a spec, train it, and show its insides through a second door.
+"""The harness of a backend: it builds a model from a spec, trains it, and shows its state to the suite.
 
 A backend's package has one subclass of `Harness`, registered under the backend's name in the entry-point group
 ``gradaccum.harnesses``. Everything that goes in or comes out is NumPy. "Second door" means: read the framework's own objects

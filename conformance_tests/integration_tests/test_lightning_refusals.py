@@ -1,4 +1,4 @@
-"""What Lightning's ``Trainer`` does per micro-batch: the callback refuses each by name, and with what to write instead."""
+"""Refusals of what Lightning's ``Trainer`` does per micro-batch, each by name, and with what to write instead."""
 
 from __future__ import annotations
 

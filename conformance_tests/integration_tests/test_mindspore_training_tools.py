@@ -1,4 +1,4 @@
-"""What MindSpore has around a training: schedules, datasets, sinks, frozen parts. With a wrapped optimizer all is as on large batches."""
+"""MindSpore's training tools (schedules, datasets, sinks, frozen parts): with a wrapped optimizer all is as on large batches."""
 
 from __future__ import annotations
 

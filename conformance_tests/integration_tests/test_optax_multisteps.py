@@ -1,4 +1,4 @@
-"""What optax asks of its own multi-step wrapper, asked of `gradaccum_jax.MultiSteps`.
+"""optax's own tests of its multi-step wrapper, run on `gradaccum_jax.MultiSteps`.
 
 The framework's tests compare it with optax's class after every mini-step. Here are the behaviours that optax's own tests hold, with numbers
 of our own.

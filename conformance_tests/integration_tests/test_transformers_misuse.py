@@ -1,4 +1,4 @@
-"""What would be silently wrong under the Trainer of transformers is refused as it begins to train."""
+"""Refusals, as training begins, of what would be silently wrong under the Trainer of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the core nothing but the standard library, an adapter the core's public names and its own framework,
+"""The import rules: the core imports nothing but the standard library, an adapter the core's public names and its own framework,
 the suite no adapter and no framework.
 """
 

@@ -1,4 +1,4 @@
-"""What a window knows besides its gradient: its end by weight, its loss and its noise, in the core's own transitions."""
+"""A window's statistics in the core's own transitions: its end by weight, its loss and its noise."""
 
 from __future__ import annotations
 

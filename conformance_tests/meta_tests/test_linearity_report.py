@@ -1,4 +1,4 @@
-"""What a comparison of gradients at several scales amounts to."""
+"""The report on gradients compared at several scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says of the machine."""
+"""The machine in a report."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("gradaccum", "backends/gradaccum_torch", "backends/gradaccum_jax")
-TITLED = PACKAGES
+TITLED = (*PACKAGES, "conformance_tests", "benchmarks")
 
 QUESTIONS = frozenset(["What", "Which", "How", "Whether", "Where", "When", "Who", "Why", "Is", "Are", "Does", "Do", "Has", "Have", "Can"])
 NOT_VERBS = QUESTIONS | {

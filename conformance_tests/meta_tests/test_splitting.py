@@ -1,4 +1,4 @@
-"""Where a large batch is cut, the nests that it comes in, and how other outputs merge."""
+"""The cuts of a large batch, the nests that it comes in, and the merging of other outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a property is: claims about terms, each proved if its negation has no solution within a bound on time."""
+"""Properties as claims about terms, each proved if its negation has no solution within a bound on time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a window costs, counted: operators, waits for a device, collectives, equations, bytes, and Python calls of gradaccum's own.
+"""The cost of a window, counted: operators, waits for a device, collectives, equations, bytes, and Python calls of gradaccum's own.
 
 Each framework counts in its own way, with an optimizer that clips. Other versions count differently, so counts are held for an environment.
 """

@@ -1,4 +1,4 @@
-"""What is refused, at the call that is wrong, while JAX traces: nothing has run, and what was accumulated is still there."""
+"""Refusals while JAX traces: nothing has run, and what was accumulated is still there."""
 
 from __future__ import annotations
 

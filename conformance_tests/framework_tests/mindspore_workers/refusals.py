@@ -1,4 +1,4 @@
-"""What raises, on every worker."""
+"""Refusals that every worker raises."""
 
 from __future__ import annotations
 

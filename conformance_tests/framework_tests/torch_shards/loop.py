@@ -1,4 +1,4 @@
-"""What a user does around a window that FSDP2 keeps: end it early, forget it, clear it, fail in it, let the optimizer go."""
+"""A user's loop around a window that FSDP2 keeps: end it early, forget it, clear it, fail in it, let the optimizer go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What raises, on every worker, before anything is lost."""
+"""Refusals that every worker raises, before anything is lost."""
 
 from __future__ import annotations
 

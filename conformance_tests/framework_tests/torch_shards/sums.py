@@ -1,4 +1,4 @@
-"""What the sum over the workers is, by whatever FSDP2 divides it; and which collectives a window has."""
+"""The sum over the workers, whatever FSDP2 divides it by; and the collectives of a window."""
 
 from __future__ import annotations
 

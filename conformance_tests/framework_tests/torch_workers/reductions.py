@@ -1,4 +1,4 @@
-"""What the end of a window sends: how often, in which layouts, and never twice."""
+"""The reductions at the end of a window: how often, in which layouts, and never twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens once per update happens alike on a worker whose last windows all close in one `flush`."""
+"""Events once per update, on a worker whose last windows all close in one `flush`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a window knows besides its gradient: its loss, its noise scale, and its end by weight."""
+"""A window's statistics: its loss, its noise scale, and its end by weight."""
 
 from __future__ import annotations
 

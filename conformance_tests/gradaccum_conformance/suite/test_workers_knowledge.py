@@ -1,4 +1,4 @@
-"""What the window of several workers knows besides its gradient: the loss and the noise scale are those of all."""
+"""The statistics of a window of several workers: its loss and noise scale are those of all."""
 
 import math
 
