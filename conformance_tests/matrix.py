@@ -65,6 +65,7 @@ CELLS = (
     Cell("torch", ("torch==2.8.0",), "3.12"),
     Cell("torch", ("torch==2.11.0",), "3.12"),
     Cell("torch", ("torch==2.13.0",), "3.11"),
+    Cell("torch", ("torch==2.14.1",), "3.13", whole=True),
     Cell("torch", ("torch==2.15.0",), "3.13", whole=True),
     Cell("jax", ("jax==0.5.3", "optax==0.2.4"), "3.11", whole=True),
     Cell("jax", ("jax==0.6.2", "optax==0.2.6"), "3.12"),

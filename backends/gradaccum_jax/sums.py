@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -235,26 +236,39 @@ def _add(a: Pair, b: Pair) -> Pair:
 # Squares of large finite elements overflow, and squares of tiny ones vanish. Then the norm is that of the elements times a power of two
 # that brings them into range. So a norm that is not finite means a gradient that is not finite. The arrays are measured again for it, only
 # then.
+#
+# XLA compiles a kernel for each sum of squares. So the squares of small arrays of one type are added up element by element before.
 
 
-Sharded = list[tuple[tuple[str, ...], Array]]
-"""Arrays, or their sums of squares, each with the mesh axes along which it is sharded inside `jax.shard_map`."""
+SMALL = 2**14
+"""Elements of an array at most that is measured together with others: 64 KiB, if devices have to exchange one."""
+MOST_TOGETHER = 16
+"""Beyond it XLA takes longer to compile a kernel than it takes for two."""
+Groups = list[tuple[tuple[str, ...], Leaves]]
+"""Arrays that are measured together, with the mesh axes along which they are sharded inside `jax.shard_map`."""
 
 
 def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
     """Return the global 2-norm and whether every element is finite: scalars of `dtype` and bool."""
-    leaves = [(shards_of(leaf, shard_axes), leaf) for leaf in _real_leaves(accumulator, dtype)]
-    squares = _squares(leaves, jnp.ones((), dtype))
+    groups = [(shards_of(group[0], shard_axes), group) for group in _grouped(_real_leaves(accumulator, dtype))]
+    squares = _squares(groups, jnp.ones((), dtype))
     in_range = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
-    norm = once(~in_range, lambda _: _out_of_range(leaves, squares), _root(squares))
+    norm = once(~in_range, lambda _: _out_of_range(groups, squares), _root(squares))
     return norm, norm < jnp.inf
 
 
-def _out_of_range(leaves: Sharded, squares: Scalar) -> Scalar:
+def _grouped(leaves: Leaves) -> list[Leaves]:
+    alike: dict[Any, Leaves] = {}
+    for place, leaf in enumerate(leaves):
+        alike.setdefault(typeof(leaf) if leaf.size <= SMALL else place, []).append(leaf)
+    return [group[start : start + MOST_TOGETHER] for group in alike.values() for start in range(0, len(group), MOST_TOGETHER)]
+
+
+def _out_of_range(groups: Groups, squares: Scalar) -> Scalar:
     """Return the norm of arrays whose sum of `squares` is out of range."""
     kind = jnp.finfo(squares.dtype)
     power = jnp.where(squares < 1, 2.0 ** (0.75 * kind.maxexp), 2.0 ** (-0.75 * kind.maxexp)).astype(kind.dtype)
-    total = _squares(leaves, power)
+    total = _squares(groups, power)
     return jnp.where(total < jnp.inf, jnp.minimum(_root(total) / power, float(kind.max)), jnp.inf)
 
 
@@ -264,13 +278,14 @@ def _root(total: Scalar) -> Scalar:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, total, 1)), total)
 
 
-def _squares(leaves: Sharded, power: Scalar) -> Scalar:
-    """Return the sum of the squares of all elements, each times `power`; sharded arrays count on all devices, a copy once."""
+def _squares(groups: Groups, power: Scalar) -> Scalar:
+    """The sum of the squares of all elements, each times `power`. The devices' sums of sharded arrays are added up; a copy counts once."""
     alike: dict[tuple[str, ...], list[Array]] = {}
-    for axes, leaf in leaves:
+    for axes, leaves in groups:
         done = alike.setdefault(axes, [])
-        # Never below 0. The dependence makes XLA, which writes out squares on a CPU before JAX 0.10, measure one array after the other.
-        done.append(jnp.sum(jnp.square(leaf * (jnp.where(done[-1] < 0, done[-1], power) if done else power))))
+        # Never below 0. The dependence makes XLA, which writes out squares on a CPU before JAX 0.10, measure one group after the other.
+        factor = jnp.where(done[-1] < 0, done[-1], power) if done else power
+        done.append(jnp.sum(functools.reduce(operator.add, [jnp.square(leaf * factor) for leaf in leaves])))
     totals = [(axes, sum_of(jnp.stack(squares))) for axes, squares in alike.items()]
     return sum([lax.psum(total, axes) if axes else total for axes, total in totals], 0 * power)  # type: ignore[no-untyped-call]
 
