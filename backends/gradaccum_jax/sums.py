@@ -279,7 +279,7 @@ def _root(total: Scalar) -> Scalar:
 
 
 def _squares(groups: Groups, power: Scalar) -> Scalar:
-    """The sum of the squares of all elements, each times `power`. The devices' sums of sharded arrays are added up; a copy counts once."""
+    """Return the sum of the squares of all elements, each times `power`, over all shards; a copy counts once."""
     alike: dict[tuple[str, ...], list[Array]] = {}
     for axes, leaves in groups:
         done = alike.setdefault(axes, [])
