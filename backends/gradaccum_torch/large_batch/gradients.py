@@ -23,9 +23,6 @@ from gradaccum_torch.sums import HALF, add, divide, gradient_dtype, narrowed, su
 from gradaccum_torch.update import through
 from gradaccum_torch.watch import Hooks, is_watched
 
-_SAMPLE = 4
-"""How many leaves are looked at for a backward pass that the loss function ran itself: such a pass reaches nearly all."""
-
 Mark = tuple[int, int]
 """Which tensor a ``.grad`` is, and how often it was written into."""
 
@@ -46,12 +43,8 @@ class Gradients:
         self._first: list[Tensor] = []
         """The leaves whose first gradient has not come yet: autograd takes over its memory, whoever's it is."""
         self._hooks = Hooks()
-        self._looked_at: list[Tensor] = []
-        """Leaves in which a backward pass of the loss function's own shows: all, until `_SAMPLE` or more hold anything."""
-        self._is_sample = False
-        """They are some of those that hold anything."""
         self._noted: list[Mark | None] = []
-        """What the last `backward` left in them."""
+        """What the last `backward` left in each leaf."""
         self.delivered = False
         """`deliver` has come to its end."""
 
@@ -88,9 +81,7 @@ class Gradients:
                 self._known.add(id(leaf))
                 self._before[leaf] = leaf.grad
                 leaf.grad = None
-                if not self._is_sample:
-                    self._looked_at.append(leaf)
-                    self._noted.append(None)
+                self._noted.append(None)
                 if gradient_dtype(leaf) in HALF:
                     self._hooks.add(leaf, partial(_move, self._wide))
                 else:
@@ -114,11 +105,6 @@ class Gradients:
             keep_own(leaf)
         self._first = [leaf for leaf in self._first if leaf.grad is None]
         self._noted = self._marks()
-        if not self._is_sample:
-            filled = [leaf for leaf, mark in zip(self._looked_at, self._noted, strict=True) if mark is not None]
-            if len(filled) >= _SAMPLE:
-                self._looked_at, self._is_sample = filled[:: len(filled) // _SAMPLE], True
-                self._noted = self._marks()
 
     def require_untouched(self) -> None:
         if self._marks() != self._noted:
@@ -159,12 +145,12 @@ class Gradients:
         self._hooks.keep({})
         self._wide.clear()
         self._nodes.clear()
-        self._looked_at, self._is_sample, self._noted, self._left, self._first = [], False, [], [], []
+        self._noted, self._left, self._first = [], [], []
 
     def _marks(self) -> list[Mark | None]:
-        """Return the marks of the watched leaves, in one call for all, as it is made twice per micro-batch."""
+        """Return the marks of the leaves, in one call for all, as it is made twice per micro-batch."""
         wide, marks = self._wide, list[Mark | None]()
-        for leaf in self._looked_at:
+        for leaf in self._before:
             held = wide.get(leaf, leaf.grad) if wide else leaf.grad
             marks.append(None if held is None else (id(held), held._version))
         return marks
