@@ -25,7 +25,7 @@ class MindSporeBackend:
     scaler_kind = grad_scaler.scaler_kind
 
     def scaler_rule(self, scaler: object) -> ScaleRule | None:
-        """The rule by which a `mindspore.amp.DynamicLossScaler` moves; None for another object."""
+        """Return the rule of a `mindspore.amp.DynamicLossScaler`; None for another object."""
         return grad_scaler.scaler_rule(scaler)
 
     def is_scheduler(self, candidate: object) -> bool:

@@ -53,7 +53,7 @@ def _series(version: str) -> tuple[int, ...]:
 
 
 def gradients_by_position(gradients: Gradients | NamedGradients, specs: Specs, now: Callable[[], tuple[str, ...]]) -> Gradients:
-    """The gradients in the parameters' order, checked: a tuple or list in that order, or a dict by parameter name.
+    """Return the gradients in the parameters' order, checked: a tuple or list in that order, or a dict by parameter name.
 
     None stands for a parameter that took no part. A dict has the names in `specs`, or the names that `now` returns.
     """
@@ -68,7 +68,7 @@ def gradients_by_position(gradients: Gradients | NamedGradients, specs: Specs, n
 
 
 def names_of(keys: tuple[str, ...], specs: Specs, now: tuple[str, ...]) -> tuple[str, ...]:
-    """The keys of a dict of gradients in the parameters' order: the names in `specs`, or in `now`."""
+    """Return the keys of a dict of gradients in the parameters' order: the names in `specs`, or in `now`."""
     for names in (now, tuple(name for name, _, _ in specs)):
         if set(keys) == set(names):
             return names
@@ -76,7 +76,7 @@ def names_of(keys: tuple[str, ...], specs: Specs, now: tuple[str, ...]) -> tuple
 
 
 def without_none(gradients: Gradients, specs: Specs) -> Gradients:
-    """Zeros in place of None: compiled code takes a tuple that holds a None for a constant, and compiles each new one anew."""
+    """Replace None by zeros: the compiler takes a tuple that holds a None for a constant."""
     pairs = zip(gradients, specs, strict=True)
     return tuple(Tensor(np.zeros(shape), dtype) if gradient is None else gradient for gradient, (_, shape, dtype) in pairs)
 
@@ -101,7 +101,7 @@ def check_shape_and_dtype(name: str, shape: Shape, dtype: str, expected_shape: S
 
 
 def weight_as_number(weight: Weight) -> float:
-    """The weight of a micro-batch as a float; None is 1."""
+    """Return the weight of a micro-batch as a float; None is 1."""
     if weight is None:
         return 1.0
     if isinstance(weight, Tensor):
@@ -111,7 +111,7 @@ def weight_as_number(weight: Weight) -> float:
 
 
 def loss_as_number(loss: object) -> float:
-    """The loss of a micro-batch as a float; it may be inf or NaN."""
+    """Return the loss of a micro-batch as a float; it may be inf or NaN."""
     if isinstance(loss, Tensor):
         require_one_loss(loss.size, loss.shape)
         return float(loss.astype(ms.float64).asnumpy().item())
@@ -155,7 +155,7 @@ def check_compiled_structure(count: int, specs: Specs) -> None:
 
 
 def compiled_names_of(specs: Specs, now: Callable[[], tuple[str, ...]]) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
-    """`names_of` as a function of the keys alone, while compiling: the compiler cannot read a Parameter's name."""
+    """Return `names_of` as a function of the keys alone, while compiling: the compiler cannot read a Parameter's name."""
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def names(keys: tuple[str, ...]) -> tuple[str, ...]:

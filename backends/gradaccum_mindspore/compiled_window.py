@@ -122,7 +122,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
         return ops.assign(self.terms, terms)
 
     def state(self) -> Fields:
-        """The noted fields as a state; no decision reads the other fields, which are zero."""
+        """Return the noted fields as a state; no decision reads the other fields, which are zero."""
         weight, zero = self.weight.value(), 0 * self.weight.value()
         return zero, zero, zero, weight, self.before & True, self.loss_scale.value(), zero
 
@@ -147,7 +147,7 @@ SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-40, 2.0**40
 
 
 def exact_in(dtype: DType, options: Options) -> Options:
-    """`options` for a program that computes in `dtype`: in float64 as Tensors, because MindSpore rounds a Python number to float32."""
+    """Return `options` with float64 numbers as Tensors, because MindSpore rounds a Python number to float32."""
     if dtype != ms.float64:
         return options
     limits = {name: getattr(options, name) for name in ("clip_norm", "skip_norm", "noise_decay")}
@@ -155,7 +155,7 @@ def exact_in(dtype: DType, options: Options) -> Options:
 
 
 def number_of(weight: Number) -> Number:
-    """A weight as a number or a scalar Tensor; raises while compiling if it is neither."""
+    """Return a weight as a number or a scalar Tensor; raises while compiling if it is neither."""
     if isinstance(weight, Tensor):
         check_compiled_weight_shape(weight.shape)
         return weight.reshape(())
@@ -164,12 +164,12 @@ def number_of(weight: Number) -> Number:
 
 
 def shape_of(gradient: Tensor | None) -> Shape:
-    """The gradient's shape, a constant while compiling."""
+    """Return the gradient's shape, a constant while compiling."""
     return () if gradient is None else gradient.shape
 
 
 def dtype_of(gradient: Tensor | None) -> DType | None:
-    """The gradient's dtype, a constant while compiling."""
+    """Return the gradient's dtype, a constant while compiling."""
     return None if gradient is None else gradient.dtype
 
 
@@ -187,7 +187,7 @@ def is_certain(weight: float | None) -> bool:
 
 @constexpr  # type: ignore[untyped-decorator]
 def float64_of(number: float) -> Tensor:
-    """A constant as a Tensor, because MindSpore rounds a Python number to float32."""
+    """Return a constant as a Tensor, because MindSpore rounds a Python number to float32."""
     return Tensor(number, ms.float64)
 
 
@@ -201,7 +201,7 @@ class Workers(Protocol):
         """Begin the next window, with this worker's own sum."""
 
     def require_same_rates(self) -> None:
-        """Raise `UsageError` if windows were skipped because learning rates differ."""
+        """Raise unless no window was skipped because learning rates differ."""
 
 
 def chosen(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.packed = Packed(storage.sums, storage.float_dtype)
 
     def read(self) -> Fields:
-        """The state as plain Tensors, in the order of `gradaccum.kit.State`'s fields."""
+        """Return the state as plain Tensors, in the order of `gradaccum.kit.State`'s fields."""
         store = self.storage
         return (
             store.micro_step.value(),
@@ -251,7 +251,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         )
 
     def size(self, optimizer_step: Tensor) -> Tensor:
-        """Micro-batches in the window that follows this update, or its weight; below 1 only if the user's function returns that."""
+        """Return the size of the window that follows this update; below 1 only if the user's function returns that."""
         if self.calls_steps:
             given = self.sizes(optimizer_step)
             if isinstance(given, Tensor):
@@ -309,7 +309,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return True
 
     def ordered(self, gradients: Gradients | NamedGradients) -> Gradients:
-        """The gradients in the parameters' order; raises `GradientError` while compiling."""
+        """Return the gradients in the parameters' order; raises `GradientError` while compiling."""
         specs = self.storage.specs
         if isinstance(gradients, dict):
             gradients = self.by_name(gradients)
@@ -337,7 +337,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return certain
 
     def amount(self, weight: Weight) -> Tensor | None:
-        """A weight as a scalar of the dtype of `State.weight`; None stays None."""
+        """Return a weight as a scalar of the dtype of `State.weight`; None stays None."""
         return None if weight is None else self.scalar(number_of(weight))
 
     def loss_number(self, loss: Number) -> Tensor:
@@ -357,7 +357,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     def add(self, gradients: Gradients, weight: Weight, loss: Loss) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add one micro-batch of ordered gradients to the sums.
 
-        Returns the state after it; the event, if a gradient may be dropped; the value of `Knowledge.loss`, if its loss is told.
+        Returns the state after it; the event, if a gradient may be dropped; the value of `Knowledge.loss`, if its loss is passed.
 
         The caller asks `is_full` of the state, and `needs_first`, and then calls `write_added`, and `see_first` if `measures_noise`. The
         compiler drops an ``if`` on a flag that comes out of a function that writes, so these are calls of their own.
@@ -450,7 +450,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return True
 
     def sized(self, state: Fields) -> tuple[Fields, Tensor]:
-        """`state`, and whether the user's function gave the window a size of at least 1; else it has no weight and an overflow."""
+        """Return `state`, and whether the user's function gave the window a size of at least 1; else it has no weight and an overflow."""
         if self.calls_steps and self.workers is None:
             micro_step, optimizer_step, skipped, weight, overflow, loss_scale, tracker = state
             sound = self.size_code[STEPS] * self.notes.terms.value()[STEPS] >= 1
@@ -508,7 +508,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return sums.divide(self.storage.sums, self.handed_over(divides), self.storage.handed)
 
     def handed_over(self, divides: Tensor) -> Tensor:
-        """`divides` without the scale that the inner optimizer divides by itself."""
+        """Return `divides` without the scale that the inner optimizer divides by itself."""
         if self.storage.inner_scale == 1:
             return divides
         return divides / self.inner_scale

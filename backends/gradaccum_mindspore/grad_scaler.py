@@ -30,7 +30,7 @@ _read: set[int] = set()
 
 
 def key_of(options: Options) -> int:
-    """A constant that names one accumulation in compiled code."""
+    """Return a constant that names one accumulation in compiled code."""
     return NEVER if options.scale_rule == ScaleRule() else next(_keys)
 
 
@@ -60,7 +60,7 @@ scaler_kind = "a mindspore.amp.DynamicLossScaler"
 
 
 def scaler_rule(scaler: object) -> ScaleRule | None:
-    """The rule of a `mindspore.amp.DynamicLossScaler`, which starts at its current scale and has a floor of 1. None for another object."""
+    """Return the rule of a `mindspore.amp.DynamicLossScaler`, with a floor of 1; None for another object."""
     if not isinstance(scaler, DynamicLossScaler):
         return None
     factor = float(scaler.scale_factor)

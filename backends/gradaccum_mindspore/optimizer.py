@@ -73,7 +73,7 @@ class Discard(nn.Cell):  # type: ignore[misc]
 
 
 class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignore[misc]
-    """What `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
+    """The optimizer that `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
     ``optimizer(gradients, weight, loss)`` takes in one micro-batch, the last two if you like, in PyNative, inside `mindspore.jit`, in
     graph mode, in `mindspore.nn.TrainOneStepCell` and in `mindspore.train.Model`, and returns whether it closed a window (a bool, or a
@@ -139,13 +139,13 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
             nn.Cell.__setattr__(self, name, value)
 
     def __call__(self, gradients: Gradients | NamedGradients, weight: Weight = None, loss: Loss = None) -> bool | Tensor:
-        """One micro-batch, from Python.
+        """Take in one micro-batch, from Python.
 
         Args:
             gradients: a tuple or list in the order of ``self.parameters``, or a dict by parameter name; None for a parameter that took
                 no part. Multiplied by the loss scale, if there is one.
             weight: number or Tensor of one element, >= 0: how many items the micro-batch has; 1 if left out.
-            loss: its loss, not scaled, a number or Tensor of one element; if all are told, ``result.loss`` is the window's.
+            loss: its loss, not scaled, a number or Tensor of one element; if all are passed, ``result.loss`` is the window's.
 
         Returns:
             Whether this micro-batch closed a window.
@@ -155,7 +155,7 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0, or `loss` no number.
             ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
             UsageError: there is a loss scale that nobody has asked for yet; ``jit(capture_mode="trace")`` is recording; or an update raised
-                when it was made by half.
+                when it was partly made.
         """
         refuse_trace()
         self.pynative_window.require_whole()
@@ -180,7 +180,7 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
 
     @property
     def result(self) -> StepResult:
-        """What the last micro-batch, flush or discard did, in Python numbers. For Python alone. Reading it tells the listeners.
+        """The result of the last micro-batch, flush or discard, in Python numbers. For Python alone. Reading it calls the listeners.
 
         A loop that prints it has not scaled its loss, so it does not count as asking for the loss scale; `scale` and `loss_scale` do.
 
@@ -212,12 +212,12 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
         return self.storage.listening.add(listener)
 
     def __repr__(self) -> str:
-        """The state in one line; waits for the device, which has it. ``print(optimizer.inner)`` shows the inner optimizer."""
+        """Return the state in one line; waits for the device, which has it. ``print(optimizer.inner)`` shows the inner optimizer."""
         state = self.storage.pull()
         return kit.described(type(self).__name__, type(self.inner).__name__, self.options, state, self._steps(state))
 
     def _steps(self, state: State) -> Schedule:
-        """The size of the open window, or of the next one; None if the user's function does not give one, or the caller closes it."""
+        """Return the size of the open or next window; None if the user's function returns none, or the caller closes it."""
         if state.micro_step and self.storage.varies:
             return self.storage.open_size()
         try:
@@ -240,7 +240,7 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
         return full
 
     def take(self, gradients: Gradients, weight: Weight, loss: Loss) -> bool:
-        """`construct` for a caller who ends the window: adds, and no more."""
+        """Add a micro-batch for a caller who ends the window."""
         require_read(self.storage.scaled)
         state, event, told = self.compiled_window.add(self.compiled_window.ordered(gradients), weight, loss)
         needed = self.compiled_window.needs_first(state)

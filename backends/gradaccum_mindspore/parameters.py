@@ -73,7 +73,7 @@ def _holds(value: object, replacements: Replacements) -> bool:
 
 
 def _replaced(value: Any, replacements: Replacements) -> Any:
-    """A copy of a container, with masters for parameters; a container that holds no parameter stays the same object."""
+    """Return a copy of a container, with masters for parameters; a container that holds no parameter stays the same object."""
     if not _holds(value, replacements):
         return value
     if isinstance(value, MutableMapping):
@@ -87,5 +87,5 @@ def _replaced(value: Any, replacements: Replacements) -> Any:
 
 
 def _key(key: object, part: Any, replacements: Replacements) -> object:
-    """The key of `part` in a Cell's dict: a Cell lists a Parameter of a tuple by its name, one of its own by the attribute's name."""
+    """Return the key of `part` in a Cell's dict: a Parameter of a tuple has its name there, any other the attribute's."""
     return replacements[id(part)].name if id(part) in replacements and key == part.name else key

@@ -28,7 +28,7 @@ class SavedPlace(NamedTuple):
 
 
 def saved_place(state: Saved, prefix: str) -> SavedPlace:
-    """The place of the worker that saved `state`; the only one, if its optimizer had no others."""
+    """Return the place of the worker that saved `state`; the only one, if its optimizer had no others."""
     entry = state.get(f"{prefix}.{SHARED}")
     place = SavedPlace(OWN, 0, 1) if entry is None else SavedPlace(*entry.asnumpy().tolist())
     if place.held == TORN:
@@ -124,7 +124,7 @@ def _parameters(cell: nn.Cell) -> dict[str, Parameter]:
 
 
 def _resumed(storage: Storage, parameter_dict: Saved) -> Iterator[tuple[str, float | Sequence[float]]]:
-    """The values with which the state goes on under the options here, by the Parameter's name."""
+    """Return the values with which the state goes on under the options here, by the Parameter's name."""
     own = storage.options
     saved = State(*(parameter_dict[getattr(storage, field).name].asnumpy().item() for field in FIELD_DTYPES))
     terms = decode_terms(parameter_dict[storage.terms.name].asnumpy().tolist())

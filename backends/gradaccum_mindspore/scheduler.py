@@ -39,7 +39,7 @@ class GatedScheduler:
         self._storage.listening.schedulers.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """``scheduler.step(...)`` if an update was applied since the last one, else nothing; the arguments are the scheduler's."""
+        """Call ``scheduler.step(...)`` with the given arguments if an update was applied since the last call."""
         updates, before = self._storage.optimizer_step.item(), self._stepped_at
         self._stepped_at = updates
         if updates > before:
@@ -51,7 +51,7 @@ class GatedScheduler:
             self.step()
 
     def loaded(self) -> None:
-        """A checkpoint was loaded, which is no update."""
+        """Note that a checkpoint was loaded, which is no update."""
         self._stepped_at = self._storage.optimizer_step.item()
 
     def __getattr__(self, name: str) -> Any:

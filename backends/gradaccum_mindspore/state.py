@@ -37,7 +37,7 @@ INTEGERS = ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UIn
 
 
 def window_size(steps: Schedule, optimizer_step: int) -> Schedule:
-    """The size of the window that follows update number `optimizer_step`: an int, an `UntilWeight` of one, None if the caller closes it."""
+    """Return the size of the window that follows update `optimizer_step`: an int, an `UntilWeight` of one, or None."""
     if kit.is_known(steps):
         size: Schedule = kit.steps_at(steps, optimizer_step, kit.select)
         return size
@@ -59,7 +59,7 @@ def size_of_code(code: int) -> Schedule:
 
 
 def with_known_size(options: Options, optimizer_step: int) -> Options:
-    """`options` with the size of one window in place of a schedule."""
+    """Return `options` with the size of one window in place of a schedule."""
     return options._replace(steps=window_size(options.steps, optimizer_step))
 
 
@@ -150,11 +150,11 @@ class Storage(nn.Cell):  # type: ignore[misc]
             """Whose sum it is (`OWN`, `OF_ALL`, `TORN`), this worker's rank, and the number of workers, for a checkpoint too."""
 
     def names(self) -> tuple[str, ...]:
-        """The parameters' names now: a Cell that holds the model may have renamed them since."""
+        """Return the parameters' names now: a Cell that holds the model may have renamed them since."""
         return tuple(parameter.name for parameter in self.model)
 
     def first_state(self, options: Options, prefix: str) -> dict[str, Parameter]:
-        """A Parameter per field. If a `mindspore.amp.DynamicLossScaler` is driven, its own two stand for scale and tracker, renamed."""
+        """Return a Parameter per field. A `mindspore.amp.DynamicLossScaler`'s own two stand for scale and tracker, renamed."""
         start = kit.initial_state(options.scale_rule.init_scale)._asdict()
         fields = {field: hidden_parameter(Tensor(value, self.field_dtype(field)), f"{prefix}.{field}") for field, value in start.items()}
         scaler = options.scaler
@@ -213,7 +213,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         ops.assign(parameter, Tensor.from_numpy(np.array(value, NUMPY_DTYPES[parameter.dtype])))
 
     def result(self) -> StepResult:
-        """What the last event did, in Python numbers."""
+        """Return the result of the last event, in Python numbers."""
         *flags, grad_norm = self.last_event.tolist()
         state = self.pull()
         applied, skipped, overflow = (flag == state.micro_step + 1 for flag in flags)
@@ -222,12 +222,12 @@ class Storage(nn.Cell):  # type: ignore[misc]
 
 
 class StateReader:
-    """What users read of an accumulation, and scale their loss by: the wrapped optimizer and `Accumulator` inherit it."""
+    """The reading of an accumulation's state, and its loss scaling; the wrapped optimizer and `Accumulator` inherit it."""
 
     storage: Storage
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale, in the loss's dtype: differentiate this. In PyNative and in compiled code."""
+        """Return ``loss`` times the loss scale, in the loss's dtype: differentiate this. In PyNative and in compiled code."""
         if self.storage.unscaled:
             return loss
         return loss * ops.cast(self.loss_scale, loss.dtype)
@@ -240,7 +240,7 @@ class StateReader:
 
     @property
     def result(self) -> StepResult:
-        """What the last micro-batch, flush or discard did, in Python numbers. For Python, not for compiled code.
+        """The result of the last micro-batch, flush or discard, in Python numbers. For Python, not for compiled code.
 
         A loop that prints it has not scaled its loss, so it does not count as asking for the loss scale; `scale` and `loss_scale` do.
         """
@@ -248,7 +248,7 @@ class StateReader:
 
 
 def state_prefix(name: str) -> str:
-    """The start of the state's names; no layer's name starts so."""
+    """Return the start of the state's names; no layer's name starts so."""
     return name if name == PACKAGE else f"{name}.{PACKAGE}"
 
 
@@ -263,7 +263,7 @@ def suffixes(prefix: str) -> tuple[str, str]:
 
 
 def require_free_names(prefix: str, parameters: Sequence[Parameter]) -> None:
-    """Raise `ArgumentValueError` if a Parameter of the model has a name of the state's: a checkpoint would hold one of the two."""
+    """Raise unless no Parameter of the model has a name of the state's: a checkpoint would hold one of the two."""
     taken = [parameter.name for parameter in parameters if parameter.name.rpartition(".")[0] == prefix]
     if taken:
         expected, found = f"a name such that no parameter of the model is called {prefix}.*", f"a model with {taken}"

@@ -54,7 +54,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         self.one, self.zero, self.nan = (Tensor(number, float_dtype) for number in (1.0, 0.0, math.nan))
 
     def starts(self) -> dict[str, Sequence[float]]:
-        """The value before the first micro-batch of what a checkpoint lacks that was saved without ``noise_scale=``, by its name."""
+        """Return the value before the first micro-batch of what a checkpoint lacks that was saved without ``noise_scale=``, by its name."""
         return {self.noise.name: NO_NOISE} if self.has_noise else {}
 
     def pull(self) -> Known:
@@ -66,7 +66,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
             self._assign(self.noise, known.noise)
 
     def add_loss(self, loss: float, weight: float, adds: bool) -> None:
-        """A micro-batch told its loss; `adds`: whether its gradient was added."""
+        """Add a micro-batch's loss; `adds`: whether its gradient was added."""
         total, told, last = self.loss.tolist()
         self._assign(self.loss, (kit.add_loss(total, loss, weight, adds, self.options, kit.select), told + weight if adds else told, last))
 
@@ -114,7 +114,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return kit.add_loss(self.loss.value(), parts, weight, adds, self.options, where)
 
     def compiled_certain(self, loss: Tensor, weight: Tensor | None) -> Tensor:
-        """What a micro-batch that is certainly added adds to `loss`; its weight is 1 if it is None."""
+        """Add a micro-batch that is certainly added to `loss`; its weight is 1 if it is None."""
         part = loss if weight is None else kit.contribution(weight, self.options) * loss
         return ops.stack((part, self.one if weight is None else weight, self.zero))
 
@@ -144,7 +144,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return True
 
     def compiled_needs_first(self, state: Fields) -> Tensor:
-        """`needs_first`, a bool Tensor of shape ()."""
+        """Return `needs_first`, a bool Tensor of shape ()."""
         seen = self.noise.value()
         return kit.is_first((seen[0], seen[1], seen[2], seen[3]), state)
 
@@ -168,7 +168,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return loss, weight, squares, count
 
     def compiled_push_joined(self, numbers: Tensor, place: int) -> bool:
-        """`push_joined`, of the workers' `numbers` from `place` on; the first number is the weight of all."""
+        """Return `push_joined`, of the workers' `numbers` from `place` on; the first number is the weight of all."""
         ops.assign(self.loss, ops.stack((numbers[place], numbers[0], self.loss.value()[2])))
         if self.has_noise:
             seen = self.noise.value()
@@ -190,10 +190,10 @@ class Counted(Protocol):
     """The state of the window that is listened to."""
 
     def pull(self) -> State:
-        """The state in Python numbers."""
+        """Return the state in Python numbers."""
 
     def result(self) -> StepResult:
-        """What the last event did."""
+        """Return the result of the last event."""
 
 
 class Follower(Protocol):
@@ -203,7 +203,7 @@ class Follower(Protocol):
         """Move if an update was applied since the last move."""
 
     def loaded(self) -> None:
-        """A checkpoint was loaded, which is no update."""
+        """Note that a checkpoint was loaded, which is no update."""
 
 
 class Listening:
@@ -221,7 +221,7 @@ class Listening:
         return self.listeners.add(listener)
 
     def loaded(self) -> None:
-        """A checkpoint was loaded: its windows closed in another run."""
+        """Note that a checkpoint was loaded: its windows closed in another run."""
         self.seen = self.storage.pull()
         for scheduler in self.schedulers:
             scheduler.loaded()
@@ -264,7 +264,7 @@ class Listening:
         return answer
 
     def between(self) -> None:
-        """The call closes another window. What the user's loop does after each window on the other workers is done here."""
+        """Repeat between two windows of one call what the user's loop does after each window on the other workers."""
         self.look(0)
         self.listeners.tell()
         for scheduler in self.schedulers:

@@ -62,12 +62,12 @@ compiler takes apart again."""
 
 
 def hidden_parameter(value: Tensor, name: str) -> Parameter:
-    """A Parameter that MindSpore saves and never trains."""
+    """Return a Parameter that MindSpore saves and never trains."""
     return Parameter(value, name=name, requires_grad=False)
 
 
 def where(condition: Tensor, a: Number, b: Number) -> Tensor:
-    """`mindspore.ops.where`, as a function the compiler can follow."""
+    """Return `mindspore.ops.where`, as a function the compiler can follow."""
     return ops.where(condition, a, b)
 
 
@@ -119,7 +119,7 @@ def _add(factor: Tensor | None, adds: Tensor | None, total: Parameter, gradient:
 
 
 def compiled_scaled(gradient: Tensor, factor: Tensor, dtype: DType) -> Tensor:
-    """``factor * gradient`` rounded to `dtype`, in its working dtype; `factor` is a scalar."""
+    """Return ``factor * gradient`` rounded to `dtype`, in its working dtype; `factor` is a scalar."""
     work = working_dtype(dtype)
     return cast(cast(cast(gradient, work) * cast(factor, work), dtype), work)
 
@@ -146,7 +146,7 @@ def _clear(zero: Tensor, total: Parameter) -> bool:
 
 
 def divide(sums: Sums, divisor: Tensor, dtypes: Sequence[DType]) -> tuple[Tensor, ...]:
-    """``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `divisor` is a scalar."""
+    """Return ``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `divisor` is a scalar."""
     return each(ops.partial(_divide, divisor), sums, dtypes)
 
 
@@ -156,7 +156,7 @@ def _divide(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
 
 
 def multiply(sums: Sums, factor: Tensor, dtypes: Sequence[DType]) -> tuple[Tensor, ...]:
-    """``sum * factor``, as `divide` hands out its quotients. MindSpore's division takes four times as long on a CPU."""
+    """Return ``sum * factor``, as `divide` hands out its quotients. MindSpore's division takes four times as long on a CPU."""
     return each(ops.partial(_multiply, factor), sums, dtypes)
 
 
@@ -199,7 +199,7 @@ ARRAYS: dict[DType, np.dtype[np.floating[Any]]] = {
 
 
 def array_of(tensor: Tensor) -> Array | None:
-    """The memory of `tensor` if NumPy can work on it; waits until it is computed."""
+    """Return the memory of `tensor` if NumPy can work on it; waits until it is computed."""
     if tensor.dtype in ARRAYS and tensor.device == "CPU":
         array: Array = tensor.asnumpy()
         return array
@@ -217,7 +217,7 @@ def scaled(gradient: Tensor, factor: float, dtype: DType) -> Tensor:
 
 
 def parts(sums: Sums, gradients: Gradients, factor: float) -> Iterator[tuple[Parameter, Tensor]]:
-    """Each sum and the ``factor * gradient`` to add to it, computed one at a time; None adds nothing."""
+    """Yield each sum and the ``factor * gradient`` to add to it, computed one at a time; None adds nothing."""
     for total, gradient in zip(sums, gradients, strict=True):
         if gradient is not None:
             yield total, scaled(gradient, factor, total.dtype)
@@ -229,7 +229,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def divided(sums: Sums, divisor: float, dtypes: Sequence[DType], float_dtype: DType) -> tuple[Tensor, ...]:
-    """``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `divisor` is rounded to `float_dtype`."""
+    """Return ``sum / divisor``, each in the dtype of `dtypes` for the inner optimizer; `divisor` is rounded to `float_dtype`."""
     rounded = ARRAYS[float_dtype].type(divisor)
     return tuple(_quotient(total, rounded, dtype) for total, dtype in zip(sums, dtypes, strict=True))
 
@@ -294,7 +294,7 @@ def compiled_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
 
 @constexpr  # type: ignore[untyped-decorator]
 def smallest_of(dtype: DType) -> Tensor:
-    """`SMALLEST` of `dtype`. A Tensor, because MindSpore rounds a Python number to float32."""
+    """Return `SMALLEST` of `dtype`. A Tensor, because MindSpore rounds a Python number to float32."""
     return Tensor(SMALLEST[dtype], dtype)
 
 
@@ -396,7 +396,7 @@ class Packed(nn.Cell):  # type: ignore[misc]
         """Zeros that fill the last row; the number of elements may be a prime."""
 
     def construct(self) -> Sums:
-        """The tensors whose elements are those of the sums and zeros."""
+        """Return the tensors whose elements are those of the sums and zeros."""
         if not self.joins:
             return self.others
         joined = concat((*each(_flat, self.small), *self.gap))

@@ -46,7 +46,7 @@ class Program(OwnPhase):
         super().__init__(auto_prefix=False)
 
     def _check_construct_args(self, *inputs: object) -> None:
-        """Nothing: the compiler checks them once, where MindSpore inspects a signature at each call."""
+        """Check nothing: the compiler checks once, where MindSpore inspects a signature at each call."""
 
 
 class Applied(Program):
@@ -97,7 +97,7 @@ class HostWindow(PyNativeWindow):
         self.applied[multiplies](factor, *(tensor(each, self.storage.float_dtype) for each in values), *moved)
 
     def factor(self, divisor: float) -> tuple[bool, Tensor]:
-        """The factor to multiply by, or the divisor, and a bool: to multiply."""
+        """Return the factor to multiply by, or the divisor, and a bool: to multiply."""
         divides = divisor / self.storage.inner_scale
         multiplies = has_exact_inverse(divides)
         return multiplies, number(1 / divides if multiplies else divides, self.storage.float_dtype)
@@ -142,7 +142,7 @@ class HostTraining:
         self.micro_batch = MicroBatch(cell)
 
     def __call__(self, *inputs: object) -> Any:
-        """One micro-batch; returns what its program returns, the loss."""
+        """Run one micro-batch and return its loss."""
         ends = self.storage.micro_step.item() + 1 >= self.steps
         if ends:
             require_room(self.storage.pull(), self.steps)
@@ -158,7 +158,7 @@ WeightFunction = Callable[..., Weight]
 
 
 def items(*inputs: Tensor) -> Weight:
-    """The number of items of a micro-batch: the length of its first input's first axis."""
+    """Return the number of items of a micro-batch: the length of its first input's first axis."""
     first = inputs[0]
     if not isinstance(first, Tensor):
         refuse_input("no Tensor")
@@ -231,12 +231,12 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         object.__setattr__(self, "host", host)
 
     def forward(self, *inputs: object) -> tuple[Tensor, Tensor]:
-        """The scaled loss, to differentiate, and the loss."""
+        """Return the scaled loss, to differentiate, and the loss."""
         loss = self.network(*inputs)
         return self.optimizer.scale(loss), loss
 
     def __call__(self, *inputs: object, **named: object) -> Any:
-        """One micro-batch, from Python."""
+        """Run one micro-batch, from Python."""
         on_host = not named and self.host is not None and decides_on_host()
         return self.optimizer.storage.listening.after(1, self.host if on_host else super().__call__, *inputs, **named)
 
@@ -247,12 +247,12 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         return ops.depend(loss, self.optimizer(gradients, weight))
 
     def added(self, *inputs: object) -> Tensor:
-        """`construct` for a micro-batch after which nothing ends here."""
+        """Run a micro-batch after which nothing ends here."""
         loss, gradients, weight = self.differentiated(*inputs)
         return ops.depend(loss, self.optimizer.take(gradients, weight, loss if loss.size == 1 else None))
 
     def differentiated(self, *inputs: object) -> tuple[Tensor, tuple[Tensor, ...], Weight]:
-        """The loss, the gradients of the scaled loss, and the weight."""
+        """Return the loss, the gradients of the scaled loss, and the weight."""
         weight = None
         if self.weight_of_micro_batch is not None:
             weight = self.weight_of_micro_batch(*inputs)
@@ -317,7 +317,7 @@ class WatchWindows(Callback):  # type: ignore[misc]
     While `Model.train` runs they are listeners of the optimizer, as by its ``add_listener``. The callback looks for a closed window after
     each step, because the cell that `Model` builds of a network, a loss and an optimizer is compiled whole. Put it before
     `FlushAtEpochEnd`. In each step it waits for the device. ``weight`` is NaN where compiled code closes the window; so is ``loss``,
-    unless the optimizer is told all losses of the window, as by `gradaccum_mindspore.TrainOneStepCell`.
+    unless all losses of the window are passed to the optimizer, as by `gradaccum_mindspore.TrainOneStepCell`.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -357,7 +357,7 @@ class WatchWindows(Callback):  # type: ignore[misc]
 
 
 def wrapped(optimizer: object) -> AccumulatingOptimizer:
-    """`optimizer`; raises `ArgumentTypeError` if it is not wrapped."""
+    """Return `optimizer`; raise `ArgumentTypeError` if it is not wrapped."""
     if isinstance(optimizer, AccumulatingOptimizer):
         return optimizer
     found, fix = f"an object of type {type(optimizer).__name__}", "Pass what gradaccum.wrap(optimizer, steps=4) returned."
@@ -404,7 +404,7 @@ class Accumulator(StateReader, OwnPhase):
         self.window = CompiledWindow(self.storage, checked)
 
     def __call__(self, gradients: Gradients | NamedGradients, weight: Weight = None, loss: Loss = None) -> Tensor:
-        """One micro-batch, from Python."""
+        """Run one micro-batch, from Python."""
         refuse_trace()
         return super().__call__(gradients, weight, loss)
 
@@ -423,7 +423,7 @@ class Accumulator(StateReader, OwnPhase):
         return self.window.notes.applied & self.window.true
 
     def gradients(self) -> tuple[Tensor, ...]:
-        """The open window's gradient: divided, unscaled, clipped; in the parameters' order and dtypes. Changes nothing."""
+        """Return the open window's gradient: divided, unscaled, clipped; in the parameters' order and dtypes. Changes nothing."""
         self.window.note_decision()
         return self.window.gradients(self.window.notes.divisor.value())
 

@@ -21,7 +21,7 @@ from gradaccum_mindspore.sums import Gradients
 
 
 def inner_scale(inner: Optimizer) -> float:
-    """The scale that `inner` divides gradients by; 1 for an optimizer that has no loss scale."""
+    """Return the scale that `inner` divides gradients by; 1 for an optimizer that has no loss scale."""
     return float(getattr(inner, "loss_scale", 1.0))
 
 
@@ -109,7 +109,7 @@ class Witness:
         return [sample(parameter).tobytes() for parameter in self.watched]
 
     def judge(self, before: list[bytes], sums: Sequence[Tensor]) -> Made:
-        """What became of an update by `sums` that raised; `before` it they looked so.
+        """Judge what became of an update by `sums` that raised; `before` it they looked so.
 
         A parameter whose sum has zeros where it is looked at tells nothing.
         """

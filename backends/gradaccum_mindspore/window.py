@@ -31,14 +31,14 @@ class PyNativeWindow:
         """True while nothing has been loaded since an update raised when it was partly made."""
 
     def require_whole(self) -> None:
-        """No update was made by half, or something was loaded since."""
+        """Raise unless the last update was made as a whole, or something was loaded since."""
         if self.half_made is not None:
             if self.half_made():
                 raise kit.half_made_error()
             self.half_made = None
 
     def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
-        """Take in one micro-batch of checked gradients, and its `loss` if that is told; returns the state after it, written.
+        """Take in one micro-batch of checked gradients, and its `loss` if one is passed; return the state after it, written.
 
         If this raises, the caller can try again. The state is the old one; if some sums hold the gradient and some do not, the window is
         spoilt, and its end skips it.
@@ -71,7 +71,7 @@ class PyNativeWindow:
         return after
 
     def take_back(self, state: State, known: Known | None) -> None:
-        """The state before a micro-batch of which some sums may hold a part, and what was known then, if that may have changed."""
+        """Return the state before a micro-batch of which some sums may hold a part, and what was known then, if that may have changed."""
         if known is not None:
             self.storage.knowledge.push(known)
         (spoil if state.micro_step else clear)(self.storage.sums)
@@ -82,7 +82,7 @@ class PyNativeWindow:
         return all(g is None or all_finite(scaled(g, factor, s.dtype)) for s, g in parts)
 
     def size(self) -> Schedule:
-        """Micro-batches in the open window when it is full, or its weight; None: the caller closes it.
+        """Return the micro-batches of a full open window, or its weight; None: the caller closes it.
 
         Raises if the user's function gives none.
         """
@@ -96,7 +96,7 @@ class PyNativeWindow:
         """End the window: make the `update` with its gradients, or not at all.
 
         If this raises, the window is either open as before, and ``flush`` makes its update, or closed, if the update was made. If it
-        was made by half, each further call raises until ``discard``, or until something is loaded.
+        was partly made, each further call raises until ``discard``, or until something is loaded.
         """
         decision = self.decision(state)
         self.carry_out(state, decision, self.storage.knowledge.after(state, decision.grad_norm), update)

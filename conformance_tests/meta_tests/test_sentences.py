@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("gradaccum", "backends/gradaccum_torch", "backends/gradaccum_jax")
+PACKAGES = ("gradaccum", "backends/gradaccum_torch", "backends/gradaccum_jax", "backends/gradaccum_mindspore")
 TITLED = (*PACKAGES, "conformance_tests", "benchmarks")
 
 QUESTIONS = frozenset(["What", "Which", "How", "Whether", "Where", "When", "Who", "Why", "Is", "Are", "Does", "Do", "Has", "Have", "Can"])

@@ -1,4 +1,4 @@
-"""What the conformance suite drives: models from neutral specs, sessions over them, and the second door through which it looks."""
+"""The conformance suite's harness: models from neutral specs, sessions over them, and access to their state."""
 
 from gradaccum_mindspore.harness.large_batch import harness
 

@@ -133,7 +133,7 @@ class MindSporeSession(Session):
         return int(self.trainer.parameters[-1].shape[0])
 
     def _weight(self, weight: float | None) -> Any:
-        """In compiled code a Tensor, checked before, so that another weight is no other program."""
+        """Return a Tensor for compiled code, checked before, so that another weight is no other program."""
         if weight is None or self.trainer.mode == "pynative":
             return weight
         return Tensor(require_weight(weight), ms.float64 if self.trainer.dtype == ms.float64 else ms.float32)

@@ -1,4 +1,4 @@
-"""What a session of the harness trains: a model, its optimizer and the step over both, built from neutral specs."""
+"""The model, optimizer and step of a session, built from neutral specs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Trainer:
         return lambda gradients, weight=None: apply(weight, *gradients)
 
     def entries(self) -> dict[str, Any]:
-        """Every Parameter by name: model, inner optimizer, wrapper."""
+        """Return every Parameter by name: model, inner optimizer, wrapper."""
         found = {p.name: p for p in self.optimizer.get_parameters()}
         return found | {p.name: p for p in self.parameters}
 
@@ -84,7 +84,7 @@ class Trainer:
             write(p, Tensor(self.start_of(name, weights), p.dtype))
 
     def start_of(self, name: str, weights: Arrays) -> Array:
-        """The first value of a Parameter; a master's is the model's rounded weight."""
+        """Return the first value of a Parameter; a master's is the model's rounded weight."""
         own = name.removesuffix(MASTER)
         if own != name and own in weights:
             return plain(Tensor(weights[own], self.dtype))
@@ -96,7 +96,7 @@ def ms_dtype(dtype: Dtype) -> Any:
 
 
 def plain(tensor: Any) -> Array:
-    """A copy in NumPy, bfloat16 as float32."""
+    """Return a copy in NumPy, bfloat16 as float32."""
     wide = tensor.astype(ms.float32) if tensor.dtype == ms.bfloat16 else tensor
     array: Array = wide.asnumpy().copy()
     return array
@@ -128,7 +128,7 @@ def build_layer(layer: Layer, parameters: list[Any], dtype: Any) -> Any:
 
 
 def build_optimizer(spec: Optimizer, parameters: list[Any]) -> Any:
-    """The optimizer of a spec; AdamW is the experimental one, so that both families are driven."""
+    """Return the optimizer of a spec; AdamW is the experimental one, so that both families are driven."""
     rate = spec.learning_rate
     match spec.kind:
         case "capture":

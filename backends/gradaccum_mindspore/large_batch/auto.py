@@ -34,7 +34,7 @@ class MemoryLimitError(MemoryError):
 
 
 def within(limit: int | None, existing: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """A context in which autograd may keep `limit` bytes beside those of the tensors that are `existing`; None: any number.
+    """Limit what autograd keeps to `limit` bytes beside the `existing` tensors; None: no limit.
 
     The operation that would keep more raises `MemoryLimitError`.
     """
@@ -69,7 +69,7 @@ class Ledger:
         self._backward = True
 
     def release(self, address: int, size: int) -> None:
-        """One of those who keep this memory has let go."""
+        """Release one holder of this memory."""
         self._users[address] -= 1
         if not self._users[address]:
             del self._users[address]
@@ -101,7 +101,7 @@ _TEXTS = ("allocate memory failed", "std::bad_alloc", "out of memory", "memory i
 
 
 def fitted(run: Run, fn: object, sizes: AutoMicroBatchSize, batch: Batch, options: SplitOptions) -> Any:
-    """`run` with the largest micro-batch that fits; the size is noted in `sizes`."""
+    """Return `run` with the largest micro-batch that fits; the size is noted in `sizes`."""
     _require_limit(sizes)
     key, size = key_of(fn, batch), sizes.start(key_of(fn, batch), items_of(batch, options.axes))
     with _same_draws(fn) as begin:
@@ -130,7 +130,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def key_of(fn: object, batch: Batch) -> Hashable:
-    """What a call's need of memory depends on: the function's code, the mode, and dtype and shape of the batch's arrays.
+    """Return what a call's need of memory depends on: the function's code, the mode, and dtype and shape of the batch's arrays.
 
     Lengths are rounded up to powers of two, so that batches of ever other lengths need no search each.
     """
@@ -141,7 +141,7 @@ def key_of(fn: object, batch: Batch) -> Hashable:
 
 
 def _same_draws(fn: object) -> AbstractContextManager[Callable[[], None]]:
-    """A context that gives what to call before each attempt, so that all of them draw the same random numbers."""
+    """Return a context that gives what to call before each attempt, so that all of them draw the same random numbers."""
     if ms.get_context("mode") == ms.GRAPH_MODE:
         return nullcontext(lambda: None)
     return _Draws(fn)
@@ -167,7 +167,7 @@ class _Draws:
 
 
 def _existing(fn: object, batch: Batch) -> Iterator[Tensor]:
-    """The memory that is there whatever the size of a micro-batch."""
+    """Return the memory that is there whatever the size of a micro-batch."""
     yield from (leaf.value for leaf in leaves_of(batch) if isinstance(leaf.value, Tensor))
     for cell in cells_of(fn, DEPTH):
         yield from cell.get_parameters()
@@ -181,7 +181,7 @@ def _smaller(sizes: AutoMicroBatchSize, size: int, error: BaseException) -> int:
 
 
 def _require_limit(sizes: AutoMicroBatchSize) -> None:
-    """A CPU's memory is the whole machine's, and the system kills who asks for more of it."""
+    """Raise unless a limit is known: a CPU's memory is the machine's, and the system kills who exceeds it."""
     if sizes.memory_limit is None and ms.get_context("device_target") == "CPU":
         raise unknown_limit_error("the CPU")
     if sizes.memory_limit is not None and ms.get_context("mode") == ms.GRAPH_MODE:

@@ -43,7 +43,7 @@ from gradaccum_mindspore.sums import sum_dtype
 
 
 def as_array(weights: Any, items: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Per-item weights as float64 of shape (items,)."""
+    """Return per-item weights as float64 of shape (items,)."""
     given = weights.asnumpy() if isinstance(weights, Tensor) else weights
     try:
         array = np.asarray(given, np.float64)
@@ -57,7 +57,7 @@ def as_array(weights: Any, items: int) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def item_weights(weight: Any, singles: Iterable[tuple[Nest, ...]], items: int) -> list[float]:
-    """The weight of each item; `singles` are the micro-batches of one item, about which a callable is asked."""
+    """Return the weight of each item; `singles` are the micro-batches of one item, about which a callable is asked."""
     if callable(weight):
         return [weight_as_number(weight(*single)) for single in singles]
     return [float(each) for each in as_array(weight, items)]
@@ -80,7 +80,7 @@ def weight_of(weight: Any, arguments: tuple[Nest, ...], items: int | None, cut: 
 
 
 def constant(weight: Any, positions: tuple[int, ...], parameters: Sequence[Parameter]) -> Any:
-    """`weight`, but a callable that may depend on what is differentiated raises if it does: its derivative is no part of the gradients."""
+    """Return `weight`, which raises if it depends on what is differentiated: its derivative is no part of the gradients."""
     if not callable(weight) or not (positions or parameters):
         return weight
 
@@ -102,7 +102,7 @@ def constant(weight: Any, positions: tuple[int, ...], parameters: Sequence[Param
 
 
 def moving(weight: Any, parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
-    """Those of `parameters` that a callable `weight` names, itself or through a Cell, so that it may depend on them."""
+    """Return those of `parameters` that a callable `weight` names, itself or through a Cell."""
     named: set[int] = set()
     for each in named_by(weight, DEPTH):
         named.update(map(id, each.get_parameters() if isinstance(each, nn.Cell) else [each]))
@@ -115,7 +115,7 @@ def _unknown_error(found: str) -> ArgumentValueError:
 
 
 class SplitOptions(NamedTuple):
-    """How a batch is divided, how its micro-batches weigh, and how their other outputs merge."""
+    """The options that divide a batch, weigh its micro-batches and merge their other outputs."""
 
     division: Division
     reduction: Options
@@ -242,7 +242,7 @@ def items_of(batch: Nest, axes: Nest, *, own_split: bool = False) -> int:
 
 
 def size_along(value: object, axis: object, path: str, own_split: bool) -> int | None:
-    """The length of a leaf along its axis; None of a leaf that every micro-batch is given whole."""
+    """Return the length of a leaf along its axis; None of a leaf that every micro-batch is given whole."""
     if axis is None or isinstance(value, (*PLAIN, np.generic)):
         return None
     if is_column(value):
@@ -282,7 +282,7 @@ def part(batch: Batch, axes: Nest, cut: Cut) -> Batch:
 
 
 def sliced(value: Any, axis: Any, cut: Cut) -> Any:
-    """The items of a leaf from ``cut.start`` to ``cut.stop``; a leaf without items whole."""
+    """Return the items of a leaf from ``cut.start`` to ``cut.stop``; a leaf without items whole."""
     if axis is None or not (is_column(value) or isinstance(value, Tensor | np.ndarray)):
         return value
     if is_column(value):
@@ -292,7 +292,7 @@ def sliced(value: Any, axis: Any, cut: Cut) -> Any:
 
 
 def _packing_weights(batch: Batch, options: SplitOptions, division: Division, items: int) -> list[float] | None:
-    """Each item's weight where the batch is packed by weight: from the array, or from the callable, asked about each item alone."""
+    """Return each item's weight where the batch is packed by weight: from the array, or from the callable, asked about each item alone."""
     if division.micro_batch_weight is None or options.weight is None:
         return None
     singles = (part(batch, options.axes, Cut(place, place + 1)) for place in range(items))
@@ -330,7 +330,7 @@ EMPTY = object()
 
 
 def sizes_of(nest: Any, axes: Any, path: str) -> tuple[tuple[Any, ...], ...]:
-    """(path, length along its axis) of each leaf that is divided, and (path, length, brackets) of each list that may be one of items."""
+    """Return (path, length) of each leaf that is divided, and (path, length, brackets) of each list that may be one of items."""
     found: tuple[tuple[Any, ...], ...] = ()
     if isinstance(nest, (tuple, list)):
         check_prefix(axes, len(nest), "axes")
@@ -372,7 +372,7 @@ def doubtful_list(kinds: tuple[Any, ...], axes: Any, path: str, brackets: str) -
 
 
 def slices_of(nest: Any, axes: Any, indices: Tensor) -> Any:
-    """The nest with the items `indices`, an int Tensor of shape (items of a micro-batch,), of each leaf that is divided."""
+    """Return the nest with the items `indices`, an int Tensor of shape (items of a micro-batch,), of each leaf that is divided."""
     if isinstance(nest, (tuple, list)):
         parts = []
         for place in range(len(nest)):
@@ -435,7 +435,7 @@ def leaves_in(nest: Any) -> tuple[Any, ...]:
 
 
 def filled(nest: Any, leaves: Any) -> Any:
-    """A nest like `nest` with `leaves` in place of its own."""
+    """Return a nest like `nest` with `leaves` in place of its own."""
     made, _ = _filled(nest, leaves, 0)
     return made
 

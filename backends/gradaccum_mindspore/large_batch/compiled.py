@@ -58,12 +58,12 @@ Outputs = tuple[Tensor, ...]
 
 
 def others_of(value: Any) -> Any:
-    """The outputs beside the loss as they are declared: the only one, or the tuple of several."""
+    """Return the outputs beside the loss as they are declared: the only one, or the tuple of several."""
     return value[0] if len(value) == 1 else value
 
 
 def kinds_in(declared: Any, nest: Any) -> tuple[str, ...]:
-    """The kind of each leaf of a nest, from the user's declaration: one kind, or a prefix nest of kinds."""
+    """Return the kind of each leaf of a nest, from the user's declaration: one kind, or a prefix nest of kinds."""
     found: tuple[str, ...] = ()
     if isinstance(nest, (tuple, list)):
         check_prefix(declared, len(nest), "aux")
@@ -79,7 +79,7 @@ def kinds_in(declared: Any, nest: Any) -> tuple[str, ...]:
 
 
 def shares_of(kinds: tuple[str, ...], outputs: Any, items: Tensor, weight: Tensor) -> Outputs:
-    """What one micro-batch gives to each merged output; a mean over no weight gives nothing, though it be NaN."""
+    """Return one micro-batch's shares of the merged outputs; a mean over no weight adds nothing, even a NaN."""
     leaves = leaves_in(outputs)
     shares: Outputs = ()
     for place in range(len(kinds)):
@@ -104,7 +104,7 @@ def begun(kinds: tuple[str, ...], shares: Outputs, count: int) -> Outputs:
 
 
 def with_shares(kinds: tuple[str, ...], so_far: Outputs, shares: Outputs, step: Tensor) -> Outputs:
-    """The merged outputs with those of the micro-batch at `step`, an int32 Tensor of shape ()."""
+    """Return the merged outputs with those of the micro-batch at `step`, an int32 Tensor of shape ()."""
     made: Outputs = ()
     for place in range(len(kinds)):
         if kinds[place] == "concatenate":
@@ -137,7 +137,7 @@ def with_tail(kinds: tuple[str, ...], so_far: Outputs, shares: Outputs) -> Outpu
 
 
 def finished_outputs(kinds: tuple[str, ...], so_far: Outputs, items: Tensor, weight: Tensor) -> Outputs:
-    """The large batch's outputs; a batch of weight 0 has means of 0."""
+    """Return the large batch's outputs; a batch of weight 0 has means of 0."""
     total = where(weight == 0, weight + 1, weight)
     made: Outputs = ()
     for place in range(len(kinds)):
@@ -152,7 +152,7 @@ def _like(number: Tensor, value: Tensor) -> Tensor:
 
 @constexpr  # type: ignore[untyped-decorator]
 def leaf_kind(declared: Any) -> str:
-    """The kind of one leaf; refuses what is none, and a declaration that goes deeper than the outputs, while compiling."""
+    """Return the kind of one leaf; refuses what is none, and a declaration that goes deeper than the outputs, while compiling."""
     return kinds_of(declared, EMPTY)[0]
 
 
@@ -189,7 +189,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.checked_cuts, self.item_weights = cuts_of(fn, whole, options), weights_of(options)
 
     def run(self, batch: Any) -> Any:
-        """The loss and the gradients, in the structure that `mindspore.value_and_grad` gives."""
+        """Return the loss and the gradients, in the structure of `mindspore.value_and_grad`."""
         if self.has_aux:
             return self.run_with_outputs(batch)
         full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
@@ -204,7 +204,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return self.finished(loss / self.divides(weight, zero), sums, self.divides(weight, zero))
 
     def run_with_outputs(self, batch: Any) -> Any:
-        """The same with the merged outputs beside the loss. The first micro-batch is before the loop: it tells their nest and shapes."""
+        """Return loss, gradients and merged outputs. The first micro-batch runs before the loop, which needs their nest and shapes."""
         full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
         zero = self.zero * 1
         per_item, indices = self.weights_of_items(full * size + tail), ops.arange(size)
@@ -229,7 +229,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return (loss, *outputs), gradients
 
     def weights_of_items(self, items: int) -> Tensor:
-        """Each item's weight, of shape (items,), where an array gives them; otherwise what nobody reads."""
+        """Return each item's weight, of shape (items,), where an array gives them; otherwise what nobody reads."""
         return self.item_weights(items, self.float_dtype) if self.array else self.zero
 
     def divides(self, weight: Tensor, zero: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return loss, made[0] if self.single else made
 
     def add(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Tensor, Tensor, Any]:
-        """One micro-batch: the sums of losses, weights and gradients with it."""
+        """Add one micro-batch to the sums of losses, weights and gradients."""
         return self.taken(batch, indices, per_item, loss, weight, sums, False)[:3]
 
     def taken(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any, flat: bool) -> tuple[Any, ...]:
@@ -272,7 +272,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return value, (gradients,) if self.single else gradients
 
     def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
-        """The sums with a micro-batch's gradients times `factor`; one of weight 0 adds nothing, whatever they hold."""
+        """Return the sums with a micro-batch's gradients times `factor`; one of weight 0 adds nothing, whatever they hold."""
         made: tuple[Tensor, ...] = ()
         for place in range(len(self.shapes)):
             part = gradients[place].astype(working_dtype(self.sum_dtypes[place])) * factor.astype(working_dtype(self.sum_dtypes[place]))
@@ -282,7 +282,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return made
 
     def amount(self, arguments: Any, indices: Tensor, per_item: Tensor) -> Tensor:
-        """The weight of one micro-batch, a scalar in the dtype of the sum of weights."""
+        """Return the weight of one micro-batch, a scalar in the dtype of the sum of weights."""
         if self.calls_weight:
             given = self.weight_function(*arguments)
             amount = self.zero + number_of(given)
@@ -306,7 +306,7 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
 
 def with_leaves(fn: Any) -> Any:
-    """`fn` with the leaves of its other outputs behind its loss. In a loop, the compiler takes the first pass's dict for a constant."""
+    """Return `fn` with the leaves of its other outputs: in a loop, the compiler takes the first pass's dict for a constant."""
 
     def of_batch(*arguments: Any) -> tuple[Any, ...]:
         value = fn(*arguments)
@@ -316,7 +316,7 @@ def with_leaves(fn: Any) -> Any:
 
 
 def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
-    """A function of the leaves' sizes that returns how many micro-batches of what size there are, and the items of the last one."""
+    """Return a function of the leaves' sizes that returns how many micro-batches of what size there are, and the items of the last one."""
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def checked_cuts(sizes: tuple[tuple[Any, ...], ...]) -> tuple[int, int, int]:

@@ -96,7 +96,7 @@ class CompiledCoupledLoop(CompiledLoop):
         return outline, whole
 
     def second_pass(self, batch: Batch, cuts: tuple[int, int, int], whole: Any, cotangents: Any, sums: Any) -> tuple[Any, Tensor]:
-        """The sums of gradients, and 1, or NaN where the outputs differ from those of the first pass."""
+        """Return the sums of gradients, and 1, or NaN where the outputs differ from those of the first pass."""
         full, size, tail = cuts
         step, factor = (self.zero * 1).astype(ms.int32), self.zero + 1
         while step < full:
@@ -127,7 +127,7 @@ class CompiledCoupledLoop(CompiledLoop):
 
 
 def leaves_function(outputs_fn: Function) -> Function:
-    """`outputs_fn` as a function: a Cell that held a user's Cell would list its parameters."""
+    """Return `outputs_fn` as a function: a Cell that held a user's Cell would list its parameters."""
 
     def outputs_of(*arguments: Any) -> Any:
         return outputs_fn(*arguments)
@@ -136,7 +136,7 @@ def leaves_function(outputs_fn: Function) -> Function:
 
 
 def carried(outputs_fn: Function) -> Function:
-    """A function whose gradient carries `cotangents` of the floating outputs on to the parameters; it returns the leaves too."""
+    """Return a function whose gradient carries `cotangents` of the floating outputs on to the parameters; it returns the leaves too."""
 
     def products(cotangents: tuple[Tensor, ...], *arguments: Any) -> tuple[Tensor, Any]:
         leaves = leaves_in(outputs_fn(*arguments))
@@ -150,7 +150,7 @@ def carried(outputs_fn: Function) -> Function:
 
 
 def loss_of_leaves(loss_fn: Function) -> Function:
-    """`loss_fn` as a function of the floating leaves, the other ones, and a nest in whose places they stand."""
+    """Return `loss_fn` as a function of the floating leaves, the other ones, and a nest in whose places they stand."""
 
     def of_leaves(floating: tuple[Tensor, ...], others: tuple[Tensor, ...], outline: Any) -> Tensor:
         return loss_fn(filled(outline, merged_leaves(leaves_in(outline), floating, others)))
@@ -159,7 +159,7 @@ def loss_of_leaves(loss_fn: Function) -> Function:
 
 
 def merged_leaves(outline: Any, floating: Any, others: Any) -> tuple[Tensor, ...]:
-    """The leaves in order, from the floating ones and the others."""
+    """Return the leaves in order, from the floating ones and the others."""
     made: tuple[Tensor, ...] = ()
     near, far = 0, 0
     for place in range(len(outline)):
@@ -202,7 +202,7 @@ def rows_of(leaves: Any, indices: Tensor, start: Tensor, items: int) -> tuple[Te
 
 
 def differences(first: Any, second: Any, zero: Tensor) -> Tensor:
-    """How many outputs differ between the passes by more than rounding; a scalar in the dtype of `zero`."""
+    """Return how many outputs differ between the passes by more than rounding; a scalar in the dtype of `zero`."""
     found = zero * 1
     for place in range(len(first)):
         found = found + _differing(first[place], second[place], zero)
@@ -221,7 +221,7 @@ def _differing(a: Tensor, b: Tensor, zero: Tensor) -> Tensor:
 
 
 def ranks_of(leaves: Any) -> tuple[int, ...]:
-    """How many axes each leaf has; -1 of what is no Tensor."""
+    """Return how many axes each leaf has; -1 for what is no Tensor."""
     ranks: tuple[int, ...] = ()
     for place in range(len(leaves)):
         ranks = (*ranks, len(leaves[place].shape) if isinstance(leaves[place], Tensor) else -1)
@@ -229,7 +229,7 @@ def ranks_of(leaves: Any) -> tuple[int, ...]:
 
 
 def cells_check(outputs_fn: Function) -> Any:
-    """A function that refuses, while compiling, a Cell that draws random numbers, and a normalization whose statistics would move twice."""
+    """Return a function that refuses, while compiling, random draws and normalizations whose statistics would move twice."""
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def check_cells() -> None:
@@ -243,7 +243,7 @@ def cells_check(outputs_fn: Function) -> Any:
 
 
 def normalization_of(outputs_fn: Function) -> str | None:
-    """The class of a normalization in training that keeps statistics; None if none is found."""
+    """Return the class of a normalization in training that keeps statistics; None if none is found."""
     for cell in cells_of(outputs_fn, DEPTH):
         for _, each in cell.cells_and_names():
             if each.training and "Norm" in type(each).__name__ and statistics_of(each):
@@ -291,7 +291,7 @@ Pieces = tuple[list[Tensor], ...]
 
 
 class CoupledGradient(nn.Cell):  # type: ignore[misc]
-    """What `coupled_value_and_grad` returns: ``(loss, gradients)`` of a large batch whose loss couples its items."""
+    """The function that `coupled_value_and_grad` returns: ``(loss, gradients)`` of a large batch whose loss couples its items."""
 
     def __init__(self, outputs_fn: Function, loss_fn: Function, weights: Any, options: SplitOptions) -> None:
         super().__init__(auto_prefix=False)
@@ -331,7 +331,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
             return loss, sums.finished(1.0)
 
     def outputs_of(self, parts: Sequence[Batch], replay: Replay) -> tuple[Nest, Pieces]:
-        """The first pass: the structure of the outputs, and for each leaf its part of each micro-batch."""
+        """Run the first pass: the structure of the outputs, and for each leaf its part of each micro-batch."""
         forward, structure, given = self._forward(), None, []
         for place, arguments in enumerate(parts):
             replay.begin(place)
@@ -341,7 +341,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         return structure, tuple(map(list, zip(*given, strict=True)))
 
     def loss_of(self, structure: Nest, pieces: Pieces) -> tuple[Tensor, dict[int, Tensor], Any]:
-        """The loss of all outputs, its gradient by each floating leaf of them, and by the loss's own parameters."""
+        """Return the loss of all outputs, its gradient by each floating leaf of them, and by the loss's own parameters."""
         whole = [parts[0] if len(parts) == 1 else ops.concat(parts, 0) for parts in pieces]
         floating = tuple(place for place, leaf in enumerate(whole) if leaf.dtype in FLOATS.values())
         if not floating:
@@ -352,7 +352,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         return loss, dict(zip(floating, by_outputs, strict=True)), own
 
     def _forward(self) -> Function:
-        """`outputs_fn`, compiled in graph mode; a function that Python calls is not compiled there by itself."""
+        """Return `outputs_fn`, compiled in graph mode; a function that Python calls is not compiled there by itself."""
         if ms.get_context("mode") != ms.GRAPH_MODE or isinstance(self.outputs_fn, nn.Cell):
             return self.outputs_fn  # type: ignore[no-any-return]
         return self._once("forward", lambda: ms.jit(self.outputs_fn))
@@ -370,7 +370,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         return self._once(("second", floating), lambda: ms.value_and_grad(made, None, self.trained, True))
 
     def _once(self, key: object, make: Callable[[], Function]) -> Function:
-        """What `make` gives, made once for each key and mode: MindSpore compiles each new function anew."""
+        """Return what `make` returns, made once for each key and mode: MindSpore compiles each new function anew."""
         key = (key, ms.get_context("mode"))
         if key not in self.made:
             self.made[key] = make()
@@ -388,7 +388,7 @@ def coupled_value_and_grad(
     split: Callable[..., Any] | None = None,
     accumulate_dtype: object = None,
 ) -> CoupledGradient:
-    """A function of a large batch that returns the loss of all items together, and its gradients, micro-batch by micro-batch.
+    """Return a function of a large batch that returns the loss of all items together, and its gradients, micro-batch by micro-batch.
 
     ``coupled_value_and_grad(outputs_fn, loss_fn, weights, steps=4)(*batch)`` is
     ``mindspore.value_and_grad(lambda *batch: loss_fn(outputs_fn(*batch)), None, weights)(*batch)``, for a contrastive loss, say. It runs
@@ -450,7 +450,7 @@ def output_leaves(outputs: Nest) -> list[Tensor]:
 
 
 def part_of(whole: Tensor, pieces: Sequence[Tensor], place: int) -> Tensor:
-    """The rows of `whole` that belong to the micro-batch at `place`; `pieces` are the outputs of each."""
+    """Return the rows of `whole` that belong to the micro-batch at `place`; `pieces` are the outputs of each."""
     start = sum(piece.shape[0] for piece in pieces[:place])
     return whole[start : start + pieces[place].shape[0]]
 
@@ -466,7 +466,7 @@ def loss_function(loss_fn: Function, outline: Nest, places: Nest, compiled: bool
 
 
 def surrogate(outputs_fn: Function, floating: tuple[int, ...], compiled: bool) -> Function:
-    """A function whose gradient carries the `cotangents` of the floating outputs on to the parameters; it returns the outputs too.
+    """Return a function whose gradient carries the `cotangents` of the floating outputs on to the parameters; it returns the outputs too.
 
     Its value means nothing. The products are float32 for half precision, so that the value does not overflow.
     """

@@ -106,11 +106,11 @@ class Operators:
     """The three operations that the core asks for; they run in compiled code too."""
 
     def maximum(self, a: Tensor, b: Tensor) -> Tensor:
-        """The larger one, element by element; NaN where either is."""
+        """Return the larger one, element by element; NaN where either is."""
         return ops.where((a >= b) | (a != a), a, b)  # ops.maximum forgets a NaN that comes first
 
     def minimum(self, a: Tensor, b: Tensor) -> Tensor:
-        """The smaller one, element by element; NaN where either is."""
+        """Return the smaller one, element by element; NaN where either is."""
         return ops.where((a <= b) | (a != a), a, b)
 
     def widened(self, value: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class MergedOutputs:
         self.shares = given if not self.shares else [_merged(*each) for each in zip(self.kinds, self.shares, given, strict=True)]
 
     def finished(self, items: int | None, weight: float, divisor: float) -> Nest:
-        """The large batch's loss, or the tuple of it and the other outputs; `divisor` is the loss's."""
+        """Return the large batch's loss, or the tuple of it and the other outputs; `divisor` is the loss's."""
         loss, *others = (_joined(kind, each) for kind, each in zip(self.kinds, self.shares, strict=True))
         total = (loss / _number(divisor, loss) if divisor != 1 else loss).astype(self.loss_dtype)
         rest = [
@@ -182,7 +182,7 @@ def require_outputs(value: Any, has_aux: bool) -> None:
 
 
 def require_scalar(shape: tuple[int, ...], dtype: DType) -> None:
-    """Refuse the shape or dtype of a loss; for compiled code too, while it is compiled."""
+    """Raise unless the loss is a scalar of a floating dtype; for compiled code too, while it is compiled."""
     if shape:
         raise scalar_loss_error(f"a Tensor of shape {shape}")
     if dtype not in FLOATS.values():
@@ -190,7 +190,7 @@ def require_scalar(shape: tuple[int, ...], dtype: DType) -> None:
 
 
 def loss_kind(reduction: str) -> str:
-    """How the loss of micro-batches adds up under a reduction: as the gradients do."""
+    """Return how the losses of micro-batches add up under a reduction: as the gradients do."""
     return "weighted_mean" if reduction == "mean" else "sum"
 
 
@@ -199,7 +199,7 @@ def _first(value: Any) -> Any:
 
 
 def _number(number: float, like: Tensor) -> Tensor:
-    """A Tensor, because MindSpore rounds a Python number to float32."""
+    """Return a Tensor, because MindSpore rounds a Python number to float32."""
     return Tensor(number, ms.float64 if like.dtype == ms.float64 else ms.float32)
 
 
@@ -236,7 +236,7 @@ class PythonLoop:
         self.fn, self.backward, self.positions, self.options = fn, backward, positions, options
 
     def run(self, batch: Batch, division: Division) -> tuple[Any, Any]:
-        """One pass over the batch, divided so; if it raises, statistics are as before."""
+        """Run one pass over the batch; if it raises, statistics are as before."""
         with Replay(self.fn, lends=False) as replay:
             return self.passed(batch, division, replay)
 
@@ -257,7 +257,7 @@ class PythonLoop:
         return outputs.finished(items, weight, divides), sums.finished(divides)
 
     def joins(self, batch: Batch) -> list[int | None]:
-        """The axis along which each gradient's parts are concatenated; None where they are added."""
+        """Return the axis along which each gradient's parts are concatenated; None where they are added."""
         return [self._axis(place, batch) for place in self.positions if place < len(batch)]
 
     def _axis(self, place: int, batch: Batch) -> Any:
@@ -297,12 +297,12 @@ def differentiated(backward: Function, arguments: Batch, has_aux: bool, *, scale
 
 
 def unit_of(first: float, options: SplitOptions) -> float:
-    """What weights are measured in: numbers of items in the first micro-batch's, so that equal ones need no multiplication."""
+    """Return the unit of weights: for numbers of items the first micro-batch's, so that equal ones need no multiplication."""
     return first if options.weight is None and options.reduction.reduction == "mean" else 1.0
 
 
 def factor_of(weight: float, options: SplitOptions) -> float:
-    """What a micro-batch's gradient is multiplied by; one of weight 0 adds nothing under any reduction."""
+    """Return the factor of a micro-batch's gradient; weight 0 adds nothing under any reduction."""
     return float(contribution(weight, options.reduction)) if weight > 0 else 0.0
 
 
@@ -312,7 +312,7 @@ def divisor_of(weight: float, options: SplitOptions) -> float:
 
 
 def compilable(arguments: Batch) -> Batch:
-    """The arguments as graph mode takes them.
+    """Return the arguments as graph mode takes them.
 
     A container of Tensors would be a constant there, compiled anew for each micro-batch. A slice, which shares the batch's memory,
     would be refused where the function returns it as it came.
@@ -328,7 +328,7 @@ def _copied(leaf: object) -> object:
 
 
 def _counted(arguments: Batch, axes: Nest) -> int | None:
-    """The items of a micro-batch of the user's own split; None if its leaves disagree."""
+    """Return the items of a micro-batch of the user's own split; None if its leaves disagree."""
     try:
         return items_of(arguments, axes, own_split=True)
     except ArgumentValueError:

@@ -32,7 +32,7 @@ DEPTH = 3
 
 
 def require_one_stream(fn: object, sizes: set[int | None], items: int | None) -> None:
-    """Note a micro-batch of `items`, and refuse a second size where each size is a compiled program of its own."""
+    """Raise unless micro-batches have one size where each size is a compiled program of its own."""
     sizes.add(items)
     if len(sizes) == 2 and ms.get_context("mode") == ms.GRAPH_MODE:
         require_one_program(fn, "micro-batches of two sizes in graph mode")
@@ -47,7 +47,7 @@ def require_one_program(fn: object, found: str) -> None:
 
 
 def random_cell(fn: object) -> str | None:
-    """The class of a Cell that `fn` may call and that draws random numbers in training now; None if none is found."""
+    """Return the class of a Cell that `fn` may call and that draws random numbers in training now; None if none is found."""
     for cell in cells_of(fn, DEPTH):
         for _, each in cell.cells_and_names():
             if "Dropout" in type(each).__name__ and each.training:
@@ -60,7 +60,7 @@ def cells_of(fn: Any, depth: int) -> Iterator[nn.Cell]:
 
 
 def named_by(fn: Any, depth: int) -> Iterator[nn.Cell | Parameter]:
-    """The Cells and Parameters that a function names: itself, its object, its closure, the globals that it reads, further functions."""
+    """Return the Cells and Parameters that a function names: in itself, its object, its closure, its globals, further functions."""
     if isinstance(fn, nn.Cell | Parameter):
         yield fn
         return
@@ -85,7 +85,7 @@ LARGEST = 2**16
 
 
 class Noted:
-    """What a function changes by running, as it was before: statistics, and MindSpore's counters of random operators."""
+    """The statistics and MindSpore's counters of random operators before a function runs."""
 
     def __init__(self, fn: object) -> None:
         self.cells = {id(each): each for cell in cells_of(fn, DEPTH) for _, each in cell.cells_and_names()}.values()
@@ -154,14 +154,14 @@ def set_counters(counters: dict[Any, int]) -> None:
 
 
 def require_replayable(fn: object) -> None:
-    """Refuse graph mode for a function that draws random numbers: compiled operators hold the place in their numbers themselves."""
+    """Raise unless the function can be replayed: in graph mode compiled operators keep the place in their random numbers."""
     drawing = random_cell(fn)
     if drawing is not None and ms.get_context("mode") == ms.GRAPH_MODE:
         raise replay_error(f"a {drawing} in training in graph mode", "Run in PyNative mode, or write set_train(False).")
 
 
 def require_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-    """Compare the outputs of one micro-batch in both passes.
+    """Raise unless the outputs of one micro-batch are the same in both passes.
 
     They may differ by what two compilations of one function differ by, far less than by another random number.
     """

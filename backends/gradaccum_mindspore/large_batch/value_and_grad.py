@@ -22,7 +22,7 @@ from gradaccum_mindspore.private import refuse_trace
 
 
 class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
-    """What `value_and_grad` returns: ``(value, gradients)`` of a large batch, as `mindspore.value_and_grad` would give it."""
+    """The function that `value_and_grad` returns: ``(value, gradients)`` of a large batch."""
 
     def __init__(self, fn: Function, grad_position: Any, weights: Any, has_aux: bool, options: SplitOptions) -> None:
         super().__init__(auto_prefix=False)
@@ -61,7 +61,7 @@ def value_and_grad(
     aux: Nest = None,
     accumulate_dtype: object = None,
 ) -> LargeBatchGradient:
-    """A function of a large batch that returns its value and gradients, computed micro-batch by micro-batch.
+    """Return a function of a large batch that returns its value and gradients, computed micro-batch by micro-batch.
 
     It is `mindspore.value_and_grad`, divided: ``value_and_grad(forward, None, weights, steps=4)(x, y)`` returns ``(loss, gradients)`` as
     ``mindspore.value_and_grad(forward, None, weights)(x, y)`` does. In PyNative, inside `mindspore.jit` and in graph mode.
@@ -129,7 +129,7 @@ def value_and_grad(
 
 
 def positions_of(grad_position: Any) -> tuple[int, ...]:
-    """`grad_position` as a tuple; MindSpore checks it."""
+    """Return `grad_position` as a tuple; MindSpore checks it."""
     if grad_position is None:
         return ()
     return tuple(grad_position) if isinstance(grad_position, tuple | list) else (grad_position,)

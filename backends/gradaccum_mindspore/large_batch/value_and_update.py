@@ -25,7 +25,7 @@ from gradaccum_mindspore.sums import where
 
 
 class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
-    """What `value_and_update` returns: one update per call."""
+    """The function that `value_and_update` returns: one update per call."""
 
     def __init__(self, fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool, options: SplitOptions) -> None:
         super().__init__(auto_prefix=False)
@@ -36,7 +36,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledUpdateLoop(fn, backward, optimizer, options)
 
     def __call__(self, *batch: Nest) -> Any:
-        """One update, from Python; returns the large batch's loss, or the tuple of it and the merged outputs."""
+        """Make one update, from Python; return the large batch's loss, or the tuple of it and the merged outputs."""
         refuse_trace()
         require_no_window(self.optimizer)
         division = self.options.division
@@ -48,7 +48,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         return self.loop.run(batch)
 
     def run(self, batch: Batch, division: Division) -> Any:
-        """The window and its update; if it raises before the update was made, the optimizer is as before."""
+        """Run the window and its update; if it raises before the update was made, the optimizer is as before."""
         storage = self.optimizer.storage
         event, closed = storage.last_event.value().copy(), windows_of(self.optimizer)
         with Replay(self.user_function, lends=False) as replay:
@@ -64,7 +64,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
             return outputs
 
     def accumulated(self, batch: Batch, division: Division, replay: Replay) -> Any:
-        """The merged outputs of a window whose micro-batches the optimizer has taken in."""
+        """Return the merged outputs of a window whose micro-batches the optimizer has taken in."""
         options = self.options
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
         items, weight = 0, 0.0
@@ -90,19 +90,19 @@ class CompiledUpdateLoop(CompiledLoop):
         self.smallest = sizes.index(min(sizes))
 
     def differentiated(self, arguments: Any, flat: bool) -> tuple[Any, Any]:
-        """What `fn` returns, or `with_leaves` of it, and the gradients with the loss, which the optimizer is told too."""
+        """Return what `fn`, or `with_leaves` of it, returns, and the gradients with the loss, which the optimizer gets too."""
         (_, value), gradients = self.backward_of_leaves(*arguments) if flat else self.backward(*arguments)
         return value, (gradients, self.loss_of(value))
 
     def start(self, zero: Tensor) -> Tensor:
-        """The sum of losses before the first micro-batch: NaN if someone else opened a window, because compiled code cannot raise."""
+        """Return the first sum of losses: NaN if someone else opened a window, because compiled code cannot raise."""
         return where(self.optimizer.storage.micro_step > 0, self.nan * 1, zero)
 
     def beside(self, made: Any, outputs: tuple[Any, ...]) -> Any:
         return (made, *outputs)
 
     def zeros(self, zero: Tensor) -> Any:
-        """No sums; NaN if someone else opened a window. `collected` adds it to a gradient: an overflow, so that this is no update."""
+        """Return no sums; NaN if someone else opened a window, which makes an overflow, so that no update is made."""
         return self.start(zero)
 
     def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
@@ -128,7 +128,7 @@ def value_and_update(
     split: Callable[..., Any] | None = None,
     aux: Nest = None,
 ) -> LargeBatchUpdate:
-    """A function of a large batch that makes one update of a wrapped optimizer and returns the large batch's loss.
+    """Return a function of a large batch that makes one update of a wrapped optimizer and returns the large batch's loss.
 
     The micro-batches are one window of `optimizer`: all its options hold, `fn` is scaled by its loss scale, and ``optimizer.result``
     tells what the window did. In PyNative, inside `mindspore.jit` and in graph mode.

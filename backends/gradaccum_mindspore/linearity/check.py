@@ -63,7 +63,7 @@ def wide(gradient: Tensor) -> NDArray[np.float64]:
 
 
 def _of_tensors(custom: Custom) -> Callable[..., Any]:
-    """The call as a function of its floating Tensors alone."""
+    """Return the call as a function of its floating Tensors alone."""
 
     def function(*tensors: Tensor) -> Output:
         given = iter(tensors)
@@ -106,7 +106,7 @@ class Met:
         self._customs.setdefault((name, id(owner)), custom)
 
     def keep(self, cell: nn.Cell) -> None:
-        """Before a cell runs: keep the values that it may change, such as the statistics of a normalization; switch a dropout off."""
+        """Keep the values that a cell may change, such as the statistics of a normalization; switch a dropout off."""
         if isinstance(cell, DROPOUTS) and cell.training:
             self._dropouts.append(cell.set_train(False))
         if cell.mixed_precision_type is not None:

@@ -45,7 +45,7 @@ _engine: Any = sys.modules[ms.recompute.__module__]
 
 
 def current() -> Any:
-    """How inputs are cast now. MindSpore does not say, so an operator is asked."""
+    """Return how inputs are cast now, by running an operator, since MindSpore does not say."""
     if (wide := _seen(ms.float32)) in _KINDS:
         return _KINDS[wide]
     return MixedPrecisionType.FP32 if _seen(ms.float16) == ms.float32 else MixedPrecisionType.NOTSET
@@ -69,7 +69,7 @@ def uncast() -> Any:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """The same values without a gradient, in the same dtype."""
+    """Return the same values without a gradient, in the same dtype."""
     with uncast():
         return ops.stop_gradient(tensor)
 
@@ -103,7 +103,7 @@ _tapes: ContextVar[tuple[Tape, ...]] = ContextVar("tapes", default=())
 
 @dataclass(frozen=True)
 class Seeds:
-    """Where MindSpore's random functions stood."""
+    """The positions of MindSpore's random functions."""
 
     generator: Tensor
     global_seed: int | None
@@ -121,7 +121,7 @@ class Seeds:
 
 
 class Tape:
-    """What one call of a segment drew: where the seeds stood when it began, and the masks of its dropouts in their order."""
+    """The draws of one call of a segment: the seeds when it began, and the masks of its dropouts in their order."""
 
     def __init__(self) -> None:
         self._seeds = Seeds.now()
@@ -135,7 +135,7 @@ class Tape:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """The segment runs again: it draws the same, and what is drawn afterwards stays as it would have been."""
+        """Replay the segment's draws in the block; later draws stay as they would have been."""
         before, self._next = Seeds.now(), 0
         self._seeds.put_back()
         try:
@@ -146,7 +146,7 @@ class Tape:
             before.put_back()
 
     def mask(self, draw: Callable[[], Tensor]) -> Tensor:
-        """The mask of the next dropout. Past the end of the tape the segment differs from its first run, and a new one does no harm."""
+        """Return the mask of the next dropout; past the end of the tape a new one."""
         if self._next is None:
             self._masks.append(_narrowed(draw()))
             return self._masks[-1]
@@ -155,13 +155,13 @@ class Tape:
 
 
 def _narrowed(mask: Tensor) -> Tensor:
-    """A mask of zeros and ones takes a byte per element. On Ascend it comes as bits and stays."""
+    """Narrow a mask of zeros and ones to a byte per element. On Ascend it comes as bits and stays."""
     return mask if mask.dtype in (ms.bool_, ms.uint8) else mask.astype(ms.bool_)
 
 
 @contextmanager
 def _running(tape: Tape) -> Iterator[None]:
-    """Dropouts ask this tape first. MindSpore has no hook for an operator, so its class is changed meanwhile."""
+    """Make dropouts ask this tape first. MindSpore has no hook for an operator, so its class is changed meanwhile."""
     token = _tapes.set((*_tapes.get(), tape))
     before, ops.Dropout.__call__ = ops.Dropout.__call__, _dropped
     try:
@@ -172,7 +172,7 @@ def _running(tape: Tape) -> Iterator[None]:
 
 
 def _dropped(dropout: ops.Dropout, x: Tensor) -> Any:
-    """What the dropout returns, bit for bit, from its mask: the operator of dropout's gradient is that same product."""
+    """Return the dropout's output, bit for bit, from its mask: the operator of dropout's gradient is that same product."""
     if not _tapes.get():  # another thread's
         return _drop(dropout, x)
     mask = _mask(_tapes.get(), lambda: _drop(dropout, detached(x))[1])
@@ -181,7 +181,7 @@ def _dropped(dropout: ops.Dropout, x: Tensor) -> Any:
 
 
 def _mask(tapes: tuple[Tape, ...], draw: Callable[[], Tensor]) -> Tensor:
-    """From the innermost tape that replays; those inside of it record the same mask, those outside of it know it already."""
+    """Return the mask from the innermost tape that replays; those inside of it record the same mask, those outside know it."""
     if not tapes:
         return draw()
     return tapes[-1].mask(lambda: _mask(tapes[:-1], draw))
@@ -192,7 +192,7 @@ WRITERS = ("BatchNorm", "SyncBatchNorm", "BatchNormExt", "InstanceNorm")
 
 
 def buffers_of(cells: Iterable[nn.Cell]) -> list[Tensor]:
-    """What has no gradient in these cells: Parameters that are not trained, and registered buffers. A frozen weight is among them."""
+    """Return what has no gradient in these cells: untrained Parameters, frozen weights among them, and registered buffers."""
     found: dict[int, Tensor] = {}
     for cell in cells:
         found |= {id(p): p for p in cell.get_parameters() if not p.requires_grad}
@@ -245,7 +245,7 @@ def keep_statistics(cells: Iterable[nn.Cell]) -> None:
 
 
 def _keep(operator: ops.Primitive) -> ops.Primitive:
-    """MindSpore's copy of an operator is made of its arguments alone, and would forget it."""
+    """Keep the attribute: MindSpore's copy of an operator is made of its arguments alone."""
     operator.add_prim_attr("recompute", False)
     operator.__deepcopy__ = lambda memo: _keep(type(operator)(**operator.init_attrs))
     return operator
@@ -328,7 +328,7 @@ class RecomputedFunction(nn.Cell):  # type: ignore[misc]
         self._segment = Segment(function, cells, getattr(function, "__name__", type(function).__name__))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In PyNative mode; the compiler reads `construct` and never sees this."""
+        """Call in PyNative mode; the compiler reads `construct` and never sees this."""
         if ms.get_context("mode") == ms.GRAPH_MODE:
             return super().__call__(*args, **kwargs)
         return self._segment(*args, **kwargs)
@@ -338,7 +338,7 @@ class RecomputedFunction(nn.Cell):  # type: ignore[misc]
 
 
 def cells_of(function: Callable[..., Any], depth: int = DEPTH) -> Iterator[nn.Cell]:
-    """The Cells that a function is bound to or closes over, in lists, tuples, dicts and further functions too."""
+    """Return the Cells that a function is bound to or closes over, in lists, tuples, dicts and further functions too."""
     if ismethod(function):
         yield from _cells_in(function.__self__, depth)
     plain = getattr(function, "__func__", function)

@@ -23,7 +23,7 @@ FUNCTIONAL = ("batch_norm",)
 def recompute(
     function: nn.Cell | Callable[..., Any], *, segments: int | None = None, submodules: Sequence[str | nn.Cell] | None = None
 ) -> Callable[..., Any]:
-    """The same function or Cell, with the same gradient to the bit, keeping its inputs in place of its activations.
+    """Return the same function or Cell, with the same gradient to the bit, keeping its inputs in place of its activations.
 
     In PyNative mode, under `mindspore.jit` and in GRAPH mode. Dropout repeats its mask and batch normalization moves its statistics once;
     `Cell.recompute()` alone promises neither. A Cell is changed in place and returned: its Parameters, their names and its layers stay.
@@ -93,7 +93,7 @@ class Layers(nn.Cell):  # type: ignore[misc]
 
 
 def _mark(cell: nn.Cell) -> None:
-    """For the compiler by MindSpore's own mark, for PyNative mode by a `Segment`."""
+    """Mark for the compiler by MindSpore's own mark, for PyNative mode by a `Segment`."""
     keep_statistics([cell])
     cell.recompute(use_reentrant=False, early_stop=False)
     cell._recompute_cell = Segment(cell.construct, [cell], type(cell).__name__)

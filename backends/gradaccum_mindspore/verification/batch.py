@@ -21,7 +21,7 @@ def rows(value: Any, axis: int, items: int, part: Sequence[int]) -> Any:
 
 
 def wide(value: Any) -> NDArray[np.float64]:
-    """A Tensor or a NumPy array as NumPy's, in float64."""
+    """Return a Tensor or a NumPy array as NumPy's, in float64."""
     if isinstance(value, Tensor):
         value = (value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy()
     made: NDArray[np.float64] = np.asarray(value).astype(np.float64)
@@ -57,7 +57,7 @@ class Batch:
         return tuple(made)
 
     def perturbed(self, roundoff: float, rng: np.random.Generator) -> list[object]:
-        """The values of the leaves with each number of a floating one moved by one rounding, unless it is an integer."""
+        """Return the values of the leaves with each number of a floating one moved by one rounding, unless it is an integer."""
         return [perturbed(leaf.value, roundoff, rng, integers_too=False) for leaf in self.leaves]
 
     def columns(self) -> list[Column]:
@@ -84,7 +84,7 @@ def is_float(value: object) -> bool:
 
 
 def perturbed(value: Any, roundoff: float, rng: np.random.Generator, *, integers_too: bool) -> Any:
-    """`value` with each number moved by one rounding, up or down; what is not floating comes back as it is."""
+    """Return `value` with each number moved by one rounding, up or down; what is not floating comes back as it is."""
     if not is_float(value):
         return value
     before = wide(value)

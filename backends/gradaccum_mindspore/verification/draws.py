@@ -2,7 +2,7 @@
 
 MindSpore's random operators cannot be given numbers. So for the check `mindspore.nn.Dropout` is lent an operator that multiplies by numbers
 of its own, made for the large batch once, of which a micro-batch takes the rows of its items. The user's random state is not touched by it.
-Other operators draw as they do, and are told as such.
+Other operators draw as they do, and are named.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Lent:
         self._seed: tuple[int, ...] = (0,)
 
     def begin(self, part: Sequence[int] | None, seed: tuple[int, ...]) -> None:
-        """The next calls are those of the items of `part`, with the numbers of `seed`; None: nothing is dropped."""
+        """Begin the calls of the items of `part`, with the numbers of `seed`; None: nothing is dropped."""
         self._calls, self._part, self._seed = dict.fromkeys(self._cells, 0), part, seed
 
     def __enter__(self) -> Lent:
@@ -43,7 +43,7 @@ class Lent:
             cell.dropout = self._own[name]
 
     def numbers(self, name: str, place: int, keep: float, shape: tuple[int, ...]) -> Any:
-        """What an input of `shape` is multiplied by at this call of this dropout."""
+        """Return the factors of an input of `shape` at this call of this dropout."""
         assert self._part is not None
         call, self._calls[name] = self._calls[name], self._calls[name] + 1
         rng = np.random.default_rng([*self._seed, place, call])
@@ -59,7 +59,7 @@ class Lent:
 
 
 class _Operator:
-    """What stands in for `mindspore.ops.Dropout`: gives the output and the mask."""
+    """The replacement of `mindspore.ops.Dropout`: returns the output and the mask."""
 
     def __init__(self, lent: Lent, name: str, place: int, keep: float) -> None:
         self._lent, self._name, self._place, self._keep = lent, name, place, keep

@@ -158,7 +158,7 @@ class MindSporeSubject:
 
     @contextmanager
     def _running(self, conditions: Conditions) -> Iterator[tuple[Kept, Lent, list[object] | None]]:
-        """The model as the conditions have it: the user's state, the dropouts, and the values of the batch's leaves."""
+        """Run the model under the conditions: the user's state, the dropouts, and the values of the batch's leaves."""
         with Kept(self._model, self._host) as kept, Lent(self._model, self.items) as lent:
             if not conditions.training:
                 self._model.set_train(False)
@@ -186,7 +186,7 @@ class MindSporeSubject:
         return Run(loss, gradients, weight, changed(before, kept.state()))
 
     def _differentiated(self, arguments: tuple[Any, ...], scale: float) -> tuple[float, dict[str, NDArray[np.float64]]]:
-        """The loss and its gradients in float64."""
+        """Return the loss and its gradients in float64."""
 
         def forward() -> Tensor:
             loss = _require_scalar(self._loss_fn(self._model, *arguments))
@@ -214,7 +214,7 @@ class MindSporeSubject:
         return max((LIMITS[dtype][0] for dtype in met), default=LIMITS[ms.float32][0])
 
     def _watched(self, part: Sequence[int]) -> Calls:
-        """The calls of the model's Cells in a forward pass of some items."""
+        """Record the calls of the model's Cells in a forward pass of some items."""
         calls = Calls(self._model)
         with calls.watching():
             _require_scalar(self._loss_fn(self._model, *self._batch.part(part)))

@@ -22,7 +22,7 @@ INTEGERS = (ms.int64, ms.int32, ms.int16, ms.int8, ms.uint8)
 
 
 def require_kinds(shape: tuple[int, ...], dtype: Any, labels_shape: tuple[int, ...], labels_dtype: Any) -> None:
-    """Refuse anything but floating logits ``(*batch, own classes)`` and integer labels ``(*batch)``."""
+    """Raise unless logits are floating ``(*batch, own classes)`` and labels integers ``(*batch)``."""
     if dtype not in FLOATS:
         fix = "Pass what the last layer gives, before any softmax."
         raise explain(ArgumentTypeError, "logits_shard", expected="a floating dtype", found=f"{dtype}", fix=fix)
@@ -37,7 +37,7 @@ def require_kinds(shape: tuple[int, ...], dtype: Any, labels_shape: tuple[int, .
 
 
 def require_group(group: Any) -> tuple[int, int]:
-    """The rank of this process in `group`, and the number of processes in it: 0 and 1 without a group and without communication."""
+    """Raise unless this process is in `group`; return its rank and the number of processes: 0 and 1 without communication."""
     if group is not None and not isinstance(group, str):
         fix = "Pass the name that mindspore.communication.create_group was given."
         raise explain(ArgumentTypeError, "group", expected="the name of a communication group, or None", got=group, fix=fix)
@@ -58,7 +58,7 @@ def require_group(group: Any) -> tuple[int, int]:
 def placement(
     group: Any, shard_sizes: Any, options: tuple[Any, Any, Any], logits: tuple[Any, Any], labels: tuple[Any, Any]
 ) -> tuple[int, tuple[int, ...], Tensor, Tensor]:
-    """The numbers that a call starts from, once all its arguments are right.
+    """Return the numbers that a call starts from, once all its arguments are right.
 
     Returns:
         The number of this worker's first class; the number of classes of each worker; and, shape ``()``, the label's share of the
@@ -89,7 +89,7 @@ def sharded_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """The loss of `mindspore.ops.cross_entropy` over all classes, from this worker's slice. Every worker of the group calls it.
+    """Return the loss of `mindspore.ops.cross_entropy` over all classes, from this worker's slice. Every worker of the group calls it.
 
     The first worker holds the first classes, the next one those that follow, and so on; slices may differ in size. All workers get the same
     loss, and each gets the gradient of its own logits. The gradient of the features is a sum over the workers: the layer that multiplies
@@ -132,7 +132,7 @@ def sharded_cross_entropy(
 
 
 def _own_statistics(shard: Tensor, index: Tensor, ignored: Tensor) -> Tensor:
-    """Rows of this worker: its maximum, and less that the sums of exponentials and of logits; the target's logit; its votes.
+    """Return rows of this worker: its maximum, and less that the sums of exponentials and of logits; the target's logit; its votes.
 
     A worker has one vote for a target that it holds, and two for an item that is ignored. A sum of one is a target, one of two for each
     worker is an ignored item, and any other sum is a label that is no class, or that differs between workers.
@@ -152,7 +152,7 @@ def _own_statistics(shard: Tensor, index: Tensor, ignored: Tensor) -> Tensor:
 
 
 def _gathered(own: Tensor, group: str | None, workers: int) -> Tensor:
-    """The rows of each worker, shape ``(workers, 5, *batch)``.
+    """Return the rows of each worker, shape ``(workers, 5, *batch)``.
 
     On the CPU MindSpore gathers float64 rounded to float32, so each float64 number travels as a sum of three of float32, which is exact.
     """
@@ -170,7 +170,7 @@ def _gathered(own: Tensor, group: str | None, workers: int) -> Tensor:
 
 
 def _merged(rows: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The maximum of all workers, and less that their sums of exponentials, the target's logit and the sum of logits; the votes."""
+    """Return the maximum of all workers, and less that their sums of exponentials, the target's logit and the sum of logits; the votes."""
     maximum = rows[:, 0].max(axis=0)
     total = ops.zeros_like(maximum)
     even = ops.zeros_like(maximum)
@@ -210,7 +210,7 @@ class ClassShardedLosses(nn.Cell):  # type: ignore[misc]
         out: Tensor,
         dout: Tensor,
     ) -> Any:
-        """The gradient of the shard; the rest has none."""
+        """Return the gradient of the shard; the rest has none."""
         gradient = _gradient(shard, index, maximum, total, target, share, uniform, dout)
         none = ops.zeros_like(maximum)
         return gradient, ops.zeros_like(index), none, none, none, none, ops.zeros_like(share), ops.zeros_like(uniform)
@@ -235,13 +235,13 @@ def _gradient(
 
 
 def _here(shard: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """True for the items that have their target in this shard, and an index for each, shape ``(*batch, 1)``, that is always inside it."""
+    """Return whether each item's target is in this shard, and an index, shape ``(*batch, 1)``, that is always inside it."""
     here = ops.logical_and(index >= 0, index < shard.shape[-1])
     return here, ops.select(here, index, ops.zeros_like(index)).expand_dims(-1)
 
 
 def _reduced(losses: Tensor, votes: Tensor, ignoring: int, reduction: str) -> Tensor:
-    """The reduced losses: zero for items with the votes of an ignored one, NaN for those with neither its votes nor a target's."""
+    """Return the reduced losses: zero for items with the votes of an ignored one, NaN for those with neither its votes nor a target's."""
     ignored = votes == ignoring
     sound = ops.logical_or(ignored, votes == 1)
     factor = ops.select(sound, ops.ones_like(losses), ops.full_like(losses, float("nan")))

@@ -61,7 +61,7 @@ class NoAnswerError(Exception):
 
 
 def added_up(mine: Array) -> Array:
-    """The sum over the workers of a vector of float32 or float64, in NumPy; `compiled_added_up` sends the same."""
+    """Return the sum over the workers of a vector of float32 or float64, in NumPy; `compiled_added_up` sends the same."""
     if mine.dtype == np.float32:
         return _answer(ALL_REDUCE, mine)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -74,7 +74,7 @@ def added_up(mine: Array) -> Array:
 
 
 def _in_turn(parts: Array) -> Array:
-    """The sum over workers and parts, in the order in which compiled code adds."""
+    """Sum over workers and parts, in the order in which compiled code adds."""
     each = parts[:, 0] + parts[:, 1] + parts[:, 2]
     total: Array = each[0]
     for other in each[1:]:
@@ -118,7 +118,7 @@ OWN_MODES = ("stand_alone", "data_parallel")
 
 
 def shares_windows(data_parallel: object) -> bool:
-    """The option ``data_parallel``, checked: whether the windows are those of all workers."""
+    """Return the option ``data_parallel``, checked: whether the windows are those of all workers."""
     mode = ms.get_auto_parallel_context("parallel_mode")
     if data_parallel is None:
         if mode == "data_parallel" or _workers_here() > 1:
@@ -226,7 +226,7 @@ class Bucket(nn.Cell):  # type: ignore[misc]
             write(each_sum, Tensor.from_numpy(total[start:end].reshape(each_sum.shape)).astype(each_sum.dtype))
 
     def construct(self, after: Tensor) -> Tensor:
-        """The same in compiled code, once `after` is computed; returns the vector of totals."""
+        """Return the same in compiled code, once `after` is computed; returns the vector of totals."""
         packed = ops.depend(ops.concat(each(_flat, self.sums)), after)
         total = compiled_added_up(packed, self.workers)
         each(ops.partial(_unpack, total), self.sums, self.starts, self.ends)
@@ -234,7 +234,7 @@ class Bucket(nn.Cell):  # type: ignore[misc]
 
 
 def buckets(sums: Sums, workers: int) -> list[Bucket]:
-    """`sums` in buckets: neighbours of one working dtype, a large one alone."""
+    """Return `sums` in buckets: neighbours of one working dtype, a large one alone."""
     made: list[Bucket] = []
     small: list[Parameter] = []
     for dtype in (ms.float32, ms.float64):
@@ -340,7 +340,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return self.last
 
     def compiled_join(self) -> bool:
-        """The same in compiled code: the sums, the weight and the flag become those of all.
+        """Make the sums, the weight and the flag those of all workers, in compiled code.
 
         In a branch of its own: where one graph reads a Parameter, writes it and reads it again, MindSpore puts copies in, and its copy of
         float64 is rounded to float32 on the CPU.
@@ -350,7 +350,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return True
 
     def add_up(self) -> bool:
-        """The branch of `compiled_join`.
+        """Run the branch of `compiled_join`.
 
         A failure in it leaves the sum marked as torn. A window that is not this worker's own, or that the user's function gave a size below
         1, gets an infinite weight: compiled code cannot raise, and so all workers skip it.
@@ -378,11 +378,11 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return True
 
     def window_ended(self) -> Tensor:
-        """The next window begins, with this worker's own sum; for compiled code."""
+        """Begin the next window, with this worker's own sum; for compiled code."""
         return ops.assign(self.storage.shared, self.own)
 
     def require_same_rates(self) -> None:
-        """Raise `UsageError` once if compiled code has found different learning rates, and skipped windows for that."""
+        """Raise unless compiled code found equal learning rates; only once, as it has skipped windows for that."""
         if self.drifted.item():
             ops.assign(self.drifted, self.false)
             require_same_rates([float(rate) for rate in rates_of(self.inner)], [0.5], self.workers, self.rank)
@@ -396,7 +396,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
 
 
 def rates_of(inner: Optimizer) -> list[Any]:
-    """The learning rate of each group, a Parameter or a number; none where a schedule of the optimizer's own moves them by its updates."""
+    """Return the learning rate of each group; none if a schedule of the optimizer's own moves them by its updates."""
     if hasattr(inner, "lrs"):
         groups = zip(inner.param_groups, inner.lrs, strict=True)
         return [group["lr"] if isinstance(group["lr"], float) else rate for group, rate in groups]

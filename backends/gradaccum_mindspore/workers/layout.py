@@ -27,7 +27,7 @@ KEPT = {LOSS: np.array([False, False, True]), NOISE: np.array([False, False, Tru
 
 
 def redistributed(states: Sequence[Saved], workers: int) -> list[dict[str, Entry]]:
-    """What `workers` workers load to go on with the open windows of others, whose number may differ.
+    """Return what `workers` workers load to resume the open windows of others, whose number may differ.
 
     Args:
         states: the dict that `mindspore.load_checkpoint` returned of each worker's file, by rank: of a wrapped optimizer with
@@ -96,7 +96,7 @@ def _fields(state: Saved, prefix: str) -> State:
 
 
 def _totals(states: Sequence[Saved], prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The sums of the sums, by name; the parameters that they belong to must be the same on every worker."""
+    """Return the sums of the sums, by name; the parameters that they belong to must be the same on every worker."""
     sum_suffix, master_suffix = suffixes(prefix)
     for name in [name for name in states[0] if name.endswith(sum_suffix)]:
         own = name.removesuffix(sum_suffix)
@@ -126,7 +126,7 @@ def _like(state: Saved, name: str, value: object) -> Tensor:
 
 
 def _known(states: Sequence[Saved], prefix: str, *, first: bool) -> Iterator[tuple[str, Tensor]]:
-    """What the open window knows besides its gradient: the first of the new workers has all of the loss, none has a first gradient."""
+    """Return the open window's statistics: the first of the new workers has all of the loss, none has a first gradient."""
     for kind in (LOSS, NOISE):
         name = f"{prefix}.{kind}"
         if all(name in state for state in states):
