@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -22,7 +22,7 @@ from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private import is_sharded, untraced, version
 from gradaccum_torch.strategy import Strategy
 from gradaccum_torch.sums import GRAD, REQUIRES_GRAD, add, coalesced, divide, fits, gradient_dtype, is_finite, multiply, narrowed, sum_dtype
-from gradaccum_torch.watch import NOTHING_SEEN, Allowed, Event, GradWatch, Hook, Watched, can_be_hooked, seen
+from gradaccum_torch.watch import NOTHING_SEEN, Allowed, Event, Hook, Watched, can_be_hooked, seen
 
 _MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()
 """The strategy that moves a parameter's gradients, by the parameter's id. The strategy holds the parameter, so no other gets that id."""
@@ -251,13 +251,20 @@ class SeparateStrategy(BufferStrategy):
         self._users: list[tuple[Tensor, Tensor]] | None = None
         """What is in ``.grad`` beside the window, while the inner optimizer has the window's gradient there."""
         self._of_one = False
-        self._rivals = Rivals()
+        self._rivals: WeakSet[SeparateStrategy] = WeakSet()
+        """Those that share one of these parameters. Taking turns does no harm; after one backward pass the second finds nothing."""
+        self._lost: list[Tensor] = []
+        """The parameters whose gradients another one took last."""
         super().__init__(parameters, accumulate_dtype)
         self.watch.allowed = Allowed.ALL
 
     def groups_changed(self) -> None:
         super().groups_changed()
-        self._rivals.meet(self._parameters.unique(), self.watch)
+        for other in _ALIVE:
+            if other is not self and other._shared(self._parameters.unique()):
+                self._rivals.add(other)
+                other._rivals.add(self)
+        _ALIVE.add(self)
 
     def expect(self, size: Size) -> None:
         self._of_one = size == 1
@@ -268,7 +275,8 @@ class SeparateStrategy(BufferStrategy):
         return False
 
     def take(self) -> bool:
-        self._rivals.require_not_taken()
+        if self._lost and not self.watch.known.arrived and any(parameter.grad is None for parameter in self._lost):
+            raise _taken_error()
         filled = self._filled()
         _require_no_graph(filled)
         if filled and not self._of_one:
@@ -281,7 +289,7 @@ class SeparateStrategy(BufferStrategy):
             else:
                 self._absorb(parameter)
         self.watch.reset()
-        self._rivals.took(filled)
+        self._took(filled)
         return True
 
     def hand_over(self, divisor: float, unclipped: float) -> None:
@@ -302,8 +310,20 @@ class SeparateStrategy(BufferStrategy):
             self._give_users_back()
 
     def clear(self) -> None:
-        self._users, self._rivals.lost = None, []
+        self._users, self._lost = None, []
         super().clear()
+
+    def _shared(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of `parameters` that are this one's too."""
+        own = set(map(id, self._parameters.unique()))
+        return [parameter for parameter in parameters if id(parameter) in own]
+
+    def _took(self, filled: Sequence[Tensor]) -> None:
+        """Tell the rivals that the gradients of these parameters were moved out of ``.grad``."""
+        self._lost = []
+        for other in self._rivals:
+            if lost := other._shared(filled):
+                other._lost, other.watch.known = lost, NOTHING_SEEN
 
     def _copied(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         return {
@@ -318,6 +338,9 @@ class SeparateStrategy(BufferStrategy):
         self._users = None
 
 
+_ALIVE: WeakSet[SeparateStrategy] = WeakSet()
+
+
 class SeparateDroppingStrategy(SeparateStrategy):
     """A `SeparateStrategy` that drops a micro-batch whose gradient is not finite."""
 
@@ -327,7 +350,7 @@ class SeparateDroppingStrategy(SeparateStrategy):
             return super().take()
         self._parameters.free_gradients()
         self.watch.reset()
-        self._rivals.took(filled)
+        self._took(filled)
         return False
 
 
@@ -355,47 +378,12 @@ def _require_no_noise(parameter: Tensor) -> None:
         )
 
 
-# Wrapped optimizers that share parameters under ``separate_sums=True``: what one of them took out of ``.grad`` is missed by the others.
-#
-# Two that take turns, each after a backward pass of its own, do no harm. Two that step after the same pass would be right beside bare
-# optimizers, which leave ``.grad`` as it is; here the second one would find nothing, and make an update without a gradient.
-
-
-class Rivals:
-    """The gradients that other wrapped optimizers took from ``.grad`` of shared parameters."""
-
-    def __init__(self) -> None:
-        self._own: set[int] = set()
-        self._watch: GradWatch
-        self._others: WeakSet[Rivals] = WeakSet()
-        self.lost: list[Tensor] = []
-        """Its parameters whose gradients another one took last."""
-
-    def meet(self, parameters: Iterable[Tensor], watch: GradWatch) -> None:
-        """Find the optimizers that share one of these parameters; `watch` notes what autograd delivers to them."""
-        self._own, self._watch = set(map(id, parameters)), watch
-        for other in _ALIVE:
-            if other is not self and not self._own.isdisjoint(other._own):
-                self._others.add(other)
-                other._others.add(self)
-        _ALIVE.add(self)
-
-    def took(self, filled: Sequence[Tensor]) -> None:
-        self.lost = []
-        for other in self._others:
-            if lost := [parameter for parameter in filled if id(parameter) in other._own]:
-                other.lost = lost
-                other._watch.known = NOTHING_SEEN
-
-    def require_not_taken(self) -> None:
-        if self.lost and not self._watch.known.arrived and any(parameter.grad is None for parameter in self.lost):
-            raise explain(
-                UsageError,
-                "separate_sums",
-                expected="a backward pass since the step() of another wrapped optimizer of these parameters, which took their gradients",
-                found="two calls of step() after one backward pass",
-                fix="Give each optimizer parameters of its own, or call backward() before each step().",
-            )
-
-
-_ALIVE: WeakSet[Rivals] = WeakSet()
+def _taken_error() -> UsageError:
+    """Return the error for gradients that the ``step`` of another wrapped optimizer took."""
+    return explain(
+        UsageError,
+        "separate_sums",
+        expected="a backward pass since the step() of another wrapped optimizer of these parameters, which took their gradients",
+        found="two calls of step() after one backward pass",
+        fix="Give each optimizer parameters of its own, or call backward() before each step().",
+    )
