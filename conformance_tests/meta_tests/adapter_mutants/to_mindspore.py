@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .planting import SUITE, Mutant
+from .planting import OWN, SUITE, Mutant
 
 MUTANTS = (
     Mutant(
@@ -106,5 +106,58 @@ MUTANTS = (
         "        self.storage.knowledge.push(known)\n",
         SUITE + "test_optimizers.py",
         "pynative",
+    ),
+    Mutant(
+        "compiled_window_leaves_its_counters",
+        "        return self.write_counters(after)\n",
+        "        return True\n",
+        SUITE + "test_windows.py::test_result_inside_and_at_end",
+        "jit",
+    ),
+    Mutant(
+        "compiled_window_leaves_its_sums",
+        "        sums.compiled_clear(self.storage.sums, after[WEIGHT])\n",
+        "",
+        SUITE + "test_overflow.py::test_overflow_in_every_mode",
+        "jit",
+    ),
+    Mutant(
+        "compiled_window_applies_what_is_to_be_skipped",
+        "        ops.assign(self.apply, apply)\n",
+        "        ops.assign(self.apply, apply == apply)\n",
+        SUITE + "test_overflow.py::test_overflow_in_every_mode",
+        "jit",
+    ),
+    Mutant(
+        "compiled_window_adds_without_the_weight",
+        "sums.compiled_add(self.storage.sums, gradients, None if weight is None else factor, adds)",
+        "sums.compiled_add(self.storage.sums, gradients, None, adds)",
+        SUITE + "test_weights.py::test_gradient_follows_the_definition",
+        "jit",
+    ),
+    Mutant(
+        "compiled_window_forgets_its_first_norm",
+        "        return self.storage.knowledge.compiled_needs_first(state) if self.measures_noise else self.true\n",
+        "        return self.false\n",
+        SUITE + "test_knowledge.py::test_noise_scale_is_the_reference_s",
+        "jit",
+    ),
+    Mutant(
+        "take_a_part_of_the_losses_for_all",
+        "kit.window_loss(total if told == state.weight else math.nan, state,",
+        "kit.window_loss(total, state,",
+        OWN + "test_mindspore_knowledge.py::test_window_with_a_missing_loss_has_none",
+    ),
+    Mutant(
+        "move_the_scheduler_at_each_micro_batch",
+        "        if updates > before:\n            self._scheduler",
+        "        if True:\n            self._scheduler",
+        OWN + "test_mindspore_schedule.py::test_experimental_scheduler_moves_per_update",
+    ),
+    Mutant(
+        "take_a_checkpoint_for_an_update",
+        "        self._stepped_at = self._storage.optimizer_step.item()\n",
+        "        pass\n",
+        OWN + "test_mindspore_schedule.py::test_gate_takes_no_checkpoint_for_an_update",
     ),
 )
