@@ -9,11 +9,13 @@ Tests that are marked ``every_mode`` run all of their cases.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
+os.environ.setdefault("GLOG_v", "4")  # MindSpore reads it when it is imported, and warns of nothing.
 GRAPHS = {"graph", "cell"}
 NEWEST_JAX = (0, 10)
 _TOPICS = ("auto_size", "coupled", "large_batch_aux", "large_batch_update", "linearity", "recompute", "recompute_modules")

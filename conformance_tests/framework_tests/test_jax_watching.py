@@ -55,23 +55,6 @@ def test_host_loop_hears_the_large_batch() -> None:
     assert all(type(value) in (int, float, bool) for value in window)
 
 
-def test_flush_and_discard() -> None:
-    tx = gradaccum.wrap(optax.sgd(0.1), steps=4)
-    heard: list[ClosedWindow] = []
-    watch, step = gradaccum.Watch(heard.append), step_of(tx)
-    weight, state = WEIGHT, tx.init(WEIGHT)
-    weight, state, loss = step(weight, state, X[:3])
-    watch(gradaccum_jax.result(state), loss=loss)
-    state = gradaccum_jax.discard(tx, state)
-    watch(gradaccum_jax.result(state))
-    weight, state, loss = step(weight, state, X[3:])
-    watch(gradaccum_jax.result(state), loss=loss)
-    _, state = gradaccum_jax.flush(tx, state, weight)
-    watch(gradaccum_jax.result(state))
-    (window,) = heard
-    assert (window.micro_batches, window.loss) == (1, float(loss))
-
-
 def test_from_inside_a_scan() -> None:
     """Called in the order of the steps, at closed windows only; a skipped one is heard too."""
     tx = gradaccum.wrap(optax.sgd(0.1), steps=2, loss_scale=gradaccum.DynamicLossScale(init_scale=8.0))

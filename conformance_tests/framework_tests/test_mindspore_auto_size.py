@@ -1,7 +1,6 @@
 """MindSpore: ``micro_batch_size="auto"`` halves until it fits, and a failed attempt leaves no trace."""
 
 import gc
-import os
 import subprocess
 import sys
 import weakref
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

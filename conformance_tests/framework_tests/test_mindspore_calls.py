@@ -1,14 +1,11 @@
 """Each call of the wrapped MindSpore optimizer, in every mode: micro-batches, flush, discard, wrong arguments."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn  # noqa: E402
+from mindspore import Tensor, nn  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
@@ -50,47 +47,6 @@ def wrapped(compiled):
     return optimizer, call
 
 
-def test_none_gradient_keeps_the_sum(wrapped):
-    """None counts as a gradient of zeros."""
-    optimizer, call = wrapped
-    assert not call(ones(2.0, 4.0))
-    assert call(ones(2.0, None))
-    assert values(optimizer) == [-1.0, -1.0]
-    call(ones(None, 2.0))
-    call(ones(1.0, 2.0))
-    assert values(optimizer) == [-1.5, -3.0]
-
-
-def test_weight_zero_adds_nothing(wrapped):
-    """Not even NaN or inf."""
-    optimizer, call = wrapped
-    call(ones(np.nan, np.inf), Tensor(0.0, ms.float32))
-    call(ones(2.0, 4.0), Tensor(3.0, ms.float32))
-    assert values(optimizer) == [-1.0, -3.0]
-
-
-def test_overflowed_window_is_skipped(wrapped):
-    """The window after it is clean again."""
-    optimizer, call = wrapped
-    call(ones(np.inf, 1.0))
-    call(ones(1.0, 1.0))
-    assert optimizer.result[:4] == (False, True, True, np.inf)
-    assert values(optimizer) == [1.0, 1.0]
-    call(ones(1.0, 1.0))
-    call(ones(1.0, 1.0))
-    assert values(optimizer) == [0.0, 0.0]
-    assert optimizer.result.optimizer_step == 1
-
-
-def test_large_finite_gradients_are_no_overflow(wrapped):
-    """Their squares exceed float32; their norm does not."""
-    optimizer, call = wrapped
-    call(ones(2e30, 0.0))
-    call(ones(2e30, 0.0))
-    assert optimizer.result.applied
-    assert optimizer.result.grad_norm == pytest.approx(2e30 * 3**0.5, rel=1e-6)
-
-
 @pytest.mark.parametrize("case", ["count", "shape", "dtype", "names"])
 def test_wrong_gradients_raise_and_lose_nothing(wrapped, case):
     optimizer, call = wrapped
@@ -124,21 +80,6 @@ def test_list_and_none_inside_jit():
     assert values(optimizer) == [-1.0, -1.0]
 
 
-def test_flush_and_discard_in_every_mode(wrapped):
-    optimizer, call = wrapped
-    assert not optimizer.flush()
-    assert not optimizer.result.closed
-    call(ones(2.0, 4.0))
-    assert optimizer.flush()
-    assert values(optimizer) == [-1.0, -3.0]
-    call(ones(np.nan, 4.0))
-    optimizer.discard()
-    assert optimizer.result.micro_step == 0
-    call(ones(1.0, 1.0))
-    call(ones(1.0, 1.0))
-    assert values(optimizer) == [-2.0, -4.0]
-
-
 def test_flush_and_discard_inside_jit():
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=None)
 
@@ -156,29 +97,13 @@ def test_flush_and_discard_inside_jit():
 
 def test_bad_weights_and_options_raise():
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
-    for weight in (-1.0, np.nan, "1", Tensor([1.0, 2.0]), Tensor(-1.0)):
+    for weight in (Tensor([1.0, 2.0]), Tensor(-1.0)):
         with pytest.raises(gradaccum.GradAccumError, match="weight"):
             optimizer(ones(), weight)
-    with pytest.raises(gradaccum.GradAccumError, match="accumulate_dtype"):
-        gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2, accumulate_dtype="int32")
     with pytest.raises(gradaccum.UsageError, match="steps"):
         optimizer.steps = 3
     with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer"):
         gradaccum.wrap(optimizer, steps=2)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer"):
-        gradaccum.wrap(nn.Dense(2, 2), steps=2)
-
-
-def test_half_gradients_are_summed_in_float32():
-    parameter = Parameter(Tensor(np.ones(2), ms.float16), name="p")
-    optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0), steps=None, reduction="sum")
-    for value in (1.0, 2.0**-11, 2.0**-11):
-        optimizer((Tensor(np.full(2, value), ms.float16),))
-    assert optimizer.storage.sums[0].dtype == ms.float32
-    assert optimizer.storage.sums[0].asnumpy()[0] == 1.0 + 2.0**-10, "float16 would lose both small gradients"
-    optimizer.flush()
-    assert not optimizer.storage.sums[0].asnumpy().any(), "the window's end clears the sums"
-    assert parameter.asnumpy()[0] == np.float16(-(2.0**-10))
 
 
 def test_learning_rate_is_the_inner_one():
@@ -233,22 +158,3 @@ def test_accumulator_without_an_optimizer():
     assert not accumulator.applicable()
     assert not accumulator.clear()
     assert (accumulator.result.optimizer_step, accumulator.result.micro_step, accumulator.result.skipped) == (1, 0, True)
-
-
-def test_raising_optimizer_loses_nothing():
-    class Failing(nn.SGD):
-        fail = True
-
-        def __call__(self, gradients):
-            if self.fail:
-                raise RuntimeError("on purpose")
-            return super().__call__(gradients)
-
-    inner = Failing(two_parameters(), 1.0)
-    optimizer = gradaccum.wrap(inner, steps=2)
-    optimizer(ones(2.0, 4.0))
-    with pytest.raises(RuntimeError, match="on purpose"):
-        optimizer(ones(2.0, 4.0))
-    inner.fail = False
-    assert optimizer.flush()
-    assert values(optimizer) == [-1.0, -3.0]

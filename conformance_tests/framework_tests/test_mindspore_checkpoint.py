@@ -1,12 +1,10 @@
 """Saving and loading in the middle of a window: a resumed run equals the uninterrupted one, and a wrong checkpoint changes nothing."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,10 +1,7 @@
 """Names in a checkpoint: the state's Parameters share none with a layer, and no name stands twice."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,10 +1,7 @@
 """Weights in compiled code: the length of a dynamic axis, and numbers of another dtype than the state's."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

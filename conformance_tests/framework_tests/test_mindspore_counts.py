@@ -1,12 +1,10 @@
 """The cost of a compiled step, counted in MindSpore's graphs: operators, copies and buffers, never times."""
 
-import os
 import re
 from collections import Counter
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,10 +1,7 @@
 """`gradaccum_mindspore.coupled_value_and_grad`: losses that couple the items of a batch, in float64 against the large batch."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,10 +1,7 @@
 """Refusals of `gradaccum_mindspore.coupled_value_and_grad`, from Python and in compiled code, where randomness gives NaN instead."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

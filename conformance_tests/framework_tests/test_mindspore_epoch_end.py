@@ -1,11 +1,9 @@
 """`FlushAtEpochEnd`: the epoch's last, short window is applied before validation and saving."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,10 +1,7 @@
 """An update in PyNative that raised half-way is refused by name until the window is discarded or a checkpoint is loaded."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

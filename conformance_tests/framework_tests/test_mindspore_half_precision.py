@@ -1,11 +1,9 @@
 """Half precision in MindSpore: which sums and losses float16 can hold, and which overflow."""
 
-import os
 from functools import cache
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

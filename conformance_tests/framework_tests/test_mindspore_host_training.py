@@ -1,11 +1,9 @@
 """The training cell in graph mode on a CPU, where Python chooses the programs: the same as PyNative, whatever happens in a window."""
 
-import os
 from collections import Counter
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

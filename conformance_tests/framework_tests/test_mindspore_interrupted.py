@@ -1,10 +1,7 @@
 """A call that raises in PyNative leaves the state from before or after the call, never a mix."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -2,12 +2,10 @@
 
 import dataclasses
 import itertools
-import os
 from collections import namedtuple
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

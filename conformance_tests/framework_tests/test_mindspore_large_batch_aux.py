@@ -1,10 +1,7 @@
 """The other outputs of a loss function: each leaf merges as the user declares, to what the large batch gives."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

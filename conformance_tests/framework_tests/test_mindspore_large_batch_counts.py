@@ -1,13 +1,11 @@
 """The cost of a large batch in one call: compiled bodies, and buffers of the model's size."""
 
 import gc
-import os
 import re
 from collections import Counter
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

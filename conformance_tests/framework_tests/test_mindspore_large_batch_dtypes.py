@@ -1,10 +1,7 @@
 """Dtypes of the large batch: half precision is summed in float32, and ``accumulate_dtype`` asks for wider sums."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,10 +1,7 @@
 """Refusals of `gradaccum_mindspore.value_and_grad`, and random numbers of micro-batches."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -4,11 +4,9 @@ MindSpore's runtime never frees a value that one conditional branch hands to ano
 """
 
 import ctypes
-import os
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -7,12 +7,10 @@ Our scale and tracker are its ``scale_value`` and ``counter``, stepped once per 
 - the backoff multiplies by ``1 / scale_factor``, MindSpore divides: equal for powers of two, an ulp apart for others.
 """
 
-import os
 from types import SimpleNamespace
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,10 +1,7 @@
 """A `mindspore.amp.DynamicLossScaler` given as ``loss_scale=``: one optimizer unscales by it and adjusts it, and nothing else may."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,10 +1,7 @@
 """MindSpore's static loss scale, set in the inner optimizer and in `FixedLossScaleManager`: norms are those of the true gradient."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

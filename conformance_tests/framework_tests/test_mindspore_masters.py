@@ -1,11 +1,9 @@
 """float32 masters under MindSpore's own optimizers, which update them as they update float32 parameters, bit for bit."""
 
-import os
 from functools import cache
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

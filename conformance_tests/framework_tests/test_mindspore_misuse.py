@@ -1,12 +1,10 @@
 """Wrong calls raise and name the fix. Calls that only look wrong give the exact result."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

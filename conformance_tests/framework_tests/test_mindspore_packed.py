@@ -1,11 +1,9 @@
 """MindSpore's compiled norm, which measures many small sums as one: right whatever their number, sizes and elements."""
 
 import math
-import os
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

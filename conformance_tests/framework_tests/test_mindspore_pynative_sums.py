@@ -1,12 +1,10 @@
 """PyNative's arithmetic on the sums: equal by NumPy and by MindSpore's operators. On a CPU no operator waits for another thread."""
 
 import math
-import os
 import sys
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

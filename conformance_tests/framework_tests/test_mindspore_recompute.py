@@ -1,10 +1,7 @@
 """MindSpore: recomputation gives the same gradient to the bit, repeats dropout, and moves statistics once."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402

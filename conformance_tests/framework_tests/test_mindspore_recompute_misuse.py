@@ -1,11 +1,9 @@
 """Refusals of recomputation: at the call, or before a second run that would differ from the first."""
 
-import os
 import sys
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 from mindspore import nn, ops  # noqa: E402

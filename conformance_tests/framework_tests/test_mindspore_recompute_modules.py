@@ -1,14 +1,12 @@
 """A recomputed Cell in segments, nested, copied or given nests: it runs twice for a gradient alone, and needs less memory."""
 
 import copy
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

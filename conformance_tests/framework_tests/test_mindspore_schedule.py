@@ -1,10 +1,7 @@
 """A function given as ``steps``: its result is checked at the wrap, at each PyNative call, and at compilation. Schedulers beside it."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

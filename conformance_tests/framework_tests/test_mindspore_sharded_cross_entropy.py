@@ -1,10 +1,7 @@
 """`gradaccum_mindspore.sharded_cross_entropy`: one worker against `mindspore.ops.cross_entropy`, and what is refused."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,10 +1,7 @@
 """The wrapped optimizer in `mindspore.train.Model`, with its callbacks and an epoch's short tail."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,10 +1,7 @@
 """The training cell beside the user's own: a subclass's construct, layers frozen by ``set_train(False)``, a network of several losses."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402

@@ -1,7 +1,5 @@
 """Watching MindSpore: a loop in Python in both modes, a callback of `Model.train`, and the state in one line."""
 
-import math
-
 import pytest
 
 pytest.importorskip("mindspore", reason="needs MindSpore")
@@ -25,40 +23,6 @@ def made(**options):
     """A network with its loss, and the wrapped optimizer."""
     net = make_net()
     return nn.WithLossCell(net, nn.MSELoss()), gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), **{"steps": 2, **options})
-
-
-def test_a_loop_hears_the_large_batch():
-    heard = []
-    with_loss, optimizer = made()
-    watch, gradient = gradaccum.Watch(heard.append), ms.value_and_grad(with_loss, None, optimizer.parameters)
-    large = float(with_loss(Tensor(X[:20]), Tensor(Y[:20])))
-    _, gradients = gradient(Tensor(X[:20]), Tensor(Y[:20]))
-    norm = math.sqrt(sum(float((g.asnumpy() ** 2).sum()) for g in gradients))
-    for rows in (slice(0, 12), slice(12, 20)):
-        assert not heard
-        loss, gradients = gradient(Tensor(X[rows]), Tensor(Y[rows]))
-        optimizer(gradients, rows.stop - rows.start)
-        watch(optimizer.result, loss=loss, weight=rows.stop - rows.start)
-    (window,) = heard
-    assert (window.optimizer_step, window.applied, window.weight, window.micro_batches) == (1, True, 20, 2)
-    np.testing.assert_allclose((window.loss, window.grad_norm), (large, norm), rtol=1e-6)
-    optimizer(gradients)
-    watch(optimizer.result)
-    optimizer.discard()
-    watch(optimizer.result)
-    assert len(heard) == 1
-    assert all(type(value) in (int, float, bool) for value in window)
-
-
-def test_compiled_steps_are_watched_from_python():
-    set_mode("graph")
-    heard = []
-    with_loss, optimizer = made()
-    step, watch = TrainOneStepCell(with_loss, optimizer), gradaccum.Watch(heard.append)
-    for rows in (slice(0, 12), slice(12, 24)):
-        loss = step(Tensor(X[rows]), Tensor(Y[rows]))
-        watch(optimizer.result, loss=loss, weight=12)
-    assert [(w.applied, w.weight, w.micro_batches) for w in heard] == [(True, 24, 2)]
 
 
 def test_model_train_hears_every_window():

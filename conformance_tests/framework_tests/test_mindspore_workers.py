@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("GLOG_v", "4")
 pytest.importorskip("mindspore", reason="needs MindSpore")
 
 from conformance_tests.framework_tests import mindspore_workers

@@ -64,17 +64,6 @@ def test_half_precision_sums(options: dict[str, Any]) -> None:
     assert float(weight.detach()) == -1
 
 
-def test_all_weights_zero_is_no_update() -> None:
-    model = make_model()
-    before = copy.deepcopy(model.state_dict())
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=1.0), steps=None)
-    loss = split(model, opt, weight=[0] * 8)
-    assert float(loss) == 0
-    assert opt.result.skipped
-    assert not opt.result.overflow
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
-
-
 @pytest.mark.parametrize("scale", [lambda: None, lambda: 1024.0, lambda: torch.amp.GradScaler("cpu", init_scale=64.0)])
 @pytest.mark.parametrize("coupled", [False, True])
 def test_leaves_beside_the_optimizer(scale: Callable[[], Any], coupled: bool) -> None:
@@ -120,19 +109,6 @@ def test_own_window_size_is_refused(steps: Any) -> None:
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=steps)
     with pytest.raises(gradaccum.ArgumentValueError, match="steps=None"):
         split(model, opt)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
-def test_reduction_of_the_optimizer(reduction: str) -> None:
-    """Not given, it is the optimizer's, not the "mean" of a call without one."""
-    results = []
-    for given in ({}, {"reduction": reduction}):
-        model = make_model()
-        opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=None, reduction=reduction)
-        results.append([split(model, opt, **given), *model.parameters()])
-    assert all(map(torch.equal, *results))
-    rows = [cross_entropy(make_model()(X[a:b]), Y[a:b]) * (b - a if reduction == "mean" else 1) for a, b in ((0, 3), (3, 6), (6, 8))]
-    assert results[0][0].item() == pytest.approx(sum(rows).item() / (1 if reduction == "sum" else 8), rel=1e-6)
 
 
 def test_other_reduction_is_refused() -> None:

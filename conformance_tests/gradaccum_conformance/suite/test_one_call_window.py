@@ -96,6 +96,15 @@ def test_one_bad_item(backend: LargeBatchHarness, policy: str) -> None:
     assert worst(whole.parameters(), one_by_one.parameters()) < 1e-6
 
 
+def test_batch_without_weight_makes_no_update(backend: LargeBatchHarness) -> None:
+    session = start(backend, LINEAR)
+    before = session.parameters()
+    assert backend.update(session, standard_batch(LINEAR), options={"steps": 3, "weight": (0.0,) * 12}) == 0
+    result = session.result()
+    assert (result.applied, result.skipped, result.overflow, session.captured().calls) == (False, True, False, 0)
+    assert same(session.parameters(), before)
+
+
 def test_nothing_is_left_for_the_next_window(backend: LargeBatchHarness) -> None:
     session = start(backend, LINEAR)
     for _ in range(2):
