@@ -136,6 +136,12 @@ MUTANTS = (
         "jit",
     ),
     Mutant(
+        "compiled_window_keeps_what_is_discarded",
+        "        sums.compiled_clear(self.storage.sums, state[WEIGHT])\n",
+        "",
+        OWN + "test_mindspore_calls.py::test_flush_and_discard_inside_jit",
+    ),
+    Mutant(
         "compiled_window_forgets_its_first_norm",
         "        return self.storage.knowledge.compiled_needs_first(state) if self.measures_noise else self.true\n",
         "        return self.false\n",
