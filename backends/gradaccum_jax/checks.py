@@ -75,8 +75,8 @@ def require_params(params: Params, masters: Tree) -> None:
 
 
 def _shapes(tree: Tree, chosen: Callable[[Array], bool] = lambda leaf: True) -> dict[str, tuple[int, ...]]:
-    leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if chosen(leaf)]
-    return dict(zip(unique(jax.tree_util.keystr(path) for path, _ in leaves), (np.shape(leaf) for _, leaf in leaves), strict=True))
+    leaves = [(jax.tree_util.keystr(path), np.shape(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if chosen(leaf)]
+    return dict(zip(unique([name for name, _ in leaves]), [shape for _, shape in leaves], strict=True))
 
 
 def as_weight(weight: Scalar, dtype: DType) -> Scalar:

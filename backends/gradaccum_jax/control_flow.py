@@ -26,7 +26,7 @@ from jax.extend import core
 
 from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import Array, Axes, DType, Leaves, Tree
-from gradaccum_jax.sharding import axes_of, manual_axes, partitioned, traced_with_axes, vary
+from gradaccum_jax.sharding import partitioned, traced_with_axes, vary
 
 # Call the jitted form of a function where its arguments can be traced, else the function itself.
 #
@@ -68,9 +68,9 @@ def once(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
     def flat(*leaves: Array) -> Leaves:
         return jax.tree.leaves(function(jax.tree.unflatten(structure, leaves)))
 
-    closed, leaves = traced_with_axes(predicate, traced_once(flat, predicate), leaves)
-    run, constants = _runner(closed.jaxpr, leaves), [jnp.asarray(constant) for constant in closed.consts]
-    decided = _conditional if _happens_in_order(closed) else _batchable
+    closed, leaves, axes = traced_with_axes(predicate, traced_once(flat, predicate), leaves)
+    run, constants = _runner(closed.jaxpr, axes), [jnp.asarray(constant) for constant in closed.consts]
+    decided = _conditional if closed.effects and _happens_in_order(closed) else _batchable
     return cast(T, jax.tree.unflatten(structure, decided(run, predicate, constants, leaves)))
 
 
@@ -78,9 +78,8 @@ def named_axes(closed: Traced) -> Axes:
     return frozenset(effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect")
 
 
-def _runner(jaxpr: Any, leaves: Leaves) -> Run:
+def _runner(jaxpr: Any, axes: list[Axes]) -> Run:
     """Return the traced function, without any array or tracer: the rules outlive the trace that makes them."""
-    axes = [axes_of(leaf) for leaf in leaves] if manual_axes() else []
     # A program of JAX 0.12 holds its constants' values, which may be tracers. So the constants become arguments.
     program = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
 

@@ -69,14 +69,18 @@ def vary_like(params: Params, state: T, shared: Axes = frozenset()) -> T:
     return cast(T, jax.tree.map(lambda leaf: vary(leaf, axes), state)) if axes else state
 
 
-def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves) -> tuple[Any, Leaves]:
+def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves) -> tuple[Any, Leaves, list[Axes]]:
+    """`function` traced, and `leaves` with all axes that its results may have where `predicate` decides whether it runs.
+
+    The axes themselves come last, one for each leaf; none outside of `jax.shard_map`.
+    """
     while True:
         closed = jax.make_jaxpr(function)(*leaves)
         if not manual_axes():
-            return closed, leaves
+            return closed, leaves, []
         wanted = [axes_of(leaf) | axes_of(made) | axes_of(predicate) for leaf, made in zip(leaves, closed.out_avals, strict=True)]
         if wanted == [axes_of(leaf) for leaf in leaves]:
-            return closed, leaves
+            return closed, leaves, wanted
         leaves = [vary(leaf, axes) for leaf, axes in zip(leaves, wanted, strict=True)]
 
 

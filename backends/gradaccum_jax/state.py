@@ -91,7 +91,7 @@ def event_of(state: AccumulationState) -> tuple[Scalar, Scalar, Scalar]:
 
 
 def with_event(state: AccumulationState, applied: Scalar, skipped: Scalar, overflow: Scalar) -> AccumulationState:
-    flags = _all_like((applied, skipped, overflow), event_of(state))
+    flags = all_like((applied, skipped, overflow), event_of(state))
     return state._replace(last_applied=flags[0], last_skipped=flags[1], last_overflow=flags[2])
 
 
@@ -101,7 +101,7 @@ def fields_of(state: AccumulationState) -> Fields:
 
 def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
     """Return `state` with new values of the seven fields, each in its old type: a scan's carry must not change type."""
-    return AccumulationState._make((*_all_like(fields, fields_of(state)), *state[7:]))
+    return AccumulationState._make((*all_like(fields, fields_of(state)), *state[7:]))
 
 
 def like(new: Scalar, old: Scalar) -> Array:
@@ -110,7 +110,7 @@ def like(new: Scalar, old: Scalar) -> Array:
     return vary(cast, axes_of(old)) if manual_axes() else cast
 
 
-def _all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
+def all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:
     """Cast each of `news` to the dtype of its old value, and mark it as varying along the same mesh axes."""
     cast = [jnp.asarray(new, jnp.result_type(old)) for new, old in zip(news, olds, strict=True)]
     return [vary(new, axes_of(old)) for new, old in zip(cast, olds, strict=True)] if manual_axes() else cast

@@ -14,7 +14,7 @@ from gradaccum.kit import Fields, Noise, Options, Scalar
 from gradaccum_jax.arrays import DType, Tree
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.sharding import ShardAxes
-from gradaccum_jax.state import UNKNOWN, AccumulationState, as_read, as_stored, fields_of, like
+from gradaccum_jax.state import UNKNOWN, AccumulationState, all_like, as_read, as_stored, fields_of, like
 from gradaccum_jax.sums import measure, passing
 
 Firsts = tuple[Scalar, ...]
@@ -42,7 +42,7 @@ def add(state: AccumulationState, loss: Scalar, weight: Scalar, adds: Scalar, op
         return measure(held, state.loss.dtype, shard_axes)[0]
 
     norm = once(kit.is_first(state.noise, fields), look, jnp.zeros_like(state.loss))
-    state = _with_noise(state, Noise(*kit.first_seen(state.noise, fields, norm, jnp.where)))
+    state = state._replace(noise=Noise(*all_like(kit.first_seen(state.noise, fields, norm, jnp.where), state.noise)))
     # Never below 0. The dependence tells XLA that the norm is taken before the window's end writes over the sum: else it copies the sum.
     return state._replace(weight=like(jnp.where(norm < 0, norm, state.weight), state.weight))
 
@@ -68,13 +68,15 @@ def close(
     state: AccumulationState, loss: Scalar, firsts: Firsts, grad_norm: Scalar, fields: Fields, options: Options, at_end: Scalar
 ) -> AccumulationState:
     """Return the state after a window if `at_end` holds, otherwise as it is."""
-    last = like(jnp.where(at_end, as_stored(loss), state.last_loss), state.last_loss)
-    ended = state._replace(loss=like(jnp.where(at_end, 0, state.loss), state.loss), last_loss=last)
+    losses = jnp.where(at_end, 0, state.loss), jnp.where(at_end, as_stored(loss), state.last_loss)
+    held, last = all_like(losses, (state.loss, state.last_loss))
+    ended = state._replace(loss=held, last_loss=last)
     if state.noise is None:
         return ended
     weight, square, count = firsts
     seen = kit.window_seen((weight, square, *state.noise[2:]), fields, grad_norm, options, jnp.where, count)
-    return _with_noise(ended, Noise(*(jnp.where(at_end, new, old) for new, old in zip(seen, state.noise, strict=True))))
+    noise = [jnp.where(at_end, new, old) for new, old in zip(seen, state.noise, strict=True)]
+    return ended._replace(noise=Noise(*all_like(noise, state.noise)))
 
 
 def loss_of(total: Scalar, fields: Fields, options: Options) -> Scalar:
@@ -84,9 +86,4 @@ def loss_of(total: Scalar, fields: Fields, options: Options) -> Scalar:
 
 def discard(state: AccumulationState) -> AccumulationState:
     emptied = state._replace(loss=jnp.zeros_like(state.loss))
-    return emptied if state.noise is None else _with_noise(emptied, Noise(*kit.forget_window(state.noise)))
-
-
-def _with_noise(state: AccumulationState, noise: Noise) -> AccumulationState:
-    held = noise if state.noise is None else state.noise
-    return state._replace(noise=Noise(*(like(new, old) for new, old in zip(noise, held, strict=True))))
+    return emptied if state.noise is None else emptied._replace(noise=Noise(*all_like(kit.forget_window(state.noise), state.noise)))

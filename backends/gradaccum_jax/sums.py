@@ -286,8 +286,11 @@ def _squares(groups: Groups, power: Scalar) -> Scalar:
         # Never below 0. The dependence makes XLA, which writes out squares on a CPU before JAX 0.10, measure one group after the other.
         factor = jnp.where(done[-1] < 0, done[-1], power) if done else power
         done.append(jnp.sum(functools.reduce(operator.add, [jnp.square(leaf * factor) for leaf in leaves])))
-    totals = [(axes, sum_of(jnp.stack(squares))) for axes, squares in alike.items()]
-    return sum([lax.psum(total, axes) if axes else total for axes, total in totals], 0 * power)  # type: ignore[no-untyped-call]
+    whole = 0 * power
+    for axes, squares in alike.items():
+        total = sum_of(jnp.stack(squares))
+        whole = whole + (lax.psum(total, axes) if axes else total)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def _smallest_sum(dtype: DType) -> float:
@@ -297,6 +300,8 @@ def _smallest_sum(dtype: DType) -> float:
 
 
 def _real_leaves(accumulator: Tree, dtype: DType) -> Leaves:
-    leaves = [leaf for leaf in jax.tree.leaves(accumulator) if leaf.size]
-    parts = [(leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,) for leaf in leaves]
-    return [part.astype(dtype) for pair in parts for part in pair]
+    parts: Leaves = []
+    for leaf in jax.tree.leaves(accumulator):
+        if leaf.size:
+            parts += (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
+    return [part.astype(dtype) for part in parts]

@@ -188,8 +188,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_loss_for_the_next_window",
-        "like(jnp.where(at_end, 0, state.loss), state.loss)",
-        "state.loss",
+        "losses = jnp.where(at_end, 0, state.loss), ",
+        "losses = state.loss, ",
         SUITE + "test_knowledge.py::test_loss_is_the_large_batch_s",
     ),
     Mutant(
