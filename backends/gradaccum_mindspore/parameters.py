@@ -73,7 +73,7 @@ def _holds(value: object, replacements: Replacements) -> bool:
 
 
 def _replaced(value: Any, replacements: Replacements) -> Any:
-    """Return a copy of a container, with masters for parameters; a container that holds no parameter stays the same object."""
+    """Copy a container, with masters for parameters; a container without parameters stays the same object."""
     if not _holds(value, replacements):
         return value
     if isinstance(value, MutableMapping):

@@ -141,7 +141,7 @@ def key_of(fn: object, batch: Batch) -> Hashable:
 
 
 def _same_draws(fn: object) -> AbstractContextManager[Callable[[], None]]:
-    """Return a context that gives what to call before each attempt, so that all of them draw the same random numbers."""
+    """Return a context whose function restores the random state before each attempt."""
     if ms.get_context("mode") == ms.GRAPH_MODE:
         return nullcontext(lambda: None)
     return _Draws(fn)

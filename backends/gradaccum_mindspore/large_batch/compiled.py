@@ -316,7 +316,7 @@ def with_leaves(fn: Any) -> Any:
 
 
 def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
-    """Return a function of the leaves' sizes that returns how many micro-batches of what size there are, and the items of the last one."""
+    """Return a function from the leaves' sizes to the number and size of the micro-batches, and the size of the last micro-batch."""
 
     @constexpr(reuse_result=False)  # type: ignore[untyped-decorator]
     def checked_cuts(sizes: tuple[tuple[Any, ...], ...]) -> tuple[int, int, int]:

@@ -202,7 +202,7 @@ def rows_of(leaves: Any, indices: Tensor, start: Tensor, items: int) -> tuple[Te
 
 
 def differences(first: Any, second: Any, zero: Tensor) -> Tensor:
-    """Return how many outputs differ between the passes by more than rounding; a scalar in the dtype of `zero`."""
+    """Count the outputs that differ between the passes by more than rounding; returns a scalar in the dtype of `zero`."""
     found = zero * 1
     for place in range(len(first)):
         found = found + _differing(first[place], second[place], zero)
@@ -221,7 +221,7 @@ def _differing(a: Tensor, b: Tensor, zero: Tensor) -> Tensor:
 
 
 def ranks_of(leaves: Any) -> tuple[int, ...]:
-    """Return how many axes each leaf has; -1 for what is no Tensor."""
+    """Return each leaf's number of axes; -1 for a leaf that is no Tensor."""
     ranks: tuple[int, ...] = ()
     for place in range(len(leaves)):
         ranks = (*ranks, len(leaves[place].shape) if isinstance(leaves[place], Tensor) else -1)
@@ -370,7 +370,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
         return self._once(("second", floating), lambda: ms.value_and_grad(made, None, self.trained, True))
 
     def _once(self, key: object, make: Callable[[], Function]) -> Function:
-        """Return what `make` returns, made once for each key and mode: MindSpore compiles each new function anew."""
+        """Call `make` once for each key and mode: MindSpore compiles each new function anew."""
         key = (key, ms.get_context("mode"))
         if key not in self.made:
             self.made[key] = make()

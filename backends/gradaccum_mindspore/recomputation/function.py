@@ -45,7 +45,7 @@ _engine: Any = sys.modules[ms.recompute.__module__]
 
 
 def current() -> Any:
-    """Return how inputs are cast now, by running an operator, since MindSpore does not say."""
+    """Return the current cast of inputs, found by running an operator: MindSpore does not say."""
     if (wide := _seen(ms.float32)) in _KINDS:
         return _KINDS[wide]
     return MixedPrecisionType.FP32 if _seen(ms.float16) == ms.float32 else MixedPrecisionType.NOTSET
@@ -192,7 +192,7 @@ WRITERS = ("BatchNorm", "SyncBatchNorm", "BatchNormExt", "InstanceNorm")
 
 
 def buffers_of(cells: Iterable[nn.Cell]) -> list[Tensor]:
-    """Return what has no gradient in these cells: untrained Parameters, frozen weights among them, and registered buffers."""
+    """Return the cells' values without a gradient: untrained Parameters and registered buffers."""
     found: dict[int, Tensor] = {}
     for cell in cells:
         found |= {id(p): p for p in cell.get_parameters() if not p.requires_grad}
