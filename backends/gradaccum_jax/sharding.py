@@ -70,7 +70,7 @@ def vary_like(params: Params, state: T, shared: Axes = frozenset()) -> T:
 
 
 def traced_with_axes(predicate: Scalar, function: Callable[..., Leaves], leaves: Leaves) -> tuple[Any, Leaves, list[Axes]]:
-    """`function` traced, and `leaves` with all axes that its results may have where `predicate` decides whether it runs.
+    """Trace `function`, and give `leaves` all axes that its results may have where `predicate` decides whether it runs.
 
     The axes themselves come last, one for each leaf; none outside of `jax.shard_map`.
     """
