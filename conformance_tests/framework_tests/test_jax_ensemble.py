@@ -143,6 +143,6 @@ def test_optimizer_that_reduces_over_members_is_refused(make: Callable[..., Any]
     def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return jax.lax.pmean(gradients, "members"), state
 
-    tx, params = make(optax.GradientTransformation(optax.init_empty_state, update), 1), jnp.ones((MEMBERS, 2))
+    tx, params = make(optax.GradientTransformation(lambda params: optax.EmptyState(), update), 1), jnp.ones((MEMBERS, 2))
     with pytest.raises(gradaccum.UsageError, match=r"^optimizer: .*reduces over \['members'\].*before tx\.update"):
         jax.vmap(tx.update, axis_name="members")(params, jax.vmap(tx.init)(params), params)
