@@ -3,12 +3,11 @@
 from gradaccum_torch.backend import TorchBackend, backend
 from gradaccum_torch.large_batch.backward import backward
 from gradaccum_torch.large_batch.coupled import coupled_backward
-from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.recomputation import recompute
 from gradaccum_torch.saving import redistributed
 from gradaccum_torch.scheduler import GatedScheduler
-from gradaccum_torch.verification import verify
+from gradaccum_torch.verification import verify, verify_loss_scaling
 from gradaccum_torch.workers import sharded_cross_entropy
 
 __all__ = [

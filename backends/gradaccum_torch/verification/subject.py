@@ -16,9 +16,9 @@ from torch.utils import data
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, explain, require_weight, scalar_loss_error
-from gradaccum_torch.linearity import verify_loss_scaling
 from gradaccum_torch.private import input_dtypes
 from gradaccum_torch.verification.batch import Batch, perturbed
+from gradaccum_torch.verification.custom_backward import graph_of, verify_loss_scaling
 from gradaccum_torch.verification.draws import Draw, Drawing, Recording, repeated
 from gradaccum_torch.verification.layers import Calls, mixing_layers
 
@@ -195,17 +195,11 @@ def _differentiated(loss: Tensor) -> set[torch.dtype]:
     Raises:
         UsageError: it holds a reentrant checkpoint, which hides its parameters from `torch.autograd.grad`.
     """
-    waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(following for following, _ in node.next_functions)
-    if any(node is not None and node.name() == "CheckpointFunctionBackward" for node in seen):
+    nodes = graph_of(loss)
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
         fix = "Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False); it has the same gradient."
         raise explain(UsageError, "loss_fn", expected="a graph that holds its parameters", found="a reentrant checkpoint", fix=fix)
-    found = set().union({loss.dtype}, *(input_dtypes(node) for node in seen if node is not None))
+    found = {loss.dtype}.union(*map(input_dtypes, nodes))
     return {dtype for dtype in found if dtype.is_floating_point}
 
 

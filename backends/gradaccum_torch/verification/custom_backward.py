@@ -16,7 +16,7 @@ from torch import Tensor
 from gradaccum import ArgumentTypeError, LinearityReport
 from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report, relative_error
 from gradaccum_torch.checks import require_loss
-from gradaccum_torch.private import input_dtypes
+from gradaccum_torch.private import Node, input_dtypes
 
 
 def verify_loss_scaling(
@@ -90,7 +90,7 @@ class _Passes:
 
     def __init__(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> None:
         self._loss, self._parameters = loss, parameters
-        self._nodes = list(_graph(loss))
+        self._nodes = graph_of(loss)
         self._calls: dict[Any, tuple[Any, ...]] = {}
         self.dtypes = set().union(*map(input_dtypes, self._nodes))
         """The dtypes of everything that is differentiated: parameters, and the copies that autocast made of them."""
@@ -129,14 +129,15 @@ def _named(parameters: Any) -> dict[str, Tensor]:
     return dict(pairs)
 
 
-def _graph(loss: Tensor) -> Iterator[Any]:
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting.extend(following for following, _ in node.next_functions)
+def graph_of(loss: Tensor) -> list[Node]:
+    """Return the nodes of the graph of `loss`, each once."""
+    waiting: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
+    nodes = dict.fromkeys(waiting)
+    for node in waiting:  # It grows meanwhile.
+        new = dict.fromkeys(following for following, _ in node.next_functions if following is not None and following not in nodes)
+        nodes |= new
+        waiting += new
+    return list(nodes)
 
 
 def _is_custom(node: Any) -> bool:
