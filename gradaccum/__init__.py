@@ -10,7 +10,9 @@ from gradaccum.errors import (
     BackendNotFoundError,
     CheckpointError,
     GradAccumError,
+    GradAccumWarning,
     GradientError,
+    MissingPackageError,
     UsageError,
 )
 from gradaccum.linearity import LinearityReport
@@ -19,9 +21,9 @@ from gradaccum.registry import available_backends, load_backend, registered_back
 from gradaccum.splitting import AutoMicroBatchSize
 from gradaccum.state import StepResult
 from gradaccum.statistics import effective_batch_size, scaled_learning_rate
-from gradaccum.verification import Cause, MissingPackageError, VerificationReport, verify
+from gradaccum.verification import Cause, VerificationReport, verify
 from gradaccum.watching import Watch
-from gradaccum.window_loop import Window, Windows, windows
+from gradaccum.window_loop import Window, Windows, updates_in, windows
 
 __version__ = "0.1.0"
 
@@ -34,6 +36,7 @@ __all__ = [
     "CheckpointError",
     "DynamicLossScale",
     "GradAccumError",
+    "GradAccumWarning",
     "GradientError",
     "LinearityReport",
     "LossScale",
@@ -51,6 +54,7 @@ __all__ = [
     "registered_backends",
     "scaled_learning_rate",
     "until_weight",
+    "updates_in",
     "verify",
     "windows",
     "wrap",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection
-from typing import SupportsFloat, SupportsIndex, TypeVar, cast
+from importlib import import_module
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 
 class GradAccumError(Exception):
@@ -32,6 +33,14 @@ class UsageError(GradAccumError, RuntimeError):
     """A call that would make the result silently wrong at this point."""
 
 
+class MissingPackageError(GradAccumError, ImportError):
+    """A package that only this call needs is not installed."""
+
+
+class GradAccumWarning(UserWarning):
+    """A loop that is right as it stands, and most likely not what its author means. Each cause is said once per wrapped optimizer."""
+
+
 class BackendNotFoundError(GradAccumError, ImportError):
     """No backend for this name, or its framework is not installed."""
 
@@ -52,6 +61,28 @@ def explain(kind: type[E], argument: str, *, expected: str, fix: str, got: objec
     """
     given = f"{got!r} ({type(got).__name__})" if found is None else found
     return kind(f"{argument}: expected {expected}; got {given}. {fix}")
+
+
+def imported(argument: str, *modules: str, install: str, otherwise: str) -> Any:
+    """Import the first of `modules` that is installed.
+
+    Args:
+        argument: the call or the argument that needs it, for the message.
+        modules: dotted names.
+        install: what ``pip install`` brings it.
+        otherwise: what works without it, as a clause.
+
+    Raises:
+        MissingPackageError: none is.
+    """
+    missing: list[ModuleNotFoundError] = []
+    for module in modules:
+        try:
+            return import_module(module)
+        except ModuleNotFoundError as error:
+            missing.append(error)
+    expected, fix = " or ".join(map(repr, modules)), f"Run: pip install {install}; or {otherwise}."
+    raise explain(MissingPackageError, argument, expected=expected, found="none installed", fix=fix) from missing[-1]
 
 
 # Checks of plain arguments. A bool is no number here, and NaN is no value.

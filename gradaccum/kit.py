@@ -1,8 +1,9 @@
 """The parts of a backend. `gradaccum` itself has what users need, the error classes included.
 
-- `accumulate`, `usable`, `contribution`, `ends`, `decide`, `close`, `discard`: transitions of the `State` under `Options`;
+- `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`, `discard`: transitions of the `State`;
 - `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: a window's loss and noise;
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
+- `epoch`, `updates_in`: a pass over a loader;
 - `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging its outputs;
 - `explain`, ``require_...`` and ``..._error``: one class and one wording for each mistake in every backend;
 - `Listeners`: callbacks for closed windows; `described`, `status`: the state in one line;
@@ -39,8 +40,10 @@ from gradaccum.options import (
     ScaleRule,
     Schedule,
     UntilWeight,
+    given_weight,
     is_known,
     make_options,
+    require_denominator_allowed,
     require_reduction,
     require_steps,
 )
@@ -122,6 +125,7 @@ from gradaccum.transitions import (
     select,
     steps_at,
     usable,
+    with_denominator,
 )
 from gradaccum.verification import (
     ROUNDING_LIMIT,
@@ -138,6 +142,7 @@ from gradaccum.verification import (
     item_axis,
 )
 from gradaccum.watching.watch import Handle, Listener, Listeners
+from gradaccum.window_loop import epoch, updates_in
 
 __all__ = [
     "FIELD_DTYPES",
@@ -199,12 +204,14 @@ __all__ = [
     "divisor",
     "encode_terms",
     "ends",
+    "epoch",
     "examine",
     "explain",
     "finished",
     "first_seen",
     "forget_window",
     "free_frames",
+    "given_weight",
     "half_made_error",
     "has_exact_inverse",
     "initial_state",
@@ -237,6 +244,7 @@ __all__ = [
     "relative_error",
     "require_bool",
     "require_classes",
+    "require_denominator_allowed",
     "require_format",
     "require_item_weights",
     "require_items",
@@ -262,9 +270,11 @@ __all__ = [
     "torn_window_error",
     "unknown_limit_error",
     "update_due_error",
+    "updates_in",
     "usable",
     "window_loss",
     "window_seen",
+    "with_denominator",
     "with_leaves",
     "wrapped_twice_error",
 ]

@@ -350,6 +350,30 @@ def require_reduction(reduction: object) -> Reduction:
     return cast(Reduction, require_choice("reduction", reduction, REDUCTIONS))
 
 
+def given_weight(weight: Scalar | None, reduction: Reduction) -> Scalar:
+    """Return the weight of a micro-batch, 1 where None was given.
+
+    Raises:
+        ArgumentTypeError: None was given with ``reduction="item_mean"``, which divides by the weights.
+    """
+    if weight is None and reduction == "item_mean":
+        expected = 'the number of items (tokens) in the micro-batch, by which reduction="item_mean" divides'
+        fix = 'Pass weight=n with each micro-batch. If the loss is a mean already, leave reduction="item_mean" out.'
+        raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix=fix)
+    return 1.0 if weight is None else weight
+
+
+def require_denominator_allowed(options: Options) -> None:
+    """Raise unless ``flush(denominator=...)`` has a meaning: the caller closes every window, and no noise scale is measured."""
+    argument, expected = "denominator", "to be left out beside"
+    if options.steps is not None:
+        found, fix = f"one beside steps={options.steps!r}", "Write steps=None, and call flush(denominator=n) where a window ends."
+        raise explain(ArgumentValueError, argument, expected=f"{expected} steps, which closes windows by itself", found=found, fix=fix)
+    if options.noise_decay is not None:
+        fix = "Pass each micro-batch's number of items as its weight, or leave noise_scale out."
+        raise explain(ArgumentValueError, argument, expected=f"{expected} noise_scale", found="both of them", fix=fix)
+
+
 def _noise_decay(noise_scale: object) -> float | None:
     """Return the decay that ``noise_scale=`` asks for."""
     if isinstance(noise_scale, bool):

@@ -157,6 +157,23 @@ def divisor(state: Fields, options: Options, where: Where) -> Scalar:
     return loss_scale * (one if options.reduction == "sum" else where(weight > 0, weight, one))
 
 
+def with_denominator(state: Fields, denominator: Scalar, options: Options, where: Where) -> tuple[Fields, Options]:
+    """Return the state and the options under which the ending window's sum is divided by `denominator` in place of its weight.
+
+    `divisor`, `decide` and `gradaccum.kit.window_loss` take them; a window of weight 0 stays one.
+
+    Args:
+        state: the state after its last micro-batch, of all workers.
+        denominator: a finite scalar > 0; with any other one `decide` makes no update.
+        options: the checked options.
+        where: the backend's `Where`.
+    """
+    micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker = state
+    weight = where(weight > 0, denominator + 0 * weight, weight)
+    divides = options._replace(reduction="item_mean") if options.reduction == "sum" else options
+    return (micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker), divides
+
+
 def decide(
     state: Fields, norm: Scalar, finite: Scalar, options: Options, where: Where, largest: float = FLOAT32_MAX
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:

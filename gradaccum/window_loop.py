@@ -1,4 +1,4 @@
-"""Windows read from a loader, with totals that are known before the first forward pass.
+"""Passes over a loader: the updates in one, the flush at its end, and windows with totals that are known before the first forward pass.
 
 A loss with one denominator needs none of this: pass each micro-batch's weight. A loss of several terms, each divided by its own total
 (tokens, sequences, masked tokens), has no such weight. So the user divides each term by the window's total of it, and sums the window
@@ -7,11 +7,21 @@ with ``reduction="sum"``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from types import MappingProxyType
 from typing import Generic, SupportsFloat, TypeVar, cast
 
-from gradaccum.errors import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError, explain, require_int, require_number
+from gradaccum.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    GradAccumError,
+    UsageError,
+    explain,
+    imported,
+    require_bool,
+    require_int,
+    require_number,
+)
 from gradaccum.options import Schedule, UntilWeight, make_schedule, require_steps
 from gradaccum.transitions import select, steps_at
 
@@ -125,6 +135,78 @@ def _weight_error(kind: type[GradAccumError], names: tuple[str, ...], got: objec
     names_of = ", ".join(map(repr, names)) or "there is none"
     fix = 'Write weight="tokens" with count={"tokens": ...}, or weight=lambda batch: ...'
     return explain(kind, "weight", expected=f"the name of a count ({names_of}) or a function of a micro-batch", got=got, fix=fix)
+
+
+# One pass over a loader: how many updates it makes, and the flush at its end.
+
+
+def updates_in(micro_batches: Sized | int, steps: object, *, epochs: int = 1, optimizer_step: int = 0) -> int:
+    """Return the number of updates in `epochs` passes over a loader, each of which ends with a flush: the length of a scheduler.
+
+    Args:
+        micro_batches: the loader, which has a length, or its number of micro-batches, an int >= 0.
+        steps: as for `gradaccum.wrap`: an int, pairs or a callable of the optimizer step.
+        epochs: passes over the loader, an int >= 0.
+        optimizer_step: the updates made before them, for a schedule of steps.
+
+    Raises:
+        ArgumentTypeError: `micro_batches` has no length; or windows end by weight or by the caller, so that nobody knows their number.
+        ArgumentValueError: an argument is out of its range.
+
+    Examples:
+        >>> updates_in(10, steps=4, epochs=2)  # Windows of 4, 4 and 2 micro-batches, twice.
+        6
+    """
+    schedule = make_schedule(steps)
+    if schedule is None or isinstance(schedule, UntilWeight):
+        expected, fix = "a number of micro-batches per window", "Count the windows of gradaccum.windows(loader, ...) instead."
+        raise explain(ArgumentTypeError, "steps", expected=expected, got=steps, fix=fix)
+    if isinstance(micro_batches, Sized):
+        micro_batches = len(micro_batches)
+    length = require_int("micro_batches", micro_batches, at_least=0, fix="Pass the loader's number of micro-batches, for example 100.")
+    first = updates = require_int("optimizer_step", optimizer_step, at_least=0)
+    for _ in range(require_int("epochs", epochs, at_least=0)):
+        left = length
+        while left > 0:
+            left -= cast(int, _size(schedule, updates))
+            updates += 1
+    return updates - first
+
+
+def epoch(loader: Iterable[M], flush: Callable[[], object], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
+    """Return an iterator over the micro-batches of a loader, which flushes when the loader ends.
+
+    A loop that is left early (``break``, an error) leaves its window open.
+
+    Args:
+        loader: yields the micro-batches.
+        flush: closes the open window.
+        carry: leave the last window open for the next pass.
+        progress: show a progress bar with rich.
+
+    Raises:
+        ArgumentTypeError: `loader` is no iterable, or a flag no bool.
+        MissingPackageError: `progress` without rich.
+    """
+    _require_iterable(loader)
+    require_bool("carry", carry)
+    return _epoch(_with_progress(loader) if require_bool("progress", progress) else loader, None if carry else flush)
+
+
+def _epoch(loader: Iterable[M], flush: Callable[[], object] | None) -> Iterator[M]:
+    yield from loader
+    if flush is not None:
+        flush()
+
+
+def _with_progress(loader: Iterable[M]) -> Iterable[M]:
+    track = imported("progress", "rich.progress", install="rich", otherwise="leave progress out").track
+    return cast(Iterable[M], track(loader, "micro-batches", total=len(loader) if isinstance(loader, Sized) else None))
+
+
+def _require_iterable(loader: object) -> None:
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise explain(ArgumentTypeError, "loader", expected="an iterable over micro-batches", got=loader, fix="Pass the loader itself.")
 
 
 # A window whose micro-batches are all read before the first is run, and the pass over a loader that reads them.
@@ -306,8 +388,7 @@ def windows(
         3 {'tokens': 22.0, 'sequences': 6.0}
         1 {'tokens': 6.0, 'sequences': 1.0}
     """
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise explain(ArgumentTypeError, "loader", expected="an iterable over micro-batches", got=loader, fix="Hand in the loader itself.")
+    _require_iterable(loader)
     schedule = make_schedule(steps)
     if schedule is None:
         expected, fix = "the size of a window", "Write for example steps=4, or steps=gradaccum.until_weight(4096) with weight=."

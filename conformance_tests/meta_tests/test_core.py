@@ -24,16 +24,20 @@ from gradaccum.kit import (
     decode_terms,
     discard,
     encode_terms,
+    given_weight,
     initial_state,
     make_options,
     rate_bits,
     redistributed,
+    require_denominator_allowed,
     require_same_rates,
     require_steps,
     resumed,
     select,
     steps_at,
     terms_of,
+    window_loss,
+    with_denominator,
 )
 
 
@@ -135,6 +139,37 @@ def test_clipped_norm_is_the_limit() -> None:
     decision = Decision(*decide(State(2, 0, 0, 2.0, False, 8.0, 0), 64.0, True, options, select))
     assert decision.grad_norm == 4.0
     assert 64.0 / decision.divisor == 0.5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+def test_denominator_takes_the_place_of_the_weight(reduction: str) -> None:
+    options = make_options(None, reduction=reduction, clip_norm=1.0)
+    state, divides = with_denominator(State(2, 0, 0, 3.0, False, 8.0, 0), 16.0, options, select)
+    decision = Decision(*decide(state, 64.0, True, divides, select))
+    assert (decision.grad_norm, decision.divisor) == (0.5, 128.0)
+    assert window_loss(32.0, state, divides, select) == 2.0
+    empty, _ = with_denominator(State(2, 0, 0, 0.0, False, 8.0, 0), 16.0, options, select)
+    assert not Decision(*decide(empty, 0.0, True, divides, select)).apply, "a window of weight 0 stays one"
+
+
+@pytest.mark.parametrize("denominator", [0.0, -1.0, math.nan, math.inf])
+def test_bad_denominator_in_compiled_code_makes_no_update(denominator: float) -> None:
+    state, divides = with_denominator(State(2, 0, 0, 3.0, False, 1.0, 0), denominator, make_options(None), select)
+    assert not Decision(*decide(state, 64.0, True, divides, select)).apply
+
+
+def test_item_mean_asks_for_the_weight() -> None:
+    assert given_weight(None, "mean") == given_weight(None, "sum") == 1
+    assert given_weight(0, "item_mean") == 0
+    with pytest.raises(gradaccum.ArgumentTypeError, match="weight: expected the number of items"):
+        given_weight(None, "item_mean")
+
+
+@pytest.mark.parametrize("options", [{"steps": 4}, {"steps": None, "noise_scale": True}], ids=str)
+def test_denominator_is_for_windows_that_the_caller_closes(options: Any) -> None:
+    require_denominator_allowed(make_options(None))
+    with pytest.raises(gradaccum.ArgumentValueError, match="denominator: expected to be left out beside"):
+        require_denominator_allowed(make_options(**options))
 
 
 def test_clipping_divisor_beyond_float32_overflows() -> None:

@@ -9,7 +9,6 @@ import math
 import pickle
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +266,7 @@ def test_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) ->
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(import_module("gradaccum.watching.writers"), "import_module", missing)
+    monkeypatch.setattr("gradaccum.errors.import_module", missing)
     with pytest.raises(MissingPackageError, match="Run: pip install"):
         make()
 

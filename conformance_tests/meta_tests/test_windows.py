@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradaccum
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, until_weight, window_loop, windows
+from gradaccum import ArgumentTypeError, ArgumentValueError, MissingPackageError, UsageError, until_weight, updates_in, window_loop, windows
+from gradaccum.kit import epoch
 
 COUNT = {"tokens": sum, "sequences": len}
 
@@ -59,7 +60,7 @@ def lengths(made: Any) -> list[int]:
 
 def test_example_in_docstring() -> None:
     result = doctest.testmod(window_loop)
-    assert (result.attempted, result.failed) == (2, 0)
+    assert (result.attempted, result.failed) == (3, 0)
 
 
 def test_short_last_window_has_its_own_totals() -> None:
@@ -221,3 +222,62 @@ def test_bad_sizes_of_a_callable_raise(size: Any) -> None:
 
 def test_empty_loader() -> None:
     assert lengths(windows([], 2)) == lengths(windows([], until_weight(2), weight=float)) == []
+
+
+GROWING = [(0, 1), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("length", "steps", "epochs", "first", "updates"),
+    [(10, 4, 1, 0, 3), (8, 4, 3, 0, 6), (0, 4, 2, 0, 0), (10, GROWING, 1, 0, 5), (10, GROWING, 1, 3, 3), (6, lambda n: n + 1, 2, 0, 5)],
+)
+def test_updates_are_counted_with_the_short_windows(length: int, steps: Any, epochs: int, first: int, updates: int) -> None:
+    for micro_batches in (length, [None] * length):
+        assert updates_in(micro_batches, steps, epochs=epochs, optimizer_step=first) == updates
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "steps", "argument"),
+    [(iter([1]), 4, "micro_batches"), (-1, 4, "micro_batches"), (10, None, "steps"), (10, until_weight(4), "steps")],
+    ids=str,
+)
+def test_unknown_numbers_of_updates_raise(micro_batches: Any, steps: Any, argument: str) -> None:
+    with pytest.raises(gradaccum.GradAccumError, match=f"{argument}: expected"):
+        updates_in(micro_batches, steps)
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_epoch_flushes_when_the_loader_ends(progress: bool) -> None:
+    flushed: list[int] = []
+    seen = []
+    for item in epoch([1, 2, 3], lambda: flushed.append(len(seen)), progress=progress):
+        seen.append(item)
+        assert not flushed
+    assert (seen, flushed) == ([1, 2, 3], [3])
+
+
+def test_epoch_leaves_the_window_open_where_it_is_asked_to_or_is_left_early() -> None:
+    def flush() -> None:
+        raise AssertionError("nobody asked for it")
+
+    assert list(epoch([1, 2], flush, carry=True)) == [1, 2]
+    for item in epoch([1, 2], flush):
+        if item == 1:
+            break
+    broken = epoch(Loader([1, 1], fails_at=1), flush)
+    with pytest.raises(OSError, match="a disk"):
+        list(broken)
+
+
+def test_bad_arguments_of_an_epoch_raise_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentTypeError, match="loader: expected an iterable"):
+        epoch(3, print)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="carry: "):
+        epoch([], print, carry=1)  # type: ignore[arg-type]
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("gradaccum.errors.import_module", missing)
+    with pytest.raises(MissingPackageError, match=r"progress: .* Run: pip install rich; or leave progress out"):
+        epoch([], print, progress=True)

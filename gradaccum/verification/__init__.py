@@ -2,7 +2,7 @@
 
 from gradaccum.verification.examining import examine
 from gradaccum.verification.measuring import ROUNDING_LIMIT, item_axis
-from gradaccum.verification.report import Cause, MissingPackageError, VerificationReport, VerifyingBackend, verify
+from gradaccum.verification.report import Cause, VerificationReport, VerifyingBackend, verify
 from gradaccum.verification.subject import Column, Conditions, HostRandom, Layer, Precision, Run, Subject, as_loss
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "Conditions",
     "HostRandom",
     "Layer",
-    "MissingPackageError",
     "Precision",
     "Run",
     "Subject",

@@ -10,16 +10,12 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
-from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, GradAccumError, explain
+from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, explain, imported
 from gradaccum.nests import leaves_of
 from gradaccum.registry import BACKENDS, TYPES, available_backends, load_backend, owners
 
 PAGE = "gradaccum/VERIFY.md"
 """The page with a section for each kind of cause."""
-
-
-class MissingPackageError(GradAccumError, ImportError):
-    """A package that only this call needs is not installed."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +83,8 @@ class VerificationReport:
         Raises:
             MissingPackageError: rich is not installed.
         """
-        try:
-            text, table = import_module("rich.text").Text, import_module("rich.table").Table
-        except ModuleNotFoundError as missing:
-            fix = "Run: pip install rich; or print the report itself."
-            raise explain(
-                MissingPackageError, "report.table()", expected="the package 'rich'", found="none installed", fix=fix
-            ) from missing
+        rich = imported("report.table()", "rich.table", install="rich", otherwise="print the report itself")
+        text, table = import_module("rich.text").Text, rich.Table
         # As texts, not as strings: rich would read "batch[mask]" as markup.
         made = table(title=text(self._verdict()), caption=text("\n".join(map(str, self.causes))))
         made.add_column("parameter", overflow="fold")

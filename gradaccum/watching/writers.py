@@ -5,30 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from importlib import import_module
 from types import TracebackType
 from typing import IO, Any
 
-from gradaccum.errors import ArgumentTypeError, UsageError, explain, require_int
-from gradaccum.verification.report import MissingPackageError
+from gradaccum.errors import ArgumentTypeError, UsageError, explain, imported, require_int
 from gradaccum.watching.watch import ClosedWindow
 
-
-def imported(listener: str, *modules: str, install: str) -> Any:
-    """Import the first of `modules` that is installed.
-
-    Raises:
-        MissingPackageError: none is; the error names what to `install`.
-    """
-    missing: list[ModuleNotFoundError] = []
-    for module in modules:
-        try:
-            return import_module(module)
-        except ModuleNotFoundError as error:
-            missing.append(error)
-    expected, fix = " or ".join(map(repr, modules)), f"Run: pip install {install}; or pass any function of one ClosedWindow."
-    raise explain(MissingPackageError, listener, expected=expected, found="none installed", fix=fix) from missing[-1]
-
+_OTHERWISE = "pass any function of one ClosedWindow"
 
 # One JSON object per closed window, one per line: for pandas, jq, a spreadsheet, or the next program.
 
@@ -117,7 +100,7 @@ class RichProgress:
 
     def __init__(self, total_updates: int, *, description: str = "updates", console: Any = None) -> None:
         total = require_int("total_updates", total_updates, at_least=1)
-        rich = imported("RichProgress", "rich.progress", install="rich")
+        rich = imported("RichProgress", "rich.progress", install="rich", otherwise=_OTHERWISE)
         columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
         self._progress = rich.Progress(*columns, rich.TextColumn("{task.fields[said]}", markup=False), console=console)
         self._task = self._progress.add_task(description, total=total, said="")
@@ -203,5 +186,6 @@ class TensorBoard:
 
 def _opened(directory: str) -> Any:
     """Open a writer into `directory`."""
-    package = imported("TensorBoard", "torch.utils.tensorboard", "tensorboardX", install="tensorboard torch, or tensorboardX")
+    install = "tensorboard torch, or tensorboardX"
+    package = imported("TensorBoard", "torch.utils.tensorboard", "tensorboardX", install=install, otherwise=_OTHERWISE)
     return package.SummaryWriter(directory)
