@@ -2,7 +2,7 @@
 
 XLA knows the memory of a compiled program. So the whole batch is compiled first, then half of it, and so on, and the first program within
 the limit is run. If the device runs out all the same, the size is halved again; nothing has to be restored, since JAX's functions are
-pure. On a mesh a micro-batch is each device's part, and so is the memory. Several processes decide alike by the user's limit.
+pure. Several processes decide alike by the user's limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Fitting:
 
     def __call__(self, given: Tree, batch: tuple[Tree, ...]) -> Any:
         _require_concrete(given, batch)
-        items = max(1, make_batch(batch, self._splitting.axes).items // self._splitting.devices)
+        items = max(1, make_batch(batch, self._splitting.axes).items)
         limit = self._sizes.memory_limit if self._sizes.memory_limit is not None else _free_bytes((given, batch))
         key = (self._number, jax.tree.structure((given, batch)), *map(_type_of, jax.tree.leaves((given, batch))))
         size, failure = self._sizes.start(key, items), None

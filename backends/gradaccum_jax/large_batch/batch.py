@@ -360,8 +360,6 @@ class Splitting:
     axes: Tree
     weight: Weight
     split: Callable[..., Iterable[Any]] | None
-    devices: int = 1
-    """How many devices the batch is spread over; each cuts its own part."""
 
     def source(self, arguments: tuple[Tree, ...], division: Division | None = None) -> Source:
         division = self.division if division is None else division
@@ -371,9 +369,7 @@ class Splitting:
         items = batch.items
         weights = None if self.weight is None or callable(self.weight) else as_item_weights(self.weight, items)
         known = concrete(self._item_weights(batch, items, weights)) if division.micro_batch_weight is not None else None
-        return Batch(
-            batch.leaves, weights, batch.axes, batch.constants, batch.structure, kit.divided(division, _own(items, self.devices), known)
-        )
+        return Batch(batch.leaves, weights, batch.axes, batch.constants, batch.structure, kit.divided(division, items, known))
 
     def _item_weights(self, batch: Batch, items: int, weights: Any) -> Any:
         """Return per-item weights to pack by: the user's array, or the user's function called on every item."""
@@ -428,14 +424,6 @@ def items_in(source: Source) -> int | None:
 def largest_in(source: Source) -> int | None:
     known = [cut.items for cut in source.cuts] if isinstance(source, Batch) else [_items(part) for part in source]
     return None if None in known else max(items for items in known if items is not None)
-
-
-def _own(items: int, devices: int) -> int:
-    if items % devices:
-        fix = "Pad the batch and give the padding no weight, or leave items out."
-        expected = f"a number of items that {devices} devices divide"
-        raise explain(ArgumentValueError, "batch", expected=expected, found=f"{items} items", fix=fix)
-    return items // devices
 
 
 def _part(arguments: tuple[Tree, ...], axes: Tree) -> Batch:

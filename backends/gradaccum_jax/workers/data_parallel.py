@@ -154,25 +154,6 @@ def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: list[Spec], axes
     return [place(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
 
 
-def require_unsharded(params: Tree, name: str, axes: tuple[str, ...]) -> None:
-    """Raise unless no parameter is sharded along the axes of the batch: `jax.shard_map` would gather it, and return replicated gradients.
-
-    An array knows how it is sharded, a tracer does so on an explicit mesh only.
-    """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if not isinstance(leaf, jax.Array):
-            continue
-        sharding: Any = (typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf).sharding
-        found = {axis for entry in _entries(getattr(sharding, "spec", ())) for axis in _named(entry, axes) if sharding.mesh.shape[axis] > 1}
-        if found:
-            fix = (
-                "Leave mesh and axis_name out: XLA partitions the call under jax.jit. Or do so in a jax.shard_map of your own, "
-                "and gather each parameter in the loss function (FSDP): jax.lax.all_gather(p, axis_name, tiled=True)."
-            )
-            where, expected = f"{name}{jax.tree_util.keystr(path)}", f"parameters that are replicated along {axes}"
-            raise explain(UsageError, where, expected=expected, found=f"one that is sharded along {sorted(found)}", fix=fix)
-
-
 def _entries(spec: Any) -> Any:
     """Return the entries of a PartitionSpec; JAX refuses to iterate over one that is typed ``reduced``."""
     return getattr(spec, "partitions", spec)

@@ -216,7 +216,7 @@ def require_names(axis_name: Any) -> tuple[str, ...]:
 def _require_types() -> None:
     """Raise unless JAX's types say along which axes devices differ."""
     if not KNOWS_AXES:
-        fix = "Install a newer one: pip install -U jax. Or leave axis_name, shard_axes and mesh out: XLA partitions the step under jax.jit."
+        fix = "Install a newer one: pip install -U jax. Or leave axis_name and shard_axes out: XLA partitions the step under jax.jit."
         found = f"JAX {jax.__version__}, whose types do not say what differs from device to device"
         raise explain(UsageError, "axis_name", expected="a JAX that has jax.shard_map", found=found, fix=fix)
 
