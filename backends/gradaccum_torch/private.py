@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cache, wraps
 from inspect import unwrap
 from itertools import repeat
@@ -103,11 +102,11 @@ foreach_mul_ = _foreach("mul_", "Clipping takes a call for each tensor, which is
 foreach_sub_ = _foreach("sub_", "Master weights are compared with a call for each tensor, which is slower.")
 foreach_copy_ = _foreach("copy_", "Master weights are rounded with a call for each tensor, which is slower.")
 
-TABLES = _PARAMETERS, _BUFFERS = "torch.nn:Module._parameters", "torch.nn:Module._buffers"
+_PARAMETERS, _BUFFERS = "torch.nn:Module._parameters", "torch.nn:Module._buffers"
 LOST[_PARAMETERS] = "`recompute` raises."
 LOST[_BUFFERS] = "`recompute` raises, and a call of a large batch leaves a buffer that was None as it is after a first pass."
 parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")
-"""A module's own table, to put other tensors in for the time of a replay: nothing public puts one where a parameter is."""
+"""A module's own table of parameters."""
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -115,21 +114,9 @@ def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
     return module._buffers if exists(_BUFFERS) else dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
-MODES = "torch.utils._python_dispatch:_disable_current_modes"
-without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _found(MODES, "`recompute` refuses ``policy=``.")
-"""Runs operations that a policy of recomputation must not count."""
-
-
 DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
 DispatchMode: Any = _found(DISPATCH, "`gradaccum.verify` raises.", object)
 """Shows the operations that draw random numbers."""
-
-
-def writes(operation: Any) -> bool:
-    return bool(getattr(getattr(operation, "_schema", None), "is_mutable", True))
-
-
-LOST["torch.ops:aten.add.Tensor._schema"] = "A policy that keeps a draw raises."
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -7,7 +7,6 @@ beside the activations. The curves have a point for each size of batch. Under a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,12 +57,7 @@ def _recomputed(blocks: nn.Sequential) -> nn.Module:
     """In segments of a sixth. The last one keeps its activations, which the backward pass needs first: to free them saves nothing."""
     size = max(1, len(blocks) // 6)
     segments = len(blocks) // size - 1
-    return nn.Sequential(gradaccum_torch.recompute(blocks[:-size], segments=segments, policy=_narrows), blocks[-size:])
-
-
-def _narrows(context: object, operation: object, *args: Any, **kwargs: object) -> bool:
-    """Whether to keep a result: that of the MLP's second product, which costs as much as the first and needs a quarter of its memory."""
-    return operation is torch.ops.aten.addmm.default and args[2].shape[1] < args[2].shape[0]
+    return nn.Sequential(gradaccum_torch.recompute(blocks[:-size], segments=segments), blocks[-size:])
 
 
 def _block(shape: Encoder) -> nn.Module:

@@ -9,7 +9,6 @@ import inspect
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_recompute import (
-    Noise,
     data,
     kept_bytes,
     make,
@@ -151,27 +149,3 @@ def test_compiled(fullgraph: bool) -> None:
             compiled(data())
     else:
         assert same(trained(model, compiled)[:-1], trained(expected)[:-1])
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_one_compiled_graph_without_buffers() -> None:
-    torch._dynamo.reset()
-    model, expected = (nn.Sequential(*(layer for index, layer in enumerate(make()) if index in (0, 1, 3, 5, 10))) for _ in range(2))
-    compiled = torch.compile(recompute(model), backend="aot_eager", fullgraph=True)
-    assert same(trained(model, compiled)[:-1], trained(expected)[:-1])
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_policy_keeps_some_random_numbers(number: int) -> None:
-    """The draw that is kept is not made again, and the later ones have the same numbers all the same."""
-
-    def layers() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 8), Noise(), nn.Tanh(), nn.Linear(8, 8), Noise(), nn.Tanh())
-
-    draws = iter(range(1, 4))
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        return op is torch.ops.aten.bernoulli.default and next(draws) == number
-
-    assert same(trained(recompute(layers(), segments=1, policy=policy)), trained(layers()))

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from gradaccum_torch.recomputation import recompute
 
-MM = torch.ops.aten.addmm.default
-
 
 class Average(nn.Module):
     """Normalises by an average that its forward pass reads, and then moves: in place, or to another tensor."""
@@ -68,7 +66,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "five": {"segments": 5},
     "by name": {"submodules": ["0", "1", "2", "4", "8"]},
     "by module": {"submodules": "children"},
-    "policy": {"policy": [MM]},
 }
 
 

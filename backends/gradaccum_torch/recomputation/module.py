@@ -11,24 +11,15 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain, segment_cuts
-from gradaccum_torch.recomputation.function import (
-    Policy,
-    Recomputed,
-    Rules,
-    recomputed_twice_error,
-    require_callable,
-    require_chain,
-    require_no_parts,
-    require_options,
-    require_replaceable,
-    run,
-)
+from gradaccum_torch.recomputation.function import Recomputed, run
 
 F = TypeVar("F", bound=Callable[..., Any])
+M = TypeVar("M", bound=nn.Module)
 
 
 @overload
@@ -37,27 +28,25 @@ def recompute(
     *,
     segments: int | None = None,
     submodules: Iterable[str | nn.Module] | None = None,
-    policy: Policy | None = None,
     preserve_rng_state: bool = True,
 ) -> M: ...
 @overload
-def recompute(function: F, *, policy: Policy | None = None, preserve_rng_state: bool = True) -> F: ...
+def recompute(function: F, *, preserve_rng_state: bool = True) -> F: ...
 def recompute(
     function: Any,
     *,
     segments: int | None = None,
     submodules: Iterable[str | nn.Module] | None = None,
-    policy: Policy | None = None,
     preserve_rng_state: bool = True,
 ) -> Any:
     """Return `function`, or the module itself, such that the backward pass recomputes its activations.
 
-    Gradients have the same bits as without. The second run draws the same random numbers, and finds the parameters, the buffers, the
-    autocast and the ``train()`` or ``eval()`` mode of the first. It leaves the buffers as they are: BatchNorm's statistics move once. Hooks
-    of submodules inside run twice, because they may change what the submodule returns. Under `torch.no_grad` nothing is recomputed.
+    Gradients have the same bits as without. The second run draws the same random numbers, and finds the buffers, the autocast and the
+    ``train()`` or ``eval()`` mode of the first. It leaves the buffers as they are: BatchNorm's statistics move once. Hooks of submodules
+    inside run twice, because they may change what the submodule returns. Under `torch.no_grad` nothing is recomputed.
 
-    Under `torch.compile` the compiler recomputes, and policies and random numbers are its own. Only ``backend="eager"``, which is there to
-    debug Dynamo, draws new random numbers.
+    Under `torch.compile` the compiler recomputes, and random numbers are its own. Only ``backend="eager"``, which is there to debug Dynamo,
+    draws new random numbers. A policy of what to keep is an option of `torch.utils.checkpoint.checkpoint` alone.
 
     A module stays the same object, with the same parameters and keys of its ``state_dict()``: only its ``forward`` is replaced.
 
@@ -67,13 +56,12 @@ def recompute(
         segments: parts of equal length to cut an `nn.Sequential` into, about the square root of its length by default. The memory is then
             that of the inputs of all segments and the activations of one.
         submodules: the submodules to recompute, as names of ``named_modules()`` or themselves, such as ``model.layers``.
-        policy: what to keep all the same: a list of operations such as ``[torch.ops.aten.mm.default]``, or a function as
-            `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it. Such a part allows for one backward pass only.
         preserve_rng_state: with False the second run draws other random numbers, which is right, and faster, only where none are drawn.
 
     Raises:
         ArgumentTypeError: `function` cannot be called, or an argument is of the wrong type.
-        ArgumentValueError: more segments than layers, a submodule that is none of the module's, or both `segments` and `submodules`.
+        ArgumentValueError: more segments than layers, a submodule that is none of the module's, or `segments` beside `submodules` or a
+            function.
         UsageError: it is recomputed already, or cannot be replaced. The second run raises it, too, for parameters that changed since.
 
     Examples:
@@ -83,43 +71,37 @@ def recompute(
         >>> len(model.state_dict())
         18
     """
-    require_options(policy, preserve_rng_state)
-    rules = Rules(policy, preserve_rng_state)
-    if isinstance(function, nn.Module):
-        return recompute_module(function, segments, submodules, rules)
-    require_no_parts(segments, submodules)
-    if isinstance(function, Recomputed):
-        raise recomputed_twice_error("function", "one that recompute() returned")
-    require_callable(function)
-    return Recomputed(function, rules)
-
-
-M = TypeVar("M", bound=nn.Module)
-
-
-def recompute_module(module: M, segments: int | None, submodules: Iterable[str | nn.Module] | None, rules: Rules) -> M:
-    if submodules is not None:
-        if segments is not None:
-            fix = "Leave one of them out."
-            raise explain(ArgumentValueError, "segments, submodules", expected="one of the two", found="both", fix=fix)
-        for each in _parts_of(module, submodules):
-            _replace(each, _Whole(each, rules))
-        return module
-    _require_ordinary(module, "function")
-    if segments is None and type(module).forward is not nn.Sequential.forward:
-        _replace(module, _Whole(module, rules))
-        return module
-    require_chain(segments, module)
-    number = len(segment_cuts(len(_layers(module)), segments))
-    _replace(module, _Segments(module, number, rules))
-    return module
+    is_module = isinstance(function, nn.Module)
+    if (segments is not None) + (submodules is not None) > is_module:
+        expected, fix = "one of the two beside a module, none beside a function", "Leave one of them out, or give a module."
+        raise explain(ArgumentValueError, "segments, submodules", expected=expected, found="more", fix=fix)
+    if is_module and submodules is not None:
+        for part in _parts_of(function, submodules):
+            part.__dict__["forward"] = _Whole(part, preserve_rng_state)
+        return function
+    _require_replaceable(function, "function")
+    if not is_module:
+        return Recomputed(function, preserve_rng_state)
+    chain = isinstance(function, nn.Sequential) and type(function).forward is nn.Sequential.forward
+    if segments is not None and not chain:
+        raise explain(
+            ArgumentTypeError,
+            "segments",
+            expected="an nn.Sequential, whose layers are known to run one after the other",
+            found=f"segments={segments} for {type(function).__name__}",
+            fix="Name the parts: recompute(model, submodules=model.layers).",
+        )
+    # Cut now, so that a wrong number is refused here.
+    cuts = len(segment_cuts(len(function), segments)) if chain else 0
+    function.__dict__["forward"] = _Segments(function, cuts, preserve_rng_state) if chain else _Whole(function, preserve_rng_state)
+    return function
 
 
 class _Whole:
     """The replacement of ``module.forward`` that recomputes all of it; it calls an instance's own ``forward``."""
 
-    def __init__(self, module: nn.Module, rules: Rules) -> None:
-        self._module, self._rules = module, rules
+    def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
+        self._module, self._preserve_rng_state = module, preserve_rng_state
         self._own = module.__dict__.get("forward")
 
     @property
@@ -127,7 +109,7 @@ class _Whole:
         return inspect.signature(self._forward())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return run(self._forward(), (self._module,), args, kwargs, self._rules)
+        return run(self._forward(), (self._module,), args, kwargs, self._preserve_rng_state)
 
     def _forward(self) -> Callable[..., Any]:
         return self._own or functools.partial(type(self._module).forward, self._module)
@@ -136,31 +118,17 @@ class _Whole:
 class _Segments(_Whole):
     """The replacement of ``forward`` of an `nn.Sequential`, cut by its length at each call."""
 
-    def __init__(self, module: nn.Module, segments: int, rules: Rules) -> None:
-        super().__init__(module, rules)
+    def __init__(self, module: nn.Sequential, segments: int, preserve_rng_state: bool) -> None:
+        super().__init__(module, preserve_rng_state)
         self._segments = segments
 
     def __call__(self, input: Any) -> Any:
-        layers = _layers(self._module)
+        assert isinstance(self._module, nn.Sequential)
+        layers = list(self._module)
         for cut in segment_cuts(len(layers), min(self._segments, len(layers))):
             part = layers[cut.start : cut.stop]
-            input = run(functools.partial(_chain, part), part, (input,), {}, self._rules)
+            input = run(functools.partial(_chain, part), part, (input,), {}, self._preserve_rng_state)
         return input
-
-
-def _require_ordinary(module: nn.Module, argument: str) -> None:
-    if isinstance(module.__dict__.get("forward"), _Whole):
-        raise recomputed_twice_error(argument, f"a {type(module).__name__} that is recomputed")
-    require_replaceable(module, argument)
-
-
-def _replace(module: nn.Module, forward: _Whole) -> None:
-    module.__dict__["forward"] = forward
-
-
-def _layers(module: nn.Module) -> list[nn.Module]:
-    assert isinstance(module, nn.Sequential)
-    return list(module)
 
 
 def _chain(layers: Sequence[nn.Module], input: Any) -> Any:
@@ -169,38 +137,39 @@ def _chain(layers: Sequence[nn.Module], input: Any) -> Any:
     return input
 
 
+_NOT_CALLED = (
+    nn.parallel.DistributedDataParallel,
+    torch.jit.ScriptModule,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
+"""Modules whose ``forward`` is not theirs to call, or cannot be replaced."""
+
+
+def _require_replaceable(part: object, argument: str) -> None:
+    if isinstance(part, Recomputed) or (isinstance(part, nn.Module) and isinstance(part.__dict__.get("forward"), _Whole)):
+        fix = "Call recompute() once. Parts inside of each other may both be recomputed."
+        found = f"a {type(part).__name__} that is recomputed"
+        raise explain(UsageError, argument, expected="a part that is not recomputed yet", found=found, fix=fix)
+    if isinstance(part, _NOT_CALLED) or not callable(part):
+        expected = "a function, or a torch.nn.Module whose forward can be replaced"
+        fix = "Give what is called inside of it: the model of a DistributedDataParallel, submodules=list(container)."
+        raise explain(ArgumentTypeError, argument, expected=expected, found=f"a {type(part).__name__}", fix=fix)
+
+
 def _parts_of(module: nn.Module, submodules: Iterable[str | nn.Module]) -> list[nn.Module]:
-    if isinstance(submodules, str) or not isinstance(submodules, Iterable):
-        expected, fix = "a list of names or modules", "Write submodules=[...]."
-        raise explain(ArgumentTypeError, "submodules", expected=expected, got=submodules, fix=fix)
     named = dict(module.named_modules(remove_duplicate=False))
-    own = {id(each): each for each in named.values()}
-    parts: dict[int, nn.Module] = {}
-    for index, wanted in enumerate(submodules):
-        argument = f"submodules[{index}]"
-        part = _part(wanted, named, own, argument)
-        _require_ordinary(part, argument)
-        if id(part) in parts:
-            fix = "Give each submodule once."
-            raise explain(ArgumentValueError, argument, expected="another submodule than before", found="the same one again", fix=fix)
-        parts[id(part)] = part
+    parts: list[nn.Module] = []
+    for index, wanted in enumerate([submodules] if isinstance(submodules, str) else submodules):
+        part = named.get(wanted) if isinstance(wanted, str) else wanted
+        if part is None or not any(part is each for each in named.values()):
+            expected = f"a submodule of the module, or one of the names {', '.join(repr(name) for name in named if name)}"
+            raise explain(ArgumentValueError, f"submodules[{index}]", expected=expected, got=wanted, fix="Check the name.")
+        _require_replaceable(part, f"submodules[{index}]")
+        parts += [] if any(part is each for each in parts) else [part]
     if not parts:
         fix = 'Write submodules=model.layers, or submodules=["layers.0"].'
         raise explain(ArgumentValueError, "submodules", expected="at least one submodule", found="none", fix=fix)
-    return list(parts.values())
-
-
-def _part(wanted: object, named: dict[str, nn.Module], own: dict[int, nn.Module], argument: str) -> nn.Module:
-    if isinstance(wanted, str):
-        if wanted not in named:
-            fix = f"Its submodules are {', '.join(repr(name) for name in named if name)}."
-            raise explain(ArgumentValueError, argument, expected="the name of a submodule", got=wanted, fix=fix)
-        return named[wanted]
-    if not isinstance(wanted, nn.Module):
-        fix = "Write the name of the submodule, or the submodule itself."
-        raise explain(ArgumentTypeError, argument, expected="a name or a torch.nn.Module", got=wanted, fix=fix)
-    if id(wanted) not in own:
-        found = f"a {type(wanted).__name__} that is no part of the {type(named['']).__name__}"
-        fix = "Give the module that it is a part of."
-        raise explain(ArgumentValueError, argument, expected="a submodule of the module", found=found, fix=fix)
-    return wanted
+    return parts
