@@ -364,7 +364,7 @@ def given_weight(weight: Scalar | None, reduction: Reduction) -> Scalar:
 
 
 def require_denominator_allowed(options: Options) -> None:
-    """Raise unless ``flush(denominator=...)`` has a meaning: the caller closes every window, and no noise scale is measured."""
+    """Raise unless ``flush(denominator=...)`` can mean something: the caller closes every window, without a noise scale."""
     argument, expected = "denominator", "to be left out beside"
     if options.steps is not None:
         found, fix = f"one beside steps={options.steps!r}", "Write steps=None, and call flush(denominator=n) where a window ends."
@@ -372,6 +372,12 @@ def require_denominator_allowed(options: Options) -> None:
     if options.noise_decay is not None:
         fix = "Pass each micro-batch's number of items as its weight, or leave noise_scale out."
         raise explain(ArgumentValueError, argument, expected=f"{expected} noise_scale", found="both of them", fix=fix)
+
+
+def require_denominator(denominator: object, options: Options) -> float:
+    """Raise unless ``flush(denominator=...)`` is allowed and has a finite number > 0; return the number as a float."""
+    require_denominator_allowed(options)
+    return require_number("denominator", denominator, above=0)
 
 
 def _noise_decay(noise_scale: object) -> float | None:

@@ -95,8 +95,8 @@ class Session(ABC):
         self.gradients({name: view.of(parts) for name, view in views.items()})
 
     @abstractmethod
-    def flush(self) -> None:
-        """Close the open window."""
+    def flush(self, denominator: Option = None) -> None:
+        """Close the open window; `denominator` is the call's own, if one is given."""
 
     @abstractmethod
     def discard(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradaccum import StepResult
-from gradaccum.kit import Options, State, UntilWeight, require_steps
+from gradaccum.kit import Options, State, UntilWeight, given_weight, require_denominator, require_steps
 from gradaccum_conformance.reference.noise import Noise
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer
 from gradaccum_conformance.reference.workers import Workers
@@ -57,8 +57,9 @@ class ReferenceAccumulation:
         self.noise = Noise(options.noise_decay)
         self._note()
 
-    def step(self, gradient: Mapping[str, Array | None], weight: float = 1.0, loss: float = math.nan) -> None:
+    def step(self, gradient: Mapping[str, Array | None], weight: float | None = None, loss: float = math.nan) -> None:
         """Take one micro-batch's gradient, and its loss; None counts as zero. At the window's end, close it."""
+        weight = given_weight(weight, self.options.reduction)
         micro_batch = self._micro_batch(gradient, weight, loss)
         size = self._size()  # A bad one is refused before the micro-batch counts.
         self.window.append(micro_batch)
@@ -67,18 +68,24 @@ class ReferenceAccumulation:
         if size is not None and held >= size:
             self.flush()
 
-    def flush(self) -> None:
-        """Close the window: one update, or none. With other workers it is that of all, and every one of them must come here."""
+    def flush(self, denominator: float | None = None) -> None:
+        """Close the window: one update, or none. With other workers it is that of all, and every one of them must come here.
+
+        The sum is divided by `denominator`, if one is given.
+        """
+        if denominator is not None:
+            denominator = require_denominator(denominator, self.options)
         windows = [self.window] if self.workers is None else self.workers.gather(self.window)
         self.window = [micro_batch for window in windows for micro_batch in window]
         if not self.window:
             return
-        divisor = self._rounded(self.loss_scale * self._denominator())
+        denominator = self._denominator() if denominator is None else denominator
+        divisor = self._rounded(self.loss_scale * denominator)
         normal = self._limits().tiny <= divisor <= self._limits().max
         gradient = {name: array / (divisor if normal else 1.0) for name, array in self.total().items()}
         handed_over = self._cast(gradient)
         bad_total = not normal or not all(np.isfinite(array).all() for array in handed_over.values())
-        self.loss = self._loss()
+        self.loss = self._loss(denominator)
         self.grad_norm = math.inf if bad_total else norm(gradient)
         self._look_at_noise(windows, divisor)
         if not self._measures():
@@ -131,10 +138,10 @@ class ReferenceAccumulation:
         counters = (len(self.window), self.optimizer_step, self.skipped_windows)
         return State(*counters, self.weight(), overflow, self.loss_scale, self.growth_tracker)
 
-    def _loss(self) -> float:
+    def _loss(self, denominator: float) -> float:
         """That of the window as one large batch."""
         losses = [m.loss * (m.weight if self.options.reduction == "mean" else 1.0) for m in self.window if m.counts]
-        return sum(losses) / (1.0 if self.options.reduction == "sum" else self.weight()) if losses else math.nan
+        return sum(losses) / denominator if losses else math.nan
 
     def _look_at_noise(self, windows: Sequence[Sequence[MicroBatch]], divisor: float) -> None:
         """Show the window, which is that of several workers, to the noise scale."""

@@ -77,10 +77,10 @@ class NumpySession(Session):
         scale = self.wrapped.result.loss_scale
         with np.errstate(over="ignore", invalid="ignore"):
             scaled = {name: None if g is None else g * g.dtype.type(scale) for name, g in checked.items()}
-        self.wrapped.step(scaled, 1.0 if weight is None else require_weight(weight), loss)
+        self.wrapped.step(scaled, None if weight is None else require_weight(weight), loss)
 
-    def flush(self) -> None:
-        self.accumulation.flush()
+    def flush(self, denominator: float | None = None) -> None:
+        self.accumulation.flush(denominator)
 
     def discard(self) -> None:
         self.accumulation.discard()

@@ -193,7 +193,7 @@ def test_tiny_norms_are_right(backend: Harness, mode: str, errors: Errors, reduc
     session = start(backend, steps=2, reduction=reduction, mode=mode)
     trees = [random_tree(LINEAR, seed, scale) for seed in (0, 1)]
     for tree in trees:
-        session.gradients(tree)
+        session.gradients(tree, weight=1.0)
     factor = 2 if reduction == "sum" else 1
     truth = factor * math.sqrt(sum(float((((trees[0][n] + trees[1][n]) / 2 / scale) ** 2).sum()) for n in trees[0]))
     errors.check("norm", abs(session.result().grad_norm / scale - truth) / truth, ROUNDING)

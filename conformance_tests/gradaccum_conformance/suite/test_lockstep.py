@@ -35,13 +35,14 @@ STATES = {"skip window": (50, 11), "drop micro-batch": (50, 11), "schedule and s
 
 GOOD, LARGE = coarse(LINEAR, 0, 2.0**-4), coarse(LINEAR, 1, 1.0)
 EVENTS = {
-    "good": lambda session: session.gradients(GOOD),
-    "heavy": lambda session: session.gradients(LARGE, weight=3.0),
-    "empty": lambda session: session.gradients(GOOD, weight=0.0),
-    "bad": lambda session: session.gradients(poisoned(GOOD, math.nan)),
-    "flush": lambda session: session.flush(),
-    "discard": lambda session: session.discard(),
+    "good": lambda session, one: session.gradients(GOOD, weight=one),
+    "heavy": lambda session, one: session.gradients(LARGE, weight=3.0),
+    "empty": lambda session, one: session.gradients(GOOD, weight=0.0),
+    "bad": lambda session, one: session.gradients(poisoned(GOOD, math.nan), weight=one),
+    "flush": lambda session, one: session.flush(),
+    "discard": lambda session, one: session.discard(),
 }
+"""Functions of a session and of the weight that the default stands for: None where it may be left out."""
 LONGEST = 24
 ELEMENTS = sum(array.size for array in LARGE.values())
 LARGEST = max(float(np.abs(array).max()) for array in LARGE.values())
@@ -58,13 +59,14 @@ class Pair:
     def __init__(self, backend: Harness, options: dict[str, Option], mode: str | None = None) -> None:
         self.sessions = start(backend, mode=mode, **options), start(reference, **options)
         self.done: Counter[str] = Counter()
+        self.one = 1.0 if options.get("reduction") == "item_mean" else None
 
     def do(self, event: str, history: tuple[str, ...]) -> None:
         self.done[event] += 1
         empty = event == "flush" and not self.sessions[1].state().micro_step
         before = [repr(session.result()) for session in self.sessions] if empty else []
         for session in self.sessions:
-            EVENTS[event](session)
+            EVENTS[event](session, self.one)
         compare(*self.sessions, " ".join((*history, event)), {"applied": False, "skipped": False, "overflow": False} if empty else {})
         if empty:  # Not every framework's state has the last event in it, so a restored session may have another one.
             assert [repr(session.result()) for session in self.sessions] == before, "the flush of an empty window changed the last event"

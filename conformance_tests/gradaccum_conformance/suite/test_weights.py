@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
+import gradaccum
 from gradaccum_conformance.bounds import bound_of_sum, worst
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Harness, Option
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import REDUCTIONS, poisoned, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR, Arrays
@@ -42,6 +43,50 @@ def test_weight_defaults_to_one(backend: Harness) -> None:
         plain.gradients(random_tree(LINEAR, seed))
         weighted.gradients(random_tree(LINEAR, seed), weight=1.0)
     assert same(plain.parameters(), weighted.parameters())
+
+
+def test_item_mean_asks_for_the_weight(backend: Harness, mode: str) -> None:
+    """With a weight of 1 by default the learning rate would be too large by the number of items."""
+    session = start(backend, steps=2, reduction="item_mean", mode=mode)
+    session.gradients(random_tree(LINEAR, 0), weight=3.0)
+    before = session.state(), session.accumulator(), session.parameters()
+    with pytest.raises(gradaccum.ArgumentTypeError, match="weight: expected the number of items"):
+        session.gradients(random_tree(LINEAR, 1))
+    assert session.state() == before[0]
+    assert same(session.accumulator(), before[1])
+    session.gradients(random_tree(LINEAR, 1), weight=1.0)
+    assert session.result().applied
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_denominator_is_chosen_as_the_window_is_closed(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+    session = start(backend, steps=None, reduction=reduction, loss_scale=4.0, clip_norm=1e3, mode=mode)
+    trees = [random_tree(LINEAR, seed) for seed in range(3)]
+    for tree, weight in zip(trees, WEIGHTS, strict=True):
+        session.gradients(tree, weight=weight)
+    session.flush(denominator=5.0)
+    summed = terms(trees, reduction)
+    truth = {name: np.sum([term[name] for term in summed], axis=0) / 5 for name in trees[0]}
+    errors.check(reduction, worst(session.captured().gradient or {}, truth), bound_of_sum(summed, "float32"))
+    norm = math.sqrt(sum(float((array.astype(np.float64) ** 2).sum()) for array in truth.values()))
+    assert math.isclose(session.result().grad_norm, norm, rel_tol=1e-5)
+    session.gradients(trees[0], weight=2.0)
+    session.flush()
+    assert session.state().optimizer_step == 2, "the next window has its own denominator"
+
+
+BAD_DENOMINATORS = {"zero": (None, 0.0), "negative": (None, -1.0), "nan": (None, math.nan), "text": (None, "5"), "beside steps": (2, 5.0)}
+
+
+@pytest.mark.parametrize(("steps", "denominator"), BAD_DENOMINATORS.values(), ids=BAD_DENOMINATORS)
+def test_bad_denominator_raises(backend: Harness, steps: Option, denominator: Option) -> None:
+    session = start(backend, steps=steps)
+    session.gradients(random_tree(LINEAR, 0), weight=3.0)
+    with pytest.raises(gradaccum.GradAccumError, match="denominator: expected"):
+        session.flush(denominator=denominator)
+    assert (session.state().weight, session.state().optimizer_step) == (3.0, 0)
+    session.flush()
+    assert session.result().applied
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
