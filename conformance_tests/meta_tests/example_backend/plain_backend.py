@@ -21,6 +21,7 @@ from gradaccum.kit import (
     ends,
     first_seen,
     forget_window,
+    given_weight,
     initial_state,
     is_first,
     is_known,
@@ -32,6 +33,7 @@ from gradaccum.kit import (
     noise_scale,
     noise_shares,
     optimizer_error,
+    require_denominator,
     require_steps,
     select,
     shared_until_weight_error,
@@ -39,6 +41,7 @@ from gradaccum.kit import (
     usable,
     window_loss,
     window_seen,
+    with_denominator,
 )
 from gradaccum_conformance.reference.backend import with_numpy_dtype
 
@@ -53,8 +56,8 @@ class Accumulation:
         self.grad_norm, self.loss, self.window_loss, self.noise = 0.0, 0.0, math.nan, no_noise()
         self._note()
 
-    def step(self, gradient, weight=1.0, loss=math.nan):
-        steps = self._steps()
+    def step(self, gradient, weight=None, loss=math.nan):
+        steps, weight = self._steps(), given_weight(weight, self.options.reduction)
         factor = contribution(weight, self.options)
         terms = {name: self.sums[name].dtype.type(factor) * g for name, g in gradient.items() if g is not None and weight > 0}
         finite = self.options.on_overflow != "drop_micro_batch" or all(np.isfinite(term).all() for term in terms.values())
@@ -70,19 +73,23 @@ class Accumulation:
         if ends(self.machine, steps, select):
             self.flush()
 
-    def flush(self):
+    def flush(self, denominator=None):
+        divides = None if denominator is None else require_denominator(denominator, self.options)
         firsts = self._join() if self.workers else 1
         if self.machine.micro_step == 0:
             return None
+        machine, options = self.machine, self.options
+        if divides is not None:
+            machine, options = with_denominator(machine, divides, options, select)
         norm, finite = measure(self.sums) if measures(self.options) else (math.nan, True)
         largest = largest_number(float64_weight=self._double())
-        decision = Decision(*decide(self.machine, norm, finite, self.options, select, largest))
+        decision = Decision(*decide(machine, norm, finite, options, select, largest))
         if decision.apply:
             parameters = self.optimizer.parameters
             self.optimizer.step({name: (total / decision.divisor).astype(parameters[name].dtype) for name, total in self.sums.items()})
         clear(self.sums)
         self.grad_norm = decision.grad_norm
-        self.window_loss, self.loss = window_loss(self.loss, self.machine, self.options, select), 0.0
+        self.window_loss, self.loss = window_loss(self.loss, machine, options, select), 0.0
         self.noise = Noise(*window_seen(self.noise, self.machine, decision.grad_norm, self.options, select, firsts))
         self._move(close(self.machine, decision.apply, decision.overflow, self.options, select))
         return self._note(applied=decision.apply, skipped=not decision.apply, overflow=decision.overflow)
