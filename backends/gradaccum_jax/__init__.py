@@ -10,14 +10,13 @@ from gradaccum_jax.backend import backend as backend
 from gradaccum_jax.large_batch.coupled import coupled_value_and_grad
 from gradaccum_jax.large_batch.value_and_grad import value_and_grad
 from gradaccum_jax.large_batch.value_and_update import value_and_update
-from gradaccum_jax.linearity.check import verify_loss_scaling
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, flush
 from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.recomputation.function import recompute
 from gradaccum_jax.saving import check_state
 from gradaccum_jax.state import AccumulationState, describe, result, scale_loss
-from gradaccum_jax.verification.check import verify
+from gradaccum_jax.verification import verify, verify_loss_scaling
 from gradaccum_jax.workers.cross_entropy import sharded_cross_entropy
 from gradaccum_jax.workers.data_parallel import data_parallel
 from gradaccum_jax.workers.layout import redistributed

@@ -53,6 +53,8 @@ def traced_once(function: Callable[..., Any], like: Tree) -> Callable[..., Any]:
 
 
 T = TypeVar("T")
+Equation = Any
+"""A `jax.extend.core.JaxprEqn`, one equation of a program."""
 Traced = Any
 """A `jax.extend.core.ClosedJaxpr`, the program that JAX traced of a function. Its type does not tell of effects' names."""
 Run = Callable[[Leaves, Leaves], Leaves]
@@ -76,6 +78,16 @@ def once(predicate: Scalar, function: Callable[[T], T], operand: T) -> T:
 
 def named_axes(closed: Traced) -> Axes:
     return frozenset(effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect")
+
+
+def programs_in(equation: Equation) -> list[Any]:
+    """Return the programs in an equation's parameters, each a `jax.extend.core.Jaxpr`."""
+    held = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
+    return [getattr(value, "jaxpr", value) for value in held if _is_program(value)]
+
+
+def _is_program(value: object) -> bool:
+    return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
 
 
 def _runner(jaxpr: Any, axes: list[Axes]) -> Run:

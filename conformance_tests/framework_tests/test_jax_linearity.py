@@ -135,5 +135,5 @@ def test_float16_parameters_are_checked_in_float32() -> None:
 
 @pytest.mark.parametrize("loss", [lambda p: p["w"], lambda p: p["index"], lambda p: (jnp.sum(p["w"]), 1.0)], ids=["vector", "int", "aux"])
 def test_invalid_loss_is_refused(loss: Any) -> None:
-    with pytest.raises(gradaccum.ArgumentValueError, match="loss_fn: expected one floating scalar"):
+    with pytest.raises(gradaccum.ArgumentValueError, match="loss_fn: expected a function that returns a scalar loss"):
         verify_loss_scaling(loss, PARAMS)

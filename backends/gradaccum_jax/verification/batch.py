@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import explain, mark_lists, require_one_size
+from gradaccum.kit import explain, mark_lists, require_one_size, scalar_loss_error
 from gradaccum_jax.arrays import BY_ITEM, Array, Params, Tree, unique
 
 KEY = "key"
@@ -91,7 +91,7 @@ def is_key(leaf: Array) -> bool:
 
 
 def is_float(leaf: Array) -> bool:
-    return not is_key(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+    return bool(jnp.issubdtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf), jnp.inexact))
 
 
 def folded(key: Array, number: int) -> Array:
@@ -104,13 +104,19 @@ def folded(key: Array, number: int) -> Array:
 def perturbed(leaf: Array, roundoff: float, rng: np.random.Generator, *, integers_too: bool) -> Array:
     if not is_float(leaf):
         return leaf
-    wide = _wide(leaf)
-    moved = wide * (1 + roundoff * rng.choice((-1.0, 1.0), wide.shape))
-    kept = np.zeros(wide.shape, bool) if integers_too else wide == np.round(wide.real)
-    return np.where(kept, wide, moved).astype(leaf.dtype)
+    held = wide(leaf)
+    moved = held * (1 + roundoff * rng.choice((-1.0, 1.0), held.shape))
+    kept = np.zeros(held.shape, bool) if integers_too else held == np.round(held.real)
+    return np.where(kept, held, moved).astype(leaf.dtype)
 
 
-def _wide(leaf: Array) -> Array:
+def require_scalar(loss: Tree) -> Array:
+    if not hasattr(loss, "dtype") or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise scalar_loss_error(f"shape {loss.shape}, {loss.dtype}" if hasattr(loss, "dtype") else type(loss).__name__)
+    return loss
+
+
+def wide(leaf: Array) -> Array:
     return np.asarray(leaf).astype(np.complex128 if jnp.iscomplexobj(leaf) else np.float64)
 
 

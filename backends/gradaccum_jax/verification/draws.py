@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from gradaccum_jax.arrays import Array
+from gradaccum_jax.control_flow import Equation, programs_in
 
 DRAWING = ("random_bits", "random_split", "random_fold_in", "random_seed")
 
@@ -66,11 +67,8 @@ def _draws_at(eqn: Equation, mark: Mark, around: Around, within: bool) -> Iterat
     if eqn.primitive.name in DRAWING:
         shape = tuple(eqn.outvars[0].aval.shape)
         yield Draw(Step(eqn, around).place, shape, eqn.primitive.name == "random_bits", *mark, within)
-    for value in eqn.params.values():
-        for body in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(body, (core.Jaxpr, core.ClosedJaxpr)):
-                jaxpr = body.jaxpr if isinstance(body, core.ClosedJaxpr) else body
-                yield from _walk(jaxpr, dict.fromkeys(jaxpr.invars, mark), around, within=True)
+    for jaxpr in programs_in(eqn):
+        yield from _walk(jaxpr, dict.fromkeys(jaxpr.invars, mark), around, within=True)
 
 
 def rows(value: Array, axis: int, items: int, part: Sequence[int]) -> Array:
@@ -104,8 +102,6 @@ class Replay:
 # functions are run as part of the program. Loops, branches and functions with derivatives of their own are run as one equation each.
 
 
-Equation = Any
-"""A `jax.extend.core.JaxprEqn`."""
 Hook = Callable[["Step", list[Array]], list[Array]]
 """Runs one equation on the values of its inputs."""
 

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
-from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, item_axis, scalar_loss_error
-from gradaccum_jax.arrays import Array, Tree
-from gradaccum_jax.linearity.check import non_linear_rules
-from gradaccum_jax.verification.batch import Batch, Parameters, folded, is_float, is_key, perturbed
+from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, item_axis
+from gradaccum_jax.arrays import Array
+from gradaccum_jax.verification.batch import Batch, Parameters, folded, is_float, is_key, perturbed, require_scalar, wide
+from gradaccum_jax.verification.custom_backward import float_dtypes, non_linear_rules
 from gradaccum_jax.verification.draws import Draw, Program, Replay, draws_of, rows, trace
 from gradaccum_jax.verification.layers import mixing_layers
 
@@ -56,7 +55,7 @@ class JaxSubject:
         values, leaves = arguments
         compiled = self._gradients(len(part), conditions.seed, frozenset(given))
         loss, gradients = compiled(values, self._batch.part(part, number, leaves), given, conditions.scale)
-        made = {name: _wide(gradients[place]) / conditions.scale for name, place in self._parameters.names.items()}
+        made = {name: wide(gradients[place]) / conditions.scale for name, place in self._parameters.names.items()}
         return Run(float(loss), made, float(len(part)) if self._weight is None else self._weight(part))
 
     def _gradients(self, size: int, seed: int, replaced: frozenset[int]) -> Callable[..., Any]:
@@ -86,7 +85,7 @@ class JaxSubject:
     def _flat_loss(self, *arguments: Array) -> Array:
         count = len(self._parameters.arrays)
         loss = self._loss_fn(self._parameters.tree(arguments[:count]), *self._batch.whole(arguments[count:]))
-        return _require_scalar(loss)
+        return require_scalar(loss)
 
     @contextmanager
     def _python_state(self, seed: int) -> Iterator[None]:
@@ -116,8 +115,7 @@ class JaxSubject:
     @cached_property
     def _roundoff(self) -> float:
         """One rounding of the coarsest floating dtype in the program."""
-        kinds = {variable.aval.dtype for variable in _variables(self._program(self.items).closed.jaxpr) if hasattr(variable.aval, "dtype")}
-        return max(float(jnp.finfo(kind).eps) for kind in kinds if jnp.issubdtype(kind, jnp.inexact))
+        return max(float(jnp.finfo(kind).eps) for kind in float_dtypes(self._program(self.items).closed.jaxpr))
 
     @cached_property
     def _draws(self) -> list[tuple[Draw, int | None]]:
@@ -192,21 +190,6 @@ class JaxSubject:
         return list(dict.fromkeys(non_linear_rules(self._program(self.items).closed.jaxpr)))
 
 
-def _require_scalar(loss: Tree) -> Array:
-    if not hasattr(loss, "dtype") or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise scalar_loss_error(f"shape {loss.shape}, {loss.dtype}" if hasattr(loss, "dtype") else type(loss).__name__)
-    return loss
-
-
-def _variables(jaxpr: Any) -> Iterator[Any]:
-    yield from jaxpr.invars
-    for eqn in jaxpr.eqns:
-        yield from eqn.outvars
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda node: isinstance(node, (core.Jaxpr, core.ClosedJaxpr))):
-            if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-                yield from _variables(getattr(value, "jaxpr", value))
-
-
 def _still(drawn: Array) -> Array:
     """Return numbers as NumPy's, of which rows are taken without compiling; keys as they are."""
     return drawn if is_key(drawn) else np.asarray(drawn)
@@ -214,7 +197,3 @@ def _still(drawn: Array) -> Array:
 
 def _is_readable(leaf: Array) -> bool:
     return not is_key(leaf) and leaf.size <= READABLE and not jnp.iscomplexobj(leaf)
-
-
-def _wide(gradient: Array) -> Array:
-    return np.asarray(gradient).astype(np.complex128 if jnp.iscomplexobj(gradient) else np.float64)

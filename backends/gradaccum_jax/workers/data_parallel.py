@@ -18,6 +18,7 @@ from jax.extend import core
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
 from gradaccum_jax.arrays import Array, Axes, Tree, typeof
+from gradaccum_jax.control_flow import programs_in
 from gradaccum_jax.sharding import axes_in_parts, axes_of, replicated, reshard, shard_map, vary
 from gradaccum_jax.state import AccumulationState, find_states
 from gradaccum_jax.workers.group import copies_of_params, mapped, require_names, require_shared
@@ -284,7 +285,7 @@ def _made(equation: Any, given: Origins, axes: Axes) -> Origins:
             fix = "Give tx the parameters that the step was given, and average all else over the devices: jax.lax.pmean(value, axis_name)."
             raise _own_error(params["asked"], fix)
         return [either - axes if params["known"] else either]
-    if within := _programs(equation):
+    if within := programs_in(equation):
         return _programmed(name, within, equation, given, axes)
     if name in UNREAD:
         return [axes] * results
@@ -296,15 +297,6 @@ def _made(equation: Any, given: Origins, axes: Axes) -> Origins:
     # A value of a type that differs, made of none of such a type, tells the device's place.
     placed = not any(axes_of(atom.aval) & axes for atom in equation.invars)
     return [either | (axes_of(out.aval) & axes if placed else NONE) for out in equation.outvars]
-
-
-def _programs(equation: Any) -> list[Any]:
-    held = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
-    return [getattr(value, "jaxpr", value) for value in held if _is_program(value)]
-
-
-def _is_program(value: object) -> bool:
-    return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
 
 
 def _names(params: Any) -> Axes:

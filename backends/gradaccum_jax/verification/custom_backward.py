@@ -1,4 +1,4 @@
-"""`verify_loss_scaling`: a check that a loss carries its incoming gradient through all of its parts, so that it can be scaled.
+"""Custom backwards that do not carry their incoming gradient through, so that their loss cannot be scaled.
 
 The gradients of the whole loss at several scales show whether something is wrong, the traced program shows where.
 """
@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from gradaccum import ArgumentValueError, LinearityReport
-from gradaccum.kit import SCALES, comparable, explain, linearity_report
-from gradaccum_jax.arrays import Array, DType, Leaves, Params, Tree, unique
+from gradaccum import LinearityReport
+from gradaccum.kit import SCALES, comparable, linearity_report
+from gradaccum_jax.arrays import Array, DType, Params, Tree, unique
+from gradaccum_jax.control_flow import Equation, programs_in
+from gradaccum_jax.verification.batch import is_float, require_scalar, wide
 
 
 def verify_loss_scaling(loss_fn: Callable[..., Any], params: Params, *args: Tree) -> LinearityReport:
@@ -41,12 +43,10 @@ def verify_loss_scaling(loss_fn: Callable[..., Any], params: Params, *args: Tree
     """
     params, args = _in_float32(loss_fn, params, args)
     program = jax.make_jaxpr(loss_fn)(params, *args)
-    _require_scalar(program.out_avals)
-    kinds = [variable.aval for eqn in equations(program.jaxpr) for variable in eqn.outvars]
-    dtypes = {kind.dtype for kind in (*program.in_avals, *kinds) if hasattr(kind, "dtype") and is_float(kind)}
+    require_scalar(program.out_avals[0] if len(program.out_avals) == 1 else tuple(program.out_avals))
     value, pull_back = jax.vjp(lambda tree: loss_fn(tree, *args), params)
-    gradients = unscaled_gradients(pull_back, jnp.ones_like(value))
-    return report(gradients, non_linear_rules(program.jaxpr), dtypes)
+    gradients = _unscaled_gradients(pull_back, jnp.ones_like(value))
+    return _report(gradients, non_linear_rules(program.jaxpr), float_dtypes(program.jaxpr))
 
 
 def _in_float32(loss_fn: Callable[..., Any], params: Params, args: tuple[Tree, ...]) -> tuple[Params, tuple[Tree, ...]]:
@@ -63,12 +63,6 @@ def _in_float32(loss_fn: Callable[..., Any], params: Params, args: tuple[Tree, .
     return wide[0], wide[1]
 
 
-def _require_scalar(results: Leaves) -> None:
-    if len(results) != 1 or results[0].shape != () or not is_float(results[0]):
-        fix = "Return the loss alone, reduced to one number."
-        raise explain(ArgumentValueError, "loss_fn", expected="one floating scalar as its result", found=f"results of {results}", fix=fix)
-
-
 # The distance of gradients from proportionality to the loss's scale: both looks ask this.
 
 
@@ -76,22 +70,17 @@ Gradients = dict[str, Array]
 """Float64 arrays by path."""
 
 
-def unscaled_gradients(pull_back: Callable[..., Tree], cotangent: Tree) -> Iterator[Gradients]:
+def _unscaled_gradients(pull_back: Callable[..., Tree], cotangent: Tree) -> Iterator[Gradients]:
     for scale in SCALES:
         scaled = jax.tree.map(lambda leaf, s=scale: (leaf * jnp.float32(s)).astype(leaf.dtype) if is_float(leaf) else leaf, cotangent)
         flat = jax.tree_util.tree_flatten_with_path(pull_back(scaled))[0]
         names = unique(jax.tree_util.keystr(path[1:]) or "params" for path, _ in flat)
-        yield {name: _wide(leaf) / scale for name, (_, leaf) in zip(names, flat, strict=True) if is_float(leaf)}
+        yield {name: wide(leaf) / scale for name, (_, leaf) in zip(names, flat, strict=True) if is_float(leaf)}
 
 
-def report(gradients: Iterable[Gradients], culprits: Iterable[str], dtypes: Iterable[DType]) -> LinearityReport:
-    met = set(map(jnp.dtype, dtypes))
-    compared = comparable(gradients, _is_finite, float16=jnp.dtype(jnp.float16) in met)
-    return linearity_report(compared, culprits, max((float(jnp.finfo(dtype).eps) for dtype in met), default=0.0), _norm)
-
-
-def is_float(leaf: Array) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf), jnp.inexact))
+def _report(gradients: Iterable[Gradients], culprits: Iterable[str], dtypes: set[DType]) -> LinearityReport:
+    compared = comparable(gradients, _is_finite, float16=jnp.dtype(jnp.float16) in dtypes)
+    return linearity_report(compared, culprits, max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0), _norm)
 
 
 def _is_finite(gradients: Gradients) -> bool:
@@ -102,10 +91,6 @@ def _norm(gradient: Array) -> float:
     return float(np.linalg.norm(gradient))
 
 
-def _wide(leaf: Array) -> Array:
-    return np.asarray(leaf).astype(np.complex128 if jnp.iscomplexobj(leaf) else np.float64)
-
-
 # The `jax.custom_vjp` functions in a traced program, and whether the pull-back of each is linear in its cotangent.
 #
 # A pull-back that JAX derives is linear by construction, so only these can go wrong. Each is checked by itself, with made-up inputs of its
@@ -113,27 +98,27 @@ def _wide(leaf: Array) -> Array:
 # and its collectives mean something, none is run alone: there the gradients of the whole loss tell.
 
 
-Program = Any
-"""A `jax.extend.core.Jaxpr` or ``ClosedJaxpr``."""
-Equation = Any
-"""One equation of a program: a `jax.extend.core.JaxprEqn`."""
-
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
-def equations(jaxpr: Program, *, on_meshes: bool = True) -> Iterator[Equation]:
-    """Yield the equations of a program and of all programs in it, but for functions with rules of their own."""
+def equations(jaxpr: Any, leave_out: tuple[str, ...] = ()) -> Iterator[Equation]:
+    """Yield the equations of a program and of all programs in it, but for the programs of equations with such words in their names."""
     for eqn in jaxpr.eqns:
         yield eqn
-        if "custom" not in eqn.primitive.name and (on_meshes or eqn.primitive.name != "shard_map"):
-            for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-                if _is_jaxpr(value):
-                    yield from equations(getattr(value, "jaxpr", value), on_meshes=on_meshes)
+        if not any(word in eqn.primitive.name for word in leave_out):
+            for within in programs_in(eqn):
+                yield from equations(within, leave_out)
 
 
-def non_linear_rules(jaxpr: Program) -> list[str]:
+def float_dtypes(jaxpr: Any) -> set[DType]:
+    """Return the floating dtypes of all values in a program."""
+    kinds = [variable.aval for variable in (*jaxpr.invars, *(out for eqn in equations(jaxpr) for out in eqn.outvars))]
+    return {jnp.dtype(kind.dtype) for kind in kinds if hasattr(kind, "dtype") and is_float(kind)}
+
+
+def non_linear_rules(jaxpr: Any) -> list[str]:
     """Return the functions under `jax.custom_vjp` or `jax.custom_gradient` whose pull-back does not scale."""
-    custom = [eqn for eqn in equations(jaxpr, on_meshes=False) if "custom_vjp" in eqn.primitive.name]
+    custom = [eqn for eqn in equations(jaxpr, ("custom", "shard_map")) if "custom_vjp" in eqn.primitive.name]
     return [_name(eqn) for eqn in custom if not _is_linear(eqn)]
 
 
@@ -146,9 +131,9 @@ def _is_linear(eqn: Equation) -> bool:
     rng = np.random.default_rng(0)
     inputs = list(dict.fromkeys(variable for variable in eqn.invars if not isinstance(variable, core.Literal)))
     outputs, pull_back = jax.vjp(_alone(eqn, inputs), *(_made_up(variable.aval, rng) for variable in inputs))
-    dtypes = [variable.aval.dtype for variable in (*inputs, *eqn.outvars) if is_float(variable.aval)]
-    gradients = unscaled_gradients(lambda scaled: (pull_back(scaled),), [_cotangent(output, rng) for output in outputs])
-    return report(gradients, (), dtypes).linear
+    dtypes = {jnp.dtype(variable.aval.dtype) for variable in (*inputs, *eqn.outvars) if is_float(variable.aval)}
+    gradients = _unscaled_gradients(lambda scaled: (pull_back(scaled),), [_cotangent(output, rng) for output in outputs])
+    return _report(gradients, (), dtypes).linear
 
 
 def _alone(eqn: Equation, inputs: list[Any]) -> Callable[..., Any]:
@@ -159,8 +144,7 @@ def _alone(eqn: Equation, inputs: list[Any]) -> Callable[..., Any]:
 
 
 def _debug_info(eqn: Equation) -> Any:
-    jaxpr = next(value for value in eqn.params.values() if _is_jaxpr(value))
-    return getattr(jaxpr, "jaxpr", jaxpr).debug_info
+    return programs_in(eqn)[0].debug_info
 
 
 def _made_up(kind: Array, rng: np.random.Generator) -> Array:
@@ -173,7 +157,3 @@ def _made_up(kind: Array, rng: np.random.Generator) -> Array:
 
 def _cotangent(output: Array, rng: np.random.Generator) -> Array:
     return _made_up(output, rng) if is_float(output) else np.zeros(np.shape(output), jax.dtypes.float0)
-
-
-def _is_jaxpr(value: object) -> bool:
-    return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
