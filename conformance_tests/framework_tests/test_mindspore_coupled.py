@@ -30,7 +30,7 @@ def large_batch(net, loss_fn):
     return ms.value_and_grad(forward, None, trained(net))
 
 
-@pytest.mark.parametrize("mode", [*FROM_PYTHON, "jit"])
+@pytest.mark.parametrize("mode", FROM_PYTHON)
 def test_nests_of_outputs(mode):
     """A tuple in a dict, two rows per item, and labels that are no floating numbers."""
     net, labels = Towers(), Tensor(np.arange(7) % 3, ms.int32)

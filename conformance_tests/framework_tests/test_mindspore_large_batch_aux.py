@@ -9,12 +9,12 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_large_batch import MODES, in_mode, tensors  # noqa: E402
+from conformance_tests.framework_tests.mindspore_large_batch import FROM_PYTHON, in_mode, tensors  # noqa: E402
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FROM_PYTHON)
 def test_aux_merges(mode):
     """One value of each kind, in micro-batches of 2, 2 and 1 items that weigh 1, 2 and 3."""
     weight = Parameter(Tensor(1.0, ms.float64), name="w")
@@ -38,9 +38,8 @@ def test_aux_merges(mode):
 
 
 @pytest.mark.parametrize("updates", [False, True], ids=["value_and_grad", "value_and_update"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FROM_PYTHON)
 def test_dict_of_many_micro_batches(mode, updates):
-    """Five: the compiled loop runs three times, and its dict is another one each time."""
     weight = Parameter(Tensor([1.0]), name="w")
 
     def forward(x):

@@ -74,37 +74,6 @@ def test_losses(forward, words):
         made(forward)(*tensors(X))
 
 
-def loss_alone(x):
-    return x.mean()
-
-
-def a_scalar(x):
-    return x.mean(), x.sum()
-
-
-def two_arrays(x):
-    return x.mean(), x, x
-
-
-@pytest.mark.parametrize(
-    ("forward", "aux", "words"),
-    [
-        (loss_alone, "mean", "has_aux is True, origin fn requires more than one outputs"),
-        (a_scalar, "concatenate", "an array with a leading axis to concatenate"),
-        (a_scalar, {"a": "mean"}, "aux: expected a prefix of a nest"),
-        (two_arrays, ("mean",), "aux: expected a prefix of a nest"),
-    ],
-)
-def test_aux_outputs_in_compiled_code(forward, aux, words):
-    weight = Parameter(Tensor([1.0, 2.0], ms.float64), name="w")
-
-    def given(x):
-        return forward(weight * x)
-
-    with pytest.raises(ValueError, match=words):
-        in_mode("jit", value_and_grad(given, None, weight, True, steps=2, aux=aux))(*tensors(X))
-
-
 def test_aux_outputs():
     with pytest.raises(ArgumentValueError, match=r"returns \(loss, aux\); got the loss alone"):
         made(lambda x: x.mean(), True, aux="mean")(*tensors(X))
@@ -149,13 +118,14 @@ def test_own_split(split, words):
         ({"steps": None, "split": lambda x: [(x,)]}, "split"),
         ({"steps": None, "micro_batch_weight": 3, "weight": [1.0] * 5}, "micro_batch_weight"),
         ({"steps": None, "micro_batch_size": "auto"}, "micro_batch_size"),
+        ({"has_aux": True, "aux": "mean"}, "has_aux"),
     ],
 )
 def test_only_from_python(mode, options, name):
     weight = Parameter(Tensor([1.0, 2.0], ms.float64), name="w")
 
     def forward(x):
-        return (weight * x).mean()
+        return (weight * x).mean(), x
 
     call = value_and_grad(forward, None, weight, **{"steps": 2, **options})
     with pytest.raises(UsageError, match=f"{name}: expected a call from Python"):
@@ -221,25 +191,6 @@ def test_two_sizes_of_random_micro_batches(mode, seed):  # noqa: F811
         return
     with pytest.raises(UsageError, match="Dropout starts in each at the seed"):
         call(rows)
-
-
-@pytest.mark.parametrize("seed", [None, 3], indirect=True)
-def test_masks_beside_other_outputs(seed):  # noqa: F811
-    """In compiled code the first micro-batch is a program of its own, whose numbers begin at the seed too."""
-    forward, weight, rows = masks("layer", 4)
-
-    def with_aux(rows):
-        loss = forward(rows)
-        return loss, rows.sum()
-
-    call = in_mode("jit", value_and_grad(with_aux, None, weight, True, steps=4, reduction="sum", aux="sum"))
-    if seed is not None:
-        with pytest.raises(UsageError, match="Dropout starts in each at the seed"):
-            call(rows)
-        return
-    (_, total), gradient = call(rows)
-    assert float(total.asnumpy()) == 4
-    assert len({mask.tobytes() for mask in gradient.asnumpy()}) == 4
 
 
 @pytest.mark.parametrize("nest", [{"x": 0, "y": 1}, (0, 1), [0, 1]], ids=["dict", "tuple", "list"])

@@ -57,7 +57,7 @@ def test_drops_a_micro_batch():
     assert abs(value(weight) - (1 - 3)) <= 1e-6, "the mean of 1, 2 and 6"
 
 
-@pytest.mark.parametrize("mode", ["pynative", "jit"])
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
 def test_aux_and_weights(mode):
     weight, _, made = window({"aux": "max", "weight": np.array([1.0, 1, 3, 3, 0])}, has_aux=True)
     loss, largest = in_mode(mode, made)(Tensor(X, ms.float32))

@@ -88,10 +88,11 @@ class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
         network.begin(call)
         options = {**_options(call.options), "aux": tuple(declared.values())} if declared else _options(call.options)
         with context_mode(call.mode or self.modes[0]):
-            take = value_and_grad(network.loss, None, network.weights, bool(declared), **options)
-            # In graph mode from Python: its compiler fails on some programs that concatenate outputs beside a loss inside a Cell.
-            called = take if call.mode == "graph" and declared else _in_mode(take, call.mode)
-            value, gradients = called(*_tensors(call, batch), *_extra(call))
+            if declared:
+                take = value_and_grad(_from_python(network.loss, call.mode), None, network.weights, True, **options)
+            else:
+                take = _in_mode(value_and_grad(network.loss, None, network.weights, **options), call.mode)
+            value, gradients = take(*_tensors(call, batch), *_extra(call))
             loss, *aux = value if declared else (value,)
             merged = {name: plain(each) for name, each in zip(declared or {}, _flat(aux), strict=True)}
             return Outcome(float(loss.asnumpy()), _by_name(network.weights, gradients), merged)
@@ -118,7 +119,8 @@ class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
             return loss_of(outputs[0], outputs[1], network.temperature)
 
         with context_mode(call.mode or self.modes[0]):
-            take = _in_mode(coupled_value_and_grad(network.outputs, loss_fn, weights, **_options(call.options)), call.mode)
+            outputs_fn = _from_python(network.outputs, call.mode)
+            take = coupled_value_and_grad(outputs_fn, loss_fn, weights, **_options(call.options))
             loss, gradients = take(*(Tensor(x, network.dtype) for x in (batch.x, mirrored(batch.x))), *_extra(call))
             return Outcome(float(loss.asnumpy()), _by_name(weights, gradients), {})
 
@@ -138,6 +140,11 @@ def _in_mode(take: Any, mode: str | None) -> Any:
     if mode == "graph":
         return Graph(take)
     return ms.jit(Graph(take).construct) if mode == "jit" else take
+
+
+def _from_python(function: Any, mode: str | None) -> Any:
+    """Return the function of a call that only Python makes, itself compiled in the mode "jit"."""
+    return ms.jit(function) if mode == "jit" else function
 
 
 def _tensors(call: LargeBatchCall, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -434,28 +434,6 @@ def leaves_in(nest: Any) -> tuple[Any, ...]:
     return found
 
 
-def filled(nest: Any, leaves: Any) -> Any:
-    """Return a nest like `nest` with `leaves` in place of its own."""
-    made, _ = _filled(nest, leaves, 0)
-    return made
-
-
-def _filled(nest: Any, leaves: Any, start: int) -> tuple[Any, int]:
-    if isinstance(nest, dict):
-        named = {}
-        for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
-            each, start = _filled(nest[key], leaves, start)
-            named[key] = each
-        return named, start
-    if isinstance(nest, (tuple, list)):
-        parts = []
-        for place in range(len(nest)):
-            each, start = _filled(nest[place], leaves, start)
-            parts.append(each)
-        return (tuple(parts) if isinstance(nest, tuple) else parts), start
-    return leaves[start], start + 1
-
-
 def nest_in(places: Any, leaves: tuple[Any, ...]) -> Any:
     if isinstance(places, dict):
         named = {}

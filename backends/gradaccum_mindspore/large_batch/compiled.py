@@ -5,10 +5,9 @@ Python numbers, and 32 copies took four times as long to compile as one body. On
 random operator would start at the same seed. A last, smaller micro-batch is a second copy of the body. The sums start as zeros that the
 graph computes, because constant zeros would be a second buffer of the model's size.
 
-Such a loop needs the shape of what it carries before it runs, and only a first micro-batch tells the shapes of outputs. So that one stands
-before the loop. What is concatenated fills its place in a Tensor of all micro-batches of one size; the last, smaller micro-batch comes
-behind it. Tuples of Tensors are walked by place: through a loop over a tuple of equal shapes MindSpore takes its length for unknown, and
-then `mindspore.ops.HyperMap` returned shape (1,) for shape ().
+Such a loop needs the shape of what it carries before it runs. Only a micro-batch tells the shapes of other outputs: these need Python.
+Tuples of Tensors are walked by place: through a loop over a tuple of equal shapes MindSpore takes its length for unknown, and then
+`mindspore.ops.HyperMap` returned shape (1,) for shape ().
 
 A compiled program knows shapes, not values: what depends on values is refused here, and a weight that is a Tensor is not checked.
 """
@@ -22,144 +21,12 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from gradaccum import UsageError
-from gradaccum.kit import (
-    aux_shape_error,
-    concatenate_error,
-    contribution,
-    divided,
-    divisor,
-    explain,
-    finished,
-    kinds_of,
-    merged,
-    require_one_size,
-    share,
-)
+from gradaccum.kit import aux_shape_error, contribution, divided, divisor, explain, require_one_size
 from gradaccum_mindspore.compiled_window import number_of
-from gradaccum_mindspore.large_batch.batch import (
-    EMPTY,
-    SplitOptions,
-    as_array,
-    axis_at,
-    axis_of,
-    check_keys,
-    check_prefix,
-    filled,
-    leaves_in,
-    moving,
-    sizes_of,
-    slices_of,
-)
-from gradaccum_mindspore.large_batch.gradients import OPERATORS, require_scalar
+from gradaccum_mindspore.large_batch.batch import SplitOptions, as_array, moving, sizes_of, slices_of
+from gradaccum_mindspore.large_batch.gradients import require_scalar
 from gradaccum_mindspore.large_batch.replay import require_one_program
 from gradaccum_mindspore.sums import DType, hidden_parameter, sum_dtype, where, working_dtype
-
-Outputs = tuple[Tensor, ...]
-
-
-def others_of(value: Any) -> Any:
-    """Return the outputs beside the loss as they are declared: the only one, or the tuple of several."""
-    return value[0] if len(value) == 1 else value
-
-
-def kinds_in(declared: Any, nest: Any) -> tuple[str, ...]:
-    """Return the kind of each leaf of a nest, from the user's declaration: one kind, or a prefix nest of kinds."""
-    found: tuple[str, ...] = ()
-    if isinstance(nest, (tuple, list)):
-        check_prefix(declared, len(nest), "aux")
-        for place in range(len(nest)):
-            found = found + kinds_in(axis_at(declared, place), nest[place])
-        return found
-    if isinstance(nest, dict):
-        check_keys(declared, tuple(nest.keys()), "aux")
-        for key in nest.keys():  # noqa: SIM118 - the compiler iterates over no dict
-            found = found + kinds_in(axis_of(declared, key), nest[key])
-        return found
-    return (leaf_kind(declared),)
-
-
-def shares_of(kinds: tuple[str, ...], outputs: Any, items: Tensor, weight: Tensor) -> Outputs:
-    """Return one micro-batch's shares of the merged outputs; a mean over no weight adds nothing, even a NaN."""
-    leaves = leaves_in(outputs)
-    shares: Outputs = ()
-    for place in range(len(kinds)):
-        kind, value = kinds[place], leaves[place]
-        if kind == "concatenate":
-            check_rows(len(value.shape))
-        given = share(kind, value, _like(items, value), _like(weight, value), OPERATORS)
-        if kind == "weighted_mean":
-            given = where(weight != 0, given, ops.zeros_like(given))
-        shares = (*shares, given)
-    return shares
-
-
-def begun(kinds: tuple[str, ...], shares: Outputs, count: int) -> Outputs:
-    made: Outputs = ()
-    for place in range(len(kinds)):
-        given = shares[place]
-        if kinds[place] == "concatenate":
-            given = ops.broadcast_to(given.expand_dims(0), (count, *given.shape))
-        made = (*made, given)
-    return made
-
-
-def with_shares(kinds: tuple[str, ...], so_far: Outputs, shares: Outputs, step: Tensor) -> Outputs:
-    """Return the merged outputs with those of the micro-batch at `step`, an int32 Tensor of shape ()."""
-    made: Outputs = ()
-    for place in range(len(kinds)):
-        if kinds[place] == "concatenate":
-            value = ops.tensor_scatter_update(so_far[place], step.reshape((1, 1)), shares[place].expand_dims(0))
-        else:
-            value = merged(kinds[place], so_far[place], shares[place], OPERATORS)
-        made = (*made, value)
-    return made
-
-
-def rows_joined(kinds: tuple[str, ...], so_far: Outputs) -> Outputs:
-    made: Outputs = ()
-    for place in range(len(kinds)):
-        value = so_far[place]
-        if kinds[place] == "concatenate":
-            value = value.reshape((value.shape[0] * value.shape[1], *value.shape[2:]))
-        made = (*made, value)
-    return made
-
-
-def with_tail(kinds: tuple[str, ...], so_far: Outputs, shares: Outputs) -> Outputs:
-    made: Outputs = ()
-    for place in range(len(kinds)):
-        if kinds[place] == "concatenate":
-            value = ops.concat((so_far[place], shares[place]), 0)
-        else:
-            value = merged(kinds[place], so_far[place], shares[place], OPERATORS)
-        made = (*made, value)
-    return made
-
-
-def finished_outputs(kinds: tuple[str, ...], so_far: Outputs, items: Tensor, weight: Tensor) -> Outputs:
-    """Return the large batch's outputs; a batch of weight 0 has means of 0."""
-    total = where(weight == 0, weight + 1, weight)
-    made: Outputs = ()
-    for place in range(len(kinds)):
-        kind, value = kinds[place], so_far[place]
-        made = (*made, finished(kind, value, _like(items, value), _like(total, value)))
-    return made
-
-
-def _like(number: Tensor, value: Tensor) -> Tensor:
-    return number.astype(ms.float64 if value.dtype == ms.float64 else ms.float32)
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def leaf_kind(declared: Any) -> str:
-    """Return the kind of one leaf; refuses what is none, and a declaration that goes deeper than the outputs, while compiling."""
-    return kinds_of(declared, EMPTY)[0]
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def check_rows(axes: int) -> None:
-    if axes == 0:
-        raise concatenate_error("aux", "a scalar")
 
 
 class CompiledLoop(nn.Cell):  # type: ignore[misc]
@@ -176,7 +43,6 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.zero = hidden_parameter(Tensor(0, self.float_dtype), "gradaccum.large_batch.zero")
         self.nan = hidden_parameter(Tensor(float("nan"), self.float_dtype), "gradaccum.large_batch.nan")
         """A Parameter, because the compiler made 0 of a sum with Python's NaN."""
-        self.has_aux, self.aux = options.aux is not None, options.aux
         self.axes, self.reduction, self.calls_weight = options.axes, options.reduction, callable(options.weight)
         self.weight_function: Any = options.weight if self.calls_weight else None
         named = () if options.reduction.reduction == "sum" else moving(options.weight, listed)
@@ -184,14 +50,10 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         self.may_be_zero = options.weight is not None
         self.array = options.weight is not None and not self.calls_weight
         self.backward = backward
-        self.backward_of_leaves = backward
-        """Of `with_leaves` of it, where it has other outputs."""
         self.checked_cuts, self.item_weights = cuts_of(fn, whole, options), weights_of(options)
 
     def run(self, batch: Any) -> Any:
         """Return the loss and the gradients, in the structure of `mindspore.value_and_grad`."""
-        if self.has_aux:
-            return self.run_with_outputs(batch)
         full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
         zero = self.zero * 1
         step, loss, weight, sums = zero.astype(ms.int32), self.start(zero), zero * 1, self.zeros(zero)
@@ -201,32 +63,8 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
             step = step + 1
         if tail > 0:
             loss, weight, sums = self.add(batch, ops.arange(tail) + full * size, per_item, loss, weight, sums)
-        return self.finished(loss / self.divides(weight, zero), sums, self.divides(weight, zero))
-
-    def run_with_outputs(self, batch: Any) -> Any:
-        """Return loss, gradients and merged outputs. The first micro-batch runs before the loop, which needs their nest and shapes."""
-        full, size, tail = self.checked_cuts(sizes_of(batch, self.axes, "batch"))
-        zero = self.zero * 1
-        per_item, indices = self.weights_of_items(full * size + tail), ops.arange(size)
-        start = self.start(zero)
-        loss, weight, sums, amount, value = self.taken(batch, indices, per_item, start, zero * 1, self.zeros(zero), False)
-        kinds, step = kinds_in(self.aux, others_of(value)), zero.astype(ms.int32) + 1
-        merged = begun(kinds, shares_of(kinds, others_of(value), zero + size, amount), full)
-        while step < full:
-            loss, weight, sums, amount, leaves = self.taken(batch, indices + step * size, per_item, loss, weight, sums, True)
-            merged = with_shares(kinds, merged, shares_of(kinds, leaves, zero + size, amount), step)
-            step = step + 1
-        merged = rows_joined(kinds, merged)
-        if tail > 0:
-            loss, weight, sums, amount, leaves = self.taken(batch, ops.arange(tail) + full * size, per_item, loss, weight, sums, True)
-            merged = with_tail(kinds, merged, shares_of(kinds, leaves, zero + tail, amount))
-        merged = filled(others_of(value), finished_outputs(kinds, merged, zero + (full * size + tail), weight))
-        made = self.finished(loss / self.divides(weight, zero), sums, self.divides(weight, zero))
-        return self.beside(made, (merged,) if len(value) == 1 else merged)
-
-    def beside(self, made: Any, outputs: tuple[Any, ...]) -> Any:
-        loss, gradients = made
-        return (loss, *outputs), gradients
+        divides = self.divides(weight, zero)
+        return self.finished(loss / divides, sums, divides)
 
     def weights_of_items(self, items: int) -> Tensor:
         """Return each item's weight, of shape (items,), where an array gives them; otherwise what nobody reads."""
@@ -244,32 +82,25 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
 
     def add(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any) -> tuple[Tensor, Tensor, Any]:
         """Add one micro-batch to the sums of losses, weights and gradients."""
-        return self.taken(batch, indices, per_item, loss, weight, sums, False)[:3]
-
-    def taken(self, batch: Any, indices: Tensor, per_item: Tensor, loss: Tensor, weight: Tensor, sums: Any, flat: bool) -> tuple[Any, ...]:
         arguments = slices_of(batch, self.axes, indices)
         amount = self.amount(arguments, indices, per_item)
-        value, gradients = self.differentiated(arguments, flat)
-        given = self.loss_of(value)
-        others: Any = value[1:] if self.has_aux else ()
+        value, gradients = self.differentiated(arguments)
         factor = contribution(amount, self.reduction)
         # Everything becomes NaN by a negative weight, and by one with a derivative: compiled code cannot refuse a value.
         factor = where(amount > 0, factor, where(amount == 0, amount * 0, self.nan * 1))
         sums = self.collected(sums, gradients, amount, factor)
-        given = given.astype(loss.dtype) * factor
-        return loss + where(amount != 0, given, ops.zeros_like(given)), weight + amount, sums, amount, others
+        given = value.astype(loss.dtype) * factor
+        return loss + where(amount != 0, given, ops.zeros_like(given)), weight + amount, sums
 
     def loss_of(self, value: Any) -> Tensor:
-        if self.has_aux:
-            value = value[0]
-        elif isinstance(value, (tuple, list)):
+        if isinstance(value, (tuple, list)):
             check_loss("tuple", (), None)
         check_loss("Tensor", value.shape, value.dtype)
         return value
 
-    def differentiated(self, arguments: Any, flat: bool) -> tuple[Any, tuple[Tensor, ...]]:
-        value, gradients = self.backward_of_leaves(*arguments) if flat else self.backward(*arguments)
-        return value, (gradients,) if self.single else gradients
+    def differentiated(self, arguments: Any) -> tuple[Tensor, Any]:
+        value, gradients = self.backward(*arguments)
+        return self.loss_of(value), (gradients,) if self.single else gradients
 
     def collected(self, sums: Any, gradients: Any, amount: Tensor, factor: Tensor) -> Any:
         """Return the sums with a micro-batch's gradients times `factor`; one of weight 0 adds nothing, whatever they hold."""
@@ -305,16 +136,6 @@ class CompiledLoop(nn.Cell):  # type: ignore[misc]
         return sums
 
 
-def with_leaves(fn: Any) -> Any:
-    """Return `fn` with the leaves of its other outputs: in a loop, the compiler takes the first pass's dict for a constant."""
-
-    def of_batch(*arguments: Any) -> tuple[Any, ...]:
-        value = fn(*arguments)
-        return (value[0], *leaves_in(value[1:]))
-
-    return of_batch
-
-
 def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
     """Return a function from the leaves' sizes to the number and size of the micro-batches, and the size of the last micro-batch."""
 
@@ -325,8 +146,6 @@ def cuts_of(fn: Any, whole: bool, options: SplitOptions) -> Any:
         items = require_one_size([each for each in sizes if len(each) == 2], lists)
         cuts = divided(options.division, items, None)
         size, tail = cuts[0].items, cuts[-1].items
-        if options.aux is not None and len(cuts) > 1:
-            require_one_program(fn, "has_aux in compiled code, where the first micro-batch stands before the loop")
         if tail == size:
             return len(cuts), size, 0
         require_one_program(fn, "micro-batches of two sizes in compiled code")
@@ -347,15 +166,20 @@ def require_compilable(whole: bool, options: SplitOptions) -> None:
     division = options.division
     found = {
         "grad_position": whole,
+        "has_aux": options.aux is not None,
         "split": options.split is not None,
         "micro_batch_weight": division.micro_batch_weight is not None,
         "micro_batch_size": not isinstance(division.micro_batch_size, int | None),
     }
     for name, given in found.items():
         if given:
-            expected = "a call from Python, because compiled code has one loop of equal micro-batches"
-            fix = "Call it outside mindspore.jit: in PyNative, with fn itself compiled by mindspore.jit, or in graph mode."
-            raise explain(UsageError, name, expected=expected, found="a call in compiled code", fix=fix)
+            raise compiled_call_error(name)
+
+
+def compiled_call_error(argument: str) -> UsageError:
+    expected = "a call from Python, because compiled code has one loop of equal micro-batches"
+    fix = "Call it outside mindspore.jit: in PyNative, with the function itself compiled by mindspore.jit, or in graph mode."
+    return explain(UsageError, argument, expected=expected, found="a call in compiled code", fix=fix)
 
 
 @constexpr  # type: ignore[untyped-decorator]

@@ -285,14 +285,16 @@ def weighed(fn: object, batch: Batch, options: SplitOptions, division: Division)
 
 
 def differentiated(backward: Function, arguments: Batch, has_aux: bool, *, scaled: bool = False) -> tuple[Any, Any]:
-    """Return value and gradients of one micro-batch; where the loss is `scaled`, the scaled value and the function's own."""
+    """Return value and gradients of one micro-batch; a `scaled` value stands before the function's own, which is returned."""
     try:
         value, gradients = backward(*compilable(arguments))
     except (ValueError, RuntimeError) as error:
         if NO_AUX in str(error):
             raise aux_shape_error("the loss alone", declared=True) from error
         raise
-    require_outputs(value[1] if scaled else value, has_aux)
+    if scaled:
+        value = value[1:] if has_aux else value[1]
+    require_outputs(value, has_aux)
     return value, gradients
 
 

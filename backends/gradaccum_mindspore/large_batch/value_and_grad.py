@@ -16,7 +16,7 @@ from gradaccum import AutoMicroBatchSize
 from gradaccum.kit import Nest
 from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.batch import SplitOptions, plain_reduction, require_function, split_options, with_constant_weight
-from gradaccum_mindspore.large_batch.compiled import CompiledLoop, with_leaves
+from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import Function, PythonLoop
 from gradaccum_mindspore.private import refuse_trace
 
@@ -31,8 +31,6 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledLoop(fn, backward, weights, bool(positions), options)
         listed = (weights,) if isinstance(weights, Parameter) else weights or ()
         self.python_loop = PythonLoop(fn, backward, positions, with_constant_weight(options, positions, listed))
-        if has_aux:
-            self.loop.backward_of_leaves = ms.value_and_grad(with_leaves(fn), grad_position, weights, True)
 
     def __call__(self, *batch: Nest) -> tuple[Any, Any]:
         refuse_trace()
@@ -86,8 +84,8 @@ def value_and_grad(
         split: a function of the batch that yields micro-batches, each a tuple of arguments, in place of cutting; with `steps` it gets
             ``steps=`` too.
         aux: how the other outputs merge, a prefix nest of the second output, or of the tuple of several: "sum", "mean" (over items),
-            "weighted_mean", "max", "min", "concatenate" (along axis 0). Half precision is summed, and returned, in float32. Inside a
-            Cell in graph mode MindSpore fails to compile some programs with "concatenate" (Mul of Int64): call it from Python then.
+            "weighted_mean", "max", "min", "concatenate" (along axis 0). Half precision is summed, and returned, in float32. From Python
+            only.
         accumulate_dtype: the dtype of the sums; None: float32 for half precision, else the gradient's own. The gradients returned have
             their own dtype.
 
@@ -98,8 +96,8 @@ def value_and_grad(
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch is empty or has leaves of unequal size, or `fn`
             returns something else than declared.
-        UsageError: on a call, compiled micro-batches of two sizes, or of `has_aux` inside compiled code, would draw the same random
-            numbers: MindSpore starts each compiled program at the seed of `mindspore.set_seed`.
+        UsageError: on a call, compiled micro-batches of two sizes would draw the same random numbers: MindSpore starts each compiled
+            program at the seed of `mindspore.set_seed`; or compiled code calls with an option that needs Python.
 
     Examples:
         >>> import mindspore as ms

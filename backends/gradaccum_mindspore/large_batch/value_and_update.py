@@ -16,7 +16,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize,
 from gradaccum.kit import Division, Nest, aux_shape_error, explain
 from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.batch import Batch, SplitOptions, require_function, split_options, with_constant_weight
-from gradaccum_mindspore.large_batch.compiled import CompiledLoop, with_leaves
+from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import Function, MergedOutputs, differentiated, divisor_of, loss_kind, weighed
 from gradaccum_mindspore.large_batch.replay import Replay
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer
@@ -70,7 +70,7 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         items, weight = 0, 0.0
         for place, (part, amount) in enumerate(weighed(self.user_function, batch, options, division)):
             replay.begin(place)
-            (_, value), gradients = differentiated(self.backward, part.arguments, options.aux is not None, scaled=True)
+            value, gradients = differentiated(self.backward, part.arguments, options.aux is not None, scaled=True)
             self.optimizer(gradients, amount, loss_in(value, options.aux is not None))
             outputs.add(value, part.items, amount)
             del value, gradients  # They would live beside the next ones.
@@ -83,23 +83,18 @@ class CompiledUpdateLoop(CompiledLoop):
 
     def __init__(self, fn: Function, backward: Function, optimizer: AccumulatingOptimizer, options: SplitOptions) -> None:
         super().__init__(fn, backward, optimizer.parameters, False, options)
-        if self.has_aux:
-            self.backward_of_leaves = ms.value_and_grad(scaled(with_leaves(fn), optimizer, True), None, optimizer.parameters, True)
         self.optimizer = optimizer
         sizes = [parameter.size for parameter in optimizer.parameters]
         self.smallest = sizes.index(min(sizes))
 
-    def differentiated(self, arguments: Any, flat: bool) -> tuple[Any, Any]:
-        """Return what `fn`, or `with_leaves` of it, returns, and the gradients with the loss, which the optimizer gets too."""
-        (_, value), gradients = self.backward_of_leaves(*arguments) if flat else self.backward(*arguments)
-        return value, (gradients, self.loss_of(value))
+    def differentiated(self, arguments: Any) -> tuple[Tensor, Any]:
+        """Return the loss, and the gradients with it: the optimizer gets both."""
+        (_, value), gradients = self.backward(*arguments)
+        return self.loss_of(value), (gradients, value)
 
     def start(self, zero: Tensor) -> Tensor:
         """Return the first sum of losses: NaN if someone else opened a window, because compiled code cannot raise."""
         return where(self.optimizer.storage.micro_step > 0, self.nan * 1, zero)
-
-    def beside(self, made: Any, outputs: tuple[Any, ...]) -> Any:
-        return (made, *outputs)
 
     def zeros(self, zero: Tensor) -> Any:
         """Return no sums; NaN if someone else opened a window, which makes an overflow, so that no update is made."""
@@ -190,10 +185,11 @@ def windows_of(optimizer: AccumulatingOptimizer) -> int:
 
 
 def scaled(fn: Function, optimizer: AccumulatingOptimizer, has_aux: bool) -> Function:
-    def of_batch(*arguments: Nest) -> tuple[Tensor, Any]:
+    def of_batch(*arguments: Nest) -> tuple[Any, ...]:
         value = fn(*arguments)
         check_outputs(isinstance(value, (tuple, list)), has_aux)
-        return optimizer.scale(loss_in(value, has_aux)), value
+        # Flat: in graph mode MindSpore returns no dict in a tuple in a tuple.
+        return (optimizer.scale(loss_in(value, has_aux)), *(value if has_aux else (value,)))
 
     return of_batch
 
