@@ -36,8 +36,8 @@ class TorchBackend:
         return ("cpu", *(f"{kind}:{index} ({name(index)})" for index in range(torch.accelerator.device_count())))
 
     def lacking(self) -> dict[str, str]:
-        """Return the private names that the installed torch lacks, with what each costs the user."""
-        return private.lacking({**private.LOST, **private.lost_in_fsdp()})
+        """Return the private names that the installed torch lacks, with what fails without each."""
+        return private.lacking()
 
     def wrap(
         self,

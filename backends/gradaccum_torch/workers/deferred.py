@@ -296,7 +296,6 @@ def require_deferrable(units: Sequence[Unit], parameters: Sequence[Tensor], opti
         fix = 'Write gradient_sync="window", or install a newer torch.'
         raise _error(sync, "a torch that has FSDPModule.set_reduce_scatter_unused_params", f"torch {torch.__version__}", fix)
     for unit in units:
-        unit.require_waiting()
         _require_dtype(unit, options, sync)
         _require_whole_unit(unit, parameters, sync)
 
