@@ -15,7 +15,7 @@ from functools import cache, wraps
 from inspect import unwrap
 from operator import attrgetter
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -390,13 +390,9 @@ _MODULE, _STATE, _GROUP = f"{_FSDP}_fully_shard:FSDPModule.", f"{_FSDP}_fsdp_sta
 _PARAMETER, _CONTEXT = f"{_FSDP}_fsdp_param:FSDPParam.", f"{_FSDP}_fsdp_state:FSDPStateContext."
 _GROUPS = f"{_STATE}_fsdp_param_groups"
 GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
-_UNUSED = "set_reduce_scatter_unused_params"
-_SYNC = {"reduce_grads": True, "all_reduce_grads": True, "reduce_scatter_unused_params": False}
-"""What FSDP2 keeps of three public methods, and what it does by default."""
-
 _NEEDED = (
     *("torch.distributed._composable_state:_module_state_mapping", f"{_MODULE}_get_fsdp_state"),
-    *(_GROUP + each for each in ("fsdp_params", "mesh_info", "post_backward", "_partial_reduce_output")),
+    *(_GROUP + each for each in ("fsdp_params", "mesh_info", "post_backward", "_partial_reduce_output", "reduce_grads")),
     *(_PARAMETER + each for each in ("sharded_param", "_unsharded_param", "mp_policy")),
     *(f"{_FSDP}_fsdp_common:FSDPMeshInfo.{each}" for each in ("mesh", "shard_mesh_dim")),
     *(_STATE + each for each in ("_root_post_backward_final_callback", "_state_ctx")),
@@ -408,24 +404,12 @@ _OPTIONS = {"gradient_divide_factor": "set_gradient_divide_factor", "_all_reduce
 
 def fsdp_names() -> tuple[str, ...]:
     """Return the private names of FSDP2 that this package needs of the installed torch."""
-    setters = {**_OPTIONS, "reduce_grads": "set_requires_gradient_sync", "all_reduce_grads": "set_requires_all_reduce"}
-    return *_NEEDED, _STATE + _groups_name(), *(_GROUP + kept for kept, setter in setters.items() if _sets(setter))
+    return *_NEEDED, _STATE + _groups_name(), *(_GROUP + kept for kept, setter in _OPTIONS.items() if _sets(setter))
 
 
 def _groups_name() -> str:
     """Return the attribute of a state with its groups; an older torch has one group or none."""
     return "_fsdp_param_groups" if exists(_GROUPS) else "_fsdp_param_group"
-
-
-class Sync(NamedTuple):
-    """The actions of an FSDP2 unit after a backward pass."""
-
-    reduce: bool
-    """Reduce the gradients; `FSDPModule.set_requires_gradient_sync`."""
-    all_reduce: bool
-    """All-reduce what is reduce-scattered, on a mesh of two dimensions; `FSDPModule.set_requires_all_reduce`."""
-    unused: bool
-    """A parameter without a gradient takes part, with zeros; `FSDPModule.set_reduce_scatter_unused_params`."""
 
 
 class Unit:
@@ -475,21 +459,13 @@ class Unit:
         return on_cpu and self.shards > 1 and self.parameters[0].dtype in (torch.float32, torch.bfloat16)
 
     @property
-    def sync(self) -> Sync:
-        return Sync(*(bool(getattr(self.group, kept, default)) for kept, default in _SYNC.items()))
+    def reduces(self) -> bool:
+        """True if a backward pass reduces the gradients; `FSDPModule.set_requires_gradient_sync` sets it."""
+        return bool(self.group.reduce_grads)
 
-    @sync.setter
-    def sync(self, sync: Sync) -> None:
-        module = self.modules[0]
-        module.set_requires_gradient_sync(sync.reduce, recurse=False)
-        module.set_requires_all_reduce(sync.all_reduce, recurse=False)
-        if _sets(_UNUSED):
-            module.set_reduce_scatter_unused_params(sync.unused, recurse=False)
-
-    @property
-    def fills_unused(self) -> bool:
-        """True if the installed torch can give zeros to a parameter without a gradient."""
-        return _sets(_UNUSED)
+    @reduces.setter
+    def reduces(self, reduces: bool) -> None:
+        self.modules[0].set_requires_gradient_sync(reduces, recurse=False)
 
     def _option(self, kept: str) -> Any:
         """Return FSDP2's value of an option; None in a torch without the option."""
