@@ -1,4 +1,4 @@
-"""Arrays and trees: names for arguments, leaves, dtypes and elementwise operations.
+"""Arrays and trees: names for arguments, leaves, dtypes, elementwise operations and the axes of a batch.
 
 Most names are `Any` to a type checker: JAX passes arrays and tracers to the same function, users pass NumPy's arrays and Python's numbers.
 """
@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum.kit import explain
 
 Array = Any
 """A `jax.Array`, concrete or traced, or what JAX takes for one: a NumPy array, a Python number."""
@@ -110,7 +114,7 @@ def takes_part(leaf: Array) -> bool:
 
 
 def is_key(leaf: Array) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended))
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.extended))
 
 
 def wider(a: DType, b: DType) -> DType:
@@ -162,3 +166,54 @@ def is_half(leaf: Array) -> bool:
     """True if `leaf` is real and narrower than float32: float16, bfloat16, every float8 and below."""
     dtype = jnp.result_type(leaf)
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
+
+
+# The axes of a batch: which axis of a leaf has the items.
+
+
+KEY = "key"
+"""In place of an axis: the leaf is a random key, and micro-batch number i gets ``jax.random.fold_in(key, i)``."""
+Axis = int | str | None
+"""A batch axis >= 0, None for what every micro-batch is given whole, or `KEY`."""
+_FIX = "Write an axis for arrays with items, None for what every micro-batch is given whole, or 'key' for a random key."
+
+
+def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
+    """Return one value of `prefix` for each leaf of `tree`, as `gradaccum.kit.spread`."""
+    prefix = tuple(prefix) if type(prefix) is list and isinstance(tree, tuple) else prefix
+    found: list[Any] = []
+    try:
+        jax.tree.map(lambda value, below: found.extend([value] * len(jax.tree.leaves(below))), prefix, tree, is_leaf=is_none)
+    except ValueError as error:
+        fix = "Give one value for all, or a tree whose keys and lengths are those of the tree that it is for."
+        expected = f"a prefix of {jax.tree.structure(tree)}"
+        raise explain(ArgumentValueError, argument, expected=expected, got=prefix, fix=fix) from error
+    return found
+
+
+def is_constant(leaf: object) -> bool:
+    """True if a leaf is a constant of the program: no array, and no float, which may change from call to call."""
+    return not (isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex) or hasattr(leaf, "__jax_array__"))
+
+
+def axis_of(path: str, leaf: Array, axis: Any) -> Axis:
+    if axis is None:
+        return None
+    if axis == KEY or (np.shape(leaf) == () and not is_constant(leaf) and is_key(leaf)):
+        return _require_key(path, leaf)
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise explain(ArgumentTypeError, "axes", expected="an int, None or 'key' for each leaf", got=axis, fix=_FIX)
+    rank = 0 if is_constant(leaf) else np.ndim(leaf)
+    if not -rank <= axis < rank:
+        found = f"a {type(leaf).__name__}" if is_constant(leaf) else f"one of shape {np.shape(leaf)}"
+        fix = "Write axes=None for this leaf if every micro-batch is given it whole; make a list with one number per item an array."
+        raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis} of items", found=found, fix=fix)
+    return axis % rank
+
+
+def _require_key(path: str, leaf: Array) -> str:
+    """Raise unless `leaf` is a typed scalar key, or the two 32-bit words of an old one."""
+    if not is_constant(leaf) and (is_key(leaf) if np.shape(leaf) == () else jnp.result_type(leaf) == jnp.uint32 and np.ndim(leaf) == 1):
+        return KEY
+    fix = "Write axes='key' for jax.random.key(seed) alone; keys of single items have an axis."
+    raise explain(ArgumentTypeError, path, expected="one random key", found=f"a {type(leaf).__name__} of shape {np.shape(leaf)}", fix=fix)

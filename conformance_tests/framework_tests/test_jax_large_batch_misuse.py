@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("optax", reason="optax is not installed")
 import jax
-import jax.export
 import jax.numpy as jnp
 import optax
 from jax.experimental import sparse
@@ -125,15 +124,6 @@ def test_modules_with_random_streams() -> None:
     call = gradaccum_jax.value_and_grad(dropped, steps=3, has_aux=True, aux="concatenate")
     masks = np.asarray(call(jnp.ones(()), np.ones((24, 4), np.float32), jax.random.key(0))[0][1]).reshape(3, -1)
     assert len(np.unique(masks, axis=0)) == 3
-
-
-def test_symbolic_sizes() -> None:
-    """`jax.export` traces once for all sizes, and a batch is divided while JAX traces."""
-    (size,) = jax.export.symbolic_shape("size")
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), (size, 2))]
-    for call in calls(lambda p: jnp.ones(())):
-        with pytest.raises(TYPE, match=r"batch\[0\]: expected a number of items that is known while JAX traces; got the symbolic size"):
-            jax.export.export(jax.jit(call))(*shapes)
 
 
 def test_too_few_arguments() -> None:

@@ -18,9 +18,9 @@ import numpy as np
 
 from gradaccum import ArgumentTypeError, AutoMicroBatchSize
 from gradaccum.kit import explain, unknown_limit_error
-from gradaccum_jax.arrays import Array, Tree, typeof
+from gradaccum_jax.arrays import Array, Tree, is_constant, typeof
 from gradaccum_jax.control_flow import call_jitted
-from gradaccum_jax.large_batch.batch import Source, Splitting, is_constant, make_batch
+from gradaccum_jax.large_batch.batch import Source, Splitting, make_batch
 
 _NUMBERS: Iterator[int] = itertools.count()
 

@@ -20,16 +20,11 @@ from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError, kit
 from gradaccum.kit import Cut, Division, Scalar, explain
-from gradaccum_jax.arrays import BY_ITEM, Array, DType, Tree, is_key, is_none, typeof
+from gradaccum_jax.arrays import BY_ITEM, KEY, Array, Axis, DType, Tree, axis_of, is_constant, spread_over, typeof
 from gradaccum_jax.checks import as_weight
 
-KEY = "key"
-"""In place of an axis: the leaf is a random key, and micro-batch number i gets ``jax.random.fold_in(key, i)``."""
-Axis = int | str | None
-"""A batch axis >= 0, None for what every micro-batch is given whole, or `KEY`."""
 PLAIN = (str, bytes, bool, int, float, complex)
 """A leaf that is one plain value of Python has no items, and is given whole to each micro-batch."""
-_FIX = "Write an axis for arrays with items, None for what every micro-batch is given whole, or 'key' for a random key."
 
 
 @partial(
@@ -85,29 +80,11 @@ def make_batch(arguments: tuple[Tree, ...], axes: Tree) -> Batch:
     held, structure = jax.tree_util.tree_flatten_with_path(arguments)
     _require_dense(arguments, spread_over(axes, arguments, "axes"))
     spread = _whole_where_plain(arguments, spread_over(axes, arguments, "axes"))
-    checked = [_axis_of(f"batch{jax.tree_util.keystr(path)}", leaf, axis) for (path, leaf), axis in zip(held, spread, strict=True)]
+    checked = [axis_of(f"batch{jax.tree_util.keystr(path)}", leaf, axis) for (path, leaf), axis in zip(held, spread, strict=True)]
     constants = tuple((place, type(leaf), leaf) for place, (_, leaf) in enumerate(held) if is_constant(leaf))
     arrays = [(leaf, axis) for (_, leaf), axis in zip(held, checked, strict=True) if not is_constant(leaf)]
     lists = tuple(kit.mark_lists(arguments, axes)[1])
     return Batch([leaf for leaf, _ in arrays], None, tuple(axis for _, axis in arrays), constants, structure, lists=lists)
-
-
-def spread_over(prefix: Tree, tree: Tree, argument: str) -> list[Any]:
-    """Return one value of `prefix` for each leaf of `tree`, as `gradaccum.kit.spread`."""
-    prefix = tuple(prefix) if type(prefix) is list and isinstance(tree, tuple) else prefix
-    found: list[Any] = []
-    try:
-        jax.tree.map(lambda value, below: found.extend([value] * len(jax.tree.leaves(below))), prefix, tree, is_leaf=is_none)
-    except ValueError as error:
-        fix = "Give one value for all, or a tree whose keys and lengths are those of the tree that it is for."
-        expected = f"a prefix of {jax.tree.structure(tree)}"
-        raise explain(ArgumentValueError, argument, expected=expected, got=prefix, fix=fix) from error
-    return found
-
-
-def is_constant(leaf: object) -> bool:
-    """True if a leaf is a constant of the program: no array, and no float, which may change from call to call."""
-    return not (isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex) or hasattr(leaf, "__jax_array__"))
 
 
 def is_cut(axis: Axis) -> bool:
@@ -145,33 +122,6 @@ def _require_dense(arguments: tuple[Tree, ...], axes: list[Any]) -> None:
 
 def _is_plain(leaf: object) -> bool:
     return isinstance(leaf, PLAIN) and not isinstance(leaf, np.generic)
-
-
-def _axis_of(path: str, leaf: Array, axis: Any) -> Axis:
-    if axis is None:
-        return None
-    if axis == KEY or (np.shape(leaf) == () and not is_constant(leaf) and is_key(leaf)):
-        return _require_key(path, leaf)
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise explain(ArgumentTypeError, "axes", expected="an int, None or 'key' for each leaf", got=axis, fix=_FIX)
-    rank = 0 if is_constant(leaf) else np.ndim(leaf)
-    if not -rank <= axis < rank:
-        found = f"a {type(leaf).__name__}" if is_constant(leaf) else f"one of shape {np.shape(leaf)}"
-        fix = "Write axes=None for this leaf if every micro-batch is given it whole; make a list with one number per item an array."
-        raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis} of items", found=found, fix=fix)
-    if not isinstance(items := np.shape(leaf)[axis], int):
-        expected, found = "a number of items that is known while JAX traces", f"the symbolic {items} of jax.export"
-        fix = "Export for a fixed batch size; or export the step of one micro-batch, which takes a symbolic size, and loop outside."
-        raise explain(ArgumentTypeError, path, expected=expected, found=found, fix=fix)
-    return axis % rank
-
-
-def _require_key(path: str, leaf: Array) -> str:
-    """Raise unless `leaf` is a typed scalar key, or the two 32-bit words of an old one."""
-    if not is_constant(leaf) and (is_key(leaf) if np.shape(leaf) == () else jnp.result_type(leaf) == jnp.uint32 and np.ndim(leaf) == 1):
-        return KEY
-    fix = "Write axes='key' for jax.random.key(seed) alone; keys of single items have an axis."
-    raise explain(ArgumentTypeError, path, expected="one random key", found=f"a {type(leaf).__name__} of shape {np.shape(leaf)}", fix=fix)
 
 
 # Micro-batches of one shape are one loop of the compiled program.

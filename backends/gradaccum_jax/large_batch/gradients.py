@@ -14,7 +14,7 @@ from jax import lax
 from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax import sums
-from gradaccum_jax.arrays import Array, Axes, DType, Tree, is_variable, takes_part
+from gradaccum_jax.arrays import Array, Axes, DType, Tree, is_variable, spread_over, takes_part
 from gradaccum_jax.checks import require_arrays
 from gradaccum_jax.large_batch import batch as batches
 from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, Weight, in_order, over, weight_of
@@ -233,7 +233,7 @@ class Merging(NamedTuple):
 
 
 def make_merging(declared: Tree, aux: Tree) -> Merging:
-    kinds, held = batches.spread_over(declared, aux, "aux"), jax.tree_util.tree_flatten_with_path(aux)
+    kinds, held = spread_over(declared, aux, "aux"), jax.tree_util.tree_flatten_with_path(aux)
     for kind, (path, leaf) in zip(kinds, held[0], strict=True):
         kit.require_kind(kind)
         _require_mergeable(kind, f"aux{jax.tree_util.keystr(path)}", leaf)

@@ -9,18 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
+from gradaccum import ArgumentTypeError
 from gradaccum.kit import explain, mark_lists, require_one_size, scalar_loss_error
-from gradaccum_jax.arrays import BY_ITEM, Array, Params, Tree, unique
-
-KEY = "key"
+from gradaccum_jax.arrays import BY_ITEM, KEY, Array, Axis, Params, Tree, axis_of, is_key, spread_over, unique
 
 
 class Batch(NamedTuple):
     """The leaves of a batch, with the batch axis of each. All but keys are NumPy's arrays, which are cut without compiling."""
 
     leaves: tuple[Array, ...]
-    axes: tuple[int | str | None, ...]
+    axes: tuple[Axis, ...]
     """The axis of items, None for a leaf that is given whole, ``"key"`` for a random key."""
     paths: tuple[str, ...]
     """Each leaf as Python that reads it: ``batch[0]['ids']``."""
@@ -45,7 +43,7 @@ class Batch(NamedTuple):
     def whole(self, leaves: Sequence[Array]) -> Tree:
         return jax.tree.unflatten(self.structure, leaves)
 
-    def _taken(self, leaf: Array, axis: int | str | None, items: Sequence[int], number: int | None) -> Array:
+    def _taken(self, leaf: Array, axis: Axis, items: Sequence[int], number: int | None) -> Array:
         if isinstance(axis, int):
             return leaf[(slice(None),) * axis + (np.asarray(items),)]
         return leaf if axis is None or number is None else folded(leaf, number)
@@ -55,39 +53,9 @@ def make_batch(batch: tuple[Tree, ...], axes: Tree) -> Batch:
     flat, structure = jax.tree_util.tree_flatten_with_path(batch)
     paths = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in flat)
     leaves = tuple(leaf if is_key(leaf) else np.asarray(jnp.asarray(leaf)) for _, leaf in flat)
-    found = tuple(_axis(*each) for each in zip(leaves, _spread(axes, batch, structure), paths, strict=True))
+    found = tuple(axis_of(*each) for each in zip(paths, leaves, spread_over(axes, batch, "axes"), strict=True))
     sizes = [(path, leaf.shape[axis]) for leaf, axis, path in zip(leaves, found, paths, strict=True) if isinstance(axis, int)]
     return Batch(leaves, found, paths, structure, require_one_size(sizes, mark_lists(batch, axes)[1], BY_ITEM))
-
-
-def _spread(axes: Tree, batch: Tree, structure: jax.tree_util.PyTreeDef) -> list[Tree]:
-    prefix = tuple(axes) if isinstance(axes, list) else axes
-    try:
-        each = jax.tree.map(lambda axis, part: [axis] * len(jax.tree.leaves(part)), prefix, batch, is_leaf=lambda node: node is None)
-    except ValueError as error:
-        fix = "Give one axis for all, or a nest whose keys and lengths are those of the batch."
-        raise explain(ArgumentValueError, "axes", expected=f"a prefix of {structure}", got=axes, fix=fix) from error
-    return jax.tree.leaves(each, is_leaf=lambda node: node is None)
-
-
-def _axis(leaf: Array, axis: Tree, path: str) -> int | str | None:
-    if axis is None:
-        return None
-    if axis == KEY:
-        return KEY
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        fix = "Write axes=0, an axis per argument, None for what is given whole, 'key' for a random key."
-        raise explain(ArgumentTypeError, "axes", expected="an int, None or 'key'", got=axis, fix=fix)
-    if is_key(leaf) and leaf.ndim == 0:
-        return KEY
-    if not -leaf.ndim <= axis < leaf.ndim:
-        fix = "Write None in axes for what is given whole to each micro-batch."
-        raise explain(ArgumentValueError, path, expected=f"an array with an axis {axis}", found=f"shape {leaf.shape}", fix=fix)
-    return int(axis % leaf.ndim)
-
-
-def is_key(leaf: Array) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_float(leaf: Array) -> bool:

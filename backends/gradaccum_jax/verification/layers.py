@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradaccum.kit import ROUNDING_LIMIT, Layer, item_axis
-from gradaccum_jax.arrays import Array
-from gradaccum_jax.verification.batch import is_key
+from gradaccum_jax.arrays import Array, is_key
 from gradaccum_jax.verification.draws import Program, Replay, Step, rows
 
 Given = tuple[Program, list[Array], dict[int, Array]]

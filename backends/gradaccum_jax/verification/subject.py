@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, item_axis
-from gradaccum_jax.arrays import Array
-from gradaccum_jax.verification.batch import Batch, Parameters, folded, is_float, is_key, perturbed, require_scalar, wide
+from gradaccum_jax.arrays import Array, is_key
+from gradaccum_jax.verification.batch import Batch, Parameters, folded, is_float, perturbed, require_scalar, wide
 from gradaccum_jax.verification.custom_backward import float_dtypes, non_linear_rules
 from gradaccum_jax.verification.draws import Draw, Program, Replay, draws_of, rows, trace
 from gradaccum_jax.verification.layers import mixing_layers
