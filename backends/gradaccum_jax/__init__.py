@@ -8,8 +8,7 @@ params = optax.apply_updates(params, updates)
 
 from gradaccum_jax.backend import backend as backend
 from gradaccum_jax.large_batch.coupled import coupled_value_and_grad
-from gradaccum_jax.large_batch.value_and_grad import value_and_grad
-from gradaccum_jax.large_batch.value_and_update import value_and_update
+from gradaccum_jax.large_batch.value_and_grad import value_and_grad, value_and_update
 from gradaccum_jax.multisteps import MultiSteps
 from gradaccum_jax.optimizer import discard, flush
 from gradaccum_jax.parameters import apply_updates

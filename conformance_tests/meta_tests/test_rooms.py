@@ -32,7 +32,7 @@ ROOMS = {
     "large_batch/gradients": ("the sum of gradients over one call", ALL),
     "large_batch/replay": ("random numbers and statistics of the first pass, in the second", {TORCH, MINDSPORE}),
     "large_batch/value_and_grad": ("the split call", {JAX, MINDSPORE}),
-    "large_batch/value_and_update": ("a whole window of a wrapped optimizer in one call", {JAX, MINDSPORE}),
+    "large_batch/value_and_update": ("a whole window of a wrapped optimizer in one call", {MINDSPORE}),
     "linearity/check": ("whether a loss is linear in its scale", {MINDSPORE}),
     "recomputation/function": ("the public call: what is recomputed, and how", ALL),
     "recomputation/module": ("recomputing the parts of a module", ALL),
