@@ -1,1 +1,6 @@
-"""`verify`: whether accumulation is right for a loss, found by experiment on one batch. Accumulation needs nothing of it."""
+"""`verify`: a check whether accumulation is right for a user's loss; `verify_loss_scaling` is its experiment with the loss scale."""
+
+from gradaccum_mindspore.verification.check import verify
+from gradaccum_mindspore.verification.custom_backward import verify_loss_scaling
+
+__all__ = ["verify", "verify_loss_scaling"]

@@ -11,7 +11,19 @@ from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import ITEMS, Column, Nest, explain, is_column, leaves_of, mark_lists, require_one_size, spread, with_leaves
+from gradaccum.kit import (
+    ITEMS,
+    Column,
+    Nest,
+    explain,
+    is_column,
+    leaves_of,
+    mark_lists,
+    require_one_size,
+    scalar_loss_error,
+    spread,
+    with_leaves,
+)
 
 
 def rows(value: Any, axis: int, items: int, part: Sequence[int]) -> Any:
@@ -30,7 +42,13 @@ def wide(value: Any) -> NDArray[np.float64]:
 
 READABLE = 200_000
 """Numbers of a leaf above which it is not read as plain ones: no mask or label is so large in a batch for a check."""
-FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
+LIMITS = {
+    ms.float16: (2.0**-10, 2.0**-24),
+    ms.bfloat16: (2.0**-7, 2.0**-133),
+    ms.float32: (2.0**-23, 2.0**-149),
+    ms.float64: (2.0**-52, 5e-324),
+}
+"""Distance from 1 to the next number, and the smallest positive number."""
 
 
 class Batch:
@@ -79,8 +97,15 @@ class Batch:
 def is_float(value: object) -> bool:
     """True if `value` is a floating Tensor or NumPy array."""
     if isinstance(value, Tensor):
-        return value.dtype in FLOATS
+        return value.dtype in LIMITS
     return isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating)
+
+
+def require_scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or not is_float(loss) or loss.size != 1:
+        found = f"shape {loss.shape}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise scalar_loss_error(found)
+    return loss
 
 
 def perturbed(value: Any, roundoff: float, rng: np.random.Generator, *, integers_too: bool) -> Any:

@@ -7,7 +7,6 @@ threads, which run ahead of Python, wait for each value that is read here, and t
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +21,10 @@ from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from gradaccum import ArgumentValueError
-from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, scalar_loss_error
-from gradaccum_mindspore.linearity.check import verify_loss_scaling
+from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run
 from gradaccum_mindspore.private import forgotten_on_error
-from gradaccum_mindspore.verification.batch import Batch, is_float, perturbed, wide
+from gradaccum_mindspore.verification.batch import LIMITS, Batch, is_float, perturbed, require_scalar, wide
+from gradaccum_mindspore.verification.custom_backward import verify_loss_scaling
 from gradaccum_mindspore.verification.draws import Lent
 from gradaccum_mindspore.verification.layers import Calls, mixing_layers
 
@@ -117,13 +116,6 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and bool(a == b))
 
 
-LIMITS = {
-    ms.float16: (2.0**-10, 2.0**-24),
-    ms.bfloat16: (2.0**-7, 2.0**-133),
-    ms.float32: (2.0**-23, 2.0**-149),
-    ms.float64: (2.0**-52, 5e-324),
-}
-"""Distance from 1 to the next number, and the smallest positive number."""
 OTHERS = "random operators other than nn.Dropout"
 RESEEDED = "mindspore.set_seed, called by the loss"
 
@@ -189,7 +181,7 @@ class MindSporeSubject:
         """Return the loss and its gradients in float64."""
 
         def forward() -> Tensor:
-            loss = _require_scalar(self._loss_fn(self._model, *arguments))
+            loss = require_scalar(self._loss_fn(self._model, *arguments))
             return loss * Tensor(scale, loss.dtype)
 
         with forgotten_on_error():
@@ -217,7 +209,7 @@ class MindSporeSubject:
         """Record the calls of the model's Cells in a forward pass of some items."""
         calls = Calls(self._model)
         with calls.watching():
-            _require_scalar(self._loss_fn(self._model, *self._batch.part(part)))
+            require_scalar(self._loss_fn(self._model, *self._batch.part(part)))
         return calls
 
     def columns(self) -> list[Column]:
@@ -260,10 +252,3 @@ class MindSporeSubject:
             except ArgumentValueError:  # Not the same loss twice: another experiment tells.
                 return []
         return list(report.culprits)
-
-
-def _require_scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or not is_float(loss) or math.prod(loss.shape) != 1:
-        found = f"shape {loss.shape}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise scalar_loss_error(found)
-    return loss

@@ -1,4 +1,4 @@
-"""The check of a loss for loss scaling: every part must carry the gradient that it is handed.
+"""Custom backwards that do not carry the gradient that they are handed, so that their loss cannot be scaled.
 
 The gradients of the whole at several scales say whether something is wrong. Then each custom backward that was met on the way runs alone,
 and shows whether it is to blame. Custom backwards are `mindspore.nn.Cell.bprop` and the framework's autograd functions.
@@ -25,10 +25,10 @@ from gradaccum import ArgumentValueError, LinearityReport
 from gradaccum.kit import ROUNDINGS, SCALES, comparable, explain, linearity_report, relative_error
 from gradaccum_mindspore.private import forgotten_on_error
 from gradaccum_mindspore.sums import DType, write
+from gradaccum_mindspore.verification.batch import LIMITS, is_float, require_scalar, wide
 
 Output: TypeAlias = "Tensor | tuple[Output, ...]"
 """The result of a custom backward's forward pass: Tensors, in tuples."""
-FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
 
 
 class Custom(NamedTuple):
@@ -41,25 +41,16 @@ class Custom(NamedTuple):
 
 
 def is_linear(custom: Custom, tolerance: float) -> bool:
-    tensors = [value for value in custom.arguments if is_float(value)]
+    tensors = [value for value in custom.arguments if _is_tensor(value)]
     gradient = ops.GradOperation(get_all=True, sens_param=True)(_of_tensors(custom))
     rng = np.random.default_rng(0)
     upstream = _like(custom.output, rng)
     once, twice = ([wide(each) for each in gradient(*tensors, _times(upstream, factor))] for factor in (1.0, 2.0))
-    return all(relative_error(b / 2, a, norm) <= tolerance for a, b in zip(once, twice, strict=True))
+    return all(relative_error(b / 2, a, _norm) <= tolerance for a, b in zip(once, twice, strict=True))
 
 
-def is_float(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype in FLOATS
-
-
-def norm(gradient: NDArray[np.float64]) -> float:
-    return float(np.linalg.norm(gradient))
-
-
-def wide(gradient: Tensor) -> NDArray[np.float64]:
-    values: NDArray[np.float64] = gradient.asnumpy().astype(np.float64)
-    return values
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) and is_float(value)
 
 
 def _of_tensors(custom: Custom) -> Callable[..., Any]:
@@ -67,7 +58,7 @@ def _of_tensors(custom: Custom) -> Callable[..., Any]:
 
     def function(*tensors: Tensor) -> Output:
         given = iter(tensors)
-        return custom.call(*[next(given) if is_float(value) else value for value in custom.arguments])
+        return custom.call(*[next(given) if _is_tensor(value) else value for value in custom.arguments])
 
     return function
 
@@ -145,14 +136,11 @@ def watched() -> Iterator[Met]:
 
 @contextmanager
 def _compiled_as_python() -> Iterator[None]:
-    before = os.environ.get("MS_JIT")
-    os.environ["MS_JIT"] = "0"
+    before, os.environ["MS_JIT"] = os.environ.get("MS_JIT"), "0"
     try:
         yield
     finally:
-        del os.environ["MS_JIT"]
-        if before is not None:
-            os.environ["MS_JIT"] = before
+        os.environ.update(MS_JIT=before) if before is not None else os.environ.pop("MS_JIT")
 
 
 @contextmanager
@@ -163,9 +151,7 @@ def _instead(owner: type, name: str, value: object) -> Iterator[None]:
     try:
         yield
     finally:
-        delattr(owner, name)
-        if own is not None:
-            setattr(owner, name, own)
+        delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
 def _subclasses(kind: type[_Function]) -> set[type[_Function]]:
@@ -201,9 +187,6 @@ def _forwarding(met: Met, kind: type[_Function], forward: Callable[..., Any]) ->
     return noted
 
 
-EPSILON = {ms.float16: 2.0**-10, ms.bfloat16: 2.0**-7, ms.float32: 2.0**-23, ms.float64: 2.0**-52}
-"""Distance from 1 to the next number."""
-
 Gradients = Mapping[str, NDArray[np.float64]]
 
 
@@ -231,17 +214,16 @@ def verify_loss_scaling(fn: Callable[..., Tensor], weights: Parameter | Sequence
     """
     parameters = [weights] if isinstance(weights, Parameter) else list(weights)
     with watched() as met:
-        loss = fn(*inputs)
-        if not is_float(loss) or loss.size != 1:
-            raise _not_a_loss_error(loss)
+        loss = require_scalar(fn(*inputs))
         met.rewind()
         if not np.array_equal(loss.asnumpy(), fn(*inputs).asnumpy(), equal_nan=True):
-            raise _not_repeatable_error()
+            fix, expected = "Switch its random parts off: net.set_train(False).", "a function that returns the same loss each time"
+            raise explain(ArgumentValueError, "fn", expected=expected, found="two different losses", fix=fix)
         gradients = list(_unscaled_gradients(fn, parameters, inputs, loss.dtype, met))
-        met.dtypes.update(value.dtype for value in (*parameters, *inputs, loss) if is_float(value))
-        epsilon = max(EPSILON.get(dtype, 0.0) for dtype in met.dtypes)
+        met.dtypes.update(value.dtype for value in (*parameters, *inputs, loss) if _is_tensor(value))
+        epsilon = max(LIMITS[dtype][0] for dtype in met.dtypes)
         culprits = [name for name, custom in met.customs() if not is_linear(custom, ROUNDINGS * epsilon)]
-    return linearity_report(comparable(gradients, _is_finite, float16=ms.float16 in met.dtypes), culprits, epsilon, norm)
+    return linearity_report(comparable(gradients, _is_finite, float16=ms.float16 in met.dtypes), culprits, epsilon, _norm)
 
 
 def _unscaled_gradients(
@@ -255,18 +237,9 @@ def _unscaled_gradients(
         yield {each.name: wide(gradient) / scale for each, gradient in zip(parameters, gradients, strict=True)}
 
 
+def _norm(gradient: NDArray[np.float64]) -> float:
+    return float(np.linalg.norm(gradient))
+
+
 def _is_finite(gradients: Gradients) -> bool:
     return all(np.isfinite(gradient).all() for gradient in gradients.values())
-
-
-def _not_a_loss_error(loss: object) -> ArgumentValueError:
-    found = f"{loss.dtype} of shape {loss.shape}" if isinstance(loss, Tensor) else f"an object of type {type(loss).__name__}"
-    expected = "a function that returns one floating Tensor of one element"
-    return explain(ArgumentValueError, "fn", expected=expected, found=found, fix="Return the loss alone, reduced to one number.")
-
-
-def _not_repeatable_error() -> ArgumentValueError:
-    expected = "a function that returns the same loss each time it is called with the same inputs"
-    return explain(
-        ArgumentValueError, "fn", expected=expected, found="two different losses", fix="Switch its random parts off: net.set_train(False)."
-    )

@@ -1,1 +1,0 @@
-"""The check that a loss is linear in its scale: grad(s x loss) = s x grad(loss), as loss scaling assumes."""
