@@ -9,9 +9,9 @@ The end of a window has two branches: one for the update, one for a norm whose s
 operators. Each is a method of its own, because the compiler copies the rest of a function after an ``if`` into both branches.
 `Notes` carries values from one part to another.
 
-The compiler takes a global function for the method of its name, if that method calls it. So `close` and `discard` of the core have other
-names here. Structure, shapes, dtypes and every Python number of an argument are constants of the program. So a wrong argument raises while
-MindSpore compiles.
+The compiler takes a global function for the method of its name, if that method calls it. So the core's `close` and `discard` are called by
+``kit.`` here. Structure, shapes, dtypes and every Python number of an argument are constants of the program. So a wrong argument raises
+while MindSpore compiles.
 """
 
 from __future__ import annotations
@@ -23,37 +23,10 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum.kit import (
-    Fields,
-    Options,
-    ScaleRule,
-    Terms,
-    UntilWeight,
-    accumulate,
-    contribution,
-    decide,
-    divisor,
-    encode_terms,
-    ends,
-    measures,
-    steps_at,
-    usable,
-)
-from gradaccum.kit import close as state_closed
-from gradaccum.kit import discard as state_discarded
-from gradaccum_mindspore import sums
-from gradaccum_mindspore.checks import (
-    Loss,
-    NamedGradients,
-    Weight,
-    check_compiled_gradients,
-    check_compiled_loss,
-    check_compiled_loss_shape,
-    check_compiled_structure,
-    check_compiled_weight,
-    check_compiled_weight_shape,
-    compiled_names_of,
-)
+from gradaccum import kit
+from gradaccum.kit import Fields, Options
+from gradaccum_mindspore import checks, sums
+from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
 from gradaccum_mindspore.state import (
     GRAD_NORM,
     STEPS,
@@ -102,7 +75,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
         self.float_dtype = float_dtype
         number = next(NUMBERS)
         self.add("loss_scale", Tensor(1.0, ms.float32), number)
-        self.add("terms", Tensor(encode_terms(Terms("mean", "skip_window", "unused", 1)), ms.int32), number)
+        self.add("terms", Tensor(kit.encode_terms(kit.Terms("mean", "skip_window", "unused", 1)), ms.int32), number)
         for field in ("weight", "norm", "divisor", "grad_norm"):
             self.add(field, Tensor(0.0, float_dtype), number)
         for field in ("before", "measured", "overflow", "applied", "apply"):
@@ -157,9 +130,9 @@ def exact_in(dtype: DType, options: Options) -> Options:
 def number_of(weight: Number) -> Number:
     """Return a weight as a number or a scalar Tensor; raises while compiling if it is neither."""
     if isinstance(weight, Tensor):
-        check_compiled_weight_shape(weight.shape)
+        checks.check_compiled_weight_shape(weight.shape)
         return weight.reshape(())
-    check_compiled_weight(weight)
+    checks.check_compiled_weight(weight)
     return weight
 
 
@@ -216,12 +189,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.storage = storage
         self.steps: Any = options.steps
         self.sizes: Any = sizes_of(options.steps)
-        self.calls_steps, self.by_weight = callable(self.sizes), isinstance(options.steps, UntilWeight)
-        self.measures, self.measures_noise = measures(options), options.noise_decay is not None
+        self.calls_steps, self.by_weight = callable(self.sizes), isinstance(options.steps, kit.UntilWeight)
+        self.measures, self.measures_noise = kit.measures(options), options.noise_decay is not None
         # The compiler cannot follow a function or an object inside a named tuple.
         self.options = exact_in(storage.float_dtype, options._replace(steps=None, scaler=None))
         self.float_dtype = storage.float_dtype
-        self.scale_moves = options.scale_rule._replace(init_scale=1.0) != ScaleRule()
+        self.scale_moves = options.scale_rule._replace(init_scale=1.0) != kit.ScaleRule()
         self.true = Tensor(True)
         self.one = Tensor(1.0, storage.float_dtype)
         self.false, self.no_step, self.one_step = Tensor(False), Tensor(0, ms.int32), Tensor(1, ms.int32)
@@ -231,9 +204,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
         self.varies = storage.varies
         self.size_code = Tensor([0] * STEPS + [-1 if self.by_weight else 1], ms.int32)
-        self.other_codes = Tensor([*encode_terms(storage.terms_after(0))[:-1], 0], ms.int32)
+        self.other_codes = Tensor([*kit.encode_terms(storage.terms_after(0))[:-1], 0], ms.int32)
         self.notes = Notes(storage.float_dtype)
-        self.names_of = compiled_names_of(storage.specs, storage.names)
+        self.names_of = checks.compiled_names_of(storage.specs, storage.names)
         self.workers = workers
         self.packed = Packed(storage.sums, storage.float_dtype)
 
@@ -259,7 +232,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
                 return given.reshape(())
             check_constant_size(given, self.by_weight)
             return 0 * optimizer_step + given
-        return steps_at(self.sizes, optimizer_step, where)
+        return kit.steps_at(self.sizes, optimizer_step, where)
 
     def is_full(self, state: Fields) -> Tensor:
         if self.calls_steps:
@@ -267,7 +240,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             micro_step, optimizer_step, _, weight, _, _, _ = state
             held = weight if self.by_weight else micro_step
             return held >= self.size(optimizer_step)
-        return ends(state, self.steps, where)
+        return kit.ends(state, self.steps, where)
 
     def grad_norm(self) -> Tensor:
         return self.storage.last_event.value()[GRAD_NORM]
@@ -314,8 +287,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         if isinstance(gradients, dict):
             gradients = self.by_name(gradients)
         gradients = tuple(gradients)
-        check_compiled_structure(len(gradients), specs)
-        checked = check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
+        checks.check_compiled_structure(len(gradients), specs)
+        checked = checks.check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
         return gradients if checked else ()  # MindSpore 2.7 warns of a check whose result is unused
 
     def by_name(self, gradients: NamedGradients) -> Gradients:
@@ -332,7 +305,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             return True
         if isinstance(weight, Tensor):
             return False
-        check_compiled_weight(weight)
+        checks.check_compiled_weight(weight)
         certain: bool = is_certain(weight)
         return certain
 
@@ -342,9 +315,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     def loss_number(self, loss: Number) -> Tensor:
         if isinstance(loss, Tensor):
-            check_compiled_loss_shape(loss.shape)
+            checks.check_compiled_loss_shape(loss.shape)
             return self.scalar(loss.reshape(()))
-        check_compiled_loss(loss)
+        checks.check_compiled_loss(loss)
         return self.scalar(loss)
 
     def scalar(self, number: Number) -> Tensor:
@@ -369,16 +342,16 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
                 told = known.compiled_certain(self.loss_number(loss), amount)
             factor = None if weight is None or self.options.reduction != "mean" else amount
             sums.compiled_add(self.storage.sums, gradients, factor, None)
-            return accumulate(before, self.one if weight is None else amount, self.true, chosen), None, told
+            return kit.accumulate(before, self.one if weight is None else amount, self.true, chosen), None, told
         amount = self.one if weight is None else self.amount(weight)
-        factor = contribution(amount, self.options)
+        factor = kit.contribution(amount, self.options)
         finite = self.true
         if self.options.on_overflow == "drop_micro_batch":
             finite = sums.compiled_finite(self.storage.sums, gradients, factor) | (amount == 0)
-        state = accumulate(before, amount, finite, where)
+        state = kit.accumulate(before, amount, finite, where)
         never, dropped = state[MICRO_STEP] < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
         event = self.event(never, never, dropped * (state[MICRO_STEP] + 1), self.grad_norm())
-        adds = usable(before, amount, finite)
+        adds = kit.usable(before, amount, finite)
         if loss is not None:
             told = known.compiled_told(self.loss_number(loss), amount, adds)
         sums.compiled_add(self.storage.sums, gradients, None if weight is None else factor, adds)
@@ -427,7 +400,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             notes.write_terms(self.storage.terms)
         if not self.measures:
             state, sound = self.sized(notes.state())
-            return notes.write_decision(*decide(state, self.nan, sound, self.options, where, self.storage.largest))
+            return notes.write_decision(*kit.decide(state, self.nan, sound, self.options, where, self.storage.largest))
         norm, right = sums.compiled_measure(self.packed(), self.float_dtype)
         notes.write_measure(norm, right)
         self.measure_again()
@@ -436,7 +409,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         finite = self.fits(state, ops.isfinite(norm))
         if self.calls_steps:
             finite = finite & sound
-        apply, overflow, divides, grad_norm = decide(state, norm, finite, self.options, where, self.storage.largest)
+        apply, overflow, divides, grad_norm = kit.decide(state, norm, finite, self.options, where, self.storage.largest)
         return notes.write_decision(apply, overflow, divides, grad_norm)
 
     def measure_again(self) -> bool:
@@ -461,7 +434,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     def fits(self, state: Fields, finite: Tensor) -> Tensor:
         if self.storage.narrowed:
-            divides = divisor(state, self.options, where)
+            divides = kit.divisor(state, self.options, where)
             finite = finite & sums.compiled_fits(self.storage.sums, self.handed_over(divides), self.storage.handed)
         return finite
 
@@ -478,7 +451,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         loss, noise = self.storage.knowledge.compiled_after(before, grad_norm)
         if untold and self.workers is None:
             loss = self.unknown
-        after = state_closed(before, apply, overflow, self.options, where)
+        after = kit.close(before, apply, overflow, self.options, where)
         sums.compiled_clear(self.storage.sums, after[WEIGHT])
         if self.workers is not None:
             self.workers.window_ended()
@@ -494,7 +467,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return is_open
 
     def discard(self) -> bool:
-        state = state_discarded(self.read())
+        state = kit.discard(self.read())
         never = state[MICRO_STEP] < 0
         event = self.event(never, never, never, self.grad_norm())
         loss, noise = self.storage.knowledge.compiled_forgotten()

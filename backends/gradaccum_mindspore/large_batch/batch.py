@@ -16,27 +16,8 @@ import numpy as np
 from mindspore import COOTensor, CSRTensor, Parameter, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import (
-    ITEMS,
-    Cut,
-    Division,
-    Nest,
-    Options,
-    divided,
-    explain,
-    is_column,
-    item_weights_error,
-    leaves_of,
-    make_division,
-    make_options,
-    mark_lists,
-    moving_weight_error,
-    require_kind,
-    require_one_size,
-    spread,
-    with_leaves,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, kit
+from gradaccum.kit import Cut, Division, Nest, Options, explain
 from gradaccum_mindspore.checks import weight_as_number
 from gradaccum_mindspore.large_batch.replay import DEPTH, named_by
 from gradaccum_mindspore.sums import sum_dtype
@@ -48,11 +29,11 @@ def as_array(weights: Any, items: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     try:
         array = np.asarray(given, np.float64)
     except (TypeError, ValueError):
-        raise item_weights_error(items, f"an object of type {type(weights).__name__}") from None
+        raise kit.item_weights_error(items, f"an object of type {type(weights).__name__}") from None
     if array.shape != (items,):
-        raise item_weights_error(items, f"shape {array.shape}")
+        raise kit.item_weights_error(items, f"shape {array.shape}")
     if not (np.isfinite(array).all() and (array >= 0).all()):
-        raise item_weights_error(items, str(array[~(np.isfinite(array) & (array >= 0))][0]))
+        raise kit.item_weights_error(items, str(array[~(np.isfinite(array) & (array >= 0))][0]))
     return array
 
 
@@ -92,10 +73,10 @@ def constant(weight: Any, positions: tuple[int, ...], parameters: Sequence[Param
                 slopes = ms.grad(weight, positions or None, parameters or None)(*arguments)
             finally:
                 ms.set_context(mode=mode)
-            leaves: list[Tensor] = [leaf.value for leaf in leaves_of(slopes)]
+            leaves: list[Tensor] = [leaf.value for leaf in kit.leaves_of(slopes)]
             if any(leaf.asnumpy().any() for leaf in leaves):
                 fix = "Leave it out of grad_position= and weights=; or weigh by what ops.stop_gradient gives, if fn divides by that too."
-                raise moving_weight_error(fix)
+                raise kit.moving_weight_error(fix)
         return given
 
     return checked
@@ -145,7 +126,7 @@ def split_options(
     aux: Nest = None,
     accumulate_dtype: object = None,
 ) -> SplitOptions:
-    division = make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
+    division = kit.make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
     if split is not None:
         require_split(split, division)
     if weight is not None and not callable(weight):
@@ -162,7 +143,7 @@ def with_constant_weight(options: SplitOptions, positions: tuple[int, ...], para
 
 
 def plain_reduction(reduction: str) -> Options:
-    return make_options(None, reduction=reduction)
+    return kit.make_options(None, reduction=reduction)
 
 
 def require_function(argument: str, function: object) -> None:
@@ -196,7 +177,7 @@ def require_aux(has_aux: bool, aux: Nest) -> None:
         raise explain(ArgumentValueError, "has_aux", expected="True beside aux", found="False", fix=fix)
     if aux is not None:
         for kind in _kinds_in(aux):  # Not leaves_of: it takes a tuple of texts for one leaf, a column.
-            require_kind(kind)
+            kit.require_kind(kind)
 
 
 def _kinds_in(declared: Any) -> list[Any]:
@@ -229,23 +210,23 @@ def micro_batches(batch: Batch, options: SplitOptions, division: Division) -> It
     if options.split is not None:
         return _own_micro_batches(batch, options)
     items = items_of(batch, options.axes)
-    batch, _ = mark_lists(batch, options.axes)
-    made = divided(division, items, _packing_weights(batch, options, division, items))
+    batch, _ = kit.mark_lists(batch, options.axes)
+    made = kit.divided(division, items, _packing_weights(batch, options, division, items))
     return (MicroBatch(part(batch, options.axes, cut), cut.items, cut) for cut in made)
 
 
 def items_of(batch: Nest, axes: Nest, *, own_split: bool = False) -> int:
-    marked, lists = mark_lists(batch, axes)
-    placed = zip(leaves_of(marked, "batch"), spread(axes, marked, "axes"), strict=True)
+    marked, lists = kit.mark_lists(batch, axes)
+    placed = zip(kit.leaves_of(marked, "batch"), kit.spread(axes, marked, "axes"), strict=True)
     sizes = [(leaf.path, size_along(leaf.value, axis, leaf.path, own_split)) for leaf, axis in placed]
-    return require_one_size(((path, size) for path, size in sizes if size is not None), () if own_split else lists)
+    return kit.require_one_size(((path, size) for path, size in sizes if size is not None), () if own_split else lists)
 
 
 def size_along(value: object, axis: object, path: str, own_split: bool) -> int | None:
     """Return the length of a leaf along its axis; None of a leaf that every micro-batch is given whole."""
     if axis is None or isinstance(value, (*PLAIN, np.generic)):
         return None
-    if is_column(value):
+    if kit.is_column(value):
         return len(value)  # type: ignore[arg-type]
     if isinstance(value, Tensor | np.ndarray):
         require_axis(axis)
@@ -276,16 +257,16 @@ def require_axis(axis: object) -> None:
 
 
 def part(batch: Batch, axes: Nest, cut: Cut) -> Batch:
-    placed = zip(leaves_of(batch), spread(axes, batch, "axes"), strict=True)
+    placed = zip(kit.leaves_of(batch), kit.spread(axes, batch, "axes"), strict=True)
     leaves = [sliced(leaf.value, axis, cut) for leaf, axis in placed]
-    return with_leaves(batch, iter(leaves))  # type: ignore[return-value]
+    return kit.with_leaves(batch, iter(leaves))  # type: ignore[return-value]
 
 
 def sliced(value: Any, axis: Any, cut: Cut) -> Any:
     """Return the items of a leaf from ``cut.start`` to ``cut.stop``; a leaf without items whole."""
-    if axis is None or not (is_column(value) or isinstance(value, Tensor | np.ndarray)):
+    if axis is None or not (kit.is_column(value) or isinstance(value, Tensor | np.ndarray)):
         return value
-    if is_column(value):
+    if kit.is_column(value):
         return value[cut.start : cut.stop]
     before = (slice(None),) * (axis % value.ndim)
     return value[(*before, slice(cut.start, cut.stop))]
@@ -365,7 +346,7 @@ def doubtful_list(kinds: tuple[Any, ...], axes: Any, path: str, brackets: str) -
     found = {kind for kind in kinds if kind != "None"}
     if axes is None or isinstance(axes, tuple | list) or path == "batch" or not kinds:
         return ()
-    if axes == ITEMS or found <= {"plain"}:
+    if axes == kit.ITEMS or found <= {"plain"}:
         fix = "Call it from Python, or make a Tensor of it; write axes=None if every micro-batch is given it whole."
         raise explain(ArgumentValueError, path, expected="Tensors to split in compiled code", found="a list of items", fix=fix)
     return ((path, len(kinds), brackets),) if len(found) == 1 else ()
@@ -400,14 +381,14 @@ def axis_of(axes: Any, key: str) -> Any:
 def check_prefix(prefix: Any, length: int, argument: str) -> None:
     """Refuse a `prefix` that is none of a tuple or list of this length, while compiling."""
     if isinstance(prefix, tuple | list | dict) and (isinstance(prefix, dict) or len(prefix) != length):
-        spread(prefix, tuple((EMPTY,) for _ in range(length)), argument)
+        kit.spread(prefix, tuple((EMPTY,) for _ in range(length)), argument)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_keys(prefix: Any, keys: tuple[str, ...], argument: str) -> None:
     """Refuse a `prefix` that is none of a dict of these keys, while compiling."""
     if isinstance(prefix, tuple | list | dict) and (not isinstance(prefix, dict) or tuple(prefix) != keys):
-        spread(prefix, dict.fromkeys(keys, (EMPTY,)), argument)
+        kit.spread(prefix, dict.fromkeys(keys, (EMPTY,)), argument)
 
 
 @constexpr  # type: ignore[untyped-decorator]

@@ -17,28 +17,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from gradaccum import ArgumentValueError
-from gradaccum.kit import (
-    Division,
-    Nest,
-    aux_shape_error,
-    children_of,
-    concatenate_error,
-    contribution,
-    divisor,
-    explain,
-    finished,
-    initial_state,
-    kinds_of,
-    leaves_of,
-    mapped,
-    merged,
-    scalar_loss_error,
-    select,
-    share,
-    spread,
-    with_leaves,
-)
+from gradaccum import ArgumentValueError, kit
+from gradaccum.kit import Division, Nest, explain, leaves_of
 from gradaccum_mindspore.large_batch.batch import Batch, MicroBatch, SplitOptions, items_of, micro_batches, weight_of
 from gradaccum_mindspore.large_batch.replay import Replay, require_one_stream
 from gradaccum_mindspore.sums import FLOATS, HALF, DType, divided, scaled, sum_dtype, working_dtype
@@ -59,7 +39,7 @@ class GradientSums:
         """Take in the gradients of one micro-batch times `factor`; a factor of 0 adds nothing, whatever they hold."""
         leaves: list[Tensor] = [leaf.value for leaf in leaves_of(gradients)]
         if not self.totals:
-            self.outline, self.dtypes = mapped(lambda leaf: object(), gradients), [leaf.dtype for leaf in leaves]
+            self.outline, self.dtypes = kit.mapped(lambda leaf: object(), gradients), [leaf.dtype for leaf in leaves]
             self.totals, self.parts = [None] * len(leaves), [[] for _ in leaves]
         for place, gradient in enumerate(leaves):
             self._add_one(place, gradient, factor)
@@ -67,7 +47,7 @@ class GradientSums:
     def finished(self, divisor: float) -> Nest:
         totals = [self._total(place) for place in range(len(self.totals))]
         leaves = divided(totals, divisor, self.dtypes, ms.float64) if divisor != 1 else map(_cast, totals, self.dtypes)
-        return with_leaves(self.outline, iter(leaves))
+        return kit.with_leaves(self.outline, iter(leaves))
 
     def _add_one(self, place: int, gradient: Tensor, factor: float) -> None:
         dtype = sum_dtype(gradient.dtype, self.accumulate_dtype)
@@ -136,7 +116,7 @@ class MergedOutputs:
         """Take in what one micro-batch returned: its loss, or a tuple of its loss and other outputs."""
         if not self.shares:
             self.kinds, self.loss_dtype = self._kinds(value), _first(value).dtype
-            self.outline = mapped(lambda leaf: object(), value)
+            self.outline = kit.mapped(lambda leaf: object(), value)
         leaves = leaves_of(value, "output")
         if len(leaves) != len(self.kinds):
             raise _structure_error(len(self.kinds), len(leaves))
@@ -148,45 +128,45 @@ class MergedOutputs:
         loss, *others = (_joined(kind, each) for kind, each in zip(self.kinds, self.shares, strict=True))
         total = (loss / _number(divisor, loss) if divisor != 1 else loss).astype(self.loss_dtype)
         rest = [
-            finished(kind, each, _number(items or 1, each), _number(weight or 1, each))
+            kit.finished(kind, each, _number(items or 1, each), _number(weight or 1, each))
             for kind, each in zip(self.kinds[1:], others, strict=True)
         ]
-        return with_leaves(self.outline, iter([total, *rest]))
+        return kit.with_leaves(self.outline, iter([total, *rest]))
 
     def _kinds(self, value: Nest) -> list[str]:
         if self.declared is None:
             return [self.loss_kind]
         _, *others = cast("tuple[Nest, ...]", value)
-        return [self.loss_kind, *kinds_of(self.declared, others[0] if len(others) == 1 else tuple(others))]
+        return [self.loss_kind, *kit.kinds_of(self.declared, others[0] if len(others) == 1 else tuple(others))]
 
     def _share(self, kind: str, path: str, value: Any, items: int | None, weight: float) -> Any:
         value = value if isinstance(value, Tensor) else Tensor(value)
         if kind == "concatenate":
             if value.ndim == 0:
-                raise concatenate_error(path, "a scalar")
+                raise kit.concatenate_error(path, "a scalar")
             return [value]
         if kind == "mean" and items is None:
             raise _items_error(path)
         if kind == "weighted_mean" and weight == 0:
             return ops.zeros_like(OPERATORS.widened(value))  # Not 0 * value: the mean over no tokens is NaN.
-        return share(kind, value, _number(items or 1, value), _number(weight, value), OPERATORS)
+        return kit.share(kind, value, _number(items or 1, value), _number(weight, value), OPERATORS)
 
 
 def require_outputs(value: Any, has_aux: bool) -> None:
     if isinstance(value, tuple | list) != has_aux:
-        raise aux_shape_error(f"a {type(value).__name__} of {len(value)}" if not has_aux else "the loss alone", declared=has_aux)
+        raise kit.aux_shape_error(f"a {type(value).__name__} of {len(value)}" if not has_aux else "the loss alone", declared=has_aux)
     loss = _first(value)
     if not isinstance(loss, Tensor):
-        raise scalar_loss_error(f"an object of type {type(loss).__name__}")
+        raise kit.scalar_loss_error(f"an object of type {type(loss).__name__}")
     require_scalar(tuple(loss.shape), loss.dtype)
 
 
 def require_scalar(shape: tuple[int, ...], dtype: DType) -> None:
     """Raise unless the loss is a scalar of a floating dtype; for compiled code too, while it is compiled."""
     if shape:
-        raise scalar_loss_error(f"a Tensor of shape {shape}")
+        raise kit.scalar_loss_error(f"a Tensor of shape {shape}")
     if dtype not in FLOATS.values():
-        raise scalar_loss_error(f"a Tensor of dtype {dtype}")
+        raise kit.scalar_loss_error(f"a Tensor of dtype {dtype}")
 
 
 def loss_kind(reduction: str) -> str:
@@ -204,7 +184,7 @@ def _number(number: float, like: Tensor) -> Tensor:
 
 
 def _merged(kind: str, so_far: Any, given: Any) -> Any:
-    return [*so_far, *given] if kind == "concatenate" else merged(kind, so_far, given, OPERATORS)
+    return [*so_far, *given] if kind == "concatenate" else kit.merged(kind, so_far, given, OPERATORS)
 
 
 def _joined(kind: str, parts: Any) -> Tensor:
@@ -264,12 +244,12 @@ class PythonLoop:
         if self.options.split is not None:
             fix = "Leave split out, or differentiate by the weights alone."
             raise explain(ArgumentValueError, "grad_position", expected="None beside split", got=place, fix=fix)
-        if children_of(batch[place]):
+        if kit.children_of(batch[place]):
             expected = "an argument that is one Tensor, because MindSpore gives no gradient of a nest in PyNative"
             fix = "Let fn take the Tensors to differentiate by as arguments of their own."
             found = f"argument {place}, a {type(batch[place]).__name__}"
             raise explain(ArgumentValueError, "grad_position", expected=expected, found=found, fix=fix)
-        axes = iter(spread(self.options.axes, batch, "axes"))
+        axes = iter(kit.spread(self.options.axes, batch, "axes"))
         of_arguments = [[next(axes) for _ in leaves_of(argument)] for argument in batch]
         return of_arguments[place][0]
 
@@ -290,7 +270,7 @@ def differentiated(backward: Function, arguments: Batch, has_aux: bool, *, scale
         value, gradients = backward(*compilable(arguments))
     except (ValueError, RuntimeError) as error:
         if NO_AUX in str(error):
-            raise aux_shape_error("the loss alone", declared=True) from error
+            raise kit.aux_shape_error("the loss alone", declared=True) from error
         raise
     if scaled:
         value = value[1:] if has_aux else value[1]
@@ -305,12 +285,12 @@ def unit_of(first: float, options: SplitOptions) -> float:
 
 def factor_of(weight: float, options: SplitOptions) -> float:
     """Return the factor of a micro-batch's gradient; weight 0 adds nothing under any reduction."""
-    return float(contribution(weight, options.reduction)) if weight > 0 else 0.0
+    return float(kit.contribution(weight, options.reduction)) if weight > 0 else 0.0
 
 
 def divisor_of(weight: float, options: SplitOptions) -> float:
-    state = initial_state(1.0)._replace(weight=weight)
-    return float(divisor(state, options.reduction, select))
+    state = kit.initial_state(1.0)._replace(weight=weight)
+    return float(kit.divisor(state, options.reduction, kit.select))
 
 
 def compilable(arguments: Batch) -> Batch:
@@ -321,8 +301,8 @@ def compilable(arguments: Batch) -> Batch:
     """
     if ms.get_context("mode") != ms.GRAPH_MODE:
         return arguments
-    copies = (mapped(_copied, argument) for argument in arguments)
-    return tuple(ms.mutable(each) if children_of(each) and _all_tensors(each) else each for each in copies)
+    copies = (kit.mapped(_copied, argument) for argument in arguments)
+    return tuple(ms.mutable(each) if kit.children_of(each) and _all_tensors(each) else each for each in copies)
 
 
 def _copied(leaf: object) -> object:

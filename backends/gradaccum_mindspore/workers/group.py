@@ -33,19 +33,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 from mindspore.ops import Primitive, constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import (
-    Options,
-    Schedule,
-    State,
-    at_rest,
-    explain,
-    joined,
-    missing_worker_error,
-    require_same_rates,
-    torn_window_error,
-    update_due_error,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
+from gradaccum.kit import Options, Schedule, State, explain
 from gradaccum_mindspore.compiled_window import NUMBERS, CompiledWindow
 from gradaccum_mindspore.parameters import Optimizer
 from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage
@@ -321,7 +310,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             weight, overflows, micro_batches, flushes, compiled, *shares = added[: len(numbers)]
             alike = sum(row == rates.tolist() for row in np.reshape(added[len(numbers) :], placed.shape).tolist())
             if micro_batches and not compiled:
-                require_same_rates(rates.tolist(), [alike], self.workers, self.rank)
+                kit.require_same_rates(rates.tolist(), [alike], self.workers, self.rank)
             elif micro_batches and alike < self.workers:
                 ops.assign(self.drifted, self.true)
                 weight, overflows = math.inf, 1.0
@@ -330,8 +319,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
                 for bucket in self.buckets:
                     bucket.add_up()
         except NoAnswerError as error:
-            raise missing_worker_error(state, self.rank, _MORE_TIME) from error
-        whole = at_rest(State(*joined(state, weight, overflows > 0)), float64_weight=self.float_dtype == ms.float64)
+            raise kit.missing_worker_error(state, self.rank, _MORE_TIME) from error
+        whole = kit.at_rest(State(*kit.joined(state, weight, overflows > 0)), float64_weight=self.float_dtype == ms.float64)
         if micro_batches:
             self.storage.push(whole, state)
             self.storage.knowledge.push_joined(whole, shares)
@@ -385,14 +374,14 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """Raise unless compiled code found equal learning rates; only once, as it has skipped windows for that."""
         if self.drifted.item():
             ops.assign(self.drifted, self.false)
-            require_same_rates([float(rate) for rate in rates_of(self.inner)], [0.5], self.workers, self.rank)
+            kit.require_same_rates([float(rate) for rate in rates_of(self.inner)], [0.5], self.workers, self.rank)
 
     def require_own_sum(self, call: str) -> None:
         held = self.storage.held()
         if held == OF_ALL:
-            raise update_due_error(call)
+            raise kit.update_due_error(call)
         if held == TORN:
-            raise torn_window_error(call)
+            raise kit.torn_window_error(call)
 
 
 def rates_of(inner: Optimizer) -> list[Any]:
