@@ -38,48 +38,6 @@ def test_token_counts_that_differ(weight: Any, division: Any) -> None:
     assert abs(plain[0] - made[0]) > 1e-3 * abs(made[0])  # Without weights it is another loss.
 
 
-def test_item_mean_by_tokens() -> None:
-    made = gradaccum_jax.value_and_grad(
-        lambda params, x, y, tokens: jnp.sum(errors(params, x, y) * tokens), reduction="item_mean", weight=TOKENS, steps=4
-    )(model(), *data(), TOKENS)
-    close(made, jax.value_and_grad(token_loss)(model(), *data(), TOKENS))
-
-
-def test_packing_holds_the_budget() -> None:
-    """Items of 3 1 4 1 | 5 | 9 2 | 6 5 | 3 tokens under a budget of 11; the program sees every size once."""
-    step = gradaccum_jax.value_and_grad(
-        lambda params, x, tokens: (jnp.sum(params * x), tokens.sum()[None]),
-        has_aux=True,
-        aux="concatenate",
-        weight=TOKENS,
-        micro_batch_weight=11,
-    )
-    (_, counts), _ = step(jnp.ones(()), np.ones(ITEMS), TOKENS)
-    np.testing.assert_array_equal(counts, [9, 5, 11, 11, 3])
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
-def test_micro_batch_of_weight_zero_adds_nothing(reduction: str) -> None:
-    """Its loss, its gradient and its aux are NaN; the other micro-batch has loss 2 x 15 and weight 5."""
-    mask = np.repeat([1.0, 0.0], 5)
-
-    def loss(params: Any, x: Any, mask: Any) -> Any:
-        total = params * jnp.sum(x * mask) / jnp.where(mask.sum() > 0, 1.0, 0.0)
-        return total, total
-
-    step = gradaccum_jax.value_and_grad(loss, has_aux=True, aux="weighted_mean", steps=2, weight=mask, reduction=reduction)
-    (value, aux), gradient = step(jnp.asarray(2.0), np.arange(1.0, 11.0), mask)
-    wanted = 3.0 if reduction == "item_mean" else 15.0
-    assert (value, gradient, aux) == (2 * wanted, wanted, 30.0)
-
-
-@pytest.mark.parametrize("weight", [np.zeros(4), lambda x: 0 * x.sum()], ids=["array", "function"])
-@pytest.mark.parametrize("reduction", ["mean", "item_mean"])
-def test_batch_of_weight_zero_is_zero(weight: Any, reduction: str) -> None:
-    step = gradaccum_jax.value_and_grad(lambda params, x: jnp.sum(params * x) / 0, weight=weight, steps=2, reduction=reduction)
-    assert step(jnp.ones(()), np.ones(4)) == (0, 0)
-
-
 class Pair(NamedTuple):
     first: Any
     second: Any

@@ -48,12 +48,3 @@ def test_aux_merges_by_declaration() -> None:
     assert [leaf.item() for leaf in aux["max"]] == [-11, -1, True]
     assert [leaf.item() for leaf in aux["min"]] == [11, 1, False]
     np.testing.assert_array_equal(aux["rows"][0], np.stack([x, x**2], axis=1))
-
-
-def test_mean_over_own_split() -> None:
-    """Parts of 2, 1 and 3 items: the mean is over items."""
-    x = np.arange(6.0) ** 2
-    step = gradaccum_jax.value_and_grad(
-        lambda params, x: (jnp.mean(params * x), jnp.mean(x)), has_aux=True, aux="mean", split=lambda x: [x[:2], x[2:3], x[3:]]
-    )
-    close(step(jnp.ones(()), x)[0][1], np.float64(x.mean()))

@@ -75,26 +75,6 @@ def test_scale_moves_as_in_jmp() -> None:
     assert np.any(np.asarray(ours[0]) >= 2.0**124), "no run came up to float32's limit"
 
 
-@pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
-def test_wrapped_scale_moves_as_in_jmp(on_overflow: str) -> None:
-    rng = np.random.default_rng(1)
-    bad = rng.random((400, 3)) < 0.08
-    rule = gradaccum.DynamicLossScale(init_scale=2.0**4, growth_interval=3, min_scale=2.0**-2)
-    tx = gradaccum.wrap(optax.sgd(0.0), steps=3, loss_scale=rule, on_overflow=on_overflow)
-    grads = np.where(bad.ravel(), rng.choice([INF, -INF, NAN], bad.size), 1.0).astype(np.float16)
-    params = jnp.zeros((), jnp.float16)
-
-    def body(state: Any, gradient: Any) -> Any:
-        state = tx.update(gradient, state, params)[1]
-        return state, (state.loss_scale, state.growth_tracker)
-
-    scales, trackers = (np.asarray(a)[2::3] for a in jax.lax.scan(body, tx.init(params), jnp.asarray(grads))[1])
-    expected = jmp_trace(2.0, 3, jnp.asarray(2.0**4), jnp.asarray(2.0**-2), jnp.asarray(~bad.any(axis=1)))
-    np.testing.assert_array_equal(scales, expected[0])
-    np.testing.assert_array_equal(trackers, expected[1])
-    assert scales.min() == 2.0**-2
-
-
 @pytest.mark.parametrize("wide", [False, True], ids=["x32", "x64"])
 @pytest.mark.parametrize("master_weights", [False, True])
 def test_scaled_float16_autograd(wide: bool, master_weights: bool) -> None:

@@ -20,8 +20,6 @@ from gradaccum.watching import ClosedWindow
 
 X = jnp.arange(12.0).reshape(6, 2) / 10
 WEIGHT = jnp.array([1.0, -1.0])
-ONCE = [jnp.arange(3), jnp.arange(3, 5)]
-"""The rows of one window's micro-batches, the last one short."""
 
 
 def loss_of(weight: Any, rows: Any) -> Any:
@@ -36,23 +34,6 @@ def step_of(tx: Any) -> Any:
         return optax.apply_updates(weight, updates), state, loss
 
     return step
-
-
-def test_host_loop_hears_the_large_batch() -> None:
-    tx = gradaccum.wrap(optax.sgd(0.1), steps=2)
-    heard: list[ClosedWindow] = []
-    watch, step = gradaccum.Watch(heard.append), step_of(tx)
-    weight, state = WEIGHT, tx.init(WEIGHT)
-    expected, gradient = jax.value_and_grad(loss_of)(WEIGHT, X[:5])
-    for rows in ONCE:
-        assert not heard
-        weight, state, loss = step(weight, state, X[rows])
-        watch(gradaccum_jax.result(state), loss=loss, weight=len(rows))
-    (window,) = heard
-    assert (window.optimizer_step, window.applied, window.weight, window.micro_batches) == (1, True, 5, 2)
-    assert window.loss == pytest.approx(float(expected), rel=1e-6)
-    assert window.grad_norm == pytest.approx(float(jnp.linalg.norm(gradient)), rel=1e-6)
-    assert all(type(value) in (int, float, bool) for value in window)
 
 
 def test_from_inside_a_scan() -> None:

@@ -47,28 +47,6 @@ def squared(net):
     return mean
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_token_weights(mode):
-    """Micro-batches of unequal token counts weigh by these; weighing by items would be wrong."""
-    net = Net()
-    x = np.repeat(X[:, None], 3, axis=1)
-
-    def forward(x, mask):
-        return ((net(x) ** 2).sum(-1) * mask).sum() / mask.sum()
-
-    def tokens(x, mask):
-        return mask.sum()
-
-    batch = tensors(x, MASK)
-    expected = ms.value_and_grad(forward, None, trained(net))(*batch)
-    by_function = value_and_grad(forward, None, trained(net), steps=3, weight=tokens)
-    by_array = value_and_grad(forward, None, trained(net), steps=3, weight=MASK.sum(1))
-    unweighed = value_and_grad(forward, None, trained(net), steps=3)
-    assert distance(in_mode(mode, by_function)(*batch), expected) <= TOLERANCE
-    assert distance(in_mode(mode, by_array)(*batch), expected) <= TOLERANCE
-    assert distance(in_mode(mode, unweighed)(*batch), expected) > 1e-3
-
-
 def test_packs_by_weight():
     net, seen = Net(), []
 
@@ -180,26 +158,6 @@ def test_own_split():
     expected = ms.value_and_grad(forward, None, trained(net))(x, starts)
     made = value_and_grad(forward, None, trained(net), steps=2, split=split, weight=sequences, axes=(0, None))
     assert distance(made(x, starts), expected) <= TOLERANCE
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_weight_zero_adds_nothing(mode):
-    """A micro-batch without tokens has a mean of NaN, and a batch without any has loss and gradients of 0."""
-    net = Net()
-
-    def forward(x, mask):
-        return (net(x).sum(1) * mask).sum() / mask.sum()
-
-    def tokens(x, mask):
-        return mask.sum()
-
-    mask = np.array([1.0, 1, 0, 0, 1, 0, 0])
-    call = in_mode(mode, value_and_grad(forward, None, trained(net), micro_batch_size=2, weight=tokens))
-    expected = ms.value_and_grad(forward, None, trained(net))(*tensors(X, mask))
-    assert distance(call(*tensors(X, mask)), expected) <= TOLERANCE
-    loss, gradients = call(*tensors(X, 0 * mask))
-    assert loss.asnumpy() == 0
-    assert not any(gradient.asnumpy().any() for gradient in gradients)
 
 
 def test_gradients_of_arguments():

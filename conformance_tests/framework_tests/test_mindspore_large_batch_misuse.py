@@ -34,7 +34,6 @@ def made(forward=None, has_aux=False, **options):
         ({"has_aux": True}, ArgumentValueError, "aux: expected how each other output merges"),
         ({"aux": "mean"}, ArgumentValueError, "has_aux: expected True beside aux"),
         ({"has_aux": True, "aux": ("mean", {"a": "average"})}, ArgumentValueError, "aux: expected one of sum"),
-        ({"split": 3}, ArgumentTypeError, "split: expected a function"),
         ({"split": lambda x: [x]}, ArgumentTypeError, "split: expected a function that takes steps="),
         ({"accumulate_dtype": int}, ArgumentTypeError, "accumulate_dtype"),
     ],
@@ -54,37 +53,11 @@ def test_function():
     ("options", "batch", "words"),
     [
         ({}, (X, COOTensor(Tensor([[0, 1]]), Tensor([1.0]), (5, 2))), r"batch\[1\]: expected a Tensor or array to split; got a"),
-        ({"axes": 2}, (X,), r"batch\[0\]: expected an array with axis 2; got shape \(5, 2\)"),
     ],
 )
 def test_batches(mode, options, batch, words):
     with pytest.raises(ArgumentValueError, match=words):
         in_mode(mode, made(**options))(*(tensors(each)[0] if isinstance(each, np.ndarray) else each for each in batch))
-
-
-@pytest.mark.parametrize(
-    ("forward", "words"),
-    [
-        (lambda x: x.sum(1), r"loss_fn: expected a function that returns a scalar loss; got a Tensor of shape"),
-        (lambda x: (x.mean(), x), "loss_fn: expected a function that returns a scalar loss; got"),
-    ],
-)
-def test_losses(forward, words):
-    with pytest.raises(ArgumentValueError, match=words):
-        made(forward)(*tensors(X))
-
-
-def test_aux_outputs():
-    with pytest.raises(ArgumentValueError, match=r"returns \(loss, aux\); got the loss alone"):
-        made(lambda x: x.mean(), True, aux="mean")(*tensors(X))
-    with pytest.raises(ArgumentValueError, match=r"an array with a leading axis to concatenate"):
-        made(lambda x: (x.mean(), x.sum()), True, aux="concatenate")(*tensors(X))
-
-
-@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
-def test_weights_of_micro_batches(weight):
-    with pytest.raises(ArgumentValueError, match="weight"):
-        made(weight=lambda x: weight)(*tensors(X))
 
 
 def test_negative_weight_in_compiled_code():
@@ -96,19 +69,6 @@ def test_negative_weight_in_compiled_code():
     loss, gradient = in_mode("jit", made(weight=negative))(*tensors(X))
     assert np.isnan(loss.asnumpy())
     assert np.isnan(gradient.asnumpy()).all()
-
-
-@pytest.mark.parametrize(
-    ("split", "words"),
-    [
-        (lambda x: x, "split: expected an iterable of micro-batches"),
-        (lambda x: [x], "got a micro-batch of type Tensor"),
-        (lambda x: [], "got no micro-batch"),
-    ],
-)
-def test_own_split(split, words):
-    with pytest.raises(ArgumentTypeError, match=words):
-        made(steps=None, split=split)(*tensors(X))
 
 
 @pytest.mark.parametrize("mode", COMPILED)

@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after  # noqa: E402, F401
-from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, MODES, in_mode  # noqa: E402
+from conformance_tests.framework_tests.mindspore_large_batch import COMPILED, in_mode  # noqa: E402
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
 
 X = np.array([1.0, 2.0, 3.0, -4.0, 6.0])
@@ -30,31 +30,6 @@ def window(call, start=1.0, dtype=ms.float32, has_aux=False, **options):
 
 def value(weight):
     return float(weight.astype(ms.float32).asnumpy())
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_update_per_call(mode):
-    """Clipped once, on the large batch's gradient; the loss is unscaled and that of all items. An overflow skips the window."""
-    weight, optimizer, made = window({}, loss_scale=gradaccum.DynamicLossScale(init_scale=8.0, growth_interval=2), clip_norm=0.8)
-    call = in_mode(mode, made)
-    for updates in (1, 2):
-        before = value(weight)
-        loss = call(Tensor(X, ms.float32))
-        assert abs(float(loss.asnumpy()) - 1.6 * before) <= 1e-6
-        assert abs(value(weight) - (before - 0.8)) <= 1e-6
-        result = optimizer.result
-        assert (result.applied, result.micro_step, result.optimizer_step) == (True, 0, updates)
-        assert abs(result.grad_norm - 1.6) <= 1e-6
-    assert optimizer.result.loss_scale == 16, "two clean windows, not six"
-    before = value(weight)
-    call(Tensor([1.0, 2.0, np.inf, 4.0, 5.0], ms.float32))
-    assert (value(weight), optimizer.result.skipped, optimizer.result.overflow, optimizer.result.loss_scale) == (before, True, True, 8.0)
-
-
-def test_drops_a_micro_batch():
-    weight, _, made = window({}, on_overflow="drop_micro_batch")
-    in_mode("jit", made)(Tensor([1.0, 2.0, np.inf, 4.0, 6.0], ms.float32))
-    assert abs(value(weight) - (1 - 3)) <= 1e-6, "the mean of 1, 2 and 6"
 
 
 @pytest.mark.parametrize("mode", ["pynative", "graph"])
@@ -128,13 +103,3 @@ def test_misuse():
         value_and_update(lambda x: x, bare, steps=2)
     with pytest.raises(gradaccum.ArgumentValueError, match=r"wrapped with steps=None, .*; got steps=4"):
         value_and_update(lambda x: x, gradaccum.wrap(bare, steps=4), steps=2)
-
-
-def test_undeclared_aux():
-    weight = Parameter(Tensor(1.0), name="w")
-    optimizer = gradaccum.wrap(nn.SGD([weight], 1.0), steps=None)
-    with pytest.raises(gradaccum.ArgumentValueError, match="loss_fn: expected a function that returns a scalar loss"):
-        value_and_update(lambda x: ((weight * x).mean(), x.max()), optimizer, steps=2)(Tensor(X, ms.float32))
-    with pytest.raises(gradaccum.ArgumentValueError, match=r"returns \(loss, aux\)"):
-        value_and_update(lambda x: (weight * x).mean(), optimizer, True, steps=2, aux="max")(Tensor(X, ms.float32))
-    assert optimizer.result.micro_step == 0

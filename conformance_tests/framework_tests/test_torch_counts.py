@@ -156,17 +156,6 @@ def test_division_has_the_bits_of_a_division(divisor: float) -> None:
     assert torch.equal(values.view(torch.int32), expected.view(torch.int32))
 
 
-def test_inner_optimizer_runs_once_per_window() -> None:
-    model, inner, opt = setting()
-    calls: list[int] = []
-    inner.register_step_post_hook(lambda *_: calls.append(opt.result.micro_step))
-    for _ in range(3 * STEPS):
-        backward(model)
-        opt.step()
-        opt.zero_grad()
-    assert len(calls) == 3
-
-
 def test_gradients_are_the_only_sums() -> None:
     """float32 sums live in ``.grad``. The wrapper and its window hold no other tensor of a parameter's size."""
     model, _, opt = setting()

@@ -16,58 +16,6 @@ from torch import Tensor, nn
 
 from conformance_tests.framework_tests.torch_large_batch import ITEMS, X, Y, assert_close, cross_entropy, make_model, truth
 from gradaccum_torch.large_batch import backward, coupled_backward
-from gradaccum_torch.large_batch.batch import LargeBatch
-
-TOKENS = torch.tensor([3, 1, 0, 2, 5, 1, 4, 1, 2, 6])
-
-
-def gradients(model: nn.Module) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-SPLITS: dict[str, dict[str, Any]] = {
-    "split": {"split": lambda x, y: list(zip(x.split([1, 6, 3]), y.split([1, 6, 3]), strict=True))},
-    "split_steps": {"steps": 3, "split": lambda x, y, steps: zip(x.chunk(steps), y.chunk(steps), strict=True)},
-}
-
-
-@pytest.mark.parametrize("division", SPLITS.values(), ids=SPLITS)
-def test_own_split_is_the_large_batch(division: dict[str, Any]) -> None:
-    model = make_model()
-    loss, expected = truth(model, lambda: cross_entropy(model(X), Y))
-    sizes: list[int] = []
-
-    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
-        sizes.append(len(x))
-        return cross_entropy(model(x), y)
-
-    returned = backward(loss_fn, X, Y, **division)
-    assert sum(sizes) == ITEMS
-    assert not returned.requires_grad
-    assert returned.shape == ()
-    assert abs(float(returned - loss)) <= 1e-14
-    assert_close(model, expected)
-
-
-def tokens_of(x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
-    return tokens.sum()
-
-
-@pytest.mark.parametrize(
-    "weight",
-    [TOKENS, TOKENS.tolist(), TOKENS.numpy(), tokens_of, lambda x, y, t: int(t.sum())],
-    ids=["tensor", "list", "array", "function", "lambda"],
-)
-def test_weighted_mean_of_tokens(weight: Any) -> None:
-    """A micro-batch's mean over its tokens counts by their number. One without tokens adds nothing, though its mean is NaN."""
-    model = make_model()
-
-    def mean(x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
-        return (cross_entropy(model(x), y, reduction="none") * tokens).sum() / tokens.sum()
-
-    loss, expected = truth(model, lambda: mean(X, Y, TOKENS))
-    assert abs(float(backward(mean, X, Y, TOKENS, steps=5, weight=weight) - loss)) <= 1e-14
-    assert_close(model, expected)
 
 
 def test_gradients_there_before_are_added_to() -> None:
@@ -144,14 +92,6 @@ def test_list_of_items(kind: type, coupled: bool) -> None:
     assert_close(model, expected)
 
 
-def test_tensors_in_lists_of_items_are_known() -> None:
-    """Their devices draw random numbers, and their memory is there."""
-    large = LargeBatch((list(X), X), ("items", 0), None, None)
-    assert len(large.tensors()) == ITEMS + 1
-    assert large.items == ITEMS
-    assert large.devices() == {torch.device("cpu")}
-
-
 def test_own_split_of_nested_tensors() -> None:
     model = make_model()
     _, expected = truth(model, lambda: cross_entropy(model(X), Y))
@@ -215,36 +155,6 @@ def test_hooks_see_each_share() -> None:
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-16)
 
 
-def test_all_weights_zero() -> None:
-    """No NaN: nothing is added, and the loss is 0."""
-    model = make_model()
-    held = torch.full_like(model[0].weight, 2.0)
-    model[0].weight.grad = held
-    loss = backward(lambda x, y: cross_entropy(model(x), y) * float("nan"), X, Y, steps=2, weight=[0] * ITEMS)
-    assert float(loss) == 0
-    assert model[0].weight.grad is held
-    assert bool((held == 2).all())
-    assert model[0].bias.grad is None
-
-
-def test_randomness_is_fresh_and_reproducible() -> None:
-    """Two micro-batches draw different numbers, and two calls from one seed the same."""
-    model, masks = make_model(), []
-
-    def loss_fn(x: Tensor) -> Tensor:
-        masks.append(torch.rand(2))
-        return nn.functional.dropout(model(x), 0.5).square().mean()
-
-    results = []
-    for _ in range(2):
-        model.zero_grad()
-        torch.manual_seed(5)
-        results.append((backward(loss_fn, X, steps=5), gradients(model)))
-    assert len({tuple(mask.tolist()) for mask in masks}) == 5
-    assert torch.equal(results[0][0], results[1][0])
-    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_model(reentrant: bool) -> None:
     """The parameters behind a reentrant checkpoint are in no graph that could be walked."""
@@ -255,15 +165,3 @@ def test_recomputed_model(reentrant: bool) -> None:
         p.grad = torch.ones_like(p)
     backward(lambda x, y: cross_entropy(checkpoint(x.clone().requires_grad_()), y), X, Y, steps=3)
     assert_close(model, [q + 1 for q in expected])
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
-def test_weight_zero_adds_nothing(reduction: str) -> None:
-    """A micro-batch of weight 0 is not differentiated, whatever its loss is."""
-    weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    x = torch.tensor([[1.0], [float("nan")], [2.0]], dtype=torch.float64)
-    loss = backward(lambda x: (x * weight).sum(), x, reduction=reduction, weight=[1, 0, 1], micro_batch_size=1)
-    expected = 3.0 if reduction == "sum" else 1.5
-    assert float(loss) == expected
-    assert weight.grad is not None
-    assert float(weight.grad) == expected

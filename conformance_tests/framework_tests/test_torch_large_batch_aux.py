@@ -65,17 +65,9 @@ def test_half_precision_and_booleans_are_widened() -> None:
     assert int(hits) == 512
 
 
-def test_zero_weight_gives_no_nan() -> None:
-    _, aux = backward(lambda x: (loss_of(x), x.mean() * float("nan")), X, aux="weighted_mean", steps=2, weight=[0] * ITEMS)
-    assert float(aux) == 0
-
-
 BAD: dict[str, tuple[Any, Any, str]] = {
-    "unknown_kind_inside": ({"a": ["average"]}, lambda x: (loss_of(x), {"a": [x.mean()]}), "aux: expected one of sum, mean"),
     "other_structure": ({"a": "sum"}, lambda x: (loss_of(x), {"b": x.sum()}), "aux: expected a prefix"),
-    "none_returned": ("sum", loss_of, "loss_fn: expected a function that returns \\(loss, aux\\)"),
     "three_returned": ("sum", lambda x: (loss_of(x), 1, 2), "loss_fn: .* got a tuple of 3"),
-    "scalar_rows": ("concatenate", lambda x: (loss_of(x), x.mean()), "aux: expected an array with a leading axis"),
     "ragged_rows": ("concatenate", lambda x: (loss_of(x), x[:, : len(x) - 2]), "aux: .* to concatenate"),
     "text": ("sum", lambda x: (loss_of(x), {"a": "text"}), "aux\\['a'\\]: expected a tensor or a number"),
     "ragged_sum": ("sum", lambda x: (loss_of(x), x[:, 0]), "aux: expected the shape"),
@@ -93,8 +85,3 @@ def test_bad_aux_is_refused(declared: Any, loss_fn: Any, words: str) -> None:
     assert WEIGHT.grad is held
     assert bool((held == 1).all())
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_undeclared_aux_is_refused() -> None:
-    with pytest.raises(gradaccum.ArgumentValueError, match="aux='mean'"):
-        backward(lambda x: (loss_of(x), x.mean()), X, steps=2)

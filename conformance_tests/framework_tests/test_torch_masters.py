@@ -117,44 +117,6 @@ def test_place_of_the_sum_changes_nothing(dtype: torch.dtype, options: dict) -> 
         torch.testing.assert_close(a, b, rtol=0, atol=STEP * 2.0**-6)
 
 
-def test_float32_parameter_has_no_master() -> None:
-    half, full = torch.ones(2, dtype=torch.float16, requires_grad=True), torch.ones(2, requires_grad=True)
-    opt: Any = gradaccum.wrap(torch.optim.SGD([half, full], lr=STEP), steps=2, master_weights=True)
-    for _ in range(2):
-        (half.sum() + full.sum()).backward()
-        opt.step()
-    assert masters_of(opt)[1] is full
-    assert full.tolist() == masters_of(opt)[0].tolist() == [1 - STEP] * 2
-    assert list(opt.state_dict()["gradaccum"]["masters"]) == [0]
-
-
-def test_written_element_overrides_its_master() -> None:
-    """The other elements keep their masters."""
-    parameter = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
-    opt: Any = gradaccum.wrap(torch.optim.SGD([parameter], lr=STEP), steps=1, master_weights=True)
-    for index in range(3):
-        if index == 1:
-            with torch.no_grad():
-                parameter[0] = 3.0
-        parameter.sum().backward()
-        opt.step()
-    (master,) = masters_of(opt)
-    assert master.tolist() == [3 - 2 * STEP, 1 - 3 * STEP, 1 - 3 * STEP]
-
-
-def test_loaded_model_overrides_the_masters() -> None:
-    model, opt = make(torch.bfloat16)
-    train(model, opt, 4)
-    other, _ = make(torch.bfloat16)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.fill_(0.5)
-    model.load_state_dict(other.state_dict())
-    train(model, opt, 2)
-    for master in masters_of(opt):
-        assert (master - 0.5).abs().max() < 2.0**-6
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 @pytest.mark.parametrize("stop", [1, 2, 3])
 @pytest.mark.parametrize("inner", ["sgd", "adamw_fused"])
@@ -216,24 +178,3 @@ def test_zero_grad_clears_model_gradients(dtype: torch.dtype) -> None:
         (1000 * model(torch.ones(1, 8, dtype=dtype)).sum()).backward()
         opt.zero_grad(set_to_none=set_to_none)
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("inner", ["adamw_fused", "adamw_foreach"])
-def test_autocast_with_scale_is_exact(inner: str) -> None:
-    """float32 parameters under autocast: nothing is cast back, and powers of two scale exactly."""
-    results = []
-    for options in ({"loss_scale": 1024.0}, {"loss_scale": torch.amp.GradScaler("cpu", init_scale=512.0)}, {}):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        opt: Any = gradaccum.wrap(INNER[inner](model.parameters()), steps=4, clip_norm=0.1, **options)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(8):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = nn.functional.cross_entropy(model(torch.randn(4, 8, generator=generator)), torch.arange(4))
-            opt.backward(loss)
-            opt.step()
-        assert opt.result.optimizer_step == 2
-        results.append([p.detach() for p in model.parameters()])
-    for a, b, c in zip(*results, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import math
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +10,6 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import gradaccum
 from gradaccum import UsageError
@@ -149,66 +144,3 @@ def test_other_parameters_in_mid_window(change: str) -> None:
     now = opt.result.noise_scale
     feed(model, opt, 7, 8, 9)
     assert opt.result.noise_scale != now
-
-
-def through_state(model: Any, opt: Any) -> tuple[Any, Any]:
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    other, resumed = made()
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    return other, resumed
-
-
-def through_checkpoint(model: Any, opt: Any) -> tuple[Any, Any]:
-    other, resumed = made()
-    set_optimizer_state_dict(other, resumed, get_optimizer_state_dict(model, opt))
-    return other, resumed
-
-
-@pytest.mark.parametrize(
-    "way",
-    [through_state, through_checkpoint, lambda *both: copy.deepcopy(both), lambda *both: pickle.loads(pickle.dumps(both))],
-    ids=["state", "checkpoint", "copy", "pickle"],
-)
-def test_goes_on_elsewhere(way: Callable[..., tuple[Any, Any]]) -> None:
-    model, opt = made()
-    feed(model, opt, 1, 2, 3, 4, 5)
-    other, resumed = way(model, opt)
-    assert resumed.result.noise_scale == opt.result.noise_scale
-    for m, o in ((model, opt), (other, resumed)):
-        feed(m, o, 6)
-    assert resumed.result.noise_scale == opt.result.noise_scale != math.nan
-
-
-def test_states_without_it_load() -> None:
-    """Its first batch is then what the window held; without the option, what was saved is not needed."""
-    model, opt = made(noise_scale=False)
-    feed(model, opt, 1)
-    other, on = made()
-    on.load_state_dict(copy.deepcopy(opt.state_dict()))
-    feed(other, on, 2, 3)
-    assert on.result.noise_scale >= 0, "not NaN"
-    off = made(noise_scale=False)[1]
-    off.load_state_dict(on.state_dict())
-    assert off.result.optimizer_step == 1
-
-
-def test_error_in_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory, or an interrupt: the micro-batch is counted, and the sum is whole."""
-    (model, opt), (other, twin) = made(steps=None), made(steps=None)
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(strategy, "measure", fail)
-        with pytest.raises(MemoryError):
-            feed(model, opt, 1)
-    opt.zero_grad()
-    feed(model, opt, 2, 3)
-    feed(other, twin, 1, 2, 3)
-    for each in (opt, twin):
-        each.flush()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
-    assert opt.result.noise_scale >= 0, "not NaN"

@@ -158,51 +158,6 @@ def test_checkpoint_in_mid_window(saved_separate: bool) -> None:
     assert_same(fresh, large())
 
 
-def test_inf_poisons_no_later_window() -> None:
-    model = make_model()
-    opt = wrapped(model)
-    for index, (x, y) in enumerate([*PARTS, *PARTS]):
-        before_clear(model, opt, x * (float("inf") if index == 1 else 1.0), y)
-    assert opt.result.optimizer_step == 1
-    assert_same(model, large())
-
-
-def test_dropping_leaves_bad_micro_batch_out() -> None:
-    model = make_model()
-    opt = wrapped(model, steps=5, on_overflow="drop_micro_batch")
-    for x, y in [PARTS[0], (PARTS[0][0] * float("nan"), PARTS[0][1]), *PARTS[1:]]:
-        before_clear(model, opt, x, y)
-    assert_same(model, large())
-
-
-def test_weights_and_scale() -> None:
-    model = make_model()
-    opt = wrapped(model, steps=2, loss_scale=1024.0)
-    for x, y in ((X[:6], Y[:6]), (X[6:], Y[6:])):
-        model.zero_grad()
-        opt.backward(mse(model, x, y), weight=len(x))
-        opt.step()
-    assert_same(model, large())
-
-
-def test_plain_backward_under_scale_is_refused() -> None:
-    model = make_model()
-    opt = wrapped(model, loss_scale=1024.0)
-    mse(model, X, Y).backward()
-    with pytest.raises(UsageError, match="loss scale"):
-        opt.step()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
-    weight = nn.Parameter(torch.zeros(1, dtype=dtype))
-    opt = gradaccum.wrap(torch.optim.SGD([weight], lr=1.0), steps=5, reduction="sum", separate_sums=True)
-    for value in (2048.0, 1.0, 1.0, 1.0, 1.0):
-        weight.grad = torch.full((1,), value, dtype=dtype)
-        opt.step()
-    assert float(weight.detach()) == float(torch.tensor(-2052.0, dtype=dtype))
-
-
 def test_sparse_gradients() -> None:
     def run(separate: bool) -> Tensor:
         torch.manual_seed(0)

@@ -74,18 +74,6 @@ def test_clip_is_seen_without_the_smallest(place: str, after: int, micro_batch: 
         opt.step()
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "kept apart"])
-def test_pending_micro_batch_is_seen(place: str) -> None:
-    """The smallest parameter has no gradient."""
-    model, opt = make(place)
-    loss_of(model).backward()
-    opt.step()
-    loss_of(model).backward()
-    for call in (opt.flush, opt.zero_grad, opt.state_dict):
-        with pytest.raises(gradaccum.UsageError, match=r"opt\.step\(\)"):
-            call()
-
-
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("part", ["body", "head"])
 @pytest.mark.parametrize("place", ["in .grad", "kept apart"])

@@ -8,7 +8,7 @@ A backend's package has one subclass of `Harness`, registered under the backend'
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from gradaccum import StepResult
-from gradaccum.kit import State
+from gradaccum.kit import Listener, State
 from gradaccum_conformance.couplings import Coupling
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 
@@ -102,6 +102,10 @@ class Session(ABC):
     def discard(self) -> None:
         """Forget the open window."""
 
+    def listen(self, listener: Listener) -> bool:
+        """Have the wrapped optimizer tell `listener` of each window that closes; False if it has no listeners."""
+        return False
+
     def idle(self) -> None:  # noqa: B027  # most backends do nothing
         """No micro-batch on this worker while others have one: nothing to do, unless all workers run one program."""
 
@@ -185,6 +189,10 @@ class Harness(ABC):
         """Hand `session` a gradient tree with one of `gradient_faults`, past the harness's own conversions; must raise."""
 
 
+Returns = Callable[[Any, Any], Any]
+"""What a loss function returns, of its loss and the logits (items, classes), which have NumPy's methods."""
+
+
 class LargeBatchCall(NamedTuple):
     """A call that takes the large batch, and the model that it is made for."""
 
@@ -196,14 +204,19 @@ class LargeBatchCall(NamedTuple):
     loss: Loss = "mean"
     """What the loss function returns of a micro-batch."""
     options: Mapping[str, Option] = MappingProxyType({})
-    """The call's own: ``steps``, ``micro_batch_size``, ``micro_batch_weight``, ``reduction``, ``weight`` (a NumPy array, one per item),
-    ``axes`` and ``aux``, a kind of merging by the name of an output.
+    """The call's own: ``steps``, ``micro_batch_size``, ``micro_batch_weight``, ``reduction``, ``weight`` (a NumPy array, one per item, or a
+    function of a micro-batch's two arrays), ``split`` (a function of the batch's two), ``axes`` and ``aux``, a kind of merging by the name
+    of an output.
 
     With ``aux`` the loss function returns those of these outputs that are named, all of the logits (items, classes) of its micro-batch:
     ``sum``, ``mean``, ``max`` and ``min`` over the items, ``weighted_mean``, the same as ``mean``, and ``concatenate``, the logits.
     """
     extra: Any = None
     """If given, a nest of NumPy arrays and plain values, the batch's third argument. The loss function takes it and does not read it."""
+    returns: Returns | None = None
+    """If given, what the loss function returns in place of the loss; a coupled one's logits are ``left``. ``aux`` may then be one kind."""
+    outputs: Callable[[Any], Any] | None = None
+    """If given, what a coupled call's outputs are, of what they would be."""
 
 
 def outputs_of(logits: Any, declared: Mapping[str, str] | None) -> dict[str, Any]:
@@ -234,10 +247,12 @@ class LargeBatchHarness(Harness):
         """The backend's splitting call; `batch` reaches it as a nest of two arrays, ``(x, y)``."""
 
     @abstractmethod
-    def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
+    def update(
+        self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option], returns: Returns | None = None
+    ) -> float:
         """A whole window of `session`'s wrapped optimizer in one call; returns the (unscaled) loss.
 
-        `session` was started with ``steps=None`` in one of the `large_batch_modes`.
+        `returns` is as that of `LargeBatchCall`. `session` was started with ``steps=None`` in one of the `large_batch_modes`.
         """
 
     @abstractmethod

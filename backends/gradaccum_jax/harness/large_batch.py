@@ -19,6 +19,7 @@ from gradaccum_conformance import (
     Loss,
     Option,
     Outcome,
+    Returns,
     Session,
     mirrored,
     outputs_of,
@@ -41,6 +42,8 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
 
         def loss_fn(params: Any, x: Any, y: Any, *_: Any) -> Any:
             loss = total_loss(call.model, params, x, y, call.loss)
+            if call.returns is not None:
+                return call.returns(loss, forward(call.model, params, x))
             return (loss, outputs_of(forward(call.model, params, x), declared)) if declared else loss
 
         with x64(call.dtype == "float64"):
@@ -49,20 +52,24 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
             loss, aux = value if declared else (value, {})
             return Outcome(float(loss), to_numpy(gradient), to_numpy(aux))
 
-    def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
+    def update(
+        self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option], returns: Returns | None = None
+    ) -> float:
         assert isinstance(session, JaxSession)
         with x64(session.wide):
-            take = _whole_window(session.program, loss, tuple(options.items()))
+            take = _whole_window(session.program, loss, tuple(options.items()), returns)
             value, updates, state = take(session.params, session.opt_state, *_arrays(batch, str(session.dtype)))
             session.params, session.opt_state = optax.apply_updates(session.params, updates), state
             return float(value)
 
     def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
         def outputs_fn(params: Any, left: Any, right: Any, *_: Any) -> Any:
-            return {"left": forward(call.model, params, left), "right": forward(call.model, params, right)}
+            made = {"left": forward(call.model, params, left), "right": forward(call.model, params, right)}
+            return made if call.outputs is None else {name: call.outputs(value) for name, value in made.items()}
 
         def loss_fn(params: Any, outputs: Any) -> Any:
-            return COUPLINGS[coupling](outputs["left"], outputs["right"], params["temperature"])
+            loss = COUPLINGS[coupling](outputs["left"], outputs["right"], params["temperature"])
+            return loss if call.returns is None else call.returns(loss, outputs["left"])
 
         with x64(call.dtype == "float64"):
             dtype = getattr(jnp, call.dtype)
@@ -73,9 +80,10 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
 
 
 @cache
-def _whole_window(program: Program, loss: Loss, options: tuple[tuple[str, Option], ...]) -> Callable[..., Any]:
+def _whole_window(program: Program, loss: Loss, options: tuple[tuple[str, Option], ...], returns: Returns | None) -> Callable[..., Any]:
     def loss_fn(params: Any, x: Any, y: Any) -> Any:
-        return total_loss(program.model, params, x, y, loss)
+        value = total_loss(program.model, params, x, y, loss)
+        return value if returns is None else returns(value, forward(program.model, params, x))
 
     return _in_mode(value_and_update(loss_fn, program.tx, **dict(options)), program.mode)
 

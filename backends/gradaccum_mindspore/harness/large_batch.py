@@ -20,6 +20,7 @@ from gradaccum_conformance import (
     Loss,
     Option,
     Outcome,
+    Returns,
     Session,
     mirrored,
 )
@@ -44,11 +45,14 @@ class Network(nn.Cell):  # type: ignore[misc]
         self.temperature = Parameter(Tensor(TEMPERATURE, self.dtype), name="temperature")
         self.network = build_network(call.model, self.named, self.dtype)
         self.mean, self.declared = call.loss == "mean", tuple(call.options.get("aux") or ())
+        self.returns, self.changed = call.returns, call.outputs
 
     def loss(self, x: Any, labels: Any, extra: Any = None) -> Any:
         loss = self.network.loss(x, labels)
         if self.mean:
             loss = loss / ops.full((), x.shape[0], dtype=loss.dtype)
+        if self.returns is not None:
+            return self.returns(loss, self.network(x))
         if len(self.declared) == 0:
             return loss
         return (loss, *self.of_logits(x))
@@ -69,6 +73,8 @@ class Network(nn.Cell):  # type: ignore[misc]
         return tuple(found)
 
     def outputs(self, left: Any, right: Any, extra: Any = None) -> Any:
+        if self.changed is not None:
+            return self.changed(self.network(left)), self.changed(self.network(right))
         return self.network(left), self.network(right)
 
     def begin(self, call: LargeBatchCall) -> None:
@@ -86,7 +92,7 @@ class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         network, declared = Network(call), call.options.get("aux")
         network.begin(call)
-        options = {**_options(call.options), "aux": tuple(declared.values())} if declared else _options(call.options)
+        options = {**_options(call.options), "aux": tuple(declared.values())} if isinstance(declared, Mapping) else _options(call.options)
         with context_mode(call.mode or self.modes[0]):
             if declared:
                 take = value_and_grad(_from_python(network.loss, call.mode), None, network.weights, True, **options)
@@ -97,13 +103,19 @@ class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
             merged = {name: plain(each) for name, each in zip(declared or {}, _flat(aux), strict=True)}
             return Outcome(float(loss.asnumpy()), _by_name(network.weights, gradients), merged)
 
-    def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
+    def update(
+        self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option], returns: Returns | None = None
+    ) -> float:
         assert isinstance(session, MindSporeSession)
         trainer, mean = session.trainer, loss == "mean"
 
         def loss_fn(x: Any, labels: Any) -> Any:
             value = trainer.network.loss(x, labels)
-            return value / ops.full((), x.shape[0], dtype=value.dtype) if mean else value
+            if mean:
+                value = value / ops.full((), x.shape[0], dtype=value.dtype)
+            if returns is not None:
+                return returns(value, trainer.network(x))
+            return value
 
         with context_mode(trainer.mode):
             take = _in_mode(value_and_update(loss_fn, session.optimizer, **_options(options)), trainer.mode)
@@ -116,7 +128,10 @@ class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
         loss_of, weights = COUPLINGS[coupling], ms.ParameterTuple([*network.weights, network.temperature])
 
         def loss_fn(outputs: Any) -> Any:
-            return loss_of(outputs[0], outputs[1], network.temperature)
+            loss = loss_of(outputs[0], outputs[1], network.temperature)
+            if network.returns is not None:
+                return network.returns(loss, outputs[0])
+            return loss
 
         with context_mode(call.mode or self.modes[0]):
             outputs_fn = _from_python(network.outputs, call.mode)

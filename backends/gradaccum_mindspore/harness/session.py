@@ -18,7 +18,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from gradaccum import StepResult
-from gradaccum.kit import FIELD_DTYPES, State, require_weight
+from gradaccum.kit import FIELD_DTYPES, Listener, State, require_weight
 from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session, Setup, View
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 from gradaccum_mindspore.harness.trainer import MASTER, Trainer, plain
@@ -75,6 +75,10 @@ class MindSporeSession(Session):
                 new = Tensor(np.ascontiguousarray(view.of(memory)), self.trainer.dtype)
                 self._handed.setdefault(view, new).assign_value(new)
             self.trainer.apply(tuple(self._handed[views[p.name]] for p in self.trainer.parameters), self._weight(None))
+
+    def listen(self, listener: Listener) -> bool:
+        self.optimizer.add_listener(listener)
+        return True
 
     def flush(self) -> None:
         with context_mode(self.trainer.mode):

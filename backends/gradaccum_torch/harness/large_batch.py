@@ -20,6 +20,7 @@ from gradaccum_conformance import (
     Loss,
     Option,
     Outcome,
+    Returns,
     Session,
     mirrored,
 )
@@ -40,18 +41,25 @@ class TorchLargeBatch(TorchWorkers, LargeBatchHarness):
         def loss_fn(x: Tensor, y: Tensor, *_: Any) -> Any:
             logits = module(x)
             loss = functional.cross_entropy(logits, y, reduction=call.loss)
+            if call.returns is not None:
+                return call.returns(loss, logits)
             return (loss, _aux(logits, declared)) if declared else loss
 
         done = backward(loss_fn, *_tensors(batch, module), *_extra(call), **_options(call.options))
         loss, aux = done if declared else (done, {})
         return Outcome(float(loss), _gradients(module), {name: to_numpy(value) for name, value in aux.items()})
 
-    def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
+    def update(
+        self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option], returns: Returns | None = None
+    ) -> float:
         assert isinstance(session, TorchSession)
         model = session.model
 
         def loss_fn(x: Tensor, y: Tensor) -> Tensor:
-            return functional.cross_entropy(model(x), y, reduction=loss)
+            logits = model(x)
+            value = functional.cross_entropy(logits, y, reduction=loss)
+            made: Tensor = value if returns is None else returns(value, logits)
+            return made
 
         return float(backward(loss_fn, *_tensors(batch, model), optimizer=session.optimizer, **_options(options)))
 
@@ -61,10 +69,12 @@ class TorchLargeBatch(TorchWorkers, LargeBatchHarness):
         views = [torch.tensor(x, dtype=module.dtype) for x in (batch.x, mirrored(batch.x))]
 
         def outputs_fn(left: Tensor, right: Tensor, *_: Any) -> dict[str, Tensor]:
-            return {"left": module(left), "right": module(right)}
+            made = {"left": module(left), "right": module(right)}
+            return made if call.outputs is None else {name: call.outputs(value) for name, value in made.items()}
 
-        def loss_fn(outputs: dict[str, Tensor]) -> Tensor:
-            return COUPLINGS[coupling](outputs["left"], outputs["right"], temperature)
+        def loss_fn(outputs: dict[str, Tensor]) -> Any:
+            loss = COUPLINGS[coupling](outputs["left"], outputs["right"], temperature)
+            return loss if call.returns is None else call.returns(loss, outputs["left"])
 
         loss = coupled_backward(outputs_fn, loss_fn, *views, *_extra(call), **_options(call.options))
         assert temperature.grad is not None
@@ -81,7 +91,7 @@ def _extra(call: LargeBatchCall) -> list[Any]:
 
 
 def _options(options: Mapping[str, Option]) -> dict[str, Option]:
-    return {name: torch.tensor(value) if name == "weight" else value for name, value in options.items()}
+    return {name: torch.tensor(value) if name == "weight" and not callable(value) else value for name, value in options.items()}
 
 
 def _gradients(module: SpecModel) -> Arrays:

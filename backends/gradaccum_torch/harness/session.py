@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import gradaccum
 from gradaccum import StepResult
-from gradaccum.kit import State
+from gradaccum.kit import Listener, State
 from gradaccum_conformance import Array, Arrays, Batch, Captured, Dtype, Fault, GradientTree, Loss, Model, Optimizer, Session, Setup, View
 from gradaccum_conformance import Harness as BaseHarness
 from gradaccum_conformance.specs import Attention, AvgPool, Conv, Dense, Flatten, Layer, MeanOverLength, Tanh
@@ -161,6 +161,10 @@ class TorchSession(Session):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def listen(self, listener: Listener) -> bool:
+        self.optimizer.add_listener(listener)
+        return True
+
     def flush(self) -> None:
         self.optimizer.flush()
 
@@ -233,12 +237,17 @@ class TorchHarness(BaseHarness):
     """The builder of torch sessions. Autograd refuses gradients of another shape or dtype itself, so no faults get through."""
 
     name: ClassVar[str] = "torch"
+    modes: ClassVar[tuple[str, ...]] = ("eager", "separate")
+    """The second with ``separate_sums=True``."""
     gradient_faults: ClassVar[tuple[Fault, ...]] = ()
 
     def start(self, setup: Setup) -> Session:
         module = SpecModel(setup.model, setup.weights, setup.dtype)
         inner = make_optimizer(module, setup.optimizer)
-        return TorchSession(module, inner, inner if setup.options is None else gradaccum.wrap(inner, **setup.options))
+        if setup.options is None:
+            return TorchSession(module, inner, inner)
+        own: dict[str, Any] = {"separate_sums": True} if setup.mode == "separate" else {}
+        return TorchSession(module, inner, gradaccum.wrap(inner, **own, **setup.options))
 
     def gradient(self, model: Model, weights: Arrays, batch: Batch, *, dtype: Dtype, loss: Loss = "mean") -> Arrays:
         module = SpecModel(model, weights, dtype)

@@ -123,7 +123,7 @@ class LargeBatch:
 
 def _own(split: Split, batch: tuple[Any, ...], steps: int | None) -> list[tuple[Any, ...]]:
     """Return what the user's `split` returns; anything but a plain tuple is the only argument of its micro-batch."""
-    made: Any = split(*batch) if steps is None else split(*batch, steps=steps)
+    made: Any = split if not callable(split) else split(*batch) if steps is None else split(*batch, steps=steps)
     if not isinstance(made, Iterable) or isinstance(made, Tensor):
         fix = "Return a list of tuples of arguments: split=lambda x, y: list(zip(x.split(4), y.split(4)))."
         raise explain(ArgumentTypeError, "split", expected="a function that returns an iterable of micro-batches", got=made, fix=fix)

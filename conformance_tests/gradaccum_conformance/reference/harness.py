@@ -28,6 +28,7 @@ from gradaccum_conformance.harness import (
     Loss,
     Option,
     Outcome,
+    Returns,
     Session,
     Setup,
     Snapshot,
@@ -124,6 +125,8 @@ class NumpySession(Session):
         _require_same_shapes(weights, self.weights)
         _require_same_shapes(inner.parameters, self.inner.parameters)  # The masters.
         state, options = wrapped.state(), self.accumulation.options
+        if (wrapped.options.noise_decay is None) != (options.noise_decay is None):
+            wrapped.noise = self.accumulation.noise  # Nothing is known of what was not measured.
         wrapped.resume(resumed(state, terms_of(wrapped.options, state.optimizer_step), options), options)
         self.weights, self.inner, self.wrapped = weights, inner, wrapped
 
@@ -158,17 +161,19 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
 
     def value_and_grad(self, call: LargeBatchCall, batch: Batch) -> Outcome:
         weights = {name: w.astype(_DTYPES[call.dtype]) for name, w in call.weights.items()}
-        loss_fn = partial(loss_gradient_aux, call.model, weights, call.loss, call.options.get("aux"))
+        loss_fn = partial(loss_gradient_aux, call.model, weights, call.loss, call.options.get("aux"), call.returns)
         return Outcome(*self.large_batch.value_and_grad(_of_two(loss_fn), _arguments(call, batch), **call.options))
 
-    def update(self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option]) -> float:
+    def update(
+        self, session: Session, batch: Batch, *, loss: Loss = "mean", options: Mapping[str, Option], returns: Returns | None = None
+    ) -> float:
         assert isinstance(session, NumpySession)
         scale = session.accumulation.result.loss_scale
 
-        def loss_fn(piece: Batch) -> tuple[float, Arrays, Arrays]:
-            value, gradient, _ = loss_gradient_aux(session.model, session.weights, loss, None, piece)
+        def loss_fn(piece: Batch) -> tuple[float, Arrays, Any]:
+            value, gradient, aux = loss_gradient_aux(session.model, session.weights, loss, None, returns, piece)
             with np.errstate(over="ignore", invalid="ignore"):
-                return value, {name: g * g.dtype.type(scale) for name, g in gradient.items()}, {}
+                return value, {name: g * g.dtype.type(scale) for name, g in gradient.items()}, aux
 
         return float(self.large_batch.update(session.accumulation, loss_fn, batch, **options))
 
@@ -183,11 +188,13 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
                 own = [made[name][1](gradient) for name, gradient in gradients.items()]
                 return {name: np.sum([part[name] for part in own], axis=0) for name in weights}
 
-            return {name: outputs for name, (outputs, _) in made.items()}, backward
+            change = call.outputs or np.asarray
+            return {name: change(outputs) for name, (outputs, _) in made.items()}, backward
 
         def loss_fn(outputs: Arrays) -> tuple[float, Arrays, Arrays]:
             coupled = COUPLINGS[coupling](outputs["left"], outputs["right"], TEMPERATURE)
-            return coupled.loss, {"left": coupled.left, "right": coupled.right}, {"temperature": np.asarray(coupled.temperature)}
+            loss = coupled.loss if call.returns is None else call.returns(coupled.loss, outputs["left"])
+            return loss, {"left": coupled.left, "right": coupled.right}, {"temperature": np.asarray(coupled.temperature)}
 
         loss, gradient = self.large_batch.coupled_value_and_grad(_of_two(outputs_fn), loss_fn, _arguments(call, batch), **call.options)
         return Outcome(loss, gradient, {})
@@ -219,13 +226,18 @@ def _of_two(function: Callable[[Batch], Any]) -> Callable[[Any], Any]:
 
 
 def loss_gradient_aux(
-    model: Model, weights: Arrays, loss: Loss, declared: Mapping[str, str] | None, piece: Batch
-) -> tuple[float, Arrays, Arrays]:
-    """What a loss function of `piece` gives, and the outputs that `LargeBatchCall.options` speaks of."""
+    model: Model, weights: Arrays, loss: Loss, declared: Mapping[str, str] | None, returns: Returns | None, piece: Batch
+) -> tuple[Any, Arrays, Any]:
+    """What a loss function of `piece` gives, and the outputs that `LargeBatchCall.options` speaks of, or None."""
     typed = Batch(piece.x.astype(next(iter(weights.values())).dtype), piece.y)
     with np.errstate(invalid="ignore"):
         value, gradient = oracle.loss_and_gradient(model, weights, typed, loss=loss)
-        return value, gradient, outputs_of(oracle.predict(model, weights, typed.x), declared)
+        logits = oracle.predict(model, weights, typed.x)
+        if returns is not None:
+            made = returns(value, logits)
+            value, aux = made if isinstance(made, tuple) else (made, None)
+            return value, gradient, aux
+        return value, gradient, outputs_of(logits, declared) if declared else None
 
 
 def _plain(arrays: Arrays) -> Arrays:

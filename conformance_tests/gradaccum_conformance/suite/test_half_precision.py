@@ -7,7 +7,7 @@ import pytest
 
 import gradaccum
 from gradaccum_conformance.bounds import unit_roundoff, worst
-from gradaccum_conformance.harness import Dtype, Harness
+from gradaccum_conformance.harness import Dtype, Harness, Option
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import mean_of, poisoned, random_tree, same, start
 from gradaccum_conformance.specs import LINEAR, Arrays
@@ -79,13 +79,19 @@ def test_sum_is_unscaled_in_float32(backend: Harness) -> None:
     assert elements(session.captured().gradient) == {float(np.float32(2.0**-12) / np.float32(3 * 2.0**12))}
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=["model", "masters"])
-def test_sum_beyond_float16_overflows(backend: Harness, mode: str, masters: bool) -> None:
-    """The float32 sum is finite. The float16 gradient for the optimizer is not; float32 masters take the sum itself."""
-    session = start(backend, steps=4, dtype="float16", reduction="sum", mode=mode, master_weights=masters)
-    for _ in range(4):
-        session.gradients(constant(2.0**15))
-    assert (session.result().applied, session.result().overflow) == (masters, not masters)
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"master_weights": True}], ids=["model", "clipped", "masters"])
+@pytest.mark.parametrize(
+    ("terms", "fits"), [((32752.0, 32752.0), True), ((65504.0, 8.0), True), ((65504.0, 16.0), False)], ids=["largest", "below", "above"]
+)
+def test_sum_at_the_edge_of_float16(
+    backend: Harness, mode: str, options: dict[str, Option], terms: tuple[float, float], fits: bool
+) -> None:
+    """65520, halfway from the largest number to the next power of two, becomes inf; clipping comes later. float32 masters take the sum."""
+    session = start(backend, steps=2, dtype="float16", reduction="sum", mode=mode, **options)
+    for value in terms:
+        session.gradients(constant(value))
+    applied = fits or "master_weights" in options
+    assert (session.result().applied, session.result().overflow) == (applied, not applied)
 
 
 @by_half

@@ -186,6 +186,20 @@ def test_noise_scale_is_off_unless_asked(backend: Harness) -> None:
     assert math.isnan(noisy(session, 2))
 
 
+@pytest.mark.parametrize("saved", [False, True], ids=["off then on", "on then off"])
+def test_noise_scale_may_be_switched_between_runs(backend: Harness, tmp_path: Path, saved: bool) -> None:
+    """In an open window too: what was not measured before it was saved is not known after it."""
+    first, then = (start(backend, steps=3, noise_scale=measured) for measured in (saved, not saved))
+    noisy(first, 1)
+    first.gradients(random_tree(LINEAR, 1), weight=2.0)
+    first.save(tmp_path)
+    then.load(tmp_path)
+    for seed in (2, 3):
+        then.gradients(random_tree(LINEAR, seed), weight=2.0)
+    assert then.state().optimizer_step == 2
+    assert math.isnan(noisy(then, 2)) == saved
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_tiny_norms_are_right(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
     """The squares of these gradients vanish in float32; they themselves do not."""

@@ -1,18 +1,19 @@
 """The large batch in one call: its loss, its gradient and its other outputs, however it is split."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gradaccum.kit import KINDS
 from gradaccum_conformance import oracle
-from gradaccum_conformance.bounds import FLOAT64_RELATIVE, additions_in_gradient, gamma, worst
+from gradaccum_conformance.bounds import FLOAT64_RELATIVE, additions_in_gradient, gamma, unit_roundoff, worst
 from gradaccum_conformance.deep import deep_but
 from gradaccum_conformance.harness import Dtype, LargeBatchCall, LargeBatchHarness, Option, Outcome
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.scenarios import REDUCTIONS, cut, large_loss, micro_loss, standard_batch
-from gradaccum_conformance.specs import MLP, MODELS, Arrays, Batch, Model, make_weights
+from gradaccum_conformance.specs import LINEAR, MLP, MODELS, Arrays, Batch, Model, make_weights
 
 WAYS: dict[str, tuple[dict[str, int], int]] = {
     "one step": ({"steps": 1}, 1),
@@ -98,6 +99,32 @@ def test_weights_of_items(backend: LargeBatchHarness, errors: Errors, reduction:
     check(errors, got, *of_the_definition(MLP, pieces, weights, reduction), MLP, 3, "float64")
 
 
+def firsts_squared(x: Any, y: Any) -> Any:
+    return x[:, 0].sum() ** 2
+
+
+@pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
+def test_weight_by_a_function(backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, reduction: str) -> None:
+    pieces = cut(standard_batch(MLP), (5, 5, 2))
+    weights = [float(piece.x[:, 0].sum()) ** 2 for piece in pieces]
+    options = {"micro_batch_size": 5, "reduction": reduction, "weight": firsts_squared}
+    got = split(backend, options, dtype="float64", mode=large_batch_mode)
+    check(errors, got, *of_the_definition(MLP, pieces, weights, reduction), MLP, 3, "float64")
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_own_split(backend: LargeBatchHarness, errors: Errors, steps: int | None) -> None:
+    """Each micro-batch weighs its items, and outputs keep their order; `steps` is handed on."""
+
+    def parts(x: Any, y: Any, steps: int = 3) -> list[Any]:
+        return [(x[a:b], y[a:b]) for a, b in ((0, 1), (1, 8), (8, 12))[:steps]]
+
+    options = {"split": parts, "steps": steps, "aux": {"mean": "mean", "concatenate": "concatenate"}}
+    got = split(backend, options, dtype="float64")
+    check(errors, got, *oracle.loss_and_gradient(MLP, make_weights(MLP), standard_batch(MLP)), MLP, 3, "float64")
+    np.testing.assert_allclose(got.aux["concatenate"], oracle.predict(MLP, make_weights(MLP), standard_batch(MLP).x), rtol=1e-12)
+
+
 def test_packed_by_weight(backend: LargeBatchHarness, errors: Errors) -> None:
     """Consecutive items, up to the budget; the outputs of all are there, in order."""
     edges = np.cumsum(PACKED)[:-1]
@@ -150,8 +177,28 @@ def test_no_extreme_hides_a_nan(backend: LargeBatchHarness, place: int) -> None:
     assert np.isnan([got.aux["max"], got.aux["min"]]).all()
 
 
-def test_weight_zero_throughout(backend: LargeBatchHarness) -> None:
-    """No item counts: the gradient is zero, and neither it nor the loss is NaN."""
-    got = split(backend, {"steps": 3, "weight": np.zeros(12)})
+@pytest.mark.parametrize("reduction", deep_but(("mean",), REDUCTIONS))
+def test_weight_zero_adds_nothing(backend: LargeBatchHarness, large_batch_mode: str, errors: Errors, reduction: str) -> None:
+    """Though all that the micro-batch gives is NaN; and where no item counts, loss and gradient are 0."""
+    batch = standard_batch(MLP)
+    batch.x[5:10] = np.nan
+    weight = np.repeat([1.0, 0.0, 2.0], (5, 5, 2))
+    options = {"micro_batch_size": 5, "reduction": reduction, "weight": weight, "aux": {"sum": "sum", "weighted_mean": "weighted_mean"}}
+    call = LargeBatchCall(MLP, make_weights(MLP), "float64", large_batch_mode, micro_loss(reduction), options)
+    got, (first, _, last) = backend.value_and_grad(call, batch), cut(batch, (5, 5, 2))
+    check(errors, got, *of_the_definition(MLP, [first, last], [5.0, 4.0], reduction), MLP, 3, "float64")
+    logits = [oracle.predict(MLP, make_weights(MLP), piece.x).mean(0) for piece in (first, last)]
+    np.testing.assert_allclose(got.aux["weighted_mean"], (5 * logits[0] + 4 * logits[1]) / 9, rtol=1e-12)
+    got = backend.value_and_grad(call._replace(options={**options, "weight": np.zeros(12)}), batch)
     assert got.loss == 0
     assert all(not gradient.any() for gradient in got.gradient.values())
+
+
+def test_half_precision_is_summed_in_float32(backend: LargeBatchHarness) -> None:
+    """The terms that come late are as large as the first, however large the sum is by then."""
+    batch, weights = standard_batch(LINEAR, 256), make_weights(LINEAR)
+    for dtype in backend.half_dtypes:
+        terms = [backend.gradient(LINEAR, weights, batch.rows(i, i + 1), dtype=dtype) for i in range(batch.items)]
+        truth = {name: np.mean([term[name].astype(np.float64) for term in terms], axis=0) for name in weights}
+        got = backend.value_and_grad(LargeBatchCall(LINEAR, weights, dtype, options={"micro_batch_size": 1}), batch)
+        assert worst(got.gradient, truth) <= 2 * unit_roundoff(dtype)

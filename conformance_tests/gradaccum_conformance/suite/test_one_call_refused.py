@@ -1,4 +1,4 @@
-"""Bad input to a call that splits: a clear error that names what is wrong, before anything is computed."""
+"""Bad input to a call that splits, and functions that return what they should not: a clear error that names what is wrong."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import gradaccum
-from gradaccum_conformance.harness import LargeBatchCall, LargeBatchHarness, Option
-from gradaccum_conformance.scenarios import same, standard_batch, start
+from gradaccum_conformance.harness import LargeBatchCall, LargeBatchHarness, Option, Returns
+from gradaccum_conformance.scenarios import same, same_result, standard_batch, start
 from gradaccum_conformance.specs import LINEAR, Batch, make_weights
 
 VALUE, TYPE = gradaccum.ArgumentValueError, gradaccum.ArgumentTypeError
@@ -30,10 +30,31 @@ BAD_FOR_THE_BATCH: dict[str, tuple[dict[str, Option], str]] = {
     "a negative weight": ({"weight": np.r_[np.ones(11), -1.0]}, EACH),
     "no number": ({"weight": np.r_[np.nan, np.ones(11)]}, EACH),
     "nothing to split": ({"axes": None}, "batch: expected an array to split"),
+    "axis by a name": ({"axes": "batch"}, "axes: expected an int"),
     "axes of another nest": ({"axes": (0, 0, 0)}, "axes: expected a prefix of"),
 }
 """What shows when the batch is there, beside ``steps=2``."""
 ROWS = np.ones((2, 4), np.float32)
+SCALAR = "loss_fn: expected a function that returns a scalar loss"
+BAD_LOSSES: dict[str, tuple[Returns, dict[str, Option], str]] = {
+    "a loss per item": (lambda loss, logits: logits.sum(1), {}, SCALAR),
+    "another output": (lambda loss, logits: (loss, logits.sum(0)), {}, SCALAR),
+    "the loss alone": (lambda loss, logits: loss, {"aux": "sum"}, r"loss_fn: expected a function that returns \(loss, aux\)"),
+    "a number for rows": (lambda loss, logits: (loss, logits.sum()), {"aux": "concatenate"}, ".*: expected an array with a leading axis"),
+}
+BAD_WEIGHTS: dict[str, Any] = {
+    "negative": lambda x, y: -1.0,
+    "not finite": lambda x, y: np.nan,
+    "one per item": lambda x, y: x.sum(1),
+}
+BAD_SPLITS: dict[str, tuple[dict[str, Option], str]] = {
+    "no function": ({"split": 3}, "split"),
+    "no micro-batch": ({"split": lambda x, y: []}, "split|batch"),
+    "more than steps": ({"split": lambda x, y, steps: [(x, y)] * 3, "steps": 2}, "split"),
+    "beside a size": ({"split": lambda x, y: [(x, y)], "micro_batch_size": 2}, "steps"),
+    "beside weights of items": ({"split": lambda x, y: [(x, y)], "weight": np.ones(12)}, "weight"),
+    "unknown number of items": ({"split": lambda x, y, other=ROWS: [(x, y, other)]}, "weight"),
+}
 PER_ITEM: dict[str, Any] = {
     "plain values": [{"angle": 0.5}, {"angle": 0.25}],
     "sizes": [(3, 5), (7, 2)],
@@ -61,7 +82,50 @@ def test_bad_argument(backend: LargeBatchHarness, name: str) -> None:
 def test_argument_that_does_not_fit_the_batch(backend: LargeBatchHarness, large_batch_mode: str, name: str) -> None:
     options, words = BAD_FOR_THE_BATCH[name]
     call = LargeBatchCall(LINEAR, make_weights(LINEAR), mode=large_batch_mode, options={"steps": 2, **options})
-    refused(backend, call, standard_batch(LINEAR), VALUE, words)
+    refused(backend, call, standard_batch(LINEAR), TYPE if words.startswith("axes: expected an int") else VALUE, words)
+
+
+@pytest.mark.parametrize("name", BAD_LOSSES)
+def test_loss_function_that_returns_something_else(backend: LargeBatchHarness, name: str) -> None:
+    returns, options, words = BAD_LOSSES[name]
+    call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2, **options}, returns=returns)
+    with pytest.raises(VALUE, match=f"^{words}"):
+        backend.value_and_grad(call, standard_batch(LINEAR))
+    session = start(backend, LINEAR)
+    if not options:
+        with pytest.raises(VALUE, match=f"^{words}"):
+            backend.update(session, standard_batch(LINEAR), options={"steps": 2}, returns=returns)
+        assert session.state().micro_step == 0
+
+
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+def test_function_that_returns_no_weight(backend: LargeBatchHarness, name: str) -> None:
+    call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2, "weight": BAD_WEIGHTS[name]})
+    with pytest.raises(gradaccum.GradAccumError, match=r"^weight: "):
+        backend.value_and_grad(call, standard_batch(LINEAR))
+
+
+@pytest.mark.parametrize("name", BAD_SPLITS)
+def test_bad_split(backend: LargeBatchHarness, name: str) -> None:
+    options, argument = BAD_SPLITS[name]
+    with pytest.raises(gradaccum.GradAccumError, match=f"^({argument}): expected"):
+        backend.value_and_grad(LargeBatchCall(LINEAR, make_weights(LINEAR), options=options), standard_batch(LINEAR))
+
+
+def test_coupled_functions_that_return_something_else(backend: LargeBatchHarness) -> None:
+    call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2})
+    with pytest.raises(VALUE, match="expected an array with a leading axis"):
+        backend.coupled(call._replace(outputs=lambda outputs: outputs.sum()), "contrast", standard_batch(LINEAR))
+    with pytest.raises(VALUE, match=f"^{SCALAR}"):
+        backend.coupled(call._replace(returns=lambda loss, left: left.sum(1)), "contrast", standard_batch(LINEAR))
+
+
+def test_leaf_without_the_axis(backend: LargeBatchHarness) -> None:
+    call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 2}, extra=np.float32(0.5))
+    with pytest.raises(VALUE, match=r"^batch\[2\]: expected an array with (an )?axis 0"):
+        backend.value_and_grad(call, standard_batch(LINEAR))
+    with pytest.raises(VALUE, match=r"^batch(\[0\]|\.x): expected an array with (an )?axis 5"):
+        backend.value_and_grad(call._replace(extra=None, options={"steps": 2, "axes": 5}), standard_batch(LINEAR))
 
 
 def test_item_beyond_the_budget(backend: LargeBatchHarness) -> None:
@@ -90,6 +154,39 @@ def test_refused_window_leaves_the_optimizer_as_it_was(backend: LargeBatchHarnes
         backend.update(session, standard_batch(LINEAR), options={"micro_batch_weight": 8})
     assert session.state() == state
     assert same(session.parameters(), before)
+
+
+@pytest.mark.parametrize("steps", [1, 4, [(0, 2)]], ids=str)
+def test_window_that_ends_by_itself(backend: LargeBatchHarness, steps: Option) -> None:
+    session = start(backend, LINEAR, steps=steps)
+    with pytest.raises(VALUE, match="steps=None"):
+        backend.update(session, standard_batch(LINEAR), options={"steps": 2})
+    assert session.state().micro_step == 0
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
+def test_error_of_the_loss_passes(backend: LargeBatchHarness, kind: type[BaseException]) -> None:
+    """The optimizer is as it was, and the next call as the first."""
+    trouble = [True]
+
+    def returns(loss: Any, logits: Any) -> Any:
+        if trouble:
+            raise kind("now")
+        return loss
+
+    batch, (session, other) = standard_batch(LINEAR), (start(backend, LINEAR, loss_scale=8.0) for _ in range(2))
+    call = LargeBatchCall(LINEAR, make_weights(LINEAR), options={"steps": 3})
+    before = session.state(), session.result()
+    with pytest.raises(kind, match="now"):
+        backend.value_and_grad(call._replace(returns=returns), batch)
+    with pytest.raises(kind, match="now"):
+        backend.update(session, batch, options={"steps": 3}, returns=returns)
+    assert session.state() == before[0]
+    assert same_result(session.result(), before[1])
+    trouble.clear()
+    assert same(backend.value_and_grad(call._replace(returns=returns), batch).gradient, backend.value_and_grad(call, batch).gradient)
+    assert backend.update(session, batch, options={"steps": 3}, returns=returns) == backend.update(other, batch, options={"steps": 3})
+    assert same(session.parameters(), other.parameters())
 
 
 @pytest.mark.parametrize("name", PER_ITEM)

@@ -1,12 +1,14 @@
-"""A `gradaccum.Watch` that is shown each result hears of every window once, as of the large batch."""
+"""A listener of the optimizer, or of a `gradaccum.Watch` that is shown each result, hears of every window once, as of the large batch."""
+
+import math
 
 import gradaccum
 from gradaccum.watching import ClosedWindow
 from gradaccum_conformance import oracle
 from gradaccum_conformance.bounds import gamma
-from gradaccum_conformance.harness import Harness
+from gradaccum_conformance.harness import Harness, Option, Session
 from gradaccum_conformance.measuring import Errors
-from gradaccum_conformance.scenarios import cut, global_norm, standard_batch, start
+from gradaccum_conformance.scenarios import cut, global_norm, same, standard_batch, start
 from gradaccum_conformance.specs import MLP, Batch, make_weights
 
 
@@ -34,3 +36,84 @@ def test_each_window_is_heard_once(backend: Harness, mode: str, errors: Errors) 
         watch(session.result())
     assert [each.micro_batches for each in heard] == [2, 1]
     assert all(type(value) in (int, float, bool) for each in heard for value in each)
+
+
+class Heard:
+    """A session, what its listener heard, and what is done after each step where the optimizer itself has no listeners."""
+
+    def __init__(self, backend: Harness, **options: Option) -> None:
+        self.session: Session = start(backend, MLP, **{"steps": 2, **options})
+        self.windows: list[ClosedWindow] = []
+        self.own = self.session.listen(self.windows.append)
+        self.watch = gradaccum.Watch(self.windows.append)
+
+    def learn(self, piece: Batch) -> None:
+        told = self.session.micro_batch(piece, weight=piece.items)
+        if not self.own:
+            self.watch(self.session.result(), loss=told, weight=piece.items)
+
+    def close(self, call: str) -> None:
+        getattr(self.session, call)()
+        if not self.own:
+            self.watch(self.session.result())
+
+
+def bad(piece: Batch) -> Batch:
+    return Batch(piece.x * math.inf, piece.y)
+
+
+def test_listener_hears_the_large_batch(backend: Harness, errors: Errors) -> None:
+    heard, batch = Heard(backend), standard_batch(MLP)
+    loss, gradient = oracle.loss_and_gradient(MLP, make_weights(MLP), batch)
+    first, last = cut(batch, (7, 5))
+    heard.learn(first)
+    heard.close("discard")
+    heard.close("flush")
+    heard.learn(first)
+    assert not heard.windows
+    heard.learn(last)
+    (window,) = heard.windows
+    assert (window.optimizer_step, window.applied, window.weight, window.micro_batches) == (1, True, 12, 2)
+    errors.check("loss", abs(window.loss - loss) / loss, gamma(200, "float32"))
+    errors.check("norm", abs(window.grad_norm / global_norm(gradient) - 1), gamma(2000, "float32"))
+    heard.learn(last)
+    for _ in range(2):
+        heard.close("flush")
+    assert [(each.micro_batches, each.weight) for each in heard.windows] == [(2, 12), (1, 5)]
+    assert all(type(value) in (int, float, bool) for value in heard.windows[1])
+
+
+def test_listener_hears_what_is_lost(backend: Harness, errors: Errors) -> None:
+    """A window that is skipped, by its norm or by an overflow, and the part of one that was dropped."""
+    first, last = cut(standard_batch(MLP), (7, 5))
+    skipped = Heard(backend, skip_norm=1e-9)
+    scaled = Heard(backend, loss_scale=gradaccum.DynamicLossScale(init_scale=8.0))
+    dropping = Heard(backend, on_overflow="drop_micro_batch")
+    for heard in (skipped, scaled, dropping):
+        heard.learn(first if heard is skipped else bad(first))
+        heard.learn(last)
+    assert [(w.applied, w.skipped, w.overflow, w.optimizer_step) for w in skipped.windows] == [(False, True, False, 0)]
+    assert [(w.skipped, w.overflow, w.grad_norm, w.loss_scale) for w in scaled.windows] == [(True, True, math.inf, 4.0)]
+    (window,) = dropping.windows
+    loss = oracle.loss_and_gradient(MLP, make_weights(MLP), last)[0]
+    assert (window.applied, window.overflow) == (True, True)
+    if dropping.own:  # A Watch is shown results, which do not tell what was dropped.
+        assert window.weight == 5
+        errors.check("loss", abs(window.loss - loss) / loss, gamma(200, "float32"))
+
+
+def test_listener_that_raises_loses_nothing(backend: Harness) -> None:
+    """The window is closed, the others have heard of it, and the next one is as if nothing had been."""
+    heard, quiet = Heard(backend), Heard(backend)
+    heard.own = heard.session.listen(lambda window: 1 // 0)
+    first, last = cut(standard_batch(MLP), (7, 5))
+    for piece in (first, last, first, last):
+        quiet.learn(piece)
+        try:
+            heard.learn(piece)
+        except ZeroDivisionError:
+            assert heard.session.result().closed
+        else:
+            assert not (heard.own and heard.session.result().closed)
+    assert [window.optimizer_step for window in heard.windows] == [1, 2]
+    assert same(heard.session.parameters(), quiet.session.parameters())

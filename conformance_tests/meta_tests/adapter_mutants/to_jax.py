@@ -105,7 +105,7 @@ MUTANTS = (
         "forget_what_float16_holds",
         "return norm, finite & everywhere(fitting, update.shard_axes)",
         "return norm, finite",
-        SUITE + "test_half_precision.py::test_sum_beyond_float16_overflows",
+        SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
     ),
     Mutant(
         "divide_a_short_window_by_steps",

@@ -51,7 +51,7 @@ MUTANTS = (
         "forget_what_float16_holds",
         "finite = measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))",
         "finite = measured.finite",
-        SUITE + "test_half_precision.py::test_sum_beyond_float16_overflows",
+        SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
     ),
     Mutant(
         "leave_the_counter_at_discard",

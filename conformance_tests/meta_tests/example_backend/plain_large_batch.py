@@ -4,6 +4,7 @@ import numpy as np
 
 from gradaccum.kit import (
     accumulate,
+    concatenate_error,
     contribution,
     divided,
     divisor,
@@ -22,6 +23,14 @@ from gradaccum.kit import (
     spread,
     with_leaves,
 )
+from gradaccum_conformance.reference.large_batch import (
+    checked,
+    length_along,
+    own_parts,
+    require_closed_by_caller,
+    require_scalar,
+    weight_of,
+)
 
 
 class Ops:
@@ -38,9 +47,9 @@ class Total:
 
     def add(self, loss, gradient, weight):
         factor = contribution(weight, self.options)
-        self.loss += factor * loss
+        self.loss += factor * loss if weight else 0
         for name, g in gradient.items():
-            self.sums[name] = self.sums.get(name, 0) + g.dtype.type(factor) * g
+            self.sums[name] = self.sums.get(name, 0) + (g.dtype.type(factor) * g if weight else np.zeros_like(g))
         self.machine = accumulate(self.machine, weight, True, select)
 
     def mean(self):
@@ -48,24 +57,29 @@ class Total:
         return self.loss / by, {name: total / total.dtype.type(by) for name, total in self.sums.items()}
 
 
-def micro_batches(batch, weight, axes=0, **how):
+def micro_batches(batch, weight, axes=0, split=None, **how):
     """Each micro-batch with its number of items and its weight."""
-    division, (batch, lists) = make_division(**how), mark_lists(batch, axes)
+    division, (batch, lists) = make_division(**how, own_split=split is not None), mark_lists(batch, axes)
+    if split is not None:
+        for part in own_parts(split, batch, division.steps):
+            yield part, len(part[0]), weight_of(part, weight)
+        return
     leaves = leaves_of(batch, "batch")
-    cut_up = [axis is not None and hasattr(leaf.value, "__len__") for leaf, axis in zip(leaves, spread(axes, batch, "axes"), strict=True)]
-    items = require_one_size([(leaf.path, len(leaf.value)) for leaf, is_cut in zip(leaves, cut_up, strict=True) if is_cut], lists)
-    each = None if weight is None else require_item_weights(weight, items)
+    placed = zip(leaves, spread(axes, batch, "axes"), strict=True)
+    sizes = [None if axis is None else length_along(leaf.value, axis, leaf.path) for leaf, axis in placed]
+    items = require_one_size([(leaf.path, size) for leaf, size in zip(leaves, sizes, strict=True) if size is not None], lists)
+    each = None if weight is None or callable(weight) else require_item_weights(weight, items)
     for cut in divided(division, items, each):
-        values = [leaf.value[cut.start : cut.stop] if is_cut else leaf.value for leaf, is_cut in zip(leaves, cut_up, strict=True)]
+        values = [leaf.value if size is None else leaf.value[cut.start : cut.stop] for leaf, size in zip(leaves, sizes, strict=True)]
         part = with_leaves(batch, iter(values))
-        yield part, cut.items, cut.items if each is None else sum(each[cut.start : cut.stop])
+        yield part, cut.items, weight_of(part[:2], weight) if each is None else sum(each[cut.start : cut.stop])
 
 
 def value_and_grad(loss_fn, batch, *, reduction="mean", weight=None, aux=None, **how):
     """Of ``loss_fn(micro_batch)``, which gives (loss, gradient, aux): those of the large batch."""
     total, outputs = Total(reduction), Outputs(aux)
     for part, items, w in micro_batches(batch, weight, **how):
-        loss, gradient, given = loss_fn(part)
+        loss, gradient, given = checked(loss_fn(part), aux)
         total.add(loss, gradient, w)
         outputs.add(given, items, w)
     return *total.mean(), outputs.whole()
@@ -78,24 +92,32 @@ class Outputs:
         self.declared, self.kinds, self.values, self.items, self.weight = declared or {}, [], [], 0, 0.0
 
     def add(self, given, items, weight):
+        given = {} if given is None else given
         self.kinds, self.like = kinds_of(self.declared, given), given
-        shares = [share(kind, leaf.value, items, weight, Ops) for kind, leaf in zip(self.kinds, leaves_of(given), strict=True)]
+        if "concatenate" in self.kinds and not all(np.ndim(leaf.value) for leaf in leaves_of(given)):
+            raise concatenate_error("aux", "a scalar")
+        values = [np.zeros_like(leaf.value) if kind == "weighted_mean" and not weight else leaf.value for kind, leaf in self.placed(given)]
+        shares = [share(kind, value, items, weight, Ops) for kind, value in zip(self.kinds, values, strict=True)]
         self.values = [self.joined(*pair) for pair in zip(self.kinds, self.values, shares, strict=True)] if self.items else shares
         self.items, self.weight = self.items + items, self.weight + weight
+
+    def placed(self, given):
+        return zip(self.kinds, leaves_of(given), strict=True)
 
     def joined(self, kind, so_far, more):
         return np.concatenate([so_far, more]) if kind == "concatenate" else merged(kind, so_far, more, Ops)
 
     def whole(self):
-        values = [finished(kind, value, self.items, self.weight) for kind, value in zip(self.kinds, self.values, strict=True)]
+        values = [finished(kind, value, self.items, self.weight or 1) for kind, value in zip(self.kinds, self.values, strict=True)]
         return with_leaves(self.like, iter(values))
 
 
 def update(optimizer, loss_fn, batch, *, weight=None, **how):
     """A whole window of a wrapped optimizer, and its loss."""
+    require_closed_by_caller(optimizer.options)
     total = Total(optimizer.options.reduction)
-    for part, _, w in list(micro_batches(batch, weight, **how)):
-        loss, gradient, _ = loss_fn(part)
+    given = [(checked(loss_fn(part), None), w) for part, _, w in list(micro_batches(batch, weight, **how))]
+    for (loss, gradient, _), w in given:
         total.add(loss, {}, w)
         optimizer.step(gradient, w, loss)
     optimizer.flush()
@@ -113,6 +135,7 @@ def coupled_value_and_grad(outputs_fn, loss_fn, batch, **how):
     for part in parts:
         outputs.add(outputs_fn(part)[0], len(leaves_of(part)[0].value), 1)
     loss, gradients, own = loss_fn(outputs.whole())
+    require_scalar(loss)
     sums, start = Total("sum"), 0
     for part in parts:
         stop = start + len(leaves_of(part)[0].value)
