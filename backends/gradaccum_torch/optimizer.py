@@ -33,7 +33,7 @@ from gradaccum_torch.private import (
     units_holding,
     unscaling_caller,
 )
-from gradaccum_torch.saving import Loads, StateDict, load, save
+from gradaccum_torch.saving import Loads, StateDict, load, require_no_open_window, save
 from gradaccum_torch.statistics import NOBODY, Listening
 from gradaccum_torch.update import (
     Loss,
@@ -197,14 +197,6 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Return the next window for one call to fill, such as `gradaccum_torch.backward`."""
         return WholeWindow(self._window, self._parameters, self._options, self._workers.group)
 
-    def expect_open_window(self) -> None:
-        """Make room for a window's sum before `torch.distributed.checkpoint` loads a state that was saved in mid-window.
-
-        Its ``load`` fills the tensors of a state that ``get_optimizer_state_dict`` makes of this optimizer. From this call until a state is
-        loaded, that state has room for the sum.
-        """
-        self._loads.expects_open_window = True
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear ``.grad`` between two windows; in mid-window keep the partial sum.
 
@@ -232,14 +224,13 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         As in torch, the tensors are the live ones: save or deep-copy them before training resumes.
 
         Raises:
-            UsageError: a micro-batch of the open window is under way, or something changed ``.grad``; or a window is open, each worker
-                has a sum of its own, and the caller is ``get_optimizer_state_dict`` of `torch.distributed.checkpoint`.
+            UsageError: a micro-batch of the open window is under way, or something changed ``.grad``; or a window is open, and the caller
+                is ``get_optimizer_state_dict`` of `torch.distributed.checkpoint`.
         """
         caller = model_state_caller("_get_optim_state_dict", 2)
         for before in save_pre_hooks(self).values():
             before(self)
-        window, room = self._window, self._loads.expects_open_window
-        state_dict = save(window.save(), window.sum_dtypes, self._parameters, self._inner, self._workers, caller, room=room)
+        state_dict = save(self._window.save(), self._parameters, self._inner, caller)
         for after in save_post_hooks(self).values():
             replaced = after(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -258,7 +249,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             replaced = before(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         window = self._window
-        window.restore(load(state_dict, window.sum_dtypes, self._parameters, self._inner, self._workers, window.resumed))
+        window.restore(load(state_dict, window.sum_dtypes, self._parameters, self._inner, window.resumed))
         self._loads.note(window.updates)
         for after in load_post_hooks(self).values():
             after(self)
@@ -345,9 +336,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return self._scaler.groups_for(caller)
 
     def _initialized_state(self) -> OptimizerState:
-        if not self.result.micro_step:  # The state of an open window has what is missing, and the inner optimizer stays as it is.
-            with self._parameters.masters_in_place():
-                initialize_state(self._inner)
+        require_no_open_window(self.result.micro_step)
+        with self._parameters.masters_in_place():
+            initialize_state(self._inner)
         return {"initialized": True}  # An empty state, as of an inner optimizer without one, would have torch make a step of this one.
 
 

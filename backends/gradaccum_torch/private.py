@@ -169,11 +169,6 @@ def mesh_of(tensor: Tensor) -> Any:
     return split.device_mesh
 
 
-def placements_of(tensor: Tensor) -> Any:
-    split: Any = tensor
-    return split.placements
-
-
 def at_the_end_of_backward(function: Callable[[], None]) -> bool:
     """Schedule a callback for the end of the current backward pass; False outside of autograd's engine, which would never call it.
 

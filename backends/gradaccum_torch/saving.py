@@ -1,16 +1,13 @@
 """Saving and loading, in mid-window too: the resumed run is bitwise the uninterrupted one.
 
-`save` puts the wrapper's entry beside the inner optimizer's state, `load` reads it; `spread` and `gather` convert them for
-`torch.distributed.checkpoint`. `redistributed` resumes an open window on another number of workers.
+`save` puts the wrapper's entry beside the inner optimizer's state, `load` reads it. Between two windows `spread` and `gather` convert them
+for `torch.distributed.checkpoint`. `redistributed` resumes an open window on another number of workers.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -34,9 +31,8 @@ from gradaccum.kit import (
 )
 from gradaccum.kit import redistributed as redistributed_fields
 from gradaccum_torch.parameters import Group, Parameters
-from gradaccum_torch.private import LocalVariables, initialize_state, is_sharded, mesh_of, placements_of
+from gradaccum_torch.private import LocalVariables, is_sharded
 from gradaccum_torch.statistics import NOTHING_KNOWN, Known
-from gradaccum_torch.workers.interface import Shares, Workers
 
 
 class Loads:
@@ -47,35 +43,31 @@ class Loads:
     """
 
     def __init__(self) -> None:
-        self.expects_open_window = False
-        """The next state to load was saved in mid-window; see ``expect_open_window``."""
         self.pair = 0, 0
         """How often a saved state was loaded, and the updates that the last one had."""
 
     def note(self, updates: int) -> None:
-        self.expects_open_window, self.pair = False, (self.pair[0] + 1, updates)
+        self.pair = self.pair[0] + 1, updates
 
 
-def save(
-    saved: Saved,
-    sum_dtypes: Sequence[torch.dtype],
-    parameters: Parameters,
-    inner: torch.optim.Optimizer,
-    workers: Workers,
-    caller: LocalVariables | None,
-    *,
-    room: bool,
-) -> StateDict:
+def save(saved: Saved, parameters: Parameters, inner: torch.optim.Optimizer, caller: LocalVariables | None) -> StateDict:
     """Return the state of `inner` with the window's entry beside it; the tensors are the live ones.
 
-    `caller` are the local variables of torch's checkpoint function, if it asks; with `room` it is to make room for a window's sum.
+    `caller` are the local variables of torch's checkpoint function, if it asks.
     """
+    if caller is not None:
+        require_no_open_window(saved.fields.micro_step)
     state_dict = inner.state_dict()
     state_dict[KEY] = encode(saved, parameters.groups())
-    if caller is None:
-        return state_dict
-    put_sums = partial(put, inner=inner, parameters=parameters, sum_dtypes=sum_dtypes, workers=workers)
-    return spread(state_dict, parameters, caller, put_sums if room or saved.fields.micro_step else None)
+    return state_dict if caller is None else spread(state_dict, parameters, caller)
+
+
+def require_no_open_window(micro_step: int) -> None:
+    """Raise unless the window is empty: `torch.distributed.checkpoint` has no place for a sum."""
+    if micro_step:
+        fix = "Call opt.flush() first, or opt.discard() before a load. Or save opt.state_dict() on each worker, which has the open window; "
+        fix += "gradaccum_torch.redistributed gives it to another number of workers."
+        raise explain(UsageError, _CHECKPOINT, expected="to be called between two windows", found="an open window", fix=fix)
 
 
 def load(
@@ -83,7 +75,6 @@ def load(
     sum_dtypes: Sequence[torch.dtype],
     parameters: Parameters,
     inner: torch.optim.Optimizer,
-    workers: Workers,
     resumed: Callable[[Saved], State],
 ) -> Saved:
     """Load into `inner` what `save` returned, and return the window; a bare optimizer's state is an empty window.
@@ -91,7 +82,7 @@ def load(
     Raises:
         CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
     """
-    state_dict = gather(state_dict, parameters, workers)
+    state_dict = gather(state_dict, parameters)
     bare = Saved(initial_state(), None, 0.0, {}, {})  # What a bare optimizer's state says of a window.
     saved = decode(state_dict[KEY], parameters, sum_dtypes) if KEY in state_dict else bare
     saved = saved._replace(fields=resumed(saved))
@@ -282,142 +273,29 @@ def _show(shape: Sequence[int], dtype: str, name: str | None) -> str:
     return f"{name or 'a parameter'} of shape {tuple(shape)} and {dtype}"
 
 
-# An open window in a state for `torch.distributed.checkpoint`: the sum of each parameter beside the inner optimizer's tensors of it.
-#
-# torch calls these by the parameter's name and shards them, so that another number of workers can load them. It fills tensors that exist,
-# and whether there is a sum changes from step to step. So a state that is to be filled has room only where the user has asked for it.
-
-
-SUM = "gradaccum_sum"
-_NOTES = "open_window"
-"""`Notes` as JSON: torch takes lists and mappings apart, and wants as many items in the state that it fills."""
-
-
-class Notes(NamedTuple):
-    """The notes that tell the tensors of an open window apart."""
-
-    shares: Sequence[Any] = ()
-    """`Shares`, in order."""
-    present: Sequence[int] = ()
-    """The positions of the parameters that have a sum; the others have zeros."""
-    stateless: Sequence[int] = ()
-    """The positions of those that the inner optimizer has no state of, as in its first window. torch wants one of each."""
-
-
-def put(
-    state_dict: StateDict,
-    entry: Entry,
-    *,
-    inner: torch.optim.Optimizer,
-    parameters: Parameters,
-    sum_dtypes: Sequence[torch.dtype],
-    workers: Workers,
-) -> None:
-    """Put the sums of `entry` into `state_dict`, zeros where there is none, and the notes beside the entry; collective."""
-    shares = workers.shares(State(*(entry[name] for name in State._fields)), entry["loss"])
-    entry[_NOTES] = json.dumps(Notes(shares, sorted(entry["sums"]), _fill(state_dict, inner, parameters)))
-    for index, (parameter, dtype) in enumerate(zip(parameters.positions(), sum_dtypes, strict=True)):
-        total = entry["sums"].get(index)
-        if parameter.requires_grad or total is not None:
-            zeros = torch.zeros_like(parameter, dtype=dtype, requires_grad=False) if total is None else total
-            state_dict["state"].setdefault(index, {})[SUM] = zeros
-
-
-def take(sums: dict[int, Tensor], entry: Entry, parameters: Parameters, workers: Workers) -> Entry:
-    """Return `entry` with its sums, which torch has filled, and this worker's weight.
-
-    Raises:
-        CheckpointError: the window was open, and the state had no room for its sum.
-    """
-    rest, notes = {name: value for name, value in entry.items() if name != _NOTES}, notes_of(entry)
-    if not entry["micro_step"]:
-        return {**rest, "sums": {}}
-    if not notes.shares or not sums.keys() >= set(notes.present):
-        raise _no_room_error()
-    shares = Shares(*notes.shares)
-    weight, loss, factors = workers.own(shares)
-    positions = parameters.positions()
-    held = {index: _as_split(sums[index], positions[index]) for index in notes.present}
-    if any(factor != 1 for factor in factors):
-        held = {index: total * factors[index] for index, total in held.items()}
-    return {**rest, "weight": weight, "loss": loss, "overflow": shares.overflow, "sums": held}
-
-
-def notes_of(entry: Entry) -> Notes:
-    return Notes(*json.loads(entry[_NOTES])) if _NOTES in entry else Notes()
-
-
-def _fill(state_dict: StateDict, inner: torch.optim.Optimizer, parameters: Parameters) -> list[int]:
-    """Give each trainable parameter without state that of a step of zeros; return which."""
-    held = state_dict["state"]
-    stateless = [index for index, each in enumerate(parameters.positions()) if each.requires_grad and index not in held]
-    if stateless:
-        blank = _blank_state(inner, parameters)
-        held.update((index, blank[index]) for index in stateless if index in blank)
-    return stateless
-
-
-def _blank_state(inner: torch.optim.Optimizer, parameters: Parameters) -> dict[int, Any]:
-    """Return the state that torch would make, without changing `inner` or its gradients."""
-    with parameters.masters_in_place():
-        own = [parameter for group in inner.param_groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in own]
-        twin = copy.copy(inner)
-        twin.state, twin.param_groups = defaultdict(dict), [dict(group) for group in inner.param_groups]
-        try:
-            for parameter in own:
-                parameter.grad = None
-            initialize_state(twin)
-            blank: dict[int, Any] = twin.state_dict()["state"]
-        finally:
-            for parameter, gradient in zip(own, gradients, strict=True):
-                parameter.grad = gradient
-    return blank
-
-
-def _as_split(total: Tensor, parameter: Tensor) -> Tensor:
-    if is_sharded(parameter) and not is_sharded(total):
-        from torch.distributed.tensor import distribute_tensor  # Its import takes longer than all of this package.
-
-        return distribute_tensor(total, mesh_of(parameter), placements_of(parameter), src_data_rank=None)
-    return total
-
-
-def _no_room_error() -> CheckpointError:
-    return explain(
-        CheckpointError,
-        "sums",
-        expected="a state with the sum of its open window",
-        found="none: the state that torch filled had no room for it",
-        fix="Call opt.expect_open_window() before get_optimizer_state_dict() makes the state that is to be filled.",
-    )
-
-
 # A state for `torch.distributed.checkpoint.state_dict`, which keeps ``"state"`` and ``"param_groups"`` and drops the rest.
 #
-# So the wrapper's entry travels in the first group. The masters and the sums of an open window travel beside the inner optimizer's tensors
-# of their parameters, which torch calls by name and shards.
+# So the wrapper's entry travels in the first group. The masters stand beside the inner optimizer's tensors of their parameters, which torch
+# calls by name and shards.
 
 
+_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 MASTER = "gradaccum_master"
 _MEASURED = "grad_norm"
 _TOGETHER = (_MEASURED, "loss", "window_loss", "noise")
 """One text has all of these: torch loads no state without an entry that it looks for, and ``noise`` is there with ``noise_scale=`` only."""
 _ELSEWHERE = ("parameters", "sums", "masters", "worker", "loss", "window_loss", "noise")
-"""Parts of the entry that are not saved in the first group. No worker's own sum is saved so, and other workers may load it."""
+"""Parts of the entry that are not saved in the first group."""
 
 
-def spread(
-    state_dict: StateDict, parameters: Parameters, caller: LocalVariables, put_sums: Callable[[StateDict, Entry], None] | None
-) -> StateDict:
-    """Convert `state_dict` for torch's function with the local variables `caller`; `put_sums` if a window is open."""
+def spread(state_dict: StateDict, parameters: Parameters, caller: LocalVariables) -> StateDict:
+    """Convert `state_dict` for torch's function with the local variables `caller`."""
     entry = state_dict.pop(KEY)
     # torch puts the inner optimizer's own mappings into a state dict.
     state_dict["state"] = {index: dict(entries) for index, entries in state_dict["state"].items()}
     if getattr(caller.get("info"), "flatten_optimizer_state_dict", False):
-        raise _left_out_error("flatten_optimizer_state_dict=False", "True, which drops the state of the window", "Leave it out.")
-    if put_sums is not None:
-        put_sums(state_dict, entry)
+        expected, found = "flatten_optimizer_state_dict=False", "True, which drops the state of the window"
+        raise explain(UsageError, f"{_CHECKPOINT}.get_optimizer_state_dict", expected=expected, found=found, fix="Leave it out.")
     masters = entry["masters"]
     for index, parameter in enumerate(parameters.positions() if masters else ()):
         # A parameter that is its own master gets an entry too: torch wants a state for each, and the inner optimizer may have none.
@@ -427,24 +305,23 @@ def spread(
     return state_dict
 
 
-def gather(state_dict: StateDict, parameters: Parameters, workers: Workers) -> StateDict:
+def gather(state_dict: StateDict, parameters: Parameters) -> StateDict:
     """Convert `state_dict` back into the wrapper's form; it may be in that form already."""
     groups = state_dict.get("param_groups", ())
     if KEY in state_dict or not groups or KEY not in groups[0]:
         return state_dict
     state = {name: dict(entries) for name, entries in state_dict["state"].items()}
     names = list(chain(*(group["params"] for group in groups)))
-    masters, sums = (_taken_out(state, names, key) for key in (MASTER, SUM))
-    for index in notes_of(groups[0][KEY]).stateless:
-        state.pop(names[index], None)
+    found = ((index, state.get(name, {}).pop(MASTER, None)) for index, name in enumerate(names))
+    masters = {index: master for index, master in found if isinstance(master, Tensor)}
     own = parameters.masters()
-    entry = take(sums, _apart(groups[0][KEY]), parameters, workers)
     return {
         **state_dict,
         "state": {name: entries for name, entries in state.items() if entries},
         "param_groups": [{name: value for name, value in group.items() if name != KEY} for group in groups],
         KEY: {
-            **entry,
+            **_apart(groups[0][KEY]),
+            "sums": {},
             "parameters": describe(parameters.groups()),
             "masters": {index: master for index, master in masters.items() if index in own},
         },
@@ -454,15 +331,6 @@ def gather(state_dict: StateDict, parameters: Parameters, workers: Workers) -> S
 def _apart(entry: Entry) -> Entry:
     found = zip(_TOGETHER, json.loads(entry[_MEASURED]), strict=True)
     return {**entry, **{name: value for name, value in found if value is not None}}
-
-
-def _taken_out(state: dict[Any, dict[str, Any]], names: Sequence[Any], key: str) -> dict[int, Tensor]:
-    found = ((index, state.get(name, {}).pop(key, None)) for index, name in enumerate(names))
-    return {index: tensor for index, tensor in found if isinstance(tensor, Tensor)}
-
-
-def _left_out_error(expected: str, found: str, fix: str) -> UsageError:
-    return explain(UsageError, "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict", expected=expected, found=found, fix=fix)
 
 
 # An open window that some workers saved, resumed by another number of workers: the window's end adds up the sums of all workers, so any
@@ -493,7 +361,7 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
         ArgumentTypeError: `state_dicts` are no state dicts, or `workers` is no int.
         ArgumentValueError: there is no state dict, or no worker.
         CheckpointError: they are not of one moment, of one model or under the same options, or an entry is missing; names the entry. Or the
-            sums are sharded, which `torch.distributed.checkpoint` loads on another number of workers.
+            sums are sharded.
     """
     entries = [_entry_of(state_dict) for state_dict in state_dicts]
     if not isinstance(workers, int) or isinstance(workers, bool):
@@ -525,7 +393,7 @@ def _entry_of(state_dict: StateDict) -> Entry:
     entry: Entry = state_dict.get(KEY, {})
     require_entries(entry)
     if any(map(is_sharded, entry["sums"].values())):
-        fix = "Save and load opt.state_dict() by torch.distributed.checkpoint, which reshards it."
+        fix = "Save between two windows by torch.distributed.checkpoint, which reshards the state."
         raise explain(CheckpointError, "sums", expected="the whole sums of each worker", found="sharded ones", fix=fix)
     return entry
 

@@ -23,7 +23,7 @@ from gradaccum_torch.private import Unit, units_holding
 from gradaccum_torch.sums import multiply
 from gradaccum_torch.watch import delivering_zeros
 from gradaccum_torch.workers.deferred import Deferred, DeferredStrategy
-from gradaccum_torch.workers.interface import Joined, OwnSum, Shares, Sums, learning_rates
+from gradaccum_torch.workers.interface import Joined, OwnSum, Sums, learning_rates
 
 
 @final
@@ -62,21 +62,6 @@ class ShardGroup(OwnSum):
     def _delivering_zeros(self) -> Iterator[None]:
         with self._shards.delivering_zeros(), nullcontext() if self._deferred is None else self._deferred.weightless():
             yield
-
-    def shares(self, fields: State, loss: float) -> Shares:
-        size = self._mesh.size()
-        numbers = torch.zeros(2 * size + 1, dtype=torch.float64, device=self._mesh.device_type)
-        numbers[self._index], numbers[size + self._index], numbers[-1] = fields.weight, loss, fields.overflow
-        for dimension in range(self._mesh.ndim):
-            dist.all_reduce(numbers, group=self._mesh.get_group(dimension))
-        *both, overflows = numbers.tolist()
-        return Shares(both[:size], self._shards.workers, self._shards.divisors(), overflows > 0, both[size:])
-
-    def own(self, shares: Shares) -> tuple[float, float, list[float]]:
-        own = self._shards.divisors()
-        saved = shares.divisors or [1.0] * len(own)
-        place = self._index, self._mesh.size(), self._shards.workers
-        return shares.weight_of(*place), shares.loss_of(*place), [before / now for before, now in zip(saved, own, strict=True)]
 
     def window_ended(self) -> None:
         self._shards.drop()

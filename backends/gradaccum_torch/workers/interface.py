@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -37,40 +36,6 @@ class Joined(NamedTuple):
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return the learning rate of each group; waits for the device where one is there."""
     return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
-
-
-STATE_DICT = "torch.distributed.checkpoint.state_dict"
-
-
-class Shares(NamedTuple):
-    """The share of each worker in an open window, so that other workers can resume it."""
-
-    weights: list[float]
-    """By worker."""
-    workers: int
-    """Those of them that have different items."""
-    divisors: list[float]
-    """By what the sum over the workers is divided, by the position of the parameter."""
-    overflow: bool
-    """Any worker's flag."""
-    losses: list[float] = []  # noqa: RUF012
-    """The sum of the losses, by worker; empty where nobody saved it."""
-
-    def weight_of(self, index: int, size: int, workers: int) -> float:
-        """Return the weight with which worker `index` of `size` resumes, of which `workers` have different items.
-
-        Each gets its own back. Among another number of them the first gets the weight of all.
-        """
-        return self._part_of(self.weights, index, size, workers)
-
-    def loss_of(self, index: int, size: int, workers: int) -> float:
-        return self._part_of(self.losses, index, size, workers) if self.losses else math.nan
-
-    def _part_of(self, values: list[float], index: int, size: int, workers: int) -> float:
-        if (size, workers) == (len(values), self.workers):
-            return values[index]
-        total = sum(values) / len(values) * self.workers
-        return 0.0 if index else total * size / workers
 
 
 class Workers(ABC):
@@ -129,18 +94,6 @@ class Workers(ABC):
         fix = "Leave create_graph= out; second derivatives over several workers are not supported."
         found = "gradients with a graph, which a reduction does not have"
         raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
-
-    def shares(self, fields: State, loss: float) -> Shares:
-        """Return the share of each worker in the open window, with this worker's sum of losses, `loss`; collective."""
-        fix = "Save opt.state_dict() on each worker; gradaccum_torch.redistributed gives it to another number of workers."
-        found = "an open window, of which each worker has a sum of its own"
-        raise explain(UsageError, STATE_DICT, expected="to be called between two windows", found=found, fix=fix)
-
-    def own(self, shares: Shares) -> tuple[float, float, list[float]]:
-        """Return this worker's weight, sum of losses, and factor of each sum to resume with."""
-        fix = "Load it with fully_shard, or what each worker saved by opt.state_dict()."
-        found = "a state whose window is open, which no worker of these has alone"
-        raise explain(UsageError, STATE_DICT, expected="a state that was saved between two windows", found=found, fix=fix)
 
     @abstractmethod
     def require_no_copy(self) -> None:

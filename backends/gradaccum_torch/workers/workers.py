@@ -20,7 +20,7 @@ from gradaccum_torch.watch import delivering_zeros
 from gradaccum_torch.workers.deferred import Deferred, GradientSync, require_deferrable
 from gradaccum_torch.workers.fsdp import ShardGroup, Shards
 from gradaccum_torch.workers.group import group_alone, group_of, require_parameters, require_same_options
-from gradaccum_torch.workers.interface import Joined, OwnSum, Shares, Sums, Workers, require_no_join
+from gradaccum_torch.workers.interface import Joined, OwnSum, Sums, Workers, require_no_join
 
 _SYNCS = get_args(GradientSync)
 _AVERAGES = "AVG"
@@ -161,12 +161,6 @@ class Alone(OwnSum):
             expected = "items on every worker, where DistributedDataParallel averages each micro-batch's gradients"
             raise explain(UsageError, "weight", expected=expected, got=0, fix=fix)
         return delivering_zeros(self._parameters())
-
-    def shares(self, fields: State, loss: float) -> Shares:
-        return Shares([fields.weight], 1, [], fields.overflow, [loss])
-
-    def own(self, shares: Shares) -> tuple[float, float, list[float]]:
-        return shares.weight_of(0, 1, 1), shares.loss_of(0, 1, 1), shares.divisors
 
     def require_no_graph(self) -> None: ...
 

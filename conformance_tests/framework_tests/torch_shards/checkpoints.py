@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint` of an open window: by the same workers bitwise, by others with the same sum and weight."""
+"""`torch.distributed.checkpoint` between two windows, by the same workers and by others; an open window in each worker's own file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
@@ -73,149 +72,58 @@ def open_window(way: Way, rank: int, count: int = 5, **options: Any) -> tuple[nn
 
 
 @check
-def same_workers_resume_bitwise(rank: int) -> None:
+def open_window_is_refused(rank: int) -> None:
     for way in OPEN:
-        for options in ({}, {"reduction": "sum"}, {"loss_scale": 64.0}):
-            with folder(rank) as path:
-                model, opt = open_window(way, rank, **options)
-                save(model, opt, path)
-                again = sharded(way)
-                twin = gradaccum.wrap(adam(again), steps=3, module=again, gradient_sync=way.sync, **options)
-                twin.expect_open_window()
-                load(again, twin, path)
-                assert twin.result.micro_step == 2
-                for one, wrapped in ((model, opt), (again, twin)):
-                    for batch in batches(rank, 9)[5:]:
-                        learn(one, wrapped, batch)
-                assert opt.result == twin.result
-                assert opt.result.optimizer_step == 3
-                assert all(map(torch.equal, numbers(model), numbers(again)))
+        model, opt = open_window(way, rank)
+        with refused(gradaccum.UsageError, "between two windows", "opt.state_dict()"):
+            get_state_dict(model, opt)
+        learn(model, opt, batches(rank)[5])
+        require_equal(model, reference(2), off=1e-12)
 
 
-@check
-def saving_changes_nothing(rank: int) -> None:
-    """In the first window torch would give the inner optimizer a state, which is not that of no step at all."""
-    reference = build()
-    other = gradaccum.wrap(adam(reference), steps=None)
-    for batch in windows_of((3,))[0]:
-        learn(reference, other, batch)
-    other.flush()
-    for way in OPEN:
-        model, opt = open_window(way, rank, count=2)
-        with folder(rank) as path:
-            save(model, opt, path)
-            assert not opt.optimizer.state
-            again = sharded(way)
-            twin = gradaccum.wrap(adam(again), steps=3, module=again, gradient_sync=way.sync)
-            twin.expect_open_window()
-            load(again, twin, path)
-        for one, wrapped in ((model, opt), (again, twin)):
-            learn(one, wrapped, batches(rank)[2])
-            require_equal(one, reference, off=1e-12)
-
-
-@check
-def one_worker_goes_on_for_two(rank: int) -> None:
-    """Its third micro-batch is that of both; the branches that had no gradient have none."""
-    rest = [worker_batches[5] for worker_batches in (batches(0), batches(1))]
-    x = torch.cat([x for x, _ in rest])
-    for way in OPEN:
-        with folder(rank) as path:
-            model, opt = open_window(way, rank)
-            save(model, opt, path)
-            single = build()
-            twin = gradaccum.wrap(adam(single), steps=3)
-            twin.expect_open_window()
-            load(single, twin, path, no_dist=True)
-            learn(single, twin, (x, False))
-            pair = sharded(way)
-            both = gradaccum.wrap(adam(pair), steps=3, module=pair, gradient_sync=way.sync)
-            both.expect_open_window()
-            load(pair, both, path)
-            learn(pair, both, (x.tensor_split(2)[rank], False))
-            assert twin.result.optimizer_step == both.result.optimizer_step == 2
-            require_equal(pair, single, off=1e-12)
-            require_equal(single, reference(x), off=1e-12)
-
-
-def reference(x: torch.Tensor) -> nn.Module:
+def reference(windows: int) -> nn.Module:
     """One process that has all micro-batches from the beginning."""
     model = build()
     opt = gradaccum.wrap(adam(model), steps=None)
-    for window in ([batches(r)[:3] for r in range(2)], [[*batches(r)[3:5]] for r in range(2)]):
-        for batch in [batch for worker in window for batch in worker]:
+    for window in windows_of((3,) * windows):
+        for batch in window:
             learn(model, opt, batch)
-        if opt.result.optimizer_step == 0:
-            opt.flush()
-    learn(model, opt, (x, False))
-    opt.flush()
+        opt.flush()
     return model
 
 
-@check
-def two_workers_go_on_for_one(rank: int) -> None:
-    first, second, third = windows_of((1, 1, 1), workers=1)
-    for way in OPEN:
-        with folder(rank) as path:
-            single = build()
-            opt = gradaccum.wrap(adam(single), steps=3)
-            for batch in (*first, *second):
-                learn(single, opt, batch)
-            if rank == 0:
-                save(single, opt, path, no_dist=True)
-            dist.barrier()
-            model = sharded(way)
-            twin = gradaccum.wrap(adam(model), steps=3, module=model, gradient_sync=way.sync)
-            twin.expect_open_window()
-            load(model, twin, path)
-            x, _ = third[0]
-            learn(model, twin, (x.tensor_split(2)[rank], False))
-            learn(single, opt, third[0])
-            assert opt.result.applied
-            require_equal(model, single, off=1e-12)
-
-
-@check
-def whole_tensors_in_memory(rank: int) -> None:
-    model, opt = open_window(OPEN[0], rank)
-    options = StateDictOptions(full_state_dict=True)
-    model_state, state = copy.deepcopy(get_state_dict(model, opt, options=options))
-    again = sharded(OPEN[0])
-    twin = gradaccum.wrap(adam(again), steps=3)
-    twin.expect_open_window()
-    set_state_dict(again, twin, model_state_dict=model_state, optim_state_dict=state, options=options)
-    for one, wrapped in ((model, opt), (again, twin)):
-        learn(one, wrapped, batches(rank)[5])
-    assert opt.result == twin.result
-    assert all(map(torch.equal, numbers(model), numbers(again)))
-
-
 def frozen(model: Branches) -> Branches:
-    """Between two windows torch cannot load the state of a parameter that never had a gradient."""
+    """The state of a parameter that never had a gradient cannot be loaded by torch."""
     model.never.requires_grad_(False)
     return model
 
 
 @check
-def window_without_room_is_refused(rank: int) -> None:
-    with folder(rank) as path:
-        model, opt = open_window(OPEN[0], rank)
-        save(model, opt, path)
-        again = sharded(OPEN[0])
-        twin = gradaccum.wrap(adam(again), steps=3)
-        with refused(gradaccum.CheckpointError, "opt.expect_open_window()"):
-            load(again, twin, path)
-        twin.expect_open_window()
-        load(again, twin, path)
-        assert twin.result.micro_step == 2
-    model, again = (frozen(sharded(OPEN[0])) for _ in range(2))
-    opt, twin = (gradaccum.wrap(adam(each), steps=3) for each in (model, again))
-    with folder(rank) as path:
-        train(model, opt, rank, 3)
-        save(model, opt, path)
-        load(again, twin, path)
-        assert twin.result.micro_step == 0
-        assert all(map(torch.equal, numbers(model), numbers(again)))
+def other_workers_resume(rank: int) -> None:
+    """Two workers, one, and two again: between two windows the state is that of all."""
+    for way in OPEN:
+        with folder(rank) as path:
+            model = frozen(sharded(way))
+            opt = gradaccum.wrap(adam(model), steps=3, module=model, gradient_sync=way.sync, loss_scale=64.0)
+            train(model, opt, rank, 3)
+            save(model, opt, path)
+            single = frozen(build())
+            twin = gradaccum.wrap(adam(single), steps=None, loss_scale=64.0)
+            load(single, twin, path, no_dist=True)
+            assert twin.result.optimizer_step == 1
+            for batch in windows_of((3, 3))[1]:
+                learn(single, twin, batch)
+            twin.flush()
+            again = frozen(sharded(way))
+            other = gradaccum.wrap(adam(again), steps=3, module=again, gradient_sync=way.sync, loss_scale=64.0)
+            load(again, other, path)
+            for each, wrapped in ((model, opt), (again, other)):
+                for batch in batches(rank, 6)[3:]:
+                    learn(each, wrapped, batch)
+            assert opt.result == other.result
+            assert all(map(torch.equal, numbers(model), numbers(again)))
+            for each in (single, model):
+                require_equal(each, reference(2), off=1e-12)
 
 
 @check
