@@ -14,22 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradaccum import ArgumentTypeError, CheckpointError, UsageError
-from gradaccum.kit import (
-    FORMAT,
-    Noise,
-    Options,
-    State,
-    Terms,
-    UntilWeight,
-    code_of,
-    explain,
-    forget_window,
-    initial_state,
-    require_format,
-    resumed,
-)
-from gradaccum.kit import redistributed as redistributed_fields
+from gradaccum import ArgumentTypeError, CheckpointError, UsageError, kit
 from gradaccum_torch.parameters import Group, Parameters
 from gradaccum_torch.private import LocalVariables, is_sharded
 from gradaccum_torch.statistics import NOTHING_KNOWN, Known
@@ -67,7 +52,7 @@ def require_no_open_window(micro_step: int) -> None:
     if micro_step:
         fix = "Call opt.flush() first, or opt.discard() before a load. Or save opt.state_dict() on each worker, which has the open window; "
         fix += "gradaccum_torch.redistributed gives it to another number of workers."
-        raise explain(UsageError, _CHECKPOINT, expected="to be called between two windows", found="an open window", fix=fix)
+        raise kit.explain(UsageError, _CHECKPOINT, expected="to be called between two windows", found="an open window", fix=fix)
 
 
 def load(
@@ -75,7 +60,7 @@ def load(
     sum_dtypes: Sequence[torch.dtype],
     parameters: Parameters,
     inner: torch.optim.Optimizer,
-    resumed: Callable[[Saved], State],
+    resumed: Callable[[Saved], kit.State],
 ) -> Saved:
     """Load into `inner` what `save` returned, and return the window; a bare optimizer's state is an empty window.
 
@@ -83,7 +68,7 @@ def load(
         CheckpointError: the state is of other parameters, or of an open window under other options; nothing was changed.
     """
     state_dict = gather(state_dict, parameters)
-    bare = Saved(initial_state(), None, 0.0, {}, {})  # What a bare optimizer's state says of a window.
+    bare = Saved(kit.initial_state(), None, 0.0, {}, {})  # What a bare optimizer's state says of a window.
     saved = decode(state_dict[KEY], parameters, sum_dtypes) if KEY in state_dict else bare
     saved = saved._replace(fields=resumed(saved))
     _load_inner({key: value for key, value in state_dict.items() if key != KEY}, parameters, inner)
@@ -97,7 +82,7 @@ def _load_inner(state_dict: StateDict, parameters: Parameters, inner: torch.opti
             inner.load_state_dict(state_dict)
     except (ValueError, KeyError) as error:
         expected, fix = "a state of these parameter groups", "Load a state that was saved from this model and optimizer."
-        raise explain(CheckpointError, "state_dict", expected=expected, found=f"one where {error}", fix=fix) from error
+        raise kit.explain(CheckpointError, "state_dict", expected=expected, found=f"one where {error}", fix=fix) from error
 
 
 # The wrapper's entry in a ``state_dict``: plain numbers, lists and tensors only, so that ``torch.load(weights_only=True)`` reads it.
@@ -133,9 +118,9 @@ Description = list[Any]
 class Saved(NamedTuple):
     """A window as a checkpoint holds it."""
 
-    fields: State
+    fields: kit.State
     """The fields as they were saved; `terms` decide which of them go on."""
-    terms: Terms | None
+    terms: kit.Terms | None
     """None: it is a bare optimizer's state, and the fields are of this optimizer."""
     grad_norm: float
     sums: Mapping[int, Tensor]
@@ -146,16 +131,16 @@ class Saved(NamedTuple):
     """The worker that saved it."""
     known: Known = NOTHING_KNOWN
 
-    def resumed(self, options: Options, place: Place) -> State:
+    def resumed(self, options: kit.Options, place: Place) -> kit.State:
         self._require_place(place)
-        return initial_state(options.scale_rule.init_scale) if self.terms is None else resumed(self.fields, self.terms, options)
+        return kit.initial_state(options.scale_rule.init_scale) if self.terms is None else kit.resumed(self.fields, self.terms, options)
 
     def _require_place(self, own: Place) -> None:
         # The sum of an open window is a part of that of all workers.
         if self.fields.micro_step and self.place and own and tuple(self.place) != own:
             expected, found = ("that of rank {} of {}".format(*place) for place in (own, self.place))
             fix = "Load what this rank saved, or gradaccum_torch.redistributed(state_dicts, workers)[rank] from what all ranks saved."
-            raise explain(CheckpointError, "worker", expected=f"the open window of a worker, {expected}", found=found, fix=fix)
+            raise kit.explain(CheckpointError, "worker", expected=f"the open window of a worker, {expected}", found=found, fix=fix)
 
 
 def describe(groups: Sequence[Group]) -> list[Description]:
@@ -172,7 +157,7 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
     """Return the entry to save; sums and masters are the tensors themselves."""
     assert saved.terms is not None
     return {
-        "format": FORMAT,
+        "format": kit.FORMAT,
         **saved.fields._asdict(),
         "grad_norm": saved.grad_norm,
         "terms": _with_coded_size(saved.terms),
@@ -186,19 +171,19 @@ def encode(saved: Saved, groups: Sequence[Group]) -> Entry:
     }
 
 
-def _with_coded_size(terms: Terms) -> dict[str, Any]:
+def _with_coded_size(terms: kit.Terms) -> dict[str, Any]:
     """Return `terms` as a mapping; a window that ends by its weight has that weight, negative, for its size."""
-    return {**terms._asdict(), "steps": code_of(terms.steps) if isinstance(terms.steps, UntilWeight) else terms.steps}
+    return {**terms._asdict(), "steps": kit.code_of(terms.steps) if isinstance(terms.steps, kit.UntilWeight) else terms.steps}
 
 
-def _terms(saved: Mapping[str, Any]) -> Terms:
+def _terms(saved: Mapping[str, Any]) -> kit.Terms:
     steps = saved["steps"]
-    return Terms(**{**saved, "steps": UntilWeight(-steps) if steps is not None and steps < 0 else steps})
+    return kit.Terms(**{**saved, "steps": kit.UntilWeight(-steps) if steps is not None and steps < 0 else steps})
 
 
 def _known_of(entry: Entry) -> Known:
     noise = entry.get("noise")
-    return Known(entry["loss"], entry["window_loss"], None if noise is None else Noise(*noise))
+    return Known(entry["loss"], entry["window_loss"], None if noise is None else kit.Noise(*noise))
 
 
 def _savable(total: Tensor) -> Tensor:
@@ -214,7 +199,7 @@ def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> 
     """
     require_entries(entry)
     _require_parameters(entry["parameters"], describe(own.groups()))
-    fields = State(*(entry[name] for name in State._fields))
+    fields = kit.State(*(entry[name] for name in kit.State._fields))
     for index, total in entry["sums"].items():
         _require_sum(index, total, own.positions(), sum_dtypes)
     masters = entry.get("masters", {})
@@ -228,20 +213,20 @@ def own_copy(total: Tensor | None, parameter: Tensor) -> Tensor | None:
 
 
 def require_entries(entry: Any) -> None:
-    expected = ["format", *State._fields, "grad_norm", "terms", "parameters", "sums", "loss", "window_loss"]
+    expected = ["format", *kit.State._fields, "grad_norm", "terms", "parameters", "sums", "loss", "window_loss"]
     missing = [name for name in expected if name not in entry] if isinstance(entry, Mapping) else expected
     if missing:
-        raise explain(CheckpointError, KEY, expected=f"the entries {expected}", found=f"a state without {missing}", fix=_FIX)
-    require_format(entry["format"])
+        raise kit.explain(CheckpointError, KEY, expected=f"the entries {expected}", found=f"a state without {missing}", fix=_FIX)
+    kit.require_format(entry["format"])
 
 
 def _require_parameters(saved: Sequence[Description], own: Sequence[Description]) -> None:
     if len(saved) != len(own):
-        raise explain(CheckpointError, "parameters", expected=f"{len(own)} parameters", found=f"a state of {len(saved)}", fix=_FIX)
+        raise kit.explain(CheckpointError, "parameters", expected=f"{len(own)} parameters", found=f"a state of {len(saved)}", fix=_FIX)
     for index, ((shape, dtype, name), mine) in enumerate(zip(saved, own, strict=True)):
         same_name = name is None or mine[2] is None or name == mine[2]
         if [list(shape), dtype] != mine[:2] or not same_name:
-            raise explain(
+            raise kit.explain(
                 CheckpointError, f"parameter {index}", expected=_show(*mine), found=f"a state of {_show(shape, dtype, name)}", fix=_FIX
             )
 
@@ -249,7 +234,7 @@ def _require_parameters(saved: Sequence[Description], own: Sequence[Description]
 def _require_masters(saved: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> None:
     described, expected = ({index: (m.shape, m.dtype) for index, m in masters.items()} for masters in (saved, own))
     if described != expected:
-        raise explain(
+        raise kit.explain(
             CheckpointError,
             "masters",
             expected=f"float32 master weights of {len(own)} parameters",
@@ -260,7 +245,7 @@ def _require_masters(saved: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> 
 
 def _require_sum(index: int, total: Tensor, parameters: Sequence[Tensor], sum_dtypes: Sequence[torch.dtype]) -> None:
     if not 0 <= index < len(parameters) or total.shape != parameters[index].shape or total.dtype != sum_dtypes[index]:
-        raise explain(
+        raise kit.explain(
             CheckpointError,
             f"sums[{index}]",
             expected="a partial sum with the shape of its parameter and the dtype that this optimizer accumulates in",
@@ -295,7 +280,7 @@ def spread(state_dict: StateDict, parameters: Parameters, caller: LocalVariables
     state_dict["state"] = {index: dict(entries) for index, entries in state_dict["state"].items()}
     if getattr(caller.get("info"), "flatten_optimizer_state_dict", False):
         expected, found = "flatten_optimizer_state_dict=False", "True, which drops the state of the window"
-        raise explain(UsageError, f"{_CHECKPOINT}.get_optimizer_state_dict", expected=expected, found=found, fix="Leave it out.")
+        raise kit.explain(UsageError, f"{_CHECKPOINT}.get_optimizer_state_dict", expected=expected, found=found, fix="Leave it out.")
     masters = entry["masters"]
     for index, parameter in enumerate(parameters.positions() if masters else ()):
         # A parameter that is its own master gets an entry too: torch wants a state for each, and the inner optimizer may have none.
@@ -365,9 +350,9 @@ def redistributed(state_dicts: Sequence[StateDict], workers: int) -> list[StateD
     """
     entries = [_entry_of(state_dict) for state_dict in state_dicts]
     if not isinstance(workers, int) or isinstance(workers, bool):
-        raise explain(ArgumentTypeError, "workers", expected="the number of workers", got=workers, fix="Pass the new world size.")
-    states = [State(*(entry[name] for name in State._fields)) for entry in entries]
-    fields = redistributed_fields(states, workers)
+        raise kit.explain(ArgumentTypeError, "workers", expected="the number of workers", got=workers, fix="Pass the new world size.")
+    states = [kit.State(*(entry[name] for name in kit.State._fields)) for entry in entries]
+    fields = kit.redistributed(states, workers)
     _require_one_run(state_dicts, entries)
     _require_all_ranks(entries)
     # An empty window has no size of its own.
@@ -382,19 +367,19 @@ def _known_for(entries: Sequence[Entry], everything: bool) -> Entry:
     """Return a worker's entry without sums and weight; the first worker gets `everything` of the open window."""
     known: Entry = {"loss": sum(entry["loss"] for entry in entries) if everything else 0.0}
     if noises := [entry["noise"] for entry in entries if "noise" in entry]:
-        known["noise"] = list(forget_window(Noise(*noises[0])))
+        known["noise"] = list(kit.forget_window(kit.Noise(*noises[0])))
     return known
 
 
 def _entry_of(state_dict: StateDict) -> Entry:
     if not isinstance(state_dict, Mapping):
         fix = "Pass a list of what opt.state_dict() gave on each worker."
-        raise explain(ArgumentTypeError, "state_dicts", expected="one state dict per worker that saved", got=state_dict, fix=fix)
+        raise kit.explain(ArgumentTypeError, "state_dicts", expected="one state dict per worker that saved", got=state_dict, fix=fix)
     entry: Entry = state_dict.get(KEY, {})
     require_entries(entry)
     if any(map(is_sharded, entry["sums"].values())):
         fix = "Save between two windows by torch.distributed.checkpoint, which reshards the state."
-        raise explain(CheckpointError, "sums", expected="the whole sums of each worker", found="sharded ones", fix=fix)
+        raise kit.explain(CheckpointError, "sums", expected="the whole sums of each worker", found="sharded ones", fix=fix)
     return entry
 
 
@@ -415,13 +400,13 @@ def _require_all_ranks(entries: Sequence[Entry]) -> None:
     if any(entry["micro_step"] for entry in entries) and places != [[rank, len(entries)] for rank in range(len(entries))]:
         expected, found = f"those of all {places[0][1]} ranks, once each", f"those of the ranks {[rank for rank, _ in places]}"
         fix = "Save opt.state_dict() on every worker of an optimizer that was wrapped with module=, in a file of its own."
-        raise explain(CheckpointError, "state_dicts", expected=expected, found=found, fix=fix)
+        raise kit.explain(CheckpointError, "state_dicts", expected=expected, found=found, fix=fix)
 
 
 def _require_one(name: str, values: Sequence[Any]) -> None:
     for rank, value in enumerate(values):
         if not _same(value, values[0]):
-            raise explain(
+            raise kit.explain(
                 CheckpointError, name, expected="one value on every worker", found=f"another one in state dict {rank}", fix=_OTHER_RUN
             )
 

@@ -12,23 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize
-from gradaccum.kit import (
-    Division,
-    Nest,
-    children_of,
-    concatenate_error,
-    explain,
-    finished,
-    kinds_of,
-    leaves_of,
-    make_division,
-    make_options,
-    merged,
-    require_kind,
-    share,
-    with_leaves,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize, kit
 from gradaccum_torch.large_batch.auto import has_nothing_to_share, run_divided, share_nothing
 from gradaccum_torch.large_batch.batch import (
     LargeBatch,
@@ -58,9 +42,9 @@ def backward(
     micro_batch_weight: float | None = None,
     reduction: str | None = None,
     weight: Weight = None,
-    axes: Nest = 0,
+    axes: kit.Nest = 0,
     split: Split | None = None,
-    aux: Nest = None,
+    aux: kit.Nest = None,
     optimizer: AccumulatingOptimizer | None = None,
 ) -> Any:
     """Add the large batch's gradient to ``.grad``, one micro-batch at a time, and return its loss.
@@ -114,7 +98,7 @@ def backward(
         >>> model.weight.grad.shape
         torch.Size([1, 3])
     """
-    division = make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
+    division = kit.make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
     call = _Call(loss_fn, LargeBatch(batch, axes, weight, split), reduction, aux, optimizer)
     if optimizer is not None and has_nothing_to_share(call.large, optimizer):
         nothing = share_nothing(division, optimizer)
@@ -125,21 +109,21 @@ def backward(
 class _Call:
     """One checked call. `run` leaves everything as it was if it raises, so it can start over with another size."""
 
-    def __init__(self, loss_fn: Callable[..., Any], large: LargeBatch, reduction: str | None, aux: Nest, optimizer: object) -> None:
+    def __init__(self, loss_fn: Callable[..., Any], large: LargeBatch, reduction: str | None, aux: kit.Nest, optimizer: object) -> None:
         require_function("loss_fn", loss_fn)
         if aux is not None:
             require_kinds(aux)
         self._loss_fn, self._aux, self.large = loss_fn, aux, large
         if reduction is not None:  # An unknown one is refused as such, whatever the optimizer has.
-            make_options(None, reduction=reduction)
+            kit.make_options(None, reduction=reduction)
         self._optimizer = None if optimizer is None else require_optimizer(optimizer, reduction)
         own = "mean" if self._optimizer is None else self._optimizer.whole_window().options.reduction
-        self._options = make_options(None, reduction=own if reduction is None else reduction)
+        self._options = kit.make_options(None, reduction=own if reduction is None else reduction)
         self.reached = reached_by(loss_fn)
         if optimizer is None:
             require_alone(self.reached.modules)
 
-    def run(self, division: Division, agreed: Callable[[], None]) -> Any:
+    def run(self, division: kit.Division, agreed: Callable[[], None]) -> Any:
         """Differentiate the micro-batches of `division`; call `agreed` before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         shares = shares_of([each.weight for each in micro_batches], self._options)
@@ -262,25 +246,25 @@ _OPS = _Ops()
 class Merged:
     """The aux of the micro-batches seen so far."""
 
-    def __init__(self, declared: Nest) -> None:
+    def __init__(self, declared: kit.Nest) -> None:
         self._declared = declared
-        self._nest: Nest = None
+        self._nest: kit.Nest = None
         self._paths: list[str] = []
         self._kinds: list[str] = []
         self._so_far: list[Any] = []
         self._items, self._weight = 0, 0.0
         require_kinds(declared)
 
-    def add(self, aux: Nest, micro_batch: MicroBatch) -> None:
+    def add(self, aux: kit.Nest, micro_batch: MicroBatch) -> None:
         """Merge one micro-batch's aux; leaves are tensors of any dtype or Python numbers, and are detached."""
-        leaves = leaves_of(aux, "aux")
+        leaves = kit.leaves_of(aux, "aux")
         values = [_value(leaf.path, leaf.value) for leaf in leaves]
         first = not self._kinds
         if first:
-            self._nest, self._paths, self._kinds = aux, [leaf.path for leaf in leaves], kinds_of(self._declared, aux)
+            self._nest, self._paths, self._kinds = aux, [leaf.path for leaf in leaves], kit.kinds_of(self._declared, aux)
         elif [leaf.path for leaf in leaves] != self._paths:
             fix = "Return the same structure for every micro-batch."
-            raise explain(
+            raise kit.explain(
                 ArgumentValueError, "aux", expected=f"the leaves {self._paths}", found=f"{[leaf.path for leaf in leaves]}", fix=fix
             )
         shares = [self._share(*each, micro_batch) for each in zip(self._kinds, self._paths, values, strict=True)]
@@ -291,32 +275,32 @@ class Merged:
         self._items += micro_batch.items or 0
         self._weight += micro_batch.weight
 
-    def result(self) -> Nest:
+    def result(self) -> kit.Nest:
         """Return the large batch's aux. Means of half precision are in float32; a total weight of 0 gives 0."""
         pairs = zip(self._kinds, self._so_far, self._paths, strict=True)
-        return with_leaves(self._nest, iter([self._finished(*each) for each in pairs]))
+        return kit.with_leaves(self._nest, iter([self._finished(*each) for each in pairs]))
 
     def _share(self, kind: str, path: str, value: Tensor, micro_batch: MicroBatch) -> Tensor:
         if kind == "concatenate" and value.dim() == 0:
-            raise concatenate_error(path, "a scalar")
+            raise kit.concatenate_error(path, "a scalar")
         if kind == "mean" and micro_batch.items is None:
             fix = "Declare weighted_mean for this leaf: a micro-batch of your own split has a weight, and no number of items."
-            raise explain(ArgumentValueError, path, expected="a kind that needs no number of items", got=kind, fix=fix)
+            raise kit.explain(ArgumentValueError, path, expected="a kind that needs no number of items", got=kind, fix=fix)
         if kind == "weighted_mean" and micro_batch.weight == 0:  # Adds nothing, even if it is NaN.
             value = torch.zeros_like(value)
-        return share(kind, value, micro_batch.items, micro_batch.weight, _OPS)
+        return kit.share(kind, value, micro_batch.items, micro_batch.weight, _OPS)
 
     def _finished(self, kind: str, so_far: Any, path: str) -> Tensor:
         if kind == "concatenate":
             return _concatenated(so_far, path)
-        made: Tensor = finished(kind, so_far, self._items, self._weight or 1.0)
+        made: Tensor = kit.finished(kind, so_far, self._items, self._weight or 1.0)
         return made
 
 
-def require_kinds(declared: Nest) -> None:
-    inside = [(step, part) for step, part in enumerate(declared)] if isinstance(declared, list | tuple) else children_of(declared)
+def require_kinds(declared: kit.Nest) -> None:
+    inside = [(step, part) for step, part in enumerate(declared)] if isinstance(declared, list | tuple) else kit.children_of(declared)
     if inside is None:
-        require_kind(declared)
+        kit.require_kind(declared)
     for _, part in inside or ():
         require_kinds(part)
 
@@ -328,7 +312,7 @@ def _value(path: str, value: object) -> Tensor:
     if isinstance(value, bool | int | float | complex):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     fix = "Return tensors and numbers."
-    raise explain(ArgumentTypeError, path, expected="a tensor or a number", got=value, fix=fix)
+    raise kit.explain(ArgumentTypeError, path, expected="a tensor or a number", got=value, fix=fix)
 
 
 def _joined(kind: str, so_far: Any, given: Tensor, path: str) -> Any:
@@ -337,12 +321,12 @@ def _joined(kind: str, so_far: Any, given: Tensor, path: str) -> Any:
         return so_far
     if so_far.shape != given.shape:
         fix = "Reduce it to one shape in the loss function, or declare concatenate."
-        raise explain(ArgumentValueError, path, expected=f"the shape {tuple(so_far.shape)}", found=f"{tuple(given.shape)}", fix=fix)
-    return merged(kind, so_far, given, _OPS)
+        raise kit.explain(ArgumentValueError, path, expected=f"the shape {tuple(so_far.shape)}", found=f"{tuple(given.shape)}", fix=fix)
+    return kit.merged(kind, so_far, given, _OPS)
 
 
 def _concatenated(parts: list[Tensor], path: str) -> Tensor:
     try:
         return torch.cat(parts)
     except RuntimeError as error:
-        raise concatenate_error(path, f"shapes {sorted({tuple(part.shape) for part in parts})}") from error
+        raise kit.concatenate_error(path, f"shapes {sorted({tuple(part.shape) for part in parts})}") from error

@@ -13,35 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError
-from gradaccum.kit import (
-    ITEMS,
-    Cut,
-    Division,
-    Fields,
-    Leaf,
-    Nest,
-    Options,
-    accumulate,
-    aux_shape_error,
-    contribution,
-    divided,
-    divisor,
-    explain,
-    initial_state,
-    is_column,
-    leaves_of,
-    mark_lists,
-    moving_weight_error,
-    require_item_weights,
-    require_one_size,
-    require_weight,
-    scalar_loss_error,
-    select,
-    spread,
-    usable,
-    with_leaves,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradAccumError, UsageError, kit
 from gradaccum_torch.private import is_sharded
 from gradaccum_torch.sums import HALF
 
@@ -64,28 +36,28 @@ class MicroBatch(NamedTuple):
 class LargeBatch:
     """The arguments that are to be divided."""
 
-    def __init__(self, batch: tuple[Any, ...], axes: Nest, weight: Weight, split: Split | None) -> None:
+    def __init__(self, batch: tuple[Any, ...], axes: kit.Nest, weight: Weight, split: Split | None) -> None:
         self._batch, self._axes, self._split = batch, axes, split
-        self._leaves = leaves_of(batch, "batch")
+        self._leaves = kit.leaves_of(batch, "batch")
         self._tensors = [leaf.value for leaf in self._leaves if isinstance(leaf.value, Tensor)]
         for leaf in self._leaves:
             _require_own_graph(leaf)
         self._is_flat = [id(leaf.value) for leaf in self._leaves] == list(map(id, batch))
         self._lists: list[tuple[str, int, str]] = []
         if not (split or self._is_flat):
-            self._batch, self._lists = mark_lists(batch, axes)
-            self._leaves = self._leaves if self._batch is batch else leaves_of(self._batch, "batch")
+            self._batch, self._lists = kit.mark_lists(batch, axes)
+            self._leaves = self._leaves if self._batch is batch else kit.leaves_of(self._batch, "batch")
         self._places = [] if split else [_axis_of(*pair) for pair in zip(self._leaves, self._wanted(), strict=True)]
         self.items = None if split else self._count()
         """The number of items; None beside the user's own split."""
         self._weights = Weights(weight, self.items)
 
-    def micro_batches(self, division: Division) -> list[MicroBatch]:
+    def micro_batches(self, division: kit.Division) -> list[MicroBatch]:
         if self._split is not None:
             given = _own(self._split, self._batch, division.steps)
             return self._weighed(given, [self._items_of(arguments) for arguments in given], None)
         assert self.items is not None
-        cuts = divided(division, self.items, self._weights.per_item)
+        cuts = kit.divided(division, self.items, self._weights.per_item)
         return self._weighed(self._cut(cuts), [cut.items for cut in cuts], cuts)
 
     def tensors(self) -> list[Tensor]:
@@ -94,29 +66,29 @@ class LargeBatch:
     def devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self.tensors()}
 
-    def _wanted(self) -> list[Nest]:
+    def _wanted(self) -> list[kit.Nest]:
         """Return the user's axis for each leaf; one number is that of all."""
-        return [self._axes] * len(self._leaves) if isinstance(self._axes, int) else spread(self._axes, self._batch, "axes")
+        return [self._axes] * len(self._leaves) if isinstance(self._axes, int) else kit.spread(self._axes, self._batch, "axes")
 
-    def _weighed(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[Cut] | None) -> list[MicroBatch]:
+    def _weighed(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[kit.Cut] | None) -> list[MicroBatch]:
         return list(map(MicroBatch, given, items, self._weights.of(given, items, cuts)))
 
     def _count(self) -> int:
         placed = zip(self._leaves, self._places, strict=True)
-        return require_one_size(((leaf.path, _length(leaf.value, axis)) for leaf, axis in placed if axis is not None), self._lists)
+        return kit.require_one_size(((leaf.path, _length(leaf.value, axis)) for leaf, axis in placed if axis is not None), self._lists)
 
-    def _cut(self, cuts: Sequence[Cut]) -> list[tuple[Any, ...]]:
+    def _cut(self, cuts: Sequence[kit.Cut]) -> list[tuple[Any, ...]]:
         pieces = [_pieces(leaf.value, axis, cuts) for leaf, axis in zip(self._leaves, self._places, strict=True)]
         rows = list(zip(*pieces, strict=True))
         if self._is_flat:
             return rows
-        wholes: list[Any] = [with_leaves(self._batch, iter(row)) for row in rows]
+        wholes: list[Any] = [kit.with_leaves(self._batch, iter(row)) for row in rows]
         return wholes
 
     def _items_of(self, arguments: tuple[Any, ...]) -> int | None:
         """Return the length that all leaves share along their batch axes; None if none is split."""
-        marked, _ = mark_lists(arguments, self._axes)
-        pairs = zip(leaves_of(marked, "batch"), spread(self._axes, marked, "axes"), strict=True)
+        marked, _ = kit.mark_lists(arguments, self._axes)
+        pairs = zip(kit.leaves_of(marked, "batch"), kit.spread(self._axes, marked, "axes"), strict=True)
         lengths = {_length(leaf.value, axis) for leaf, wanted in pairs if (axis := _axis_or_none(leaf.value, wanted)) is not None}
         return lengths.pop() if len(lengths) == 1 else None
 
@@ -126,26 +98,26 @@ def _own(split: Split, batch: tuple[Any, ...], steps: int | None) -> list[tuple[
     made: Any = split if not callable(split) else split(*batch) if steps is None else split(*batch, steps=steps)
     if not isinstance(made, Iterable) or isinstance(made, Tensor):
         fix = "Return a list of tuples of arguments: split=lambda x, y: list(zip(x.split(4), y.split(4)))."
-        raise explain(ArgumentTypeError, "split", expected="a function that returns an iterable of micro-batches", got=made, fix=fix)
+        raise kit.explain(ArgumentTypeError, "split", expected="a function that returns an iterable of micro-batches", got=made, fix=fix)
     given = [part if type(part) is tuple else (part,) for part in made]
     if not given or (steps is not None and len(given) > steps):
         bound = "at least one micro-batch" if steps is None else f"1 to {steps} micro-batches"
         fix = "Return what the batch holds, in at most as many parts as steps= says."
-        raise explain(ArgumentValueError, "split", expected=bound, found=f"{len(given)}", fix=fix)
+        raise kit.explain(ArgumentValueError, "split", expected=bound, found=f"{len(given)}", fix=fix)
     return given
 
 
-def _axis_of(leaf: Leaf, axis: object) -> int | None:
+def _axis_of(leaf: kit.Leaf, axis: object) -> int | None:
     """Return the batch axis of `leaf`, counted from the front; None if it is passed whole."""
     if axis is None or isinstance(leaf.value, PLAIN):
         return None
-    if axis != ITEMS and (not isinstance(axis, int) or isinstance(axis, bool)):
+    if axis != kit.ITEMS and (not isinstance(axis, int) or isinstance(axis, bool)):
         expected, fix = "an int, 'items' or None for each leaf", "Write axes=0, or axes=(0, None)."
-        raise explain(ArgumentTypeError, "axes", expected=expected, got=axis, fix=fix)
+        raise kit.explain(ArgumentTypeError, "axes", expected=expected, got=axis, fix=fix)
     if isinstance(leaf.value, Tensor) and (leaf.value.is_nested or leaf.value.layout is not torch.strided):
         found = f"a {'nested' if leaf.value.is_nested else 'sparse'} one of layout {leaf.value.layout}"
         fix = "Write split= a function that cuts it, or pad it; axes=None where every micro-batch is given it whole."
-        raise explain(ArgumentValueError, leaf.path, expected="a dense tensor to split", found=found, fix=fix)
+        raise kit.explain(ArgumentValueError, leaf.path, expected="a dense tensor to split", found=found, fix=fix)
     place = _axis_or_none(leaf.value, axis)
     if place is None:
         raise _no_axis_error(leaf, axis)
@@ -153,18 +125,18 @@ def _axis_of(leaf: Leaf, axis: object) -> int | None:
 
 
 def _axis_or_none(value: Any, axis: Any) -> int | None:
-    if axis is None or axis == ITEMS:
-        return None if axis is None or not is_column(value) else 0
+    if axis is None or axis == kit.ITEMS:
+        return None if axis is None or not kit.is_column(value) else 0
     shape = range(value.dim()) if isinstance(value, Tensor) else getattr(value, "shape", None)  # An old nested tensor has no shape.
-    dimensions = 1 if is_column(value) else len(shape) if isinstance(shape, tuple | range) else 0
+    dimensions = 1 if kit.is_column(value) else len(shape) if isinstance(shape, tuple | range) else 0
     return axis % dimensions if -dimensions <= axis < dimensions else None
 
 
 def _length(value: Any, axis: int) -> int:
-    return len(value) if is_column(value) else int(value.size(axis) if isinstance(value, Tensor) else value.shape[axis])
+    return len(value) if kit.is_column(value) else int(value.size(axis) if isinstance(value, Tensor) else value.shape[axis])
 
 
-def _pieces(value: Any, axis: int | None, cuts: Sequence[Cut]) -> Sequence[Any]:
+def _pieces(value: Any, axis: int | None, cuts: Sequence[kit.Cut]) -> Sequence[Any]:
     """Return the items of each cut: views of a tensor or an array, or the value itself if it is passed whole."""
     if axis is None:
         return [value] * len(cuts)
@@ -177,19 +149,19 @@ def _pieces(value: Any, axis: int | None, cuts: Sequence[Cut]) -> Sequence[Any]:
     return [value[(*before, slice(*cut)) if axis else slice(*cut)] for cut in cuts]
 
 
-def _no_axis_error(leaf: Leaf, axis: object) -> GradAccumError:
+def _no_axis_error(leaf: kit.Leaf, axis: object) -> GradAccumError:
     shape = getattr(leaf.value, "shape", None)
     found = f"a {type(leaf.value).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
     fix = "Write axes=None for a leaf that every micro-batch is given whole, its axis for another one, 'items' for a list of items."
-    expected = "a list of items, as axes= say" if axis == ITEMS else f"an array with an axis {axis} to split"
-    return explain(ArgumentValueError, leaf.path, expected=expected, found=found, fix=fix)
+    expected = "a list of items, as axes= say" if axis == kit.ITEMS else f"an array with an axis {axis} to split"
+    return kit.explain(ArgumentValueError, leaf.path, expected=expected, found=found, fix=fix)
 
 
-def _require_own_graph(leaf: Leaf) -> None:
+def _require_own_graph(leaf: kit.Leaf) -> None:
     """Raise unless the tensor has no graph, which the first micro-batch's backward pass would free."""
     if isinstance(leaf.value, Tensor) and leaf.value.grad_fn is not None:
         fix = "Compute it in the loss function, or give it .detach()."
-        raise explain(
+        raise kit.explain(
             ArgumentValueError, leaf.path, expected="a tensor without a graph", found="one that was computed with gradients", fix=fix
         )
 
@@ -197,7 +169,7 @@ def _require_own_graph(leaf: Leaf) -> None:
 def require_function(argument: str, function: object) -> None:
     if not callable(function):
         fix = "Write gradaccum_torch.backward(loss_fn, x, y, steps=4), and loss_fn is called with each micro-batch of x and y."
-        raise explain(ArgumentTypeError, argument, expected="a function", got=function, fix=fix)
+        raise kit.explain(ArgumentTypeError, argument, expected="a function", got=function, fix=fix)
 
 
 def require_alone(modules: Iterable[nn.Module]) -> None:
@@ -205,7 +177,7 @@ def require_alone(modules: Iterable[nn.Module]) -> None:
         if isinstance(module, DistributedDataParallel) or any(map(is_sharded, module.parameters(recurse=False))):
             found = f"a {type(module).__name__} that several workers train"
             fix = "Write optimizer=gradaccum.wrap(optimizer, steps=None, module=module): the sum is then reduced as the wrapper does it."
-            raise explain(UsageError, "optimizer", expected="a wrapped optimizer beside workers", found=found, fix=fix)
+            raise kit.explain(UsageError, "optimizer", expected="a wrapped optimizer beside workers", found=found, fix=fix)
 
 
 # The weight of each micro-batch, in Python numbers, read from the device at most once per call.
@@ -223,7 +195,7 @@ class Weights:
         self.per_item = None if given is None or callable(given) else _per_item(given, items)
         """Each item's, if they were given so."""
 
-    def of(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[Cut] | None) -> list[float]:
+    def of(self, given: Sequence[tuple[Any, ...]], items: Sequence[int | None], cuts: Sequence[kit.Cut] | None) -> list[float]:
         if self._of_micro_batch is not None:
             return _checked([self._of_micro_batch(*arguments) for arguments in given])
         if self.per_item is not None and cuts is not None:
@@ -235,9 +207,9 @@ class Weights:
 def _per_item(given: Any, items: int | None) -> list[float]:
     if items is None:
         fix = "Write weight= a callable of the micro-batch: weight=lambda x, y: len(y)."
-        raise explain(ArgumentTypeError, "weight", expected="a callable beside split=", found="one number per item", fix=fix)
+        raise kit.explain(ArgumentTypeError, "weight", expected="a callable beside split=", found="one number per item", fix=fix)
     # A tensor comes from its device in one transfer.
-    return require_item_weights(given.tolist() if isinstance(given, Tensor) and given.dim() == 1 else given, items)
+    return kit.require_item_weights(given.tolist() if isinstance(given, Tensor) and given.dim() == 1 else given, items)
 
 
 def _checked(weights: list[Any]) -> list[float]:
@@ -247,18 +219,18 @@ def _checked(weights: list[Any]) -> list[float]:
         if weights[place].numel() != 1 or weights[place].is_complex():
             raise _no_number_error(weights[place])
         if weights[place].requires_grad:
-            raise moving_weight_error("Return weight.detach(), if the loss function divides by a detached number too.")
+            raise kit.moving_weight_error("Return weight.detach(), if the loss function divides by a detached number too.")
     if tensors:
         read = torch.stack([weights[place].detach().double().reshape(()) for place in tensors]).tolist()
         for place, value in zip(tensors, read, strict=True):
             weights[place] = value
-    return [require_weight(value) for value in weights]
+    return [kit.require_weight(value) for value in weights]
 
 
 def _no_number_error(given: Tensor) -> GradAccumError:
     fix = "Return one number per micro-batch: weight=lambda x, mask: mask.sum()."
     found = f"a tensor of shape {tuple(given.shape)} and {given.dtype}"
-    return explain(ArgumentValueError, "weight", expected="a callable that returns a number", found=found, fix=fix)
+    return kit.explain(ArgumentValueError, "weight", expected="a callable that returns a number", found=found, fix=fix)
 
 
 def _known(number: int | None) -> int:
@@ -270,7 +242,7 @@ def _known(number: int | None) -> int:
 def _unknown_items_error() -> GradAccumError:
     fix = "Write weight= a callable of the micro-batch that returns its number of items or tokens."
     found = "a micro-batch of your own split whose leaves have several lengths"
-    return explain(ArgumentValueError, "weight", expected="a weight that can be counted", found=found, fix=fix)
+    return kit.explain(ArgumentValueError, "weight", expected="a weight that can be counted", found=found, fix=fix)
 
 
 # The loss of a micro-batch as it is returned, and that of the large batch as the core weighs it.
@@ -284,29 +256,29 @@ class Shares(NamedTuple):
     divisor: float
 
 
-def shares_of(weights: Sequence[float], options: Options) -> Shares:
-    fields: Fields = initial_state()
+def shares_of(weights: Sequence[float], options: kit.Options) -> Shares:
+    fields: kit.Fields = kit.initial_state()
     contributions = []
     for weight in weights:
-        contributions.append(float(contribution(weight, options)) if usable(fields, weight, True) else 0.0)
-        fields = accumulate(fields, weight, True, select)
-    return Shares(contributions, float(divisor(fields, options, select)))
+        contributions.append(float(kit.contribution(weight, options)) if kit.usable(fields, weight, True) else 0.0)
+        fields = kit.accumulate(fields, weight, True, kit.select)
+    return Shares(contributions, float(kit.divisor(fields, options, kit.select)))
 
 
-def evaluated(loss_fn: Callable[..., Any], micro_batch: MicroBatch, *, has_aux: bool) -> tuple[Tensor, Nest]:
+def evaluated(loss_fn: Callable[..., Any], micro_batch: MicroBatch, *, has_aux: bool) -> tuple[Tensor, kit.Nest]:
     """Return the loss, a real scalar tensor of shape ``()``, and the aux of one micro-batch."""
     returned = loss_fn(*micro_batch.arguments)
     if has_aux != (isinstance(returned, tuple) and len(returned) == 2):
         shape = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-        raise aux_shape_error(shape, declared=has_aux)
+        raise kit.aux_shape_error(shape, declared=has_aux)
     loss, aux = returned if has_aux else (returned, None)
     if not isinstance(loss, Tensor):
-        raise scalar_loss_error(f"a {type(loss).__name__}")
+        raise kit.scalar_loss_error(f"a {type(loss).__name__}")
     if loss.dim() or not loss.is_floating_point():
-        raise scalar_loss_error(f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}")
+        raise kit.scalar_loss_error(f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}")
     if micro_batch.weight and not loss.requires_grad:
         fix = "Compute it from parameters that require gradients, outside of torch.no_grad(); give weight 0 to what is to add nothing."
-        raise explain(ArgumentValueError, "loss_fn", expected="a loss that can be differentiated", found="one without a graph", fix=fix)
+        raise kit.explain(ArgumentValueError, "loss_fn", expected="a loss that can be differentiated", found="one without a graph", fix=fix)
     return loss, aux
 
 

@@ -28,19 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
-from gradaccum.kit import (
-    Options,
-    State,
-    explain,
-    is_known,
-    joined,
-    missing_worker_error,
-    rate_bits,
-    require_same_rates,
-    torn_window_error,
-    update_due_error,
-)
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError, kit
 from gradaccum_torch.private import (
     foreach_copy_,
     is_sharded,
@@ -71,7 +59,7 @@ class WorkerGroup(Workers):
         """The positions of the sums that rode with the numbers in the last window: the same on all workers, as each end is collective."""
         self._hold("own")
 
-    def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
+    def join(self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         if self.joined:
             return Joined(fields, sums, numbers)
         if self._module is not None:
@@ -86,10 +74,10 @@ class WorkerGroup(Workers):
             raise
         except RuntimeError as error:
             self._hold("torn")
-            raise missing_worker_error(fields, self._rank) from error
+            raise kit.missing_worker_error(fields, self._rank) from error
         self._all_flush = added.flushes == self._workers
         self._hold("of all" if added.micro_batches else "own")
-        return Joined(joined(fields, added.weight, added.overflow), whole, added.others)
+        return Joined(kit.joined(fields, added.weight, added.overflow), whole, added.others)
 
     def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
         self._flushing = True
@@ -106,9 +94,9 @@ class WorkerGroup(Workers):
 
     def require_own_sum(self, call: str) -> None:
         if self.joined:
-            raise update_due_error(call)
+            raise kit.update_due_error(call)
         if self.not_own:
-            raise torn_window_error(call)
+            raise kit.torn_window_error(call)
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
         whole, sharded = ([each for each in parameters if is_sharded(each) is split] for split in (False, True))
@@ -124,18 +112,18 @@ class WorkerGroup(Workers):
     def require_no_copy(self) -> None:
         expected = "an optimizer without module= and process_group=, as a copy has no part in the process group"
         fix = "Save opt.state_dict(), and wrap anew where it is loaded."
-        raise explain(UsageError, "copy, pickle", expected=expected, found="one with several workers", fix=fix)
+        raise kit.explain(UsageError, "copy, pickle", expected=expected, found="one with several workers", fix=fix)
 
     def _hold(self, held: Literal["own", "of all", "torn"]) -> None:
         """Note whose sum the open window holds: this worker's, that of all until their update, or neither after a failed reduction."""
         self.joined, self.not_own = held == "of all", held != "own"
 
     @torch.no_grad()
-    def _added_up(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float]) -> tuple[Numbers, Sums]:
+    def _added_up(self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float]) -> tuple[Numbers, Sums]:
         rates = learning_rates(self._optimizer)
         sparse = [index for index, total in enumerate(sums) if total is not None and total.is_sparse]
         sums = [None if index in sparse else total for index, total in enumerate(sums)]
-        counts = len(sparse), *rate_bits(rates)
+        counts = len(sparse), *kit.rate_bits(rates)
         present = [total is not None for total in sums]
         own = encode(fields, self._flushing, present, self._rank, self._workers, others, counts)
         whole, guess = sums, [index for index in self._riders if index < len(sums)]
@@ -146,7 +134,7 @@ class WorkerGroup(Workers):
             if numbers.counts[0]:
                 raise _sparse_error()
             if numbers.micro_batches:
-                require_same_rates(rates, numbers.counts[1:], self._workers, self._rank)
+                kit.require_same_rates(rates, numbers.counts[1:], self._workers, self._rank)
             whole = _filled(whole, [index for index, there in enumerate(numbers.present) if there], zeros, others=False)
             self._riders = riders(whole, self._device)
             if self._riders == guess:
@@ -170,7 +158,7 @@ def _filled(sums: Sums, positions: Sequence[int], zeros: Callable[[int], Tensor]
 def _sparse_error() -> UsageError:
     fix = "Build the layer with dense gradients: torch.nn.Embedding(..., sparse=False)."
     found = "a sparse one on some worker"
-    return explain(UsageError, ".grad", expected="dense gradients beside module= and process_group=", found=found, fix=fix)
+    return kit.explain(UsageError, ".grad", expected="dense gradients beside module= and process_group=", found=found, fix=fix)
 
 
 # The module that several workers train together: checked, and its own reduction left out.
@@ -180,7 +168,7 @@ def _sparse_error() -> UsageError:
 # workers meet.
 
 
-def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
+def group_of(module: object, optimizer: torch.optim.Optimizer, options: kit.Options) -> WorkerGroup:
     """Return the workers that train `module` together; collective."""
     parallel = _require_parallel(module)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -194,7 +182,7 @@ def group_of(module: object, optimizer: torch.optim.Optimizer, options: Options)
     return workers
 
 
-def group_alone(group: object, optimizer: torch.optim.Optimizer, options: Options) -> WorkerGroup:
+def group_alone(group: object, optimizer: torch.optim.Optimizer, options: kit.Options) -> WorkerGroup:
     """Return the workers of a process group that train copies of a model without a module; collective."""
     require_group(group, "process_group")
     assert isinstance(group, dist.ProcessGroup)
@@ -208,27 +196,27 @@ def group_alone(group: object, optimizer: torch.optim.Optimizer, options: Option
 def comm_hook_error() -> UsageError:
     fix = "Leave register_comm_hook out: the window's sum is reduced by all_reduce."
     found = "a registered hook, which would never be called"
-    return explain(UsageError, "module", expected="a module without a communication hook", found=found, fix=fix)
+    return kit.explain(UsageError, "module", expected="a module without a communication hook", found=found, fix=fix)
 
 
 def _require_parallel(module: object) -> DistributedDataParallel:
     if not isinstance(module, DistributedDataParallel):
         found = f"an object of type {type(module).__name__}"
-        raise explain(ArgumentTypeError, "module", expected="a DistributedDataParallel or fully_shard module", found=found, fix=FIX)
+        raise kit.explain(ArgumentTypeError, "module", expected="a DistributedDataParallel or fully_shard module", found=found, fix=FIX)
     if any(map(is_sharded, reduced_by(module))):
         fix = "Leave module= out: their gradients are reduced in each backward pass."
-        raise explain(ArgumentTypeError, "module", expected="a module whose parameters are whole", found="sharded parameters", fix=fix)
+        raise kit.explain(ArgumentTypeError, "module", expected="a module whose parameters are whole", found="sharded parameters", fix=fix)
     if were_sharded(module.parameters()):
         found = "parts of tensor-parallel parameters, of which norm and overflow would be this part's own"
         fix = "Give the model fully_shard on a mesh of two dimensions in the place of DistributedDataParallel."
-        raise explain(ArgumentValueError, "module", expected="a module whose parameters are whole", found=found, fix=fix)
+        raise kit.explain(ArgumentValueError, "module", expected="a module whose parameters are whole", found=found, fix=fix)
     return module
 
 
-def require_same_options(options: Options, *groups: dist.ProcessGroup, **others: str) -> None:
+def require_same_options(options: kit.Options, *groups: dist.ProcessGroup, **others: str) -> None:
     """Raise unless all workers gave the same options; collective, and on every worker."""
     # Two workers' functions and scalers are different objects.
-    steps = options.steps if is_known(options.steps) else "a function"
+    steps = options.steps if kit.is_known(options.steps) else "a function"
     everyone = [(dist.get_rank(), str(dict(options._asdict(), steps=steps, scaler=type(options.scaler), **others)))]
     for group in groups:
         gathered: list[list[tuple[int, str]]] = [[]] * dist.get_world_size(group)
@@ -237,20 +225,20 @@ def require_same_options(options: Options, *groups: dist.ProcessGroup, **others:
     for rank, other in everyone:
         if other != everyone[0][1]:
             expected, found = f"the same options on every worker: {everyone[0][1]}", f"{other} on rank {rank}"
-            raise explain(ArgumentValueError, "options", expected=expected, found=found, fix="Give every worker the same options.")
+            raise kit.explain(ArgumentValueError, "options", expected=expected, found=found, fix="Give every worker the same options.")
 
 
 def require_group(group: Any, argument: str = "group") -> tuple[int, int]:
     """Raise unless this process is in the process group `group`; return its rank and the number of processes."""
     if not dist.is_available() or not dist.is_initialized():
         fix = "Call torch.distributed.init_process_group() first; leave the call or the argument out where there is one process."
-        raise explain(UsageError, argument, expected="an initialised torch.distributed", found="none in this process", fix=fix)
+        raise kit.explain(UsageError, argument, expected="an initialised torch.distributed", found="none in this process", fix=fix)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         fix = "Call it only on the processes that hold classes."
-        raise explain(UsageError, argument, expected="a group that this process is in", found="a group of other processes", fix=fix)
+        raise kit.explain(UsageError, argument, expected="a group that this process is in", found="a group of other processes", fix=fix)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         fix = "Pass what torch.distributed.new_group or mesh.get_group() returned."
-        raise explain(ArgumentTypeError, argument, expected="a torch.distributed.ProcessGroup or None", got=group, fix=fix)
+        raise kit.explain(ArgumentTypeError, argument, expected="a torch.distributed.ProcessGroup or None", got=group, fix=fix)
     return dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -268,7 +256,7 @@ def require_parameters(module: torch.nn.Module, own: Sequence[Tensor], parameter
     strangers = sum(id(parameter) not in known for parameter in parameters)
     if strangers:
         expected, found = "the module whose parameters the optimizer has", f"a {type(module).__name__} without {strangers} of them"
-        raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=FIX)
+        raise kit.explain(ArgumentValueError, "module", expected=expected, found=found, fix=FIX)
 
 
 def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
@@ -277,7 +265,7 @@ def require_none_ignored(module: DistributedDataParallel, parameters: Sequence[T
     if ignored:
         expected, found = "a module that reduces the optimizer's parameters", f"one that was told to ignore {ignored} of them"
         fix = "Give them an optimizer of their own, or make each a part of a DTensor: DTensor.from_local(expert, mesh, [Shard(0)])."
-        raise explain(ArgumentValueError, "module", expected=expected, found=found, fix=fix)
+        raise kit.explain(ArgumentValueError, "module", expected=expected, found=found, fix=fix)
 
 
 def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) -> None:
@@ -285,13 +273,13 @@ def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) ->
     if units_holding(sharded):
         fix = "Give the parameters of fully_shard an optimizer of their own, or put all under fully_shard."
         found = "parameters of fully_shard, which averages their gradients by itself"
-        raise explain(ArgumentValueError, "module", expected="sharded parameters with their whole gradients", found=found, fix=fix)
+        raise kit.explain(ArgumentValueError, "module", expected="sharded parameters with their whole gradients", found=found, fix=fix)
     workers = sorted(dist.get_process_group_ranks(group))
     for parameter in sharded:
         ranks = sorted(mesh_of(parameter).mesh.flatten().tolist())
         if ranks != workers:
             expected, found = f"sharded parameters over the ranks {workers} of the module", f"one over the ranks {ranks}"
-            raise explain(ArgumentValueError, "module", expected=expected, found=found, fix="Give it an optimizer of its own.")
+            raise kit.explain(ArgumentValueError, "module", expected=expected, found=found, fix="Give it an optimizer of its own.")
 
 
 # One sum over all workers for many tensors, without a second copy of the model.
@@ -414,7 +402,7 @@ class Numbers(NamedTuple):
 
 
 def encode(
-    fields: State,
+    fields: kit.State,
     flushing: bool,
     present: Iterable[bool],
     rank: int,
