@@ -10,7 +10,7 @@ from gradaccum_jax.backend import backend as backend
 from gradaccum_jax.large_batch.coupled import coupled_value_and_grad
 from gradaccum_jax.large_batch.value_and_grad import value_and_grad, value_and_update
 from gradaccum_jax.multisteps import MultiSteps
-from gradaccum_jax.optimizer import discard, flush
+from gradaccum_jax.optimizer import discard, epoch, flush
 from gradaccum_jax.parameters import apply_updates
 from gradaccum_jax.recomputation.function import recompute
 from gradaccum_jax.saving import check_state
@@ -29,6 +29,7 @@ __all__ = [
     "data_parallel",
     "describe",
     "discard",
+    "epoch",
     "flush",
     "recompute",
     "redistributed",

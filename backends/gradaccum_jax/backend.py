@@ -13,6 +13,7 @@ from gradaccum.kit import Options, UntilWeight, shared_until_weight_error
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.parameters import on_masters, without_masters
+from gradaccum_jax.update import takes
 from gradaccum_jax.verification import check
 from gradaccum_jax.window import probe
 from gradaccum_jax.workers.group import require_names, require_shard_axes
@@ -60,7 +61,7 @@ class JaxBackend:
         checked = options._replace(accumulate_dtype=require_dtype(options.accumulate_dtype))
         inner = optax.with_extra_args_support(transformation)
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
-        wrapped = Accumulation(held, checked, names, require_shard_axes(shard_axes))
+        wrapped = Accumulation(held, checked, names, require_shard_axes(shard_axes), takes(transformation))
         return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError
+from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, kit
 from gradaccum.kit import Options, Scalar, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
 from gradaccum_jax.arrays import Array, DType, Gradients, InnerState, Leaves, Params, Tree, is_half, is_none, takes_part, unique, wider
 from gradaccum_jax.sharding import ADD_UP, axes_in_parts
@@ -90,11 +90,36 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
     if np.shape(weight) != ():
         fix = "Sum the weights of the items: weight=mask.sum()."
         raise explain(ArgumentTypeError, "weight", expected="a scalar", found=f"shape {np.shape(weight)}", fix=fix)
-    if not isinstance(weight, jax.core.Tracer):
-        return jnp.asarray(require_weight(weight), dtype)
-    if not jnp.issubdtype(weight.dtype, jnp.floating) and not jnp.issubdtype(weight.dtype, jnp.integer):
-        raise explain(ArgumentTypeError, "weight", expected="a real number", found=f"dtype {weight.dtype}", fix="Cast it to float32.")
-    return weight.astype(dtype)
+    return _traced_number("weight", weight, dtype) if isinstance(weight, jax.core.Tracer) else jnp.asarray(require_weight(weight), dtype)
+
+
+def as_denominator(denominator: Scalar, options: Options, dtype: DType) -> Scalar:
+    """Return the divisor of a window as a scalar array of `dtype`; None as it is. With a traced one that is not finite or not above 0
+    the window ends without an update.
+    """
+    if denominator is None:
+        return None
+    if not isinstance(denominator, jax.core.Tracer):
+        return jnp.asarray(kit.require_denominator(denominator, options), dtype)
+    kit.require_denominator_allowed(options)
+    return _traced_number("denominator", denominator, dtype)
+
+
+def _traced_number(name: str, number: Array, dtype: DType) -> Array:
+    if number.shape or not (jnp.issubdtype(number.dtype, jnp.floating) or jnp.issubdtype(number.dtype, jnp.integer)):
+        found, fix = f"dtype {number.dtype} and shape {number.shape}", "Sum it up, and cast it to float32."
+        raise explain(ArgumentTypeError, name, expected="a real number", found=found, fix=fix)
+    return number.astype(dtype)
+
+
+def as_last(last: Scalar) -> Scalar:
+    """Return whether a micro-batch is its window's last as a bool array of shape (); None as it is."""
+    if last is None:
+        return None
+    if not isinstance(last, bool) and (getattr(last, "shape", None) != () or str(getattr(last, "dtype", None)) != "bool"):
+        fix = "Pass what gradaccum_jax.epoch(loader) yields beside the batch."
+        raise explain(ArgumentTypeError, "last", expected="True or False, or a bool scalar", got=last, fix=fix)
+    return jnp.asarray(last)
 
 
 def as_loss(value: Scalar, dtype: DType) -> Scalar:

@@ -7,25 +7,25 @@ and `jax.jit` inlines it. `wrap` returns a plain `optax.GradientTransformationEx
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradaccum import ArgumentTypeError
-from gradaccum.kit import Options, Scalar, ends, explain, initial_state, optimizer_error, wrapped_twice_error
-from gradaccum_jax import statistics, sums, window
+from gradaccum import ArgumentTypeError, kit
+from gradaccum.kit import Options, Scalar, ends, explain, given_weight, initial_state, optimizer_error, wrapped_twice_error
+from gradaccum_jax import checks, statistics, sums, window
 from gradaccum_jax.arrays import Extra, Gradients, InnerState, Params, Tree, Updates, handed, plain, strong
 from gradaccum_jax.checks import align, as_loss, as_weight, require_arrays, require_params, require_plain, require_state, require_statistics
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.parameters import in_place_of
 from gradaccum_jax.sharding import ShardAxes, replicated, require_ordinary, vary_like
 from gradaccum_jax.state import AccumulationState, event_of, fields_of, first_terms, fresh, with_event
-from gradaccum_jax.update import Update, require_none_of_a_batch
+from gradaccum_jax.update import ANY, Takes, Update, require_none_of_a_batch, require_taken
 from gradaccum_jax.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
 
@@ -41,6 +41,8 @@ class Accumulation:
     """The mesh axes whose devices share the window."""
     shard_axes: ShardAxes = None
     """The mesh axes along which parameters are sharded."""
+    takes: Takes = ANY
+    """The extra arguments of the inner optimizer."""
 
     def init(self, params: Params) -> AccumulationState:
         """Return the state before the first micro-batch, with one accumulator in the structure of `params`."""
@@ -60,11 +62,23 @@ class Accumulation:
         return group.shared_window(state, self.axes)
 
     def update(
-        self, grads: Tree, state: AccumulationState, params: Params = None, *, weight: Scalar = None, value: Scalar = None, **extra: Any
+        self,
+        grads: Tree,
+        state: AccumulationState,
+        params: Params = None,
+        *,
+        weight: Scalar = None,
+        value: Scalar = None,
+        last: Scalar = None,
+        **extra: Any,
     ) -> tuple[Updates, AccumulationState]:
-        """Take in one micro-batch; return the inner optimizer's updates at the end of the window, zeros before it."""
+        """Take in one micro-batch; return the inner optimizer's updates at the end of the window, zeros before it.
+
+        If `last` is True, the window ends with this micro-batch.
+        """
         self.check(state, params, extra)
-        if self.options.steps not in (1, None):
+        given_weight(weight, self.options.reduction)
+        if self.options.steps != 1 and (self.options.steps is not None or last is not None):
             require_none_of_a_batch(extra)
         check_known(self.options.steps, state.optimizer_step)
         aligned = align(grads, state.accumulator, any_float=self.options.accumulate_dtype is not None)
@@ -72,12 +86,21 @@ class Accumulation:
         dtype = jnp.result_type(state.weight)
         micro_batch = MicroBatch(aligned, as_weight(weight, dtype), as_loss(value, dtype))
         group.require_own_loss(micro_batch.loss, state, self.axes)
-        stepped: tuple[Updates, AccumulationState] = call_jitted(self._jitted_update, self._update, micro_batch, state, params, extra)
+        ends_here = (
+            group.same("last", checks.as_last(last), self.axes, "Write jax.lax.pmax(last, axis_name).") if last is not None else None
+        )
+        stepped: tuple[Updates, AccumulationState] = call_jitted(
+            self._jitted_update, self._update, micro_batch, state, params, extra, ends_here
+        )
         return stepped
 
-    def flush(self, state: AccumulationState, params: Params = None, **extra: Any) -> tuple[Updates, AccumulationState]:
+    def flush(
+        self, state: AccumulationState, params: Params = None, *, denominator: Scalar = None, **extra: Any
+    ) -> tuple[Updates, AccumulationState]:
         self.check(state, params, extra)
-        flushed: tuple[Updates, AccumulationState] = call_jitted(self._jitted_flush, self._flush, state, params, extra)
+        divides = checks.as_denominator(denominator, self.options, jnp.result_type(state.weight))
+        divides = group.same("denominator", divides, self.axes, "Write jax.lax.psum(denominator, axis_name).")
+        flushed: tuple[Updates, AccumulationState] = call_jitted(self._jitted_flush, self._flush, state, params, extra, divides)
         return flushed
 
     def discard(self, state: AccumulationState) -> AccumulationState:
@@ -89,6 +112,7 @@ class Accumulation:
         held = require_state(state)
         require_statistics(held, self.options)
         require_ordinary(params)
+        require_taken(extra, self.takes)
         group.require_in_scope(self.shard_axes)
         if self.axes:
             group.require_axes(self.axes)
@@ -116,20 +140,21 @@ class Accumulation:
     def _jitted_flush(self) -> Callable[..., Any]:
         return jax.jit(self._flush)
 
-    def _update(self, micro_batch: MicroBatch, state: AccumulationState, params: Params, extra: Extra) -> tuple[Updates, AccumulationState]:
+    def _update(
+        self, micro_batch: MicroBatch, state: AccumulationState, params: Params, extra: Extra, ends_here: Scalar
+    ) -> tuple[Updates, AccumulationState]:
         steps = size_at(self.options.steps, state.optimizer_step)
         state, dropped = window.add(state, micro_batch, steps, self.options, self.shard_axes)
         update, full = self._inner_update(state, params, extra, micro_batch.gradients), ends(fields_of(state), steps, jnp.where)
-        last = {"dropped": dropped, "tells": micro_batch.loss is not None}
-        if steps is None:
-            updates, state = window.keep(state, update, self.options, never=full, **last)
-        else:
-            updates, state = window.close(state, update, self.options, at_end=full, **last)
-        return updates, state
+        told = {"dropped": dropped, "tells": micro_batch.loss is not None}
+        if steps is None and ends_here is None:
+            return window.keep(state, update, self.options, never=full, **told)
+        return window.close(state, update, self.options, at_end=full if ends_here is None else full | ends_here, **told)
 
-    def _flush(self, state: AccumulationState, params: Params, extra: Extra) -> tuple[Updates, AccumulationState]:
+    def _flush(self, state: AccumulationState, params: Params, extra: Extra, denominator: Scalar) -> tuple[Updates, AccumulationState]:
         update, before, is_open = self._inner_update(state, params, extra), event_of(state), jnp.asarray(state.micro_step) > 0
-        updates, state = window.close(state, update, self.options, at_end=is_open, tells=extra.get("value") is None)
+        tells = extra.get("value") is None
+        updates, state = window.close(state, update, self.options, at_end=is_open, tells=tells, denominator=denominator)
         event = (jnp.where(is_open, new, old) for new, old in zip(event_of(state), before, strict=True))
         return updates, with_event(state, *event)
 
@@ -140,7 +165,7 @@ class Accumulation:
 
 
 def flush(
-    tx: optax.GradientTransformation, state: AccumulationState, params: Params = None, **extra: Any
+    tx: optax.GradientTransformation, state: AccumulationState, params: Params = None, *, denominator: Scalar = None, **extra: Any
 ) -> tuple[Updates, AccumulationState]:
     """Close the open window: make the update of the micro-batches that it holds.
 
@@ -158,15 +183,49 @@ def flush(
         params: the parameters, if the inner optimizer wants them, and with master weights. Their dtypes are those of the updates; for
             float32
             updates of half-precision parameters pass a float32 copy.
+        denominator: with ``steps=None``, what the sum is divided by in place of its weight: a finite scalar > 0.
         extra: passed on to the inner optimizer.
 
     Returns:
         The updates, zeros if none was made, and the new state.
 
     Raises:
-        ArgumentTypeError: `tx` is not wrapped, `state` is not its state, or `params` are missing.
+        ArgumentTypeError: `tx` is not wrapped, `state` is not its state, `params` are missing, or nobody takes an `extra` of that name.
+        ArgumentValueError: `denominator` is no finite number > 0, or stands beside ``steps`` or ``noise_scale``.
     """
-    return require_accumulation(tx).flush(plain(state), plain(params), **extra)
+    return require_accumulation(tx).flush(plain(state), plain(params), denominator=denominator, **extra)
+
+
+M = TypeVar("M")
+
+
+def epoch(loader: Iterable[M], *, progress: bool = False) -> Iterator[tuple[M, bool]]:
+    """Return an iterator over the micro-batches of a loader, each beside whether it is the last one.
+
+        for batch, last in gradaccum_jax.epoch(loader):
+            params, state = step(params, state, batch, last)  # tx.update(grads, state, params, weight=n, last=last)
+
+    So the loader's last window ends inside of the step, and `flush` needs no program of its own. The loader is read one micro-batch ahead.
+
+    Args:
+        loader: yields the micro-batches.
+        progress: show a progress bar with rich.
+
+    Raises:
+        ArgumentTypeError: `loader` is no iterable, or `progress` no bool.
+        MissingPackageError: `progress` without rich.
+    """
+    return _one_ahead(kit.epoch(loader, lambda: None, progress=progress))
+
+
+def _one_ahead(batches: Iterator[M]) -> Iterator[tuple[M, bool]]:
+    held: list[M] = []
+    for batch in batches:
+        if held:
+            yield held.pop(), False
+        held.append(batch)
+    if held:
+        yield held.pop(), True
 
 
 def discard(tx: optax.GradientTransformation, state: AccumulationState) -> AccumulationState:

@@ -8,12 +8,15 @@ micro-batch in mid-window costs the addition and the select. The next window's f
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from gradaccum import UsageError
+from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import Scalar, explain
 from gradaccum_jax.arrays import Array, Axes, Extra, Handed, InnerState, Params, Tree, Updates, cast_like, takes_part, wider
 from gradaccum_jax.control_flow import named_axes, once, traced_once
@@ -140,6 +143,41 @@ def _nothing(leaf: Array) -> complex:
 
 OF_A_BATCH = ("grad", "value_fn", "grad_fn", "obj_fn")
 """optax's extra arguments that describe the batch of the gradient."""
+OWN = ("weight", "value", "last", "denominator")
+"""gradaccum's own."""
+
+
+class Takes(NamedTuple):
+    """The extra arguments that an inner optimizer takes."""
+
+    names: frozenset[str] = frozenset()
+    """The declared ones."""
+    any: bool = True
+    """True if it takes others too, as everything that `optax.chain` made does."""
+
+
+ANY = Takes()
+
+
+def takes(inner: optax.GradientTransformation) -> Takes:
+    if not isinstance(inner, optax.GradientTransformationExtraArgs):
+        return Takes(any=False)
+    try:
+        declared = signature(inner.update).parameters.values()
+    except (TypeError, ValueError):
+        return ANY
+    return Takes(frozenset(p.name for p in declared), any(p.kind is Parameter.VAR_KEYWORD for p in declared))
+
+
+def require_taken(extra: Extra, taken: Takes) -> None:
+    """Raise if nobody takes an extra argument, or if one that is not declared looks like a misspelt one of gradaccum's."""
+    for name in extra.keys() - taken.names - {"value", *OF_A_BATCH}:
+        near = get_close_matches(name, OWN, 1, 0.75 if taken.any else 0.6)
+        if near or not taken.any:
+            fix = f"Did you mean {near[0]}=?" if near else "Leave it out, or give it to an inner optimizer that declares it."
+            fix = "weight= and last= belong to tx.update, denominator= to gradaccum_jax.flush." if name in OWN else fix
+            expected, found = "an argument of this call, or one that the inner optimizer declares", "neither"
+            raise explain(ArgumentTypeError, name, expected=expected, found=found, fix=fix)
 
 
 def require_none_of_a_batch(extra: Extra) -> None:

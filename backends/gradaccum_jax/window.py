@@ -78,13 +78,14 @@ def close(
     at_end: Scalar,
     dropped: Scalar = False,
     tells: bool = True,
+    denominator: Scalar = None,
 ) -> tuple[Updates, AccumulationState]:
     """Close the window where it ends: make its update or skip it, and count that.
 
     Returns:
         The updates (zeros if none was made) and the state.
     """
-    decision, whole = decide_on(state, update, options, at_end)
+    decision, whole, options = decide_on(state, update, options, at_end, denominator)
     loss = statistics.loss_of(whole.loss, whole.fields, options)
     update = update.told(loss) if tells else update
     traced, held = _traced(state, update, options, decision.divisor), (state.inner_state, state.masters)
@@ -147,14 +148,16 @@ class Whole(NamedTuple):
     """What is known of its first micro-batches."""
 
 
-def decide_on(state: AccumulationState, update: Update, options: Options, at_end: Scalar) -> tuple[Decision, Whole]:
-    """Return the decision, and the window. If the window goes on, nothing is measured."""
+def decide_on(
+    state: AccumulationState, update: Update, options: Options, at_end: Scalar, denominator: Scalar = None
+) -> tuple[Decision, Whole, Options]:
+    """Return the decision, the window, and the options under which it is divided. If the window goes on, nothing is measured."""
     dtype, measuring = jnp.result_type(state.weight), measures(options)
     start = (jnp.full((), 0 if measuring else jnp.nan, dtype), jnp.asarray(True))
 
     def look(fields: Fields, accumulator: Tree) -> tuple[Scalar, Scalar]:
         norm, finite = measure(accumulator, dtype, update.shard_axes)
-        fitting = sums.fits(accumulator, divisor(fields, options, jnp.where), update.dtypes.like)
+        fitting = sums.fits(accumulator, divisor(*_divided(fields, options, denominator), jnp.where), update.dtypes.like)
         return norm, finite & everywhere(fitting, update.shard_axes)
 
     if update.axes:
@@ -162,11 +165,17 @@ def decide_on(state: AccumulationState, update: Update, options: Options, at_end
     else:
         whole = Whole(fields_of(state), state.accumulator, as_read(state.loss), statistics.firsts_of(state))
         norm, finite = once(at_end, lambda _: look(whole.fields, whole.total), start) if measuring else start
-    decision = Decision(*decide(whole.fields, norm, finite, options, jnp.where, float(jnp.finfo(dtype).max)))
+    fields, options = _divided(whole.fields, options, denominator)
+    decision = Decision(*decide(fields, norm, finite, options, jnp.where, float(jnp.finfo(dtype).max)))
     if measuring and options.on_overflow == "ignore":
         # Never below 0. Nothing else tells XLA to measure the sum before the optimizer's updates take its place: see `statistics.add`.
         decision = decision._replace(divisor=jnp.where(norm < 0, norm, decision.divisor))
-    return decision, whole
+    return decision, whole._replace(fields=fields), options
+
+
+def _divided(fields: Fields, options: Options, denominator: Scalar) -> tuple[Fields, Options]:
+    """Return both as they are divided by, where the caller chose a denominator."""
+    return (fields, options) if denominator is None else kit.with_denominator(fields, denominator, options, jnp.where)
 
 
 def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) -> tuple[Whole, Scalar, Scalar]:

@@ -82,7 +82,7 @@ class Program:
 
     @cached_property
     def flush(self) -> Callable[..., Any]:
-        return self._in_mode(self._flush)
+        return self._in_mode(self.flush_plainly)
 
     @cached_property
     def discard(self) -> Callable[..., Any]:
@@ -110,8 +110,8 @@ class Program:
         updates, state = self.tx.update(gradients, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
-    def _flush(self, params: Any, state: Any) -> Any:
-        updates, state = flush(self.tx, state, params)
+    def flush_plainly(self, params: Any, state: Any, denominator: Any = None) -> Any:
+        updates, state = flush(self.tx, state, params, denominator=denominator)
         return optax.apply_updates(params, updates), state
 
     def _in_mode(self, function: Callable[..., Any], static: tuple[str, ...] = ()) -> Callable[..., Any]:

@@ -54,9 +54,10 @@ class JaxSession(Session):
             apply = self.program.apply if _valid(weight) else self.program.apply_plainly
             self.params, self.opt_state = apply(self.params, self.opt_state, given, weight)
 
-    def flush(self) -> None:
+    def flush(self, denominator: Any = None) -> None:
         with x64(self.wide):
-            self.params, self.opt_state = self.program.flush(self.params, self.opt_state)
+            flush = self.program.flush if denominator != 0 and _valid(denominator) else self.program.flush_plainly
+            self.params, self.opt_state = flush(self.params, self.opt_state, denominator)
 
     def discard(self) -> None:
         with x64(self.wide):

@@ -7,7 +7,7 @@ micro-batch pads all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class SharedProgram(Program):
 
     @cached_property
     def flush(self) -> Any:
-        return self.over(self._flush)
+        return self.over(self.flush_plainly)
 
     @cached_property
     def discard(self) -> Any:
@@ -95,9 +95,14 @@ class SharedSession(JaxSession):
     def idle(self) -> None:
         self._event(None, 0.0, {}, 0.0)
 
-    def flush(self) -> None:
+    def flush(self, denominator: Any = None) -> None:
         with x64(self.wide):
-            self.params, self.opt_state = self.program.flush(self.params, self.opt_state)
+            flush = (
+                self.program.flush
+                if denominator is None
+                else self.program.over(partial(self.program.flush_plainly, denominator=denominator))
+            )
+            self.params, self.opt_state = flush(self.params, self.opt_state)
 
     def result(self) -> StepResult:
         return StepResult(*(scalar.item() for scalar in result(_local(self.opt_state))))

@@ -108,6 +108,36 @@ MUTANTS = (
         SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
     ),
     Mutant(
+        "go_on_after_the_last_micro_batch",
+        "at_end=full if ends_here is None else full | ends_here",
+        "at_end=full",
+        OWN + "test_jax_everyday.py::test_the_last_window_of_a_loader_ends_in_the_step",
+    ),
+    Mutant(
+        "say_of_no_micro_batch_that_it_is_the_last",
+        "        yield held.pop(), True\n",
+        "        yield held.pop(), False\n",
+        OWN + "test_jax_everyday.py::test_epoch_of_a_loader",
+    ),
+    Mutant(
+        "pass_on_what_nobody_takes",
+        "        if near or not taken.any:\n",
+        "        if False:\n",
+        OWN + "test_jax_everyday.py::test_argument_that_nobody_takes_is_refused",
+    ),
+    Mutant(
+        "divide_by_the_weight_all_the_same",
+        "return (fields, options) if denominator is None else kit.with_denominator(",
+        "return (fields, options) if True else kit.with_denominator(",
+        SUITE + "test_weights.py::test_denominator_is_chosen_as_the_window_is_closed",
+    ),
+    Mutant(
+        "ask_no_weight_for_a_mean_of_items",
+        "        given_weight(weight, self.options.reduction)\n",
+        "",
+        SUITE + "test_weights.py::test_item_mean_asks_for_the_weight",
+    ),
+    Mutant(
         "divide_a_short_window_by_steps",
         "decide(whole.fields, norm, finite, options,",
         "decide((*whole.fields[:3], whole.fields[3] * 0 + (options.steps or 1), *whole.fields[4:]), norm, finite, options,",
