@@ -94,8 +94,9 @@ def as_weight(weight: Scalar, dtype: DType) -> Scalar:
 
 
 def as_denominator(denominator: Scalar, options: Options, dtype: DType) -> Scalar:
-    """Return the divisor of a window as a scalar array of `dtype`; None as it is. With a traced one that is not finite or not above 0
-    the window ends without an update.
+    """Return the divisor of a window as a scalar array of `dtype`; None as it is.
+
+    A traced one cannot be checked: if it is not finite or not above 0, the window ends without an update.
     """
     if denominator is None:
         return None

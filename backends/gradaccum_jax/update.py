@@ -170,7 +170,7 @@ def takes(inner: optax.GradientTransformation) -> Takes:
 
 
 def require_taken(extra: Extra, taken: Takes) -> None:
-    """Raise if nobody takes an extra argument, or if one that is not declared looks like a misspelt one of gradaccum's."""
+    """Raise unless the inner optimizer takes each extra argument, and none that it does not declare is one of `OWN` misspelt."""
     for name in extra.keys() - taken.names - {"value", *OF_A_BATCH}:
         near = get_close_matches(name, OWN, 1, 0.75 if taken.any else 0.6)
         if near or not taken.any:
