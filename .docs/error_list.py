@@ -65,7 +65,7 @@ def _entries_of(tree: ast.Module) -> Iterator[Entry]:
     for scope in (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
         names = outer | _assigned(list(ast.walk(scope)))
         for node in ast.walk(scope):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "explain" and len(node.args) == 2:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("explain", "kit.explain") and len(node.args) == 2:
                 yield _entry(node, names)
 
 

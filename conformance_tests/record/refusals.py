@@ -38,7 +38,7 @@ def _of(node: ast.AST, known: dict[str, ast.expr]) -> Iterator[str]:
     """The errors made in `node`, where `known` are the variables around it that have one value."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         known = known | dict(_assigned(node))
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "explain":
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("explain", "kit.explain"):
         given = {keyword.arg: keyword.value for keyword in node.keywords}
         yield f"{_name(node.args[0])} | {_text(node.args[1], known)}: expected {_text(given['expected'], known)}"
     elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _name(node.exc.func) != "explain":
