@@ -105,10 +105,6 @@ buffers_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
 """A module's own table."""
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    return getattr(tensor, "_base", None)
-
-
 DIVIDES_BY_GRAD_SCALE = "_step_supports_amp_scaling"
 """True on an optimizer whose ``step`` divides by ``optimizer.grad_scale``, as a fused one's does."""
 

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from gradaccum import AutoMicroBatchSize, UsageError
-from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum import ArgumentValueError, AutoMicroBatchSize, UsageError
+from gradaccum_torch.large_batch import auto, backward, coupled_backward
 from gradaccum_torch.large_batch.auto import is_out_of_memory, key_of
 
 X = torch.linspace(-1, 2, 64, dtype=torch.float64).reshape(8, 8).sin()
-NO_LIMIT = 2**40
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,6 +32,13 @@ def _small_heap() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss says when memory runs out, as a device's allocator does."""
+    if "refused" not in request.node.name:
+        monkeypatch.setattr(auto, "require_device", lambda sizes, tensors: None)
 
 
 class Failure(Exception):
@@ -142,7 +148,7 @@ POINTS = [(call, which) for call in (1, 2) for which in ("forward", "backward")]
 @pytest.mark.parametrize("point", POINTS, ids=str)
 def test_as_without_failure(place: str, point: tuple[int, str], held: bool) -> None:
     """The whole batch fails, then a half of it at every point, and then quarters fit: all bits are theirs. With gradients `held` before."""
-    run, sizes, x = Run(place, (0, "backward"), point, held=held), AutoMicroBatchSize(NO_LIMIT), X.clone()
+    run, sizes, x = Run(place, (0, "backward"), point, held=held), AutoMicroBatchSize(), X.clone()
     got = run.call(sizes)
     assert sizes.size == 2
     assert run.trouble.calls == point[0] + 1 + 4
@@ -151,7 +157,7 @@ def test_as_without_failure(place: str, point: tuple[int, str], held: bool) -> N
 
 
 def test_choice_is_remembered() -> None:
-    run, sizes = Run("no optimizer", (0, "forward")), AutoMicroBatchSize(NO_LIMIT)
+    run, sizes = Run("no optimizer", (0, "forward")), AutoMicroBatchSize()
     run.call(sizes)
     assert (sizes.size, run.trouble.calls, list(sizes.choices.values())) == (4, 3, [4])
     run.call(sizes)
@@ -163,7 +169,7 @@ def test_choice_is_remembered() -> None:
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_other_errors_pass(place: str, error: Any, which: str) -> None:
     """Unchanged, with everything as it was; no size is remembered, and the next call is as the first."""
-    run, sizes = Run(place, (0, "forward"), (2, which), error=error), AutoMicroBatchSize(NO_LIMIT)
+    run, sizes = Run(place, (0, "forward"), (2, which), error=error), AutoMicroBatchSize()
     run.trouble.calls = 1
     sizes.remember(key_of(loss_of(run.model, run.trouble), [X]), 4)
     before = run.state()
@@ -178,7 +184,7 @@ def test_other_errors_pass(place: str, error: Any, which: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_one_item_does_not_fit(place: str) -> None:
-    run, sizes = Run(place, *((call, "backward") for call in range(99))), AutoMicroBatchSize(NO_LIMIT)
+    run, sizes = Run(place, *((call, "backward") for call in range(99))), AutoMicroBatchSize()
     run.model.eval()  # Batch norm wants more than one item.
     before = run.state()
     with pytest.raises(UsageError, match="micro_batch_size: expected a micro-batch of one item to fit") as raised:
@@ -210,13 +216,13 @@ def test_freed_before_retry(kept: bool) -> None:
             errors.extend([error] if kept else [])
             raise torch.OutOfMemoryError from error
 
-    backward(loss_fn, X.float(), micro_batch_size=AutoMicroBatchSize(NO_LIMIT))
+    backward(loss_fn, X.float(), micro_batch_size=AutoMicroBatchSize())
     assert len(alive) == 2
 
 
 def test_allocator_of_the_cpu() -> None:
     """Its own error, of 128 TiB."""
-    model, sizes = make(), AutoMicroBatchSize(NO_LIMIT)
+    model, sizes = make(), AutoMicroBatchSize()
 
     def loss_fn(x: Tensor) -> Tensor:
         return model(x.float()).square().mean() + (torch.empty(2**45).sum() if len(x) > 2 else 0)
@@ -236,7 +242,7 @@ def test_coupled_loss() -> None:
 
     expected = gradients(4)
     for point in ((0, "forward"), (1, "backward")):
-        sizes = AutoMicroBatchSize(NO_LIMIT)
+        sizes = AutoMicroBatchSize()
         assert same(gradients(sizes, point), expected)
         assert sizes.size == 4
 
@@ -259,7 +265,7 @@ def test_a_batch_that_was_written_into_is_not_written_into_twice(coupled: bool) 
         return backward(fn, x, micro_batch_size=sizes)
 
     with pytest.raises(UsageError, match=r"micro_batch_size: expected a function that leaves its batch as it is.*give a number of items"):
-        call(sizes := AutoMicroBatchSize(NO_LIMIT))
+        call(sizes := AutoMicroBatchSize())
     assert all(p.grad is None for p in model.parameters())
     assert same(list(model.state_dict().values()), before)
     sizes.remember(key_of(fn, [x]), 2)
@@ -280,3 +286,18 @@ def test_a_batch_that_was_written_into_is_not_written_into_twice(coupled: bool) 
 )
 def test_errors_of_memory(error: Exception, memory: bool) -> None:
     assert is_out_of_memory(copy.copy(error)) == memory
+
+
+@pytest.mark.parametrize("size", ["auto", AutoMicroBatchSize(), AutoMicroBatchSize(memory_limit=2**40)], ids=str)
+def test_unknown_limit_is_refused(size: Any) -> None:
+    """A CPU has none to ask for, and a device its own."""
+    with pytest.raises(ArgumentValueError, match=r"micro_batch_size: .*On a CPU write a number of items"):
+        backward(lambda x: make()(x).sum(), X.float(), micro_batch_size=size)
+
+
+def test_keys_tell_functions_and_shapes() -> None:
+    trouble = Trouble()
+    first, second = loss_of(make(), trouble), (lambda x: x.sum())
+    assert key_of(first, [X]) == key_of(loss_of(make(), trouble), [X[:3]]) != key_of(second, [X])
+    assert key_of(first, [X]) == key_of(first, [X[:, :5]]) != key_of(first, [X[:, :4]])
+    assert key_of(first, [X]) != key_of(first, [X.float()])

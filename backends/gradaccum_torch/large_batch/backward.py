@@ -62,9 +62,9 @@ def backward(
         batch: the arguments of `loss_fn` for the large batch: tensors, arrays and any nest of tuples, lists, dicts and dataclasses of
             them. They are cut into views and not changed. A plain number, text or None is passed whole to each micro-batch.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
-        micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize`: the most that fit into memory. When it
-            runs out, the call starts over with half as many. A CPU needs ``AutoMicroBatchSize(memory_limit=)``, in bytes that autograd
-            may keep. All workers of the optimizer's group, or of the default process group, make such a call together.
+        micro_batch_size: items of a micro-batch; ``"auto"`` or an `AutoMicroBatchSize` without a limit: the most that fit into the
+            memory of a device. When it runs out, the call starts over with half as many. All workers of the optimizer's group, or of the
+            default process group, make such a call together.
         micro_batch_weight: consecutive items are packed up to this weight, by `weight`, an array.
         reduction: ``"mean"``: `loss_fn` returns a mean, and each counts by its weight; ``"sum"``: losses are added; ``"item_mean"``:
             `loss_fn` returns a sum, and the total is divided by the total weight. Default: that of `optimizer`, else ``"mean"``;
