@@ -154,8 +154,8 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0, or `loss` no number.
             ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
-            UsageError: there is a loss scale that nobody has asked for yet; ``jit(capture_mode="trace")`` is recording; or an update raised
-                when it was partly made.
+            UsageError: there is a loss scale that nobody has asked for yet; ``jit(capture_mode="trace")`` is recording; or the inner
+                optimizer raised in the last update.
         """
         refuse_trace()
         self.pynative_window.require_whole()

@@ -74,6 +74,7 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
     for name, parameter in parameters.items():
         write(parameter, Tensor(changed[name] if name in changed else parameter_dict[name].asnumpy(), parameter.dtype))
     for storage in _storages(cell):
+        storage.half_made = False
         storage.listening.loaded()
 
 

@@ -143,6 +143,8 @@ class Storage(nn.Cell):  # type: ignore[misc]
         next micro-batch without a write."""
         self.knowledge = Knowledge(prefix, options, self.float_dtype)
         self.listening = Listening(self)
+        self.half_made = False
+        """True while nothing has been loaded since the inner optimizer raised."""
         self.several, self.place = place is not None, place or (0, 1)
         self.prefix = prefix
         if place is not None:

@@ -1,4 +1,4 @@
-"""The inner optimizer's call, the rounding of masters after it, whether a call that raised made its update, and its own loss scale.
+"""The inner optimizer's call, the rounding of masters after it, and its own loss scale.
 
 `mindspore.nn.SGD(..., loss_scale=1024.0)` divides each gradient it is handed by 1024. That is one half of MindSpore's pair for a static
 scale; the other half, `mindspore.amp.FixedLossScaleManager` or ``sens=``, multiplies the loss. So it counts as the loss scale here, and
@@ -7,9 +7,7 @@ norms are norms of the true gradient. The inner optimizer gets the window's grad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
@@ -36,12 +34,6 @@ def with_inner_scale(options: Options, inner: Optimizer) -> Options:
     return options._replace(scale_rule=ScaleRule(init_scale=scale))
 
 
-Made = Literal["not", "half", "whole"]
-"""How far an update came."""
-WATCHED = 3
-"""Parameters that a `Witness` compares."""
-ELEMENTS = 64
-"""Elements of each."""
 IN_PLACE = ("mindspore.mint.optim.sgd.SGD", "mindspore.mint.optim.adam.Adam")
 """They write parameters by ``Parameter.add_``."""
 
@@ -54,7 +46,6 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.inner = inner
         self.masters = masters
         self.rounds = len(masters.masters) > 0
-        self.witness = Witness(inner)
         self.in_place = any(f"{kind.__module__}.{kind.__name__}" in IN_PLACE for kind in type(inner).__mro__)
 
     def require_in_place(self) -> None:
@@ -81,45 +72,3 @@ def adds_in_place(device: str) -> bool:
     tried = Parameter(Tensor([0.0], ms.float32), name="tried")
     tried.add_(Tensor([1.0], ms.float32))
     return bool(tried.asnumpy()[0] == 1.0)
-
-
-class Witness:
-    """Looks at some Parameters of an optimizer, before and after a call.
-
-    The call can raise before it changed anything, after it changed everything, and, in an optimizer that is a Python loop or takes steps of
-    its own, between. MindSpore counts no versions of a Parameter, so elements of a few are compared: of the first and the last one that
-    the optimizer works on, because a loop runs from one to the other, and of its own state, ``global_step`` first.
-    """
-
-    def __init__(self, inner: Optimizer) -> None:
-        own = [(place, parameter) for place, parameter in enumerate(inner.parameters) if parameter.dtype != ms.bfloat16]
-        if ms.get_context("device_target") != "CPU":
-            # There NumPy gets a copy of the whole Parameter.
-            own.sort(key=lambda each: each[1].size)
-            own = own[:2]
-        ends = own if len(own) < 2 else [own[0], own[-1]]
-        self.places = [place for place, _ in ends]
-        """The first and the last one's places among the parameters. Never bfloat16, which NumPy does not have."""
-        known = {id(parameter) for parameter in inner.parameters}
-        state = [parameter for parameter in inner.get_parameters() if id(parameter) not in known and parameter.dtype != ms.bfloat16]
-        state.sort(key=lambda parameter: ("step" not in parameter.name, parameter.size))
-        self.watched = [*(parameter for _, parameter in ends), *state][:WATCHED]
-
-    def look(self) -> list[bytes]:
-        return [sample(parameter).tobytes() for parameter in self.watched]
-
-    def judge(self, before: list[bytes], sums: Sequence[Tensor]) -> Made:
-        """Judge what became of an update by `sums` that raised; `before` it they looked so.
-
-        A parameter whose sum has zeros where it is looked at tells nothing.
-        """
-        moved = [now != then for now, then in zip(self.look(), before, strict=True)]
-        if not any(moved):
-            return "not"
-        told = [moved[index] for index, place in enumerate(self.places) if sample(sums[place].astype(ms.float32)).any()]
-        return "whole" if all(told) else "half"
-
-
-def sample(tensor: Tensor) -> Any:
-    flat = tensor.asnumpy().reshape(-1)
-    return flat[:: max(1, flat.size // ELEMENTS)][:ELEMENTS]

@@ -6,7 +6,6 @@ There an operator costs more than reading a scalar, so a Python ``if`` leaves ou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Tensor
@@ -27,15 +26,11 @@ class PyNativeWindow:
     def __init__(self, storage: Storage, options: Options) -> None:
         self.storage = storage
         self.options = options
-        self.half_made: Callable[[], bool] | None = None
-        """True while nothing has been loaded since an update raised when it was partly made."""
 
     def require_whole(self) -> None:
-        """Raise unless the last update was made as a whole, or something was loaded since."""
-        if self.half_made is not None:
-            if self.half_made():
-                raise kit.half_made_error()
-            self.half_made = None
+        """Raise unless the last update ended in the inner optimizer, or something was loaded since."""
+        if self.storage.half_made:
+            raise kit.half_made_error()
 
     def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
         """Take in one micro-batch of checked gradients, and its `loss` if one is passed; return the state after it, written.
@@ -95,8 +90,8 @@ class PyNativeWindow:
     def close(self, state: State, update: Update) -> None:
         """End the window: make the `update` with its gradients, or not at all.
 
-        If this raises, the window is either open as before, and ``flush`` makes its update, or closed, if the update was made. If it
-        was partly made, each further call raises until ``discard``, or until something is loaded.
+        If this raises before the inner optimizer is called, the window is open as before, and ``flush`` makes its update. If the inner
+        optimizer raises, each further call raises until ``discard``, or until a checkpoint is loaded. Otherwise the window is closed.
         """
         decision = self.decision(state)
         self.carry_out(state, decision, self.storage.knowledge.after(state, decision.grad_norm), update)
@@ -110,25 +105,15 @@ class PyNativeWindow:
         """Make the update, if that was decided, and end the window; `known` of it from now on."""
         if decision.apply:
             update.require_in_place()
-        before = update.witness.look() if decision.apply else None
-        made = False
+            gradients = ms.mutable(self.gradients(decision.divisor))
+            self.storage.half_made = True
+            update(gradients)
+            self.storage.half_made = False
         try:
-            if decision.apply:
-                update(ms.mutable(self.gradients(decision.divisor)))
-            made = True
             self.finish(state, decision, known)
         except BaseException:
-            came = "whole" if made or before is None else update.witness.judge(before, self.storage.sums)
-            if came == "whole":
-                update.round()
-                self.finish(state, decision, known)
-            elif came == "half":
-                self.stop(update)
+            self.finish(state, decision, known)
             raise
-
-    def stop(self, update: Update) -> None:
-        state, left = self.storage.pull(), update.witness.look()
-        self.half_made = lambda: self.storage.pull() == state and update.witness.look() == left
 
     def measure(self, state: State) -> tuple[float, bool]:
         norm, finite = measure(self.storage.sums, self.storage.float_dtype)
@@ -164,7 +149,7 @@ class PyNativeWindow:
         except BaseException:
             self.forget()
             raise
-        self.half_made = None
+        self.storage.half_made = False
 
     def forget(self) -> None:
         self.clear()

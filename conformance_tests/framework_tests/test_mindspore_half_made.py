@@ -1,4 +1,4 @@
-"""An update in PyNative that raised half-way is refused by name until the window is discarded or a checkpoint is loaded."""
+"""An update in PyNative that raised in the inner optimizer is refused by name until the window is discarded or a checkpoint is loaded."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def values(optimizer):
     return [float(parameter.asnumpy()[0]) for parameter in optimizer.parameters]
 
 
-@pytest.mark.parametrize("writes", [1, 3, 5])
+@pytest.mark.parametrize("writes", [0, 3, 6])
 def test_half_made_update_is_refused(writes):
     """No parameter moves a second time, and the window does not count as applied."""
     optimizer = interrupted(writes)
@@ -73,22 +73,12 @@ def test_half_made_update_is_refused(writes):
     assert (values(optimizer), optimizer.result.optimizer_step) == ([value - 2.0 for value in left], 1)
 
 
-@pytest.mark.parametrize(("writes", "counted"), [(0, 0), (6, 1)])
-def test_update_not_begun_or_whole(writes, counted):
-    """The first is due, and made by `flush`; the second is not repeated."""
-    optimizer = interrupted(writes)
-    assert optimizer.result.optimizer_step == counted
-    assert optimizer.flush() == (counted == 0)
-    assert (values(optimizer), optimizer.result.optimizer_step) == ([-1.0] * 6, 1)
-
-
-@pytest.mark.parametrize("load", [load_checkpoint_into, ms.load_param_into_net])
-def test_loaded_checkpoint_goes_on(load):
+def test_loaded_checkpoint_goes_on():
     optimizer = interrupted(0)
     optimizer.discard()
     saved = {p.name: Parameter(Tensor(p.asnumpy().copy(), p.dtype), name=p.name) for p in optimizer.get_parameters()}
     optimizer = interrupted(2)
-    load(optimizer, saved)
+    load_checkpoint_into(optimizer, saved)
     for value in (1.0, 3.0):
         optimizer(gradients(value))
     assert (values(optimizer), optimizer.result.optimizer_step) == ([-1.0] * 6, 1)
@@ -105,15 +95,3 @@ def test_half_made_by_an_error():
     assert (optimizer.result.applied, optimizer.result.optimizer_step) == (False, 0)
     with pytest.raises(gradaccum.UsageError, match=REFUSED):
         optimizer.flush()
-
-
-def test_zero_gradients_tell_nothing():
-    """The first parameter took no part, so that it stands still in a whole update."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    inner = Loop([Parameter(Tensor(np.ones(size, np.float32)), name=f"p{size}") for size in SIZES])
-    optimizer = gradaccum.wrap(inner, steps=1)
-    inner.writes = len(SIZES)
-    with pytest.raises(Stop):
-        optimizer((None, *gradients(2.0)[1:]))
-    assert not optimizer.flush()
-    assert (values(optimizer), optimizer.result.optimizer_step) == ([1.0] + [-1.0] * 5, 1)
