@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from inspect import Parameter, signature
 
 import torch
@@ -84,17 +85,50 @@ def require_loss(loss: object) -> Tensor:
 # The errors for calls that would make an open window wrong. Each is raised before anything changed.
 
 
-def changed_gradients_error() -> UsageError:
+class Change(Enum):
+    """A change of ``.grad``, by its likeliest cause: what was found, and what to write."""
+
+    SHARED = (
+        "gradients of parameters that another wrapped optimizer has too",
+        "Give each optimizer parameters of its own, and wrap one optimizer once.",
+    )
+    REDUCED = (
+        "gradients that DistributedDataParallel averaged in each micro-batch",
+        "Write gradaccum.wrap(optimizer, ..., module=parallel).",
+    )
+    PIPELINED = (
+        "gradients that a schedule of torch.distributed.pipelining divided",
+        "Build the schedule with scale_grads=False.",
+    )
+    CLEARED = (
+        "gradients that were cleared, most likely by model.zero_grad() or by another optimizer's zero_grad()",
+        "Call opt.zero_grad() in its place, which keeps the window's sum.",
+    )
+    REPLACED = (
+        "a .grad that was assigned (p.grad = ...)",
+        "Write torch.autograd.backward(parameters, gradients) in place of p.grad = gradient.",
+    )
+    WRITTEN = (
+        "gradients that were written into, most likely by clip_grad_norm_",
+        "To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to log the norm, read opt.result.grad_norm after a window's end.",
+    )
+
+
+def changed_gradients_error(change: Change) -> UsageError:
+    found, fix = change.value
+    expected = "the gradients as backward() accumulated them since the window began"
+    otherwise = "A loop that needs .grad for itself is right with separate_sums=True. The window cannot be mended: call opt.discard()."
+    return explain(UsageError, ".grad", expected=expected, found=found, fix=f"{fix} {otherwise}")
+
+
+def no_backward_error() -> UsageError:
     return explain(
         UsageError,
-        ".grad",
-        expected="the gradients as backward() accumulated them since the window began",
-        found="gradients that something else changed, such as clip_grad_norm_, scaler.unscale_, model.zero_grad() or an assignment",
-        fix="To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to clear, opt.zero_grad(); to log the norm, read "
-        "opt.result.grad_norm after the window's last step; in place of p.grad = g, torch.autograd.backward(parameters, gradients); to "
-        "change the window's gradient, opt.register_step_pre_hook(...), which runs once per update; for DistributedDataParallel, "
-        "gradaccum.wrap(optimizer, ..., module=parallel); under torch.distributed.pipelining, scale_grads=False. A loop that keeps .grad "
-        "for itself is right with gradaccum.wrap(optimizer, ..., separate_sums=True). The window cannot be mended: call opt.discard().",
+        "step()",
+        expected="a backward pass since the last step()",
+        found="none that reached a parameter of this optimizer",
+        fix="Call opt.backward(loss) before each step(). For a micro-batch that adds nothing write opt.backward(loss, weight=0); "
+        "to close a short window at the end of the data, opt.flush().",
     )
 
 
@@ -149,10 +183,21 @@ def multiplied_error() -> UsageError:
         "loss",
         expected="one that this optimizer was given, or one that nothing multiplies",
         found="gradients from another wrapped optimizer's backward(loss), which multiplied the loss by its weight or its loss scale",
-        fix='One loss for several optimizers: wrap them with reduction="sum", divide the loss by the window\'s total '
-        "(gradaccum.windows) and give no weight. If these gradients are not wanted here, write "
+        fix='One loss for several optimizers: wrap them with reduction="item_mean", sum the loss, call loss.backward(), and give each '
+        "its weight by opt.weigh(n). If these gradients are not wanted here, write "
         "opt.backward(loss, inputs=list(generator.parameters())), or call zero_grad() of this optimizer before its own backward(). "
         "To start the window anew call opt.discard().",
+    )
+
+
+def not_weighed_error(weight: float) -> UsageError:
+    return explain(
+        UsageError,
+        "loss",
+        expected=f'to be multiplied by its weight, {weight:g}, as reduction="mean" adds it',
+        found="a plain backward() after opt.weigh(), which multiplies nothing",
+        fix='Sum the loss over the items and write gradaccum.wrap(optimizer, ..., reduction="item_mean"), or pass the loss to '
+        "opt.backward(loss). To start the window anew call opt.discard().",
     )
 
 
@@ -160,7 +205,7 @@ def other_weight_error(weight: float, earlier: float) -> UsageError:
     return explain(
         UsageError,
         "weight",
-        expected=f"{earlier:g}, the weight of an earlier loss of the same micro-batch",
+        expected=f"{earlier:g}, the weight that the same micro-batch was given before",
         got=weight,
         fix="Call opt.step() after each micro-batch, or give all its losses one weight.",
     )

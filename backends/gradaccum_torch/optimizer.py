@@ -9,10 +9,10 @@ learning-rate scheduler writes into the groups. The hooks are this optimizer's o
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial, wraps
 from types import FunctionType, MethodType, TracebackType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradaccum import StepResult, UsageError
-from gradaccum.kit import Handle, Listener, Options, described, explain, require_weight
+from gradaccum.kit import Handle, Listener, Options, described, epoch, explain, require_weight, updates_in
 from gradaccum_torch.checks import known_window_size, require_loss
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
 from gradaccum_torch.parameters import Group, Parameters
@@ -42,6 +42,7 @@ from gradaccum_torch.update import (
     load_post_hooks,
     load_pre_hooks,
     note_missing_closure,
+    require_unwrapped,
     save_post_hooks,
     save_pre_hooks,
 )
@@ -52,6 +53,7 @@ from gradaccum_torch.workers.workers import workers_of
 
 OptimizerState = Any
 """``optimizer.state``: a mapping from each parameter to what the optimizer keeps for it."""
+M = TypeVar("M")
 _FROM_SCALER = "grad_scale"
 """What ``scaler.step`` sets on an optimizer for the time of its step."""
 
@@ -81,6 +83,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def _build(self, options: Options, masters: Mapping[int, Tensor] | None = None) -> None:
         """Begin anew; `masters`: the master weights by position, of a copied inner optimizer that has worked on them already."""
+        require_unwrapped(self._inner)
         self._options = options
         self._parameters = Parameters(self._inner, options.master_weights, masters)
         self._scaler = link_scaler(options, self._parameters.device())
@@ -126,8 +129,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Args:
             loss: scalar tensor, shape ``()``. It is not changed.
-            weight: the micro-batch's number of items, >= 0, default 1. With 0 the micro-batch is counted and contributes nothing,
-                even if its gradient would be NaN: there is no backward pass, or one of zeros where other workers wait for it.
+            weight: the micro-batch's number of items, >= 0; by default what `weigh` was given, else 1. With 0 the micro-batch is counted
+                and contributes nothing, even if its gradient would be NaN: there is no backward pass, or one of zeros where other workers
+                wait for it.
             kwargs: those of `torch.Tensor.backward`.
 
         Raises:
@@ -137,11 +141,25 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """
         if kwargs.get("create_graph"):
             self._workers.require_no_graph()
-        own = 1.0 if weight is None else require_weight(weight)
-        self._window.backward(require_loss(loss), own, kwargs)
+        self._window.backward(require_loss(loss), None if weight is None else require_weight(weight), kwargs)
+
+    def weigh(self, weight: float) -> None:
+        """Give the micro-batch that the next ``step`` counts its weight, whoever runs the backward pass.
+
+        So one ``loss.backward()`` serves several wrapped optimizers, each with items of its own: with ``reduction="item_mean"`` and a
+        summed loss, each divides by the items that it was given. An optimizer without items is given 0.
+
+        Args:
+            weight: the number of items, >= 0.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: `weight` is no such number.
+            UsageError: a loss of the same micro-batch had another weight.
+        """
+        self._window.weigh(require_weight(weight))
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` times the loss scale, for ``opt.scale(loss).backward()``; the weight is then 1.
+        """Return `loss` times the loss scale, for ``opt.scale(loss).backward()``; the weight is that of `weigh`, else 1.
 
         Args:
             loss: tensor of any shape, float dtype kept.
@@ -162,8 +180,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             None; with a closure, what it returns.
 
         Raises:
-            UsageError: something changed ``.grad`` since autograd filled it, or a plain ``backward()`` was used where weight or loss
-                scale are needed. The window is as it was before the call.
+            UsageError: there was no backward pass since the last ``step``; something changed ``.grad`` since autograd filled it; or a
+                plain ``backward()`` was used where weight or loss scale are needed. The window is as it was before the call.
+            ArgumentTypeError: ``reduction="item_mean"``, and nothing gave the micro-batch its weight.
         """
         window = self._window
         loss = None if closure is None else window.evaluate(closure)
@@ -178,16 +197,49 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 raise
         return loss
 
-    def flush(self) -> None:
+    def flush(self, *, denominator: float | None = None) -> None:
         """Close the open window now, dividing by what it holds; an empty one stays as it is.
 
         With ``module=`` or ``process_group=`` this is collective: this worker takes part in the windows of the others until they flush.
 
+        Args:
+            denominator: with ``steps=None``: divide the sum by this number, > 0, in place of the window's weight.
+
         Raises:
+            ArgumentTypeError, ArgumentValueError: `denominator` is no such number, or windows close by themselves.
             UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``; or another worker did
                 not come before the process group's timeout.
         """
-        self._window.listening.after(self._window.flush)
+        self._window.listening.after(partial(self._window.flush, denominator))
+
+    def epoch(self, loader: Iterable[M], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
+        """Iterate over the micro-batches of a loader, and flush when it ends: ``for x, y in opt.epoch(loader):``.
+
+        A loop that is left early, by ``break`` or an error, leaves its window open.
+
+        Args:
+            loader: yields the micro-batches.
+            carry: leave the last window open for the next pass.
+            progress: show a progress bar; needs rich.
+
+        Raises:
+            ArgumentTypeError: `loader` is no iterable, or a flag no bool.
+            MissingPackageError: `progress` without rich.
+        """
+        return epoch(loader, self.flush, carry=carry, progress=progress)
+
+    def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
+        """Return the number of updates in `epochs` passes of `epoch` over a loader from here on: the length of a scheduler.
+
+        Args:
+            loader: has a length, or is its number of micro-batches, an int >= 0.
+            epochs: the number of passes, an int >= 0.
+
+        Raises:
+            ArgumentTypeError: `loader` has no length; or windows end by weight or by ``flush``, so that nobody knows their number.
+            ArgumentValueError: a number is below 0.
+        """
+        return updates_in(loader, self._options.steps, epochs=epochs, optimizer_step=self._window.updates)
 
     def discard(self) -> None:
         """Forget the open window and the micro-batch under way: no update, nothing counted, the loss scale as it was."""
@@ -289,7 +341,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer. Its own ``step`` knows nothing of windows: do not call it."""
+        """The inner optimizer. Its own ``step`` raises for as long as this one lives."""
         return self._inner
 
     def __getattr__(self, name: str) -> Any:
@@ -337,7 +389,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def _initialized_state(self) -> OptimizerState:
         require_no_open_window(self.result.micro_step)
-        with self._parameters.masters_in_place():
+        with self._parameters.masters_in_place(), self._window.update.running():
             initialize_state(self._inner)
         return {"initialized": True}  # An empty state, as of an inner optimizer without one, would have torch make a step of this one.
 
@@ -381,7 +433,7 @@ class _Watch(TorchFunctionMode):
 def forwarded(method: Callable[..., Any], name: str, window: Window, parameters: Parameters) -> Callable[..., Any]:
     """Wrap a `method` of the inner optimizer so that it raises if it touches ``.grad`` while a window is under way."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def call(*args: Argument, **kwargs: Argument) -> Any:
         with parameters.published(), _Watch(name, window, parameters):
             return method(*args, **kwargs)

@@ -86,6 +86,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def _step_update(self, num_updates: int | None = None, *args: Argument, **kwargs: Argument) -> Any:
         """Call the scheduler's ``step_update`` with the number of updates applied, whatever the loop has counted."""
         updates = self._updates()
+        self._scheduler.optimizer._window.forget_rates()
         return self._scheduler.step_update(updates, *args, **kwargs) if updates else None
 
     def get_last_lr(self) -> list[Any]:
@@ -127,6 +128,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
         # torch warns if it has not seen the optimizer's step, and it cannot have seen an update that was made before a checkpoint.
         note_step_called(self._scheduler.optimizer)
         self._scheduler.step(*args, **kwargs)
+        self._scheduler.optimizer._window.forget_rates()
 
     def _updates(self) -> int:
         return int(self._scheduler.optimizer._window.updates)

@@ -101,7 +101,7 @@ class Statistics:
     def __init__(self, options: Options) -> None:
         self._options, self.measures_noise = options, options.noise_decay is not None
         self._noise = no_noise()
-        self._closed: tuple[_Losses, Fields] | float = math.nan
+        self._closed: tuple[_Losses, Fields, Options] | float = math.nan
         """The loss of the last closed window, or what it is made of."""
         self._open, self._counted, self._joined, self._firsts = _Losses(), 0, False, 1
 
@@ -151,11 +151,12 @@ class Statistics:
             self._noise = Noise(*joined_noise(self._noise, weight, squares, select))
             self._firsts = int(count)
 
-    def window_ended(self, ended: State, grad_norm: float) -> None:
+    def window_ended(self, ended: State, options: Options, grad_norm: float) -> None:
+        """End the window that was `ended` under these `options`; they say by what its losses are divided."""
         if self.measures_noise:
             self._noise = Noise(*window_seen(self._noise, ended, grad_norm, self._options, select, self._firsts))
         closed = self._open if self._is_complete(ended.micro_step) else _Losses(math.nan)
-        self._closed = closed, ended
+        self._closed = closed, ended, options
         self._begin()
 
     def discard(self) -> None:
@@ -166,8 +167,8 @@ class Statistics:
     def loss(self) -> float:
         """The last closed window's loss; NaN if one of its losses is unknown. May wait for the device."""
         if isinstance(self._closed, tuple):
-            losses, ended = self._closed
-            self._closed = _one_nan(window_loss(losses.summed(self._options), ended, self._options, select))
+            losses, ended, options = self._closed
+            self._closed = _one_nan(window_loss(losses.summed(self._options), ended, options, select))
         return self._closed
 
     @property

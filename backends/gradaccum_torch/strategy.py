@@ -6,6 +6,7 @@ before it is added, and `SeparateStrategy` leaves ``.grad`` to the user. `Plan` 
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum_torch.checks import Size, changed_gradients_error, interrupted_error, unfinished_error
+from gradaccum import UsageError
+from gradaccum_torch.checks import Change, Size, changed_gradients_error, interrupted_error, unfinished_error
 from gradaccum_torch.parameters import Parameters
+from gradaccum_torch.private import module_averaging
 from gradaccum_torch.sums import GRAD, IS_SPARSE, REQUIRES_GRAD, Measured, Versions, coalesced, divide, measure, multiply, narrowed
 from gradaccum_torch.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, can_be_hooked, seen
 
@@ -94,7 +97,19 @@ class Strategy(ABC):
         if self.watch.known.given or self.watch.known.arrived:
             raise unfinished_error(call)
         if not self.watch.intact():
-            raise changed_gradients_error()
+            raise self.changed_error()
+
+    def changed_error(self) -> UsageError:
+        """Return the error for a changed ``.grad``, with its likeliest cause; may wait for the device."""
+        parameters = self._parameters.unique()
+        if self._hooks.shared():
+            return changed_gradients_error(Change.SHARED)
+        averaging = module_averaging(parameters)
+        if averaging is not None and averaging.require_backward_grad_sync:
+            return changed_gradients_error(Change.REDUCED)
+        change = self.watch.found_change()
+        pipelined = change is Change.WRITTEN and "torch.distributed.pipelining" in sys.modules
+        return changed_gradients_error(Change.PIPELINED if pipelined else change)
 
     def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
         """Raise unless a changed ``.grad`` was the whole gradient of the window, which the user may change.
@@ -102,7 +117,7 @@ class Strategy(ABC):
         `first`: the last micro-batch is the first of its window; `flushing`: no micro-batch is under way.
         """
         if not self._is_all_in_grad(first, flushing) or (self.watch.known.changed and not first):
-            raise changed_gradients_error()
+            raise self.changed_error()
 
     @abstractmethod
     def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:
@@ -167,7 +182,7 @@ class Strategy(ABC):
 
     def forget_micro_batch(self) -> None:
         """Note that the user cleared ``.grad``, which held the micro-batch under way and nothing else."""
-        self.watch.reset()
+        self.watch.reset(self.watch.known.cleared())
 
     def window_ended(self) -> None:
         self.clear()

@@ -5,23 +5,33 @@ If the inner optimizer's ``step`` itself raised, nobody knows how far it came, a
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import is_not
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradaccum import UsageError
+from gradaccum import ArgumentTypeError, UsageError
 from gradaccum.kit import explain, half_made_error
 from gradaccum_torch.parameters import Group, Parameters
-from gradaccum_torch.private import DIVIDES_BY_GRAD_SCALE
+from gradaccum_torch.private import DIVIDES_BY_GRAD_SCALE, untraced, version
 from gradaccum_torch.strategy import Strategy
 from gradaccum_torch.sums import DTYPE, GRAD, Versions, operand
+
+Rates = tuple[object, object]
+"""The learning rates of two groups."""
+
+
+def _rate(rate: object) -> object:
+    return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
 
 
 class Update:
@@ -33,6 +43,9 @@ class Update:
         """The last one was made, even if something raised after it."""
         self.half_made = False
         """The inner optimizer's ``step`` raised last, and may have written a part of its update."""
+        self.runs = False
+        """The wrapper is running the inner optimizer's ``step``."""
+        _guard(self, inner)
 
     def make(self, strategy: Strategy, divisor: float, unclipped: float, strayed: bool) -> None:
         """Run the inner optimizer once on the sum divided by `divisor`.
@@ -54,6 +67,21 @@ class Update:
         if self.half_made:
             raise half_made_error()
 
+    def rates(self) -> Rates:
+        """Return the learning rates of the first group and the last; a rate in a tensor by its version, without a wait for the device."""
+        groups = self._inner.param_groups
+        first, last = groups[0].get("lr"), groups[-1].get("lr")
+        return (first, last) if type(first) is type(last) is float else (_rate(first), _rate(last))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the inner optimizer step inside the block."""
+        self.runs = True
+        try:
+            yield
+        finally:
+            self.runs = False
+
     def _kernel_can_divide(self, strategy: Strategy, divisor: float) -> bool:
         """True if a fused kernel can divide the sum as it reads it, because nothing else reads the sum before."""
         return can_divide(self._inner, divisor) and strategy.hands_over_whole() and not step_pre_hooks(self._owner())
@@ -68,14 +96,16 @@ class Update:
             if step_pre_hooks(wrapper):
                 hooked = _Gradients(self._inner)
                 args, kwargs = _run_pre_hooks(wrapper, args, kwargs)
-            entered = True
+            entered = self.runs = True
             self._inner.step(*args[1:], **kwargs)
+            self.runs = False
             if self._parameters.has_masters:
                 through(self._parameters.round)
             self.made = True
             for after in tuple(step_post_hooks(wrapper).values()):
                 after(wrapper, args, kwargs)
         except BaseException:
+            self.runs = False
             if not entered:
                 strategy.take_back(divisor, spoiled=hooked is not None and hooked.changed())
             self.half_made = entered and not self.made
@@ -85,6 +115,66 @@ class Update:
         wrapper = self._wrapper()
         assert wrapper is not None
         return wrapper
+
+
+# One wrapper for each inner optimizer, which makes all its steps for as long as the wrapper lives.
+
+
+_UPDATES: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Update]] = WeakKeyDictionary()
+"""The wrapper's updates by the inner optimizer."""
+
+
+class _Guard:
+    """A hook before the inner optimizer's steps that refuses those which a living wrapper does not make."""
+
+    def __init__(self, update: weakref.ref[Update] | None = None) -> None:
+        self._update = update
+
+    def __call__(self, inner: torch.optim.Optimizer, *_: object) -> None:
+        update = None if self._update is None else self._update()
+        if update is not None and not update.runs:
+            raise _bypassed_error(inner)
+
+    def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
+        return _Guard, ()  # The copy of an inner optimizer has no wrapper yet.
+
+
+untraced(_Guard.__call__)
+
+
+def _guard(update: Update, inner: torch.optim.Optimizer) -> None:
+    _UPDATES[inner] = reference = weakref.ref(update)
+    try:
+        handle = inner.register_step_pre_hook(_Guard(reference))
+    except AttributeError:
+        return  # An optimizer that never calls ``Optimizer.__init__`` has no hooks.
+    weakref.finalize(update, handle.remove).atexit = False
+
+
+def require_unwrapped(inner: torch.optim.Optimizer) -> None:
+    """Raise unless no living wrapper has `inner`."""
+    for search in (lambda: None, gc.collect):  # An error that was caught may keep a wrapper in a cycle.
+        search()
+        if (reference := _UPDATES.get(inner)) is None or reference() is None:
+            return
+    raise explain(
+        ArgumentTypeError,
+        "optimizer",
+        expected="one that no living wrapper has",
+        found=f"{type(inner).__name__}, which an earlier gradaccum.wrap has wrapped",
+        fix="Use the optimizer that gradaccum.wrap returned first, or delete it (del opt) before you wrap again.",
+    )
+
+
+def _bypassed_error(inner: torch.optim.Optimizer) -> UsageError:
+    name = type(inner).__name__
+    return explain(
+        UsageError,
+        "step()",
+        expected="the wrapped optimizer's, which alone knows when a window ends",
+        found=f"the inner optimizer's own: {name}.step()",
+        fix=f"Write optimizer = gradaccum.wrap({name}(...), ...), so that one name is left, and call its step().",
+    )
 
 
 def through(action: Callable[[], None]) -> None:
@@ -198,7 +288,7 @@ def _is_torchs(inner: torch.optim.Optimizer) -> bool:
 
 
 def _is_hooked(inner: torch.optim.Optimizer) -> bool:
-    return bool(step_pre_hooks(inner) or all_step_pre_hooks)
+    return bool(all_step_pre_hooks) or any(type(hook) is not _Guard for hook in step_pre_hooks(inner).values())
 
 
 def _takes(group: Group, divisor: float) -> bool:

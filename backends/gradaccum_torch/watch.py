@@ -6,19 +6,25 @@ must not be counted: an arrived gradient is counted once, with its weight and lo
 
 from __future__ import annotations
 
+import dis
 import math
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, IntEnum
+from itertools import takewhile
+from operator import eq
+from types import CodeType, FrameType
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradaccum_torch.checks import interrupted_error, multiplied_error, not_scaled_error, other_weight_error
-from gradaccum_torch.private import at_the_end_of_backward, foreach_norm, keep_own, local, untraced, version
+from gradaccum_torch.checks import Change, interrupted_error, multiplied_error, not_scaled_error, not_weighed_error, other_weight_error
+from gradaccum_torch.private import at_the_end_of_backward, elements, foreach_norm, keep_own, local, untraced, version
 from gradaccum_torch.statistics import Told
 from gradaccum_torch.sums import dense_parts, side_by_side
 
@@ -58,6 +64,8 @@ class MicroBatch(NamedTuple):
     changed: bool = False
     given: Given = Given.NOT
     weight: float = 1.0
+    weighed: bool = False
+    """The user has named the weight."""
     losses: tuple[Told, ...] = ()
     """The losses as the user gave them, not scaled; empty if the user gave none."""
 
@@ -65,15 +73,20 @@ class MicroBatch(NamedTuple):
     def is_plain(self) -> bool:
         return self.given is Given.TO_BACKWARD and self.arrived >= Event.PLAIN_PASS
 
-    def told(self, weight: float, given: Given, *losses: Told) -> MicroBatch:
-        """Return what is known after the user passed a loss of this weight.
+    def told(self, weight: float, given: Given, *losses: Told, weighed: bool = False) -> MicroBatch:
+        """Return what is known after the user passed a loss of this weight; `weighed`: the user has named the weight.
 
         Raises:
-            UsageError: an earlier loss of the same micro-batch has another weight.
+            UsageError: the same micro-batch was given another weight before.
         """
-        if self.given and self.weight != weight:
+        if (self.given or self.weighed) and self.weight != weight:
             raise other_weight_error(weight, self.weight)
-        return self._replace(weight=weight, given=max(self.given, given), losses=self.losses + losses)
+        weighed = weighed or self.weighed
+        return self._replace(weight=weight, weighed=weighed, given=max(self.given, given), losses=self.losses + losses)
+
+    def cleared(self) -> MicroBatch:
+        """Return what is known after the user cleared ``.grad``: a weight that was named before any loss stays."""
+        return NOTHING_SEEN if self.given else NOTHING_SEEN._replace(weight=self.weight, weighed=self.weighed)
 
     def require_scaled(self, factor: float, *, scales: bool, watched: bool = True) -> None:
         """Raise unless each gradient that arrived is that of a loss times `factor`, weight times loss scale.
@@ -87,6 +100,8 @@ class MicroBatch(NamedTuple):
             raise multiplied_error()
         if (scales and not self.given) or (self.is_plain and (factor != 1 or self.weight == 0)):
             raise not_scaled_error(self.arrived > 0)
+        if not self.given and self.arrived and factor != 1:
+            raise not_weighed_error(self.weight)
 
 
 NOTHING_SEEN = MicroBatch()
@@ -128,6 +143,8 @@ class Compared(Enum):
     NONE = 2
 
 
+PASSES = [0]
+"""The number of backward passes that any wrapper has seen."""
 OWN_PASSES: list[tuple[GradWatch, bool]] = []
 """The backward passes of wrappers that are running; True: of a multiplied loss, so that what reaches other wrappers is multiplied."""
 
@@ -143,6 +160,10 @@ class GradWatch:
         self._compared = Compared.FIRST
         self._norms: Tensor | None = None
         """The norms to compare with, shape ``(2, number)``; None: no comparison is to be made."""
+        self.change: Change | None = None
+        """The change that autograd has added to."""
+        self.places: list[Place] | None = []
+        """The place of each backward pass of this micro-batch in the user's program; None: nobody asks any more."""
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Watch these parameters and no others; what is known of the former stays."""
@@ -165,6 +186,9 @@ class GradWatch:
             if multiplied:
                 event = Event.MULTIPLIED_PASS
         self.known, self._norms = seen(self.known, event), None
+        PASSES[0] += 1
+        if self.places is not None:
+            self.places.append(_place_of_pass())
         if not at_the_end_of_backward(self._end):
             self.known = seen(self.known, Event.PASS_ENDED)
 
@@ -205,8 +229,33 @@ class GradWatch:
         if self._compared is Compared.FIRST:
             self._compared = Compared.NONE
 
+    def holds_users(self, parameters: Iterable[Tensor], *, apart: bool) -> bool:
+        """True if ``.grad`` holds what no backward pass has brought here; `apart`: it holds no part of the sum. May wait for the device."""
+        for parameter in parameters:
+            gradient, watched = parameter.grad, self._watched.get(id(parameter))
+            if gradient is None:
+                continue
+            if watched is None or gradient is not watched.gradient or gradient._version != watched.version:
+                return True
+            if apart and bool(local(elements(gradient)).any()):
+                return True
+        return False
+
+    def found_change(self) -> Change:
+        """Return what was done to ``.grad``, as far as the gradients tell; waits for the device."""
+        if self.change is not None:
+            return self.change
+        pairs = [(watched.gradient, watched.parameter.grad) for watched in self._watched.values()]
+        if any(gradient is None for before, gradient in pairs if before is not None):
+            return Change.CLEARED
+        if any(gradient is not before for before, gradient in pairs):
+            return Change.REPLACED
+        return Change.WRITTEN if any(bool(local(elements(each)).any()) for _, each in pairs if each is not None) else Change.CLEARED
+
     def reset(self, known: MicroBatch = NOTHING_SEEN) -> None:
-        self.known, self._norms = known, None
+        self.known, self._norms, self.change = known, None, None
+        if self.places:
+            self.places = []
         for watched in self._watched.values():
             gradient = watched.gradient = watched.parameter.grad
             watched.version = -1 if gradient is None else gradient._version
@@ -247,12 +296,15 @@ class Watched:
             self.watch.begin()
 
     def _look(self, before: Tensor | None, expected: int, parameter: Tensor) -> None:
+        change = Change.WRITTEN
         if parameter.grad is not before:
+            # What autograd has just made is unwritten; it has added to what somebody assigned.
+            change = Change.CLEARED if parameter.grad is not None and parameter.grad._version == 0 else Change.REPLACED
             keep_own(parameter)
         self.note()
         gradient = self.gradient
         if before is not None and (gradient is not before or self.version != expected) and not _by_autograd(before, gradient):
-            self.watch.known = seen(self.watch.known, Event.CHANGED)
+            self.watch.known, self.watch.change = seen(self.watch.known, Event.CHANGED), self.watch.change or change
 
 
 def _by_autograd(before: Tensor, gradient: Tensor | None) -> bool:
@@ -268,6 +320,57 @@ def _by_autograd(before: Tensor, gradient: Tensor | None) -> bool:
 
 for _called in (Watched.arrive, Watched._look, GradWatch.begin, GradWatch._end):
     untraced(_called)
+
+
+# Places in the user's program: a loop that still steps every so many backward passes, as it did before it was wrapped, is seen by them.
+
+
+Place = tuple[tuple[CodeType, int], ...]
+"""The functions that are running, the outermost first, and how far each has come."""
+_BACKWARD = torch.autograd.backward.__code__
+
+
+def place_of(frame: FrameType | None) -> Place:
+    place: list[tuple[CodeType, int]] = []
+    while frame is not None:
+        place.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(reversed(place))
+
+
+def _place_of_pass() -> Place:
+    """Return the place that runs the backward pass; an accelerator's pass is in a thread of torch's own, while the user's waits."""
+    for frame in (sys._getframe(2), sys._current_frames().get(threading.main_thread().ident or 0)):
+        for index, (code, _) in enumerate(place := place_of(frame)):
+            if code is _BACKWARD:
+                return place[:index]
+    return ()
+
+
+def share_loop(passes: Place, step: Place) -> bool:
+    """True if the innermost loop around the backward passes is around the step, too: not if a loop over losses is inside of that one."""
+    common = sum(1 for _ in takewhile(bool, map(eq, passes, step)))
+    if common >= min(len(passes), len(step)) or passes[common][0] is not step[common][0]:
+        return False
+    (code, at), (_, then), inside = passes[common], step[common], passes[common + 1 :]
+    if any(_loops(*each) for each in inside):
+        return False
+    around = min(_loops(code, at), key=len, default=None)
+    return any(_loops(*each) for each in passes[:common]) if around is None else then in around
+
+
+def _loops(code: CodeType, at: int) -> list[range]:
+    """Return the loops of a function around one of its instructions, each as a range of instructions."""
+    jumps = (each for each in dis.get_instructions(code) if each.opcode in _JUMPS)
+    loops: list[range] = []
+    for start, end in sorted((jump.argval, jump.offset + 1) for jump in jumps if jump.argval < jump.offset):
+        # Beside a loop's last jump there is one of each ``continue``, which begins at the same place or a little before.
+        same = [loop for loop in loops if loop.start == start or loop.start < start < loop.stop < end]
+        loops = [loop for loop in loops if loop not in same] + [range(min([start, *(loop.start for loop in same)]), end)]
+    return [loop for loop in loops if at in loop]
+
+
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 # Hooks: a look at ``.grad`` right after autograd has accumulated into it, for as long as the owner lives.
@@ -300,6 +403,10 @@ class Hooks:
             self._finalizer = weakref.finalize(self, _remove_all, self._handles)
             self._finalizer.atexit = False
         self._handles[id(parameter)] = cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def shared(self) -> bool:
+        """True if another living wrapper watches one of these parameters."""
+        return any(self._handles.keys() & other._handles.keys() for other in _WATCHING if other is not self)
 
     def remove(self, parameter: Tensor) -> None:
         self._handles.pop(id(parameter)).remove()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from gradaccum import StepResult, UsageError
+from gradaccum import GradAccumWarning, StepResult, UsageError
 from gradaccum.kit import (
     Decision,
     Fields,
@@ -25,18 +28,21 @@ from gradaccum.kit import (
     divisor,
     ends,
     explain,
+    given_weight,
     initial_state,
     largest_number,
     measures,
+    require_denominator,
     select,
     terms_of,
+    with_denominator,
 )
 from gradaccum_torch.buffers import DroppingStrategy, MovingStrategy, SeparateDroppingStrategy, SeparateStrategy
 from gradaccum_torch.checks import (
     Size,
     cast_in_window_error,
-    changed_gradients_error,
     known_window_size,
+    no_backward_error,
     unfinished_error,
     window_size,
 )
@@ -46,12 +52,22 @@ from gradaccum_torch.saving import Saved, own_copy
 from gradaccum_torch.statistics import NOBODY, Known, Statistics, Told, as_told
 from gradaccum_torch.strategy import GradStrategy, Strategy
 from gradaccum_torch.sums import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, sum_dtype
-from gradaccum_torch.update import Loss, Update, through
-from gradaccum_torch.watch import Allowed, Event, Given, MicroBatch
+from gradaccum_torch.update import Loss, Rates, Update, through
+from gradaccum_torch.watch import PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
 from gradaccum_torch.workers.interface import Workers
 
 NOTHING_CLOSED = (False, False, False)
 _DROPPED = (False, False, True)
+
+
+_LEFTOVERS = (
+    "gradaccum: each step() came after {passes} backward passes of its loop, which count as one micro-batch. Most likely two lines of the "
+    "old loop are left: `if (i + 1) % {passes} == 0:` around step(), and `loss / {passes}`. Delete both: step() follows each backward pass."
+)
+_MOVED = (
+    "gradaccum: a learning rate moved inside a window; most likely a scheduler steps with each micro-batch. Build it on the wrapped "
+    "optimizer and write scheduler = gradaccum.wrap(scheduler), which moves once per update; opt.updates_in(loader) is its length."
+)
 
 
 class Follower(Protocol):
@@ -71,6 +87,8 @@ class Verdict(NamedTuple):
     """The divisor without clipping."""
     strayed: bool
     """The model may differ from the rounded masters."""
+    divided: tuple[State, Options]
+    """The state and the options by which the sum and the losses are divided."""
 
 
 class Window:
@@ -80,7 +98,7 @@ class Window:
     """
 
     def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
-        self._parameters, self._options, self._update = parameters, options, update
+        self._parameters, self._options, self.update = parameters, options, update
         self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
         self._grad_norm, self.listening = 0.0, NOBODY
         self.schedulers: WeakSet[Follower] = WeakSet()
@@ -91,6 +109,10 @@ class Window:
         self._plan = Plan(parameters, options, workers)
         self.strategy = self._plan.strategy()
         self._size: Size = None
+        self._passes, self._places = PASSES[0], list[Place]()
+        self._rates: Rates | None = None
+        """The learning rates with which the window began; None: it may have any."""
+        self._watches_rates = True
         self._fields: State
         self._set(initial_state(options.scale_rule.init_scale))
         self._expect()
@@ -129,9 +151,18 @@ class Window:
     def _known(self, known: MicroBatch) -> None:
         self.strategy.watch.known = known
 
-    def backward(self, loss: Tensor, weight: float, arguments: Mapping[str, Any]) -> None:
+    def weigh(self, weight: float) -> None:
+        self._known = self._known.told(weight, Given.NOT, weighed=True)
+
+    def _weight(self, weight: float | None) -> float:
+        """Return the weight of a loss that was passed with `weight`."""
+        known = self._known
+        own: float = known.weight if weight is None and known.weighed else given_weight(weight, self._options.reduction)
+        return own
+
+    def backward(self, loss: Tensor, given: float | None, arguments: Mapping[str, Any]) -> None:
         """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only note it, unless other workers wait for it."""
-        watch, losses = self.strategy.watch, tuple[Told, ...]()
+        watch, losses, weight = self.strategy.watch, tuple[Told, ...](), self._weight(given)
         watch.known.told(weight, Given.TO_BACKWARD)  # Refuses another weight before the pass.
         if weight:
             self._differentiate(loss, weight, arguments)
@@ -140,15 +171,16 @@ class Window:
         elif (taking_part := self._workers.taking_part()) is not None:
             with taking_part:
                 self._differentiate(require_graph(loss), weight, arguments)
-        watch.known = watch.known.told(weight, Given.TO_BACKWARD, *losses)
+        watch.known = watch.known.told(weight, Given.TO_BACKWARD, *losses, weighed=given is not None)
 
     def begin_weightless(self) -> None:
         """Prepare for a loss, scaled already, that adds no weight."""
-        self._known = self._known.told(0.0, Given.SCALED)
+        self._known = self._known.told(0.0, Given.SCALED, weighed=True)
 
     def scale(self, loss: Tensor) -> Tensor:
-        self._known = self._known.told(1.0, Given.SCALED, as_told(loss))
-        return scaled(loss, 1.0, self._fields, self._options, self._scaler)
+        weight = self._weight(None)
+        self._known = self._known.told(weight, Given.SCALED, as_told(loss))
+        return scaled(loss, weight, self._fields, self._options, self._scaler)
 
     def note_scaled(self) -> None:
         """Note that the user has scaled the loss of the micro-batch with the `torch.amp.GradScaler` itself."""
@@ -160,6 +192,8 @@ class Window:
         with torch.enable_grad():  # The user may have switched gradients off around step().
             loss = closure()
         if not self._known.given:
+            if loss is None and not self._known.arrived and not self._holds_users():
+                self._known = self._known.told(0.0, Given.TO_BACKWARD, weighed=True)  # A trainer's way to leave a micro-batch out.
             self._known = self._known._replace(losses=() if arrived else (as_told(loss),))
         return loss
 
@@ -170,6 +204,7 @@ class Window:
         """React to parameters that were added, replaced, frozen or cast; the sum may move to another place."""
         self._statistics.groups_changed()
         self._parameters.groups_changed()
+        self.forget_rates()
         self._plan, old = Plan(self._parameters, self._options, self._workers), self.strategy
         self.strategy = self._plan.carried_over(old)
         if self.strategy is not old:
@@ -184,17 +219,28 @@ class Window:
         fields, watch = self._fields, self.strategy.watch
         known = watch.known
         weight = known.weight
-        if self._update.half_made or known.under_way or self._workers.not_own:
+        if self.update.half_made or known.under_way or self._workers.not_own:
             self._require_whole("step()")
-        if self._scale_in_use or known.given or known.arrived == Event.MULTIPLIED_PASS:
+        if not known.weighed and self._options.reduction == "item_mean":
+            given_weight(None, "item_mean")
+        if self._scale_in_use or known.given or known.weighed or known.arrived == Event.MULTIPLIED_PASS:
             watched = watch.allowed is not Allowed.ALL
             known.require_scaled(factor(weight, fields, self._options), scales=self._scale_in_use, watched=watched)
         if not watch.intact():
             self._require_true_gradient(State(*accumulate(fields, weight, True, select)))
+        elif not known.arrived:
+            self._require_backward(known)
+        if watch.places is not None:
+            self._look_for_leftovers(watch.places, place_of(sys._getframe(1)))
+        rates = self.update.rates()
+        if first:
+            self._rates = rates
+        elif rates != self._rates and self._rates is not None:
+            self._rates_moved()
         if first and not self._plan.holds():
             self.groups_changed()
-        losses = () if known.is_plain else known.losses
-        finite = self.strategy.take()
+        losses = () if known.losses and known.is_plain else known.losses
+        finite, self._passes = self.strategy.take(), PASSES[0]
         if self._scaler is not None:
             self._scaler.count(first=first)
         self._fields = at_rest(accumulate(fields, weight, finite, select), float64_weight=self._plan.float64_weight)
@@ -204,8 +250,11 @@ class Window:
             self._statistics.first_seen(self.fields_to_save(), self.strategy.norm_so_far())
         return bool(ends(self._fields, self._size, select))
 
-    def close(self) -> None:
-        """End a window of at least one micro-batch: measure, decide, make the update, finish."""
+    def close(self, denominator: float | None = None) -> None:
+        """End a window of at least one micro-batch: measure, decide, make the update, finish.
+
+        `denominator` divides the sum in place of the window's weight.
+        """
         if not self._plan.holds_dtypes():
             raise cast_in_window_error()
         if self._workers.several:
@@ -214,25 +263,27 @@ class Window:
                 return
         else:
             self._workers.require_one_weight(self._fields)
-        self._fields, decision, *_ = verdict = self._verdict(self._fields)
+        self._fields, decision, *_ = verdict = self._verdict(self._fields, denominator)
         try:
             if decision.apply:
-                self._update.make(self.strategy, decision.divisor, verdict.unclipped, verdict.strayed)
+                self.update.make(self.strategy, decision.divisor, verdict.unclipped, verdict.strayed)
         finally:
-            if self._update.made or not decision.apply:
-                self._finish(decision)
+            if self.update.made or not decision.apply:
+                self._finish(verdict)
 
-    def flush(self) -> None:
+    def flush(self, denominator: float | None = None) -> None:
+        if denominator is not None:
+            self._require_denominator(denominator)
         self._require_whole()
         if self._known.given or (self._fields.micro_step and self.strategy.begun):
             raise unfinished_error("flush()")
         if self._fields.micro_step and not self.strategy.watch.intact():
             self._require_true_gradient(self._fields, flushing=True)
-        self._workers.flush(self.close, self._between_windows, is_open=self._fields.micro_step > 0)
+        self._workers.flush(partial(self.close, denominator), self._between_windows, is_open=self._fields.micro_step > 0)
 
     def discard(self) -> None:
         self.strategy.clear()
-        self._update.half_made = False
+        self.update.half_made = False
         self._workers.window_ended()
         self._set(discard(self._fields))
         self._statistics.discard()
@@ -275,6 +326,40 @@ class Window:
         """Return the state, with a `torch.amp.GradScaler`'s current scale and tracker; may wait for the device."""
         return self._fields if self._scaler is None else self._scaler.current(self._fields)
 
+    def forget_rates(self) -> None:
+        """Let the learning rates move before the next micro-batch: a gated scheduler, a new group or a loaded state moves them."""
+        self._rates = None
+
+    def _rates_moved(self) -> None:
+        """Warn, once, that a learning rate has moved since the window began."""
+        if self._watches_rates:
+            self._watches_rates = False
+            warnings.warn(_MOVED, GradAccumWarning, stacklevel=4)
+
+    def _look_for_leftovers(self, places: list[Place], step: Place) -> None:
+        """Warn if the first two micro-batches had equally many backward passes, all from one place in the loop that makes the `step`.
+
+        Several losses of one micro-batch have places of their own in the program, or a loop of their own, which makes no step.
+        """
+        watch, before = self.strategy.watch, self._places
+        self._places, watch.places = places, None
+        if len(places) < 2 or len(set(places)) > 1 or self._size in (1, None):
+            return
+        if not before:
+            watch.places = []
+        elif places == before and share_loop(places[0], step):
+            warnings.warn(_LEFTOVERS.format(passes=len(places)), GradAccumWarning, stacklevel=4)
+
+    def _require_backward(self, known: MicroBatch) -> None:
+        """Raise unless a loss, a weight, a pass through other parameters or the user's own gradients stand for a backward pass."""
+        if known.given is Given.TO_BACKWARD or known.weighed or PASSES[0] != self._passes or self._holds_users():
+            return
+        raise no_backward_error()
+
+    def _holds_users(self) -> bool:
+        apart = self.strategy.keeps_micro_batch_apart or self._fields.micro_step == 0
+        return self.strategy.watch.holds_users(self._parameters.unique(), apart=apart)
+
     def _between_windows(self) -> None:
         """Repeat between two windows of one call what the user's loop does after each window on the other workers."""
         self.listening.tell()
@@ -297,15 +382,29 @@ class Window:
             self.strategy.load(joined.sums)
         self._set(joined.fields, self._event)
 
-    def _verdict(self, fields: State) -> Verdict:
+    def _require_denominator(self, denominator: float) -> None:
+        """Raise unless this worker alone closes each window by `denominator`, a finite number > 0."""
+        require_denominator(denominator, self._options)
+        if self._workers.several:
+            fix = "Give each micro-batch its weight: opt.weigh(n). The weights of all workers are added up."
+            raise explain(
+                UsageError, "denominator", expected="to be left out where several workers share the window", got=denominator, fix=fix
+            )
+
+    def _verdict(self, fields: State, denominator: float | None) -> Verdict:
         if self._statistics.measures_noise and not self._plan.holds():
             self._statistics.groups_changed()
         fields, measured, strayed = self._measured(fields)
         # Clipping comes after this: a sum that leaves the range before it is an overflow, as it would be in a large batch.
-        unclipped = divisor(fields, self._options, select)
+        divided, options = (fields, self._options) if denominator is None else self._divided(fields, denominator)
+        unclipped = divisor(divided, options, select)
         finite = measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))
-        decision = Decision(*decide(fields, measured.norm, finite, self._options, select, self._plan.largest))
-        return Verdict(fields, decision, unclipped, strayed)
+        decision = Decision(*decide(divided, measured.norm, finite, options, select, self._plan.largest))
+        return Verdict(fields, decision, unclipped, strayed, (divided, options))
+
+    def _divided(self, fields: State, denominator: float) -> tuple[State, Options]:
+        divided, options = with_denominator(fields, denominator, self._options, select)
+        return State(*divided), options
 
     def _measured(self, fields: State) -> tuple[State, Measured, bool]:
         """Return the state with the loss scale in use, the norm, and whether the model may differ from the masters: one wait, or none."""
@@ -322,12 +421,13 @@ class Window:
 
     def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
         if divisor(after, self._options, select) != 1 or not (flushing or ends(after, self._size, select)):
-            raise changed_gradients_error()
+            raise self.strategy.changed_error()
         self.strategy.require_true_gradient(first=after.micro_step == 1, flushing=flushing)
 
-    def _finish(self, decision: Decision) -> None:
-        ended, self._grad_norm = self._fields, decision.grad_norm
-        self._statistics.window_ended(ended, decision.grad_norm)
+    def _finish(self, verdict: Verdict) -> None:
+        ended, decision = self._fields, verdict.decision
+        self._grad_norm = decision.grad_norm
+        self._statistics.window_ended(*verdict.divided, decision.grad_norm)
         # A `torch.amp.GradScaler` moves the loss scale by its own rule.
         options = self._options if self._scaler is None else self._options._replace(scale_rule=self._scaler.rule)
         after = close(ended, decision.apply, decision.overflow, options, select)
@@ -342,7 +442,7 @@ class Window:
 
     def _start_with(self, fields: State, grad_norm: float, known: Known) -> None:
         self._size = window_size(self._options, fields.optimizer_step) if fields.micro_step else None
-        self._update.half_made, self._grad_norm = False, grad_norm
+        self.update.half_made, self._grad_norm, self._rates = False, grad_norm, None
         self._statistics.restore(known, fields.micro_step)
         self._workers.window_ended()
         self._set(fields)
@@ -359,7 +459,7 @@ class Window:
 
     def _require_whole(self, call: str | None = None) -> None:
         """Raise unless backward pass and update were made as a whole, and before `call` the sum is this worker's own."""
-        self._update.require_whole()
+        self.update.require_whole()
         self.strategy.require_whole()
         if call is not None:
             self._workers.require_own_sum(call)

@@ -81,6 +81,7 @@ def test_window_end_makes_two_passes(fused: bool) -> None:
     backward(model)
     with Operations() as ours:
         opt.step()
+    del opt  # Only then does the inner optimizer step by itself.
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with Operations() as bare:

@@ -233,7 +233,9 @@ def test_scale_stays_finite(kind: str) -> None:
 @by_kind
 def test_skip_by_norm_is_clean(kind: str) -> None:
     loop = Loop(kind, init_scale=4.0)
-    loop.opt = gradaccum.wrap(loop.opt.optimizer, steps=2, loss_scale=loop.scaler, skip_norm=1.0)
+    inner = loop.opt.optimizer
+    del loop.opt
+    loop.opt = gradaccum.wrap(inner, steps=2, loss_scale=loop.scaler, skip_norm=1.0)
     for _ in range(2):
         loop.micro_batch(100.0)
     assert loop.opt.result.skipped

@@ -162,9 +162,11 @@ def test_rewrapped_optimizer_keeps_its_masters() -> None:
     (model, opt), (other, reference) = make(torch.float16, "adamw_fused"), make(torch.float16, "adamw_fused")
     train(model, opt, 2)
     train(other, reference, 2)
+    inner = opt.optimizer
+    del opt
     with pytest.raises(gradaccum.ArgumentValueError, match="master_weights=True"):
-        gradaccum.wrap(opt.optimizer, steps=2)
-    again = gradaccum.wrap(opt.optimizer, steps=2, master_weights=True)
+        gradaccum.wrap(inner, steps=2)
+    again = gradaccum.wrap(inner, steps=2, master_weights=True)
     train(model, again, 2, seed=1)
     train(other, reference, 2, seed=1)
     for a, b in zip((*model.parameters(), *masters_of(again)), (*other.parameters(), *masters_of(reference)), strict=True):

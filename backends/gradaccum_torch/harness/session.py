@@ -165,8 +165,8 @@ class TorchSession(Session):
         self.optimizer.add_listener(listener)
         return True
 
-    def flush(self) -> None:
-        self.optimizer.flush()
+    def flush(self, denominator: Any = None) -> None:
+        self.optimizer.flush(denominator=denominator)
 
     def discard(self) -> None:
         self.optimizer.discard()

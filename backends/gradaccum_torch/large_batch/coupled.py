@@ -197,6 +197,7 @@ class CoupledInWindow(InWindow):
 
     def differentiate(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
         self._others.leave(outputs)
+        self._optimizer.weigh(1.0)
         self._collect([self._optimizer.scale(loss)], None)
 
     def add(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

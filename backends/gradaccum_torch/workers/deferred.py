@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, torn_window_error
-from gradaccum_torch.checks import changed_gradients_error
+from gradaccum_torch.checks import Change, changed_gradients_error
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private import Private, Unit, drop, keep_own, local, reduce, unreduced, untraced, version
 from gradaccum_torch.strategy import GradStrategy
@@ -143,7 +143,7 @@ class Deferred:
     def _require_kept(self) -> None:
         for unit, versions in self._kept:
             if versions != _versions(unit) and (unit.held() or not any(self._here(unit))):
-                raise changed_gradients_error()
+                raise changed_gradients_error(Change.WRITTEN)
 
     def _set_reducing(self, reduces: bool) -> None:
         for unit in self._units:
