@@ -47,7 +47,7 @@ class LargeBatch:
         if not (split or self._is_flat):
             self._batch, self._lists = kit.mark_lists(batch, axes)
             self._leaves = self._leaves if self._batch is batch else kit.leaves_of(self._batch, "batch")
-        self._places = [] if split else [_axis_of(*pair) for pair in zip(self._leaves, self._wanted(), strict=True)]
+        self._places = [] if split else [axis_of(*pair) for pair in zip(self._leaves, self._wanted(), strict=True)]
         self.items = None if split else self._count()
         """The number of items; None beside the user's own split."""
         self._weights = Weights(weight, self.items)
@@ -75,7 +75,7 @@ class LargeBatch:
 
     def _count(self) -> int:
         placed = zip(self._leaves, self._places, strict=True)
-        return kit.require_one_size(((leaf.path, _length(leaf.value, axis)) for leaf, axis in placed if axis is not None), self._lists)
+        return kit.require_one_size(((leaf.path, length_of(leaf.value, axis)) for leaf, axis in placed if axis is not None), self._lists)
 
     def _cut(self, cuts: Sequence[kit.Cut]) -> list[tuple[Any, ...]]:
         pieces = [_pieces(leaf.value, axis, cuts) for leaf, axis in zip(self._leaves, self._places, strict=True)]
@@ -89,7 +89,7 @@ class LargeBatch:
         """Return the length that all leaves share along their batch axes; None if none is split."""
         marked, _ = kit.mark_lists(arguments, self._axes)
         pairs = zip(kit.leaves_of(marked, "batch"), kit.spread(self._axes, marked, "axes"), strict=True)
-        lengths = {_length(leaf.value, axis) for leaf, wanted in pairs if (axis := _axis_or_none(leaf.value, wanted)) is not None}
+        lengths = {length_of(leaf.value, axis) for leaf, wanted in pairs if (axis := _axis_or_none(leaf.value, wanted)) is not None}
         return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -107,7 +107,7 @@ def _own(split: Split, batch: tuple[Any, ...], steps: int | None) -> list[tuple[
     return given
 
 
-def _axis_of(leaf: kit.Leaf, axis: object) -> int | None:
+def axis_of(leaf: kit.Leaf, axis: object) -> int | None:
     """Return the batch axis of `leaf`, counted from the front; None if it is passed whole."""
     if axis is None or isinstance(leaf.value, PLAIN):
         return None
@@ -132,7 +132,7 @@ def _axis_or_none(value: Any, axis: Any) -> int | None:
     return axis % dimensions if -dimensions <= axis < dimensions else None
 
 
-def _length(value: Any, axis: int) -> int:
+def length_of(value: Any, axis: int) -> int:
     return len(value) if kit.is_column(value) else int(value.size(axis) if isinstance(value, Tensor) else value.shape[axis])
 
 

@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradaccum import ArgumentTypeError, ArgumentValueError
-from gradaccum.kit import ITEMS, Column, Leaf, explain, is_column, leaves_of, mark_lists, require_one_size, spread, with_leaves
+from gradaccum.kit import Column, Leaf, is_column, leaves_of, mark_lists, require_one_size, spread, with_leaves
+from gradaccum_torch.large_batch.batch import axis_of, length_of
 
-PLAIN = (str, bytes, bool, int, float, complex, type(None))
-"""A leaf that is one plain value is given whole."""
 READABLE = 100_000
 """Numbers that a leaf may have to be looked at as counts or labels: an image is none."""
 
@@ -24,8 +22,8 @@ class Batch:
         self._batch, lists = mark_lists(batch, axes)
         self._leaves = leaves_of(self._batch, "batch")
         wanted = spread(axes, self._batch, "axes")
-        self._axes = [_axis_of(leaf, axis) for leaf, axis in zip(self._leaves, wanted, strict=True)]
-        lengths = [(leaf.path, _length(leaf.value, axis)) for leaf, axis in self._split()]
+        self._axes = [axis_of(leaf, axis) for leaf, axis in zip(self._leaves, wanted, strict=True)]
+        lengths = [(leaf.path, length_of(leaf.value, axis)) for leaf, axis in self._split()]
         self.items = require_one_size(lengths, lists)
         self.terms = max([self.items, *(leaf.value.numel() for leaf in self._leaves if isinstance(leaf.value, Tensor))])
         """About how many numbers are added up into one of a gradient."""
@@ -52,26 +50,6 @@ class Batch:
         if axis is None:
             return value
         return type(value)(value[item] for item in items) if is_column(value) else value.take(list(items), axis)
-
-
-def _axis_of(leaf: Leaf, axis: object) -> int | None:
-    if axis is None or isinstance(leaf.value, PLAIN):
-        return None
-    if axis == ITEMS and is_column(leaf.value):
-        return 0
-    if not isinstance(axis, int) or isinstance(axis, bool):
-        raise explain(ArgumentTypeError, "axes", expected="an int or None for each leaf", got=axis, fix="Write axes=0, or axes=(0, None).")
-    value: Any = leaf.value
-    dimensions = 1 if is_column(value) else value.ndim if isinstance(value, Tensor) or hasattr(value, "take") else 0
-    if not -dimensions <= axis < dimensions:
-        found = f"a {type(value).__name__}" + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
-        fix = "Write axes=None for a leaf that every micro-batch is given whole, its axis for another one, 'items' for a list of items."
-        raise explain(ArgumentValueError, leaf.path, expected=f"a tensor with an axis {axis} to split", found=found, fix=fix)
-    return axis % dimensions
-
-
-def _length(value: Any, axis: int) -> int:
-    return len(value) if is_column(value) else int(value.shape[axis])
 
 
 def _is_readable(value: Any) -> bool:

@@ -6,9 +6,10 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.utils import data
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Column, Conditions, HostRandom, Layer, Precision, Run, explain, require_weight, scalar_loss_error
+from gradaccum_torch.large_batch.replay import RandomState
 from gradaccum_torch.private import input_dtypes
 from gradaccum_torch.verification.batch import Batch, perturbed
 from gradaccum_torch.verification.custom_backward import graph_of, verify_loss_scaling
@@ -31,7 +33,8 @@ class TorchSubject:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], batch: Batch, weight: Callable[[Sequence[int]], float]) -> None:
         self._model, self._loss_fn, self._batch, self._weight = model, loss_fn, batch, weight
-        self._random, self._kept = RandomState.now(), Kept(model, loss_fn)
+        devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+        self._random, self._kept = RandomState([torch.device("cuda", index) for index in range(devices)]), Kept(model, loss_fn)
         self._host = HostRandom(loss_fn, *model.modules())
         self._modules = {_joined(path, name): inner for path, outer in self._kept.modules.items() for name, inner in outer.named_modules()}
         self._parameters = _parameters(self._kept.modules)
@@ -263,92 +266,51 @@ LEFT_ALONE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionT
 """Types of values into which the walk does not go: no forward pass changes them, and a copy of their tensors would be large."""
 
 
-class Note(Protocol):
-    """One object as it was."""
+class Note:
+    """One object as it was: a tensor's numbers, a dict's entries, a list's elements, a variable or a random generator's state."""
 
-    def changed(self) -> Iterable[str]: ...
-
-    def put_back(self) -> None: ...
-
-
-class TensorNote:
-    """A tensor's numbers."""
-
-    def __init__(self, path: str, tensor: Tensor) -> None:
-        self._path, self._tensor, self._numbers = path, tensor, tensor.detach().clone()
+    def __init__(self, path: str | None, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        self._path, self._read, self._write = path, read, write
+        before = read()
+        self._before = before.clone() if isinstance(before, Tensor) else before
 
     def changed(self) -> Iterator[str]:
-        if not _equal(self._tensor.detach(), self._numbers):
+        """Yield the names of what changed. Random numbers, which have no path, have experiments of their own."""
+        before, now = self._before, self._read()
+        if self._path is not None and isinstance(before, dict):
+            keys = [*before, *(key for key in now if key not in before)]
+            yield from (_joined(self._path, str(key)) for key in keys if not _same(before.get(key, self), now.get(key, self)))
+        elif self._path is not None and not _alike(before, now, _same):
             yield self._path
 
     def put_back(self) -> None:
-        if any(self.changed()):
-            self._tensor.data.copy_(self._numbers)  # By .data: the versions of parameters, which others watch, stay.
+        if not _alike(self._before, self._read(), is_):
+            self._write(self._before)
 
 
-class EntriesNote:
-    """The entries of a dict, of an object's attributes or of a module's buffers."""
-
-    def __init__(self, path: str, entries: MutableMapping[Any, Any]) -> None:
-        self._path, self._entries, self._before = path, entries, dict(entries)
-
-    def changed(self) -> Iterator[str]:
-        for key in [*self._before, *(key for key in self._entries if key not in self._before)]:
-            if not _same(self._before.get(key, self), self._entries.get(key, self)):
-                yield _joined(self._path, str(key))
-
-    def put_back(self) -> None:
-        for key in [key for key in self._entries if key not in self._before]:
-            del self._entries[key]
-        if list(self._entries) != list(self._before):
-            self._entries.clear()
-        for key, value in self._before.items():
-            if key not in self._entries or self._entries[key] is not value:
-                self._entries[key] = value
+def _note_of(path: str, value: Any) -> Note | None:
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+        return Note(path, value.detach, value.data.copy_)  # By .data: the versions of parameters, which others watch, stay.
+    if isinstance(value, torch.Generator):
+        return Note(None, value.get_state, value.set_state)
+    if isinstance(value, types.CellType):
+        return Note(path, lambda: [value.cell_contents], lambda before: setattr(value, "cell_contents", before[0]))
+    if isinstance(value, list | deque | dict):
+        kind = dict if isinstance(value, dict) else list
+        return Note(path, lambda: kind(value), functools.partial(_refill, value))
+    return None
 
 
-class SequenceNote:
-    """The elements of a list or a deque."""
-
-    def __init__(self, path: str, elements: Any) -> None:
-        self._path, self._elements, self._before = path, elements, list(elements)
-
-    def changed(self) -> Iterator[str]:
-        now = list(self._elements)
-        if len(now) != len(self._before) or not all(map(_same, now, self._before)):
-            yield self._path
-
-    def put_back(self) -> None:
-        if any(self.changed()) or any(a is not b for a, b in zip(self._elements, self._before, strict=True)):
-            self._elements.clear()
-            self._elements.extend(self._before)
+def _refill(container: Any, before: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, dict) else container.extend)(before)
 
 
-class CellNote:
-    """A variable that the loss function closes over."""
-
-    def __init__(self, path: str, cell: types.CellType) -> None:
-        self._path, self._cell, self._before = path, cell, cell.cell_contents
-
-    def changed(self) -> Iterator[str]:
-        if not _same(self._cell.cell_contents, self._before):
-            yield self._path
-
-    def put_back(self) -> None:
-        self._cell.cell_contents = self._before
-
-
-class GeneratorNote:
-    """A random generator's state."""
-
-    def __init__(self, path: str, generator: torch.Generator) -> None:
-        self._path, self._generator, self._state = path, generator, generator.get_state()
-
-    def changed(self) -> Iterator[str]:
-        return iter(())  # Random numbers have experiments of their own.
-
-    def put_back(self) -> None:
-        self._generator.set_state(self._state)
+def _alike(before: Any, now: Any, same: Callable[[Any, Any], bool]) -> bool:
+    if isinstance(before, Tensor):
+        return before.shape == now.shape and bool(torch.equal(before, now))
+    a, b = ([*each, *each.values()] if isinstance(each, dict) else each for each in (before, now))
+    return len(a) == len(b) and all(map(same, a, b))
 
 
 class Kept:
@@ -360,8 +322,7 @@ class Kept:
         self.modules: dict[str, nn.Module] = {}
         """The outermost modules found, by path; the model's is ""."""
         self._walk("", model, DEPTH)
-        for name, value, note in _closed_over(loss_fn, set()):
-            self._notes += [note] if note is not None else []
+        for name, value in _closed_over(loss_fn, set()):
             self._walk(name, value, DEPTH)
 
     def changed(self) -> tuple[str, ...]:
@@ -378,20 +339,17 @@ class Kept:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
-            self._walk_module(path, value)
-        elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
-            self._notes.append(TensorNote(path, value))
-        elif isinstance(value, torch.Generator):
-            self._notes.append(GeneratorNote(path, value))
+            return self._walk_module(path, value)
+        if (note := _note_of(path, value)) is not None:
+            self._notes.append(note)
+        if isinstance(value, types.CellType):
+            self._walk(path, value.cell_contents, depth)
         elif isinstance(value, dict):
-            self._walk_entries(path, value, depth)
-        elif isinstance(value, list | deque):
-            self._notes.append(SequenceNote(path, value))
+            self._walk_all(path, value.items(), depth)
+        elif isinstance(value, list | deque | tuple):
             self._walk_all(path, enumerate(value), depth)
-        elif isinstance(value, tuple):
-            self._walk_all(path, enumerate(value), depth)
-        elif isinstance(getattr(value, "__dict__", None), dict):
-            self._walk_entries(path, vars(value), depth)
+        elif not isinstance(value, Tensor | torch.Generator) and isinstance(getattr(value, "__dict__", None), dict):
+            self._walk(path, vars(value), depth)
 
     def _walk_module(self, path: str, module: nn.Module) -> None:
         """Walk a module; its own tables are no part of the path: a buffer is ``norm.running_mean``."""
@@ -400,49 +358,37 @@ class Kept:
         for name, value in [("", vars(module)), *vars(module).items()]:
             if isinstance(value, dict) and (name == "" or name in ("_parameters", "_buffers", "_modules")):
                 self._seen[id(value)] = value
-                self._notes.append(EntriesNote(path, value))
+                self._notes += filter(None, [_note_of(path, value)])
                 if name:
                     self._walk_all(path, value.items(), DEPTH)
             else:
                 self._walk(_joined(path, name), value, DEPTH)
-
-    def _walk_entries(self, path: str, entries: dict[Any, Any], depth: int) -> None:
-        self._notes.append(EntriesNote(path, entries))
-        self._walk_all(path, entries.items(), depth)
 
     def _walk_all(self, path: str, pairs: Iterable[tuple[object, Any]], depth: int) -> None:
         for key, value in list(pairs):
             self._walk(_joined(path, str(key)), value, depth - 1)
 
 
-def _closed_over(loss_fn: Any, seen: set[int]) -> Iterator[tuple[str, object, Note | None]]:
-    """Yield what a function, a method, a partial or a callable object refers to besides its arguments."""
+def _closed_over(loss_fn: Any, seen: set[int]) -> Iterator[tuple[str, object]]:
+    """Yield what a function, a method, a partial or a callable object refers to besides its arguments; its variables as their cells."""
     if id(loss_fn) in seen:
         return
     seen.add(id(loss_fn))
     if isinstance(loss_fn, functools.partial):
         yield from _closed_over(loss_fn.func, seen)
-        yield "loss_fn", [*loss_fn.args, *loss_fn.keywords.values()], None
+        yield "loss_fn", [*loss_fn.args, *loss_fn.keywords.values()]
     elif isinstance(loss_fn, types.MethodType):
         yield from _closed_over(loss_fn.__func__, seen)
-        yield "loss_fn", loss_fn.__self__, None
+        yield "loss_fn", loss_fn.__self__
     elif isinstance(loss_fn, types.FunctionType):
-        yield "loss_fn", vars(loss_fn), None
-        yield "loss_fn", loss_fn.__defaults__, None
+        yield from (("loss_fn", vars(loss_fn)), ("loss_fn", loss_fn.__defaults__))
         for name, cell in zip(loss_fn.__code__.co_freevars, loss_fn.__closure__ or (), strict=True):
-            yield from _in_cell(name, cell, seen)
+            if cell != types.CellType():  # An empty one is that of a variable without a value yet.
+                yield name, cell
+                if isinstance(cell.cell_contents, types.FunctionType | types.MethodType | functools.partial):
+                    yield from _closed_over(cell.cell_contents, seen)
     else:
-        yield "loss_fn", loss_fn, None
-
-
-def _in_cell(name: str, cell: types.CellType, seen: set[int]) -> Iterator[tuple[str, object, Note | None]]:
-    try:
-        value = cell.cell_contents
-    except ValueError:  # Nothing was assigned to the variable yet.
-        return
-    yield name, value, CellNote(name, cell)
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-        yield from _closed_over(value, seen)
+        yield "loss_fn", loss_fn
 
 
 def _joined(path: str, name: str) -> str:
@@ -451,25 +397,3 @@ def _joined(path: str, name: str) -> str:
 
 def _same(a: object, b: object) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str | bytes) and a == b)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(torch.equal(a, b))
-
-
-class RandomState(NamedTuple):
-    """A copy of the random state of torch that a loss may draw from, on each device in use."""
-
-    cpu: torch.Tensor
-    cuda: list[torch.Tensor]
-
-    @staticmethod
-    def now() -> RandomState:
-        """Copy the current state; a device that was never used is not woken."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        return RandomState(torch.get_rng_state(), cuda)
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
