@@ -45,34 +45,18 @@ class Net(nn.Cell):
         return (self.blocks(x) ** 2).sum()
 
 
-class ByFunction(nn.Cell):
-    """The same network, whose second block is called through a recomputed function."""
-
-    def __init__(self, net):
-        super().__init__(auto_prefix=False)
-        self.net = net
-
-        def second(x):
-            return net.blocks[1](x)
-
-        self.second = recompute(second)
-
-    def construct(self, x):
-        y = self.second(self.net.blocks[0](x))
-        return (self.net.blocks[3](self.net.blocks[2](y)) ** 2).sum()
-
-
 def sequence(net):
     net.blocks = recompute(net.blocks)
     return net
 
 
-HOW = {
-    "segments": sequence,
-    "whole": recompute,
-    "submodules": lambda net: recompute(net, submodules=["blocks.0", net.blocks[2]]),
-    "function": ByFunction,
-}
+def each(net):
+    recompute(net.blocks[0])
+    recompute(net.blocks[2])
+    return net
+
+
+HOW = {"segments": sequence, "whole": recompute, "layers": each}
 
 
 def make(cell=Net, seed=3):

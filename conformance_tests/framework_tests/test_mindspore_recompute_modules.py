@@ -86,16 +86,6 @@ def test_nests_and_keywords():
     assert equal(gradient(Nested()), gradient(recompute(Nested())))
 
 
-def test_recomputed_in_recomputed():
-    """A recomputed function that calls another one: the inner one runs a third time, with the same draws."""
-    net = make()
-    expected = gradients(net, net.trainable_params(), "pynative")
-    net = make()
-    inner = recompute(lambda x: net.blocks[1](x))
-    outer = recompute(lambda x: net.blocks[2](inner(net.blocks[0](x))))
-    assert equal(gradients(lambda x: (net.blocks[3](outer(x)) ** 2).sum(), net.trainable_params(), "pynative"), expected)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_copy(mode):
     """A copy recomputes itself, with its own Parameters, and its statistics move once as well."""

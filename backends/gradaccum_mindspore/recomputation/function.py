@@ -1,4 +1,4 @@
-"""Functions whose activations are recomputed: a segment runs without keeping them, and once more when its gradient is asked for.
+"""Segments whose activations are recomputed: a segment runs without keeping them, and once more when its gradient is asked for.
 
 `mindspore.recompute` frees and repeats. Its way by hooks on saved tensors (``use_reentrant=False``) takes any nest of arguments and finds
 the Parameters by itself; the other way drops the gradients of Tensors in a tuple, and mixes calls up when one is never differentiated.
@@ -21,16 +21,14 @@ it has to be told.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
-from inspect import getclosurevars, isfunction, ismethod
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore._c_expression import MixedPrecisionType
 from mindspore.ops.operations._grad_ops import DropoutGrad
@@ -191,12 +189,9 @@ WRITERS = ("BatchNorm", "SyncBatchNorm", "BatchNormExt", "InstanceNorm")
 """The operators that write into an argument of theirs, and that MindSpore's compiler repeats all the same."""
 
 
-def buffers_of(cells: Iterable[nn.Cell]) -> list[Tensor]:
-    """Return the cells' values without a gradient: untrained Parameters and registered buffers."""
-    found: dict[int, Tensor] = {}
-    for cell in cells:
-        found |= {id(p): p for p in cell.get_parameters() if not p.requires_grad}
-        found |= {id(buffer): buffer for buffer in cell.buffers()}
+def buffers_of(cell: nn.Cell) -> list[Tensor]:
+    """Return the cell's values without a gradient: untrained Parameters and registered buffers."""
+    found = {id(p): p for p in cell.get_parameters() if not p.requires_grad} | {id(buffer): buffer for buffer in cell.buffers()}
     return list(found.values())
 
 
@@ -228,20 +223,15 @@ class Values:
 
 def same_bits(first: Array, second: Array) -> bool:
     """True if two arrays are equal bit for bit; a NaN equals itself."""
-    return first.shape == second.shape and first.dtype == second.dtype and bool(np.array_equal(_bytes(first), _bytes(second)))
+    return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
 
 
-def _bytes(array: Array) -> Array:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def keep_statistics(cells: Iterable[nn.Cell]) -> None:
+def keep_statistics(cell: nn.Cell) -> None:
     """Let compiled code keep what batch normalization returns, in place of running it again and moving its statistics twice."""
-    for cell in cells:
-        for _, inner in cell.cells_and_names():
-            for value in vars(inner).values():
-                if isinstance(value, ops.Primitive) and value.name in WRITERS:
-                    _keep(value)
+    for _, inner in cell.cells_and_names():
+        for value in vars(inner).values():
+            if isinstance(value, ops.Primitive) and value.name in WRITERS:
+                _keep(value)
 
 
 def _keep(operator: ops.Primitive) -> ops.Primitive:
@@ -252,10 +242,10 @@ def _keep(operator: ops.Primitive) -> ops.Primitive:
 
 
 class Segment:
-    """A function whose activations are recomputed, and the cells that it uses."""
+    """A Cell whose activations are recomputed."""
 
-    def __init__(self, function: Callable[..., Any], cells: Iterable[nn.Cell], name: str) -> None:
-        self.function, self.cells, self.name = function, list(cells), name
+    def __init__(self, cell: nn.Cell) -> None:
+        self.cell, self.function, self.name = cell, cell.construct, type(cell).__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (pynative_executor.grad_flag() and pynative_executor.enable_grad()):
@@ -275,7 +265,7 @@ class Call:
         return self._record(*args, **kwargs) if self._outputs is None else self._replay(*args, **kwargs)
 
     def _record(self, *args: Any, **kwargs: Any) -> Any:
-        self._casting, self._tape, self._values = current(), Tape(), Values(buffers_of(self._segment.cells))
+        self._casting, self._tape, self._values = current(), Tape(), Values(buffers_of(self._segment.cell))
         try:
             with self._tape.recording():
                 outputs = self._segment.function(*args, **kwargs)
@@ -311,47 +301,3 @@ def tensors_of(nest: object) -> list[Tensor]:
         return [nest]
     inner = nest.values() if isinstance(nest, Mapping) else nest if isinstance(nest, tuple | list) else ()
     return [tensor for value in inner for tensor in tensors_of(value)]
-
-
-DEPTH = 3
-"""How many functions deep Cells are looked for."""
-
-
-class RecomputedFunction(nn.Cell):  # type: ignore[misc]
-    """A function that is recomputed. It has no Parameter of its own: what the function closes over stays where it is."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(auto_prefix=False)
-        cells = list(cells_of(function))
-        keep_statistics(cells)
-        self.function = function
-        self._segment = Segment(function, cells, getattr(function, "__name__", type(function).__name__))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call in PyNative mode; the compiler reads `construct` and never sees this."""
-        if ms.get_context("mode") == ms.GRAPH_MODE:
-            return super().__call__(*args, **kwargs)
-        return self._segment(*args, **kwargs)
-
-    def construct(self, *args: Any, **kwargs: Any) -> Any:
-        return ms.recompute(self.function, *args, **kwargs)
-
-
-def cells_of(function: Callable[..., Any], depth: int = DEPTH) -> Iterator[nn.Cell]:
-    """Return the Cells that a function is bound to or closes over, in lists, tuples, dicts and further functions too."""
-    if ismethod(function):
-        yield from _cells_in(function.__self__, depth)
-    plain = getattr(function, "__func__", function)
-    if isfunction(plain) and depth:
-        variables = getclosurevars(plain)
-        yield from _cells_in([*variables.nonlocals.values(), *variables.globals.values()], depth - 1)
-
-
-def _cells_in(value: object, depth: int) -> Iterator[nn.Cell]:
-    if isinstance(value, nn.Cell):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _cells_in(inner, depth)
-    elif callable(value):
-        yield from cells_of(value, depth)
