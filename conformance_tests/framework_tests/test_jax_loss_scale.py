@@ -103,30 +103,6 @@ def test_scaled_float16_autograd(wide: bool, master_weights: bool) -> None:
         np.testing.assert_array_equal(moved, np.float32([1, 2]) + np.float32(expected) - np.float32([1, 2]) if master_weights else expected)
 
 
-HEALING = gradaccum.wrap(
-    optax.sgd(0.5, momentum=0.9), steps=3, loss_scale=gradaccum.DynamicLossScale(init_scale=2.0, min_scale=1.0), master_weights=True
-)
-
-
-@pytest.mark.parametrize("wide", [False, True], ids=["x32", "x64"])
-@pytest.mark.parametrize("value", [INF, -INF, NAN])
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_first_window_overflow_leaves_no_trace(wide: bool, value: float, position: int) -> None:
-    with switched(wide):
-        params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2, jnp.bfloat16)}
-        start = HEALING.init(params)
-        good = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2, jnp.bfloat16)}
-        state = start
-        for step in range(3):
-            grads = {**good, "b": good["b"].at[1].set(value)} if step == position else good
-            updates, state = HEALING.update(grads, state, params)
-        assert (state.loss_scale, state.skipped_windows) == (1.0, 1)
-        sums = [HEALING.update(good, begun, params)[1].accumulator for begun in (start, state)]
-        for kept, now in ((start.masters, state.masters), (start.inner_state, state.inner_state), sums):
-            assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (kept, now)), strict=True))
-        np.testing.assert_array_equal(optax.apply_updates(params, updates)["a"], params["a"])
-
-
 STRATEGIES = [
     {},
     {"loss_scale": 8.0, "clip_norm": 1.0},

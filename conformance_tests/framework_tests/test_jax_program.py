@@ -31,21 +31,6 @@ def counting(runs: list[int]) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def test_inner_optimizer_runs_once_per_window() -> None:
-    runs: list[int] = []
-    tx = gradaccum.wrap(counting(runs), steps=3)
-    params = {"w": jnp.ones(2)}
-
-    @jax.jit
-    def train(state: Any, grads: Any) -> Any:
-        return jax.lax.scan(lambda state, g: tx.update({"w": g}, state, params)[::-1], state, grads)
-
-    state, updates = train(tx.init(params), jnp.arange(14.0).reshape(7, 2))
-    jax.block_until_ready(state)
-    assert len(runs) == 2
-    np.testing.assert_array_equal(np.any(np.asarray(updates["w"]) != 0, axis=1), [False, False, True] * 2 + [False])
-
-
 def test_vmapped_members_share_one_run() -> None:
     runs: list[int] = []
     tx = gradaccum.wrap(counting(runs), steps=4)

@@ -230,19 +230,6 @@ def test_window_by_weight_takes_no_more_than_fits(monkeypatch):
     assert optimizer.flush()
 
 
-def test_window_by_weight_resumes_as_such():
-    optimizer, call = driver("pynative", steps=gradaccum.until_weight(4))
-    call(1.0, 1.0, 3.0)
-    saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in optimizer.get_parameters()}
-    other, _ = driver("pynative", steps=4)
-    with pytest.raises(gradaccum.CheckpointError, match="until_weight"):
-        load_checkpoint_into(other, saved)
-    same, call = driver("graph", steps=gradaccum.until_weight(4))
-    load_checkpoint_into(same, saved)
-    assert call(1.0, 1.0, 1.0)
-    assert same.result.loss == 1
-
-
 def test_listener_hears_the_loss():
     net, heard = make_net(), []
     optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1), steps=2)

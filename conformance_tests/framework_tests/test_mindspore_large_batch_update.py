@@ -32,15 +32,6 @@ def value(weight):
     return float(weight.astype(ms.float32).asnumpy())
 
 
-@pytest.mark.parametrize("mode", ["pynative", "graph"])
-def test_aux_and_weights(mode):
-    weight, _, made = window({"aux": "max", "weight": np.array([1.0, 1, 3, 3, 0])}, has_aux=True)
-    loss, largest = in_mode(mode, made)(Tensor(X, ms.float32))
-    assert abs(float(loss.asnumpy()) - (2 * 1.5 + 6 * -0.5) / 8) <= 1e-6
-    assert float(largest.asnumpy()) == 6
-    assert abs(value(weight) - 1) <= 1e-6
-
-
 def test_sums_in_float32():
     """2048 + 1 is 2048 in float16."""
     weight, _, made = window({"micro_batch_size": 1}, dtype=ms.float16, start=0.0, reduction="sum")

@@ -100,35 +100,7 @@ def test_closure_that_overflows_skips_the_window(optimizer: type[torch.optim.Opt
     assert (opt.result.applied, opt.result.overflow) == (True, False)
 
 
-def test_ignored_overflow_is_applied_from_a_closure_too() -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, on_overflow="ignore")
-    opt.step(_closure(model, opt, float("nan")))
-    assert opt.result.applied
-    assert not any(p.isfinite().any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
-def test_closure_of_weight_0_makes_no_update(reduction: str) -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.AdamW(model.parameters(), lr=0.1), steps=1, reduction=reduction)
-    before = [p.detach().clone() for p in model.parameters()]
-    opt.step(_closure(model, opt, weight=0))
-    assert (opt.result.skipped, opt.result.overflow, opt.result.optimizer_step) == (True, False, 0)
-    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("options", [{"steps": 1}, {"steps": 4, "separate_sums": True}], ids=str)
 def test_optimizer_that_needs_a_closure_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer: .*LBFGS, whose step evaluates the model again"):
         gradaccum.wrap(torch.optim.LBFGS(make_model().parameters()), **options)
-
-
-def test_weight_in_a_closure_divides() -> None:
-    model, reference = make_model(), make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, reduction="item_mean")
-    other = torch.optim.SGD(reference.parameters(), lr=0.1)
-    opt.step(_closure(model, opt, scale=5.0, weight=5))
-    mse(reference, X, Y).backward()
-    other.step()
-    assert_same(model, list(reference.parameters()))

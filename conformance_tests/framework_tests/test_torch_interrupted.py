@@ -170,37 +170,6 @@ def test_inner_step_that_raised_is_refused(place: str, when: str, fused: bool) -
     assert_as_uninterrupted(place, model, opt)
 
 
-class HalfAdam(torch.optim.AdamW):
-    """Raises where foreach_sqrt would run out of memory: after the state and the weight decay, before the update."""
-
-    broken = True
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if not self.broken:
-            super().step(closure)
-        else:
-            for group in self.param_groups:
-                torch._foreach_mul_(group["params"], 0.99)
-            raise Failure
-
-
-def test_half_made_inner_step_is_refused() -> None:
-    model = make_model()
-    opt: Any = gradaccum.wrap(HalfAdam(model.parameters()), steps=1)
-    opt.backward(loss(model, 0))
-    with pytest.raises(Failure):
-        opt.step()
-    for call in (opt.flush, opt.step, opt.state_dict, lambda: opt.backward(loss(model, 0))):
-        with pytest.raises(gradaccum.UsageError, match="checkpoint"):
-            call()
-    opt.discard()
-    opt.optimizer.broken = False
-    opt.backward(loss(model, 0))
-    opt.step()
-    assert opt.result.applied
-
-
 @by_place
 @pytest.mark.parametrize("by", ["opt.backward", "loss.backward"])
 @pytest.mark.parametrize("micro_batch", [0, 1])

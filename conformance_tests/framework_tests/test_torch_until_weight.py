@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -53,35 +50,6 @@ def test_repr() -> None:
     parameter, opt = setting(gradaccum.until_weight(128))
     feed(parameter, opt, 64, 32)
     assert repr(opt) == "AccumulatingOptimizer(SGD, steps=until_weight(128) | micro-batch 2, weight 96 of 128, update 0)"
-
-
-@pytest.mark.parametrize("way", ["save", "copy", "pickle"])
-def test_open_window_goes_on(way: str) -> None:
-    parameter, opt = setting(gradaccum.until_weight(5))
-    feed(parameter, opt, 2)
-    if way == "save":
-        file = io.BytesIO()
-        torch.save(opt.state_dict(), file)
-        file.seek(0)
-        other, resumed = setting(gradaccum.until_weight(5))
-        resumed.load_state_dict(torch.load(file, weights_only=True))
-    else:
-        resumed = copy.deepcopy(opt) if way == "copy" else pickle.loads(pickle.dumps(opt))
-        other = resumed.param_groups[0]["params"][0]
-    assert feed(other, resumed, 2, 1, 1) == feed(parameter, opt, 2, 1, 1) == [0, 1, 1]
-    assert torch.equal(other, parameter)
-
-
-@pytest.mark.parametrize("steps", [5, None, gradaccum.until_weight(6)])
-def test_open_window_of_another_size_is_refused(steps: Any) -> None:
-    parameter, opt = setting(gradaccum.until_weight(5))
-    feed(parameter, opt, 2)
-    other = setting(steps)[1]
-    with pytest.raises(gradaccum.CheckpointError, match=r"until_weight\(5\)"):
-        other.load_state_dict(opt.state_dict())
-    feed(parameter, opt, 3)
-    other.load_state_dict(opt.state_dict())
-    assert other.result.optimizer_step == 1
 
 
 def test_closures() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 import gradaccum
 import gradaccum_torch
 from conformance_tests.framework_tests.torch_window_loss import X, feed, loss_of, made, near
-from gradaccum_torch.statistics import as_told
 
 
 def test_plain_backward_tells_nothing() -> None:
@@ -135,14 +134,6 @@ def test_large_batch_in_one_call() -> None:
     assert opt.result.loss == pytest.approx(loss.item(), rel=1e-13)
     covariance = gradaccum_torch.coupled_backward(model, lambda z: (z - z.mean(0)).square().sum(), X, steps=3, optimizer=opt)
     assert opt.result.loss == pytest.approx(covariance.item(), rel=1e-13)
-
-
-def test_unknown_shapes() -> None:
-    assert math.isnan(as_told(torch.ones(2)))
-    assert math.isnan(as_told(None))
-    assert as_told(torch.tensor([2.5])) == as_told(2.5) == 2.5
-    meta = as_told(torch.ones((), device="meta"))
-    assert isinstance(meta, Tensor), "not on the CPU: it is not asked"
 
 
 def test_incoming_gradient_multiplies_the_loss() -> None:

@@ -16,7 +16,6 @@ from gradaccum.kit import (
     State,
     UntilWeight,
     accumulate,
-    add_loss,
     close,
     decide,
     ends,
@@ -34,21 +33,11 @@ from gradaccum.kit import (
     select,
     steps_at,
     terms_of,
-    usable,
-    window_loss,
     window_seen,
 )
 
 REDUCTIONS = ("mean", "sum", "item_mean")
 IGNORING = make_options(4, on_overflow="ignore")
-
-
-def test_window_ends_by_its_weight() -> None:
-    state, steps, sizes = initial_state(), until_weight(10), []
-    for weight in (4.0, 5.0, 0.0, 1.0):
-        state = State(*accumulate(state, weight, True, select))
-        sizes.append(bool(ends(state, steps, select)))
-    assert sizes == [False, False, False, True]
 
 
 def test_weight_of_a_window_has_a_schedule() -> None:
@@ -83,22 +72,6 @@ def test_window_by_weight_resumes_as_one() -> None:
     for saved, own in ((by_weight, by_count), (by_count, by_weight), (by_weight, make_options(until_weight(9)))):
         with pytest.raises(CheckpointError, match="steps"):
             resumed(open_one, terms_of(saved, 0), own)
-
-
-@pytest.mark.parametrize(("reduction", "loss"), [("mean", (1 * 3 + 5 * 2) / 5), ("sum", 6.0), ("item_mean", 6 / 5)])
-def test_loss_of_a_window(reduction: str, loss: float) -> None:
-    """A dropped micro-batch and one of weight 0 are no part of it, whatever their losses are."""
-    options, state, total = make_options(4, reduction=reduction), initial_state(8.0), 0.0
-    for own, weight, finite in ((1.0, 3.0, True), (math.nan, 4.0, False), (math.inf, 0.0, True), (5.0, 2.0, True)):
-        total = add_loss(total, own, weight, usable(state, weight, finite), options, select)
-        state = State(*accumulate(state, weight, finite, select))
-    assert window_loss(total, state, options, select) == loss
-
-
-def test_loss_that_nobody_told_is_unknown() -> None:
-    options, state = make_options(2), State(2, 0, 0, 2.0, False, 1.0, 0)
-    assert math.isnan(window_loss(add_loss(3.0, math.nan, 1.0, True, options, select), state, options, select))
-    assert math.isnan(window_loss(0.0, state._replace(weight=0.0), options, select))
 
 
 def estimated(reduction: str, windows: int, scale: float = 1.0) -> tuple[float, float]:
@@ -173,36 +146,11 @@ def test_noise_scale_that_is_not_known() -> None:
     assert noise_scale(Noise(0.0, 0.0, -3.0, 1.0), select) == 0.0
 
 
-@pytest.mark.parametrize("decay", [1.0, -0.1, math.nan, "0.9", None])
-def test_bad_decays_raise(decay: Any) -> None:
-    with pytest.raises((ArgumentTypeError, ArgumentValueError), match="noise_scale"):
-        make_options(4, noise_scale=decay)
-
-
 def test_ignoring_measures_nothing_by_itself() -> None:
     assert not measures(IGNORING)
     assert measures(make_options(4))
     for asked in ({"clip_norm": 1.0}, {"skip_norm": 1.0}, {"noise_scale": True}):
         assert measures(make_options(4, on_overflow="ignore", **asked))
-
-
-def test_ignoring_applies_what_it_did_not_look_at() -> None:
-    state = State(2, 0, 0, 2.0, False, 8.0, 0)
-    unmeasured = Decision(*decide(state, math.nan, True, IGNORING, select))
-    assert (unmeasured.apply, unmeasured.overflow, unmeasured.divisor) == (True, False, 16.0)
-    assert math.isnan(unmeasured.grad_norm)
-    assert not Decision(*decide(state._replace(weight=0.0), math.nan, True, IGNORING, select)).apply
-    assert not Decision(*decide(state._replace(overflow=True), math.nan, True, IGNORING, select)).apply, "a bad weight is no gradient"
-    assert not Decision(*decide(state._replace(loss_scale=2.0**-149), math.nan, True, IGNORING, select)).apply
-
-
-def test_ignoring_applies_an_inf_unclipped_and_skips_it_by_its_norm() -> None:
-    state = State(2, 0, 0, 2.0, False, 8.0, 0)
-    clipping, skipping = make_options(4, on_overflow="ignore", clip_norm=1.0), make_options(4, on_overflow="ignore", skip_norm=1.0)
-    decision = Decision(*decide(state, math.inf, False, clipping, select))
-    assert (decision.apply, decision.overflow, decision.divisor, decision.grad_norm) == (True, True, 16.0, math.inf)
-    assert Decision(*decide(state, 64.0, True, clipping, select)).divisor == 64.0
-    assert not Decision(*decide(state, math.inf, False, skipping, select)).apply
 
 
 @pytest.mark.parametrize("loss_scale", [DynamicLossScale(), DynamicLossScale(growth_factor=2.0, backoff_factor=0.5)])

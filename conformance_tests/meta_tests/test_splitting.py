@@ -56,53 +56,6 @@ def test_packed_up_to_the_budget(weights: list[int], budget: int) -> None:
         assert total + weights[cut.start] > budget, "the next item would have fitted"
 
 
-@pytest.mark.parametrize(
-    ("weights", "found"),
-    [([1, 2], "2 numbers"), ([1, 2, -1], "-1.0 for item 2"), ([1, float("nan"), 1], "nan for item 1"), ([[1, 2], 3, 4], "no numbers")],
-)
-def test_one_weight_for_each_item(weights: Any, found: str) -> None:
-    assert kit.require_item_weights(np.array([1, 0, 2]), 3) == [1.0, 0.0, 2.0]
-    with pytest.raises(ArgumentValueError, match=f"weight: expected 3 finite numbers >= 0, one per item; got .*{found}"):
-        kit.require_item_weights(weights, 3)
-
-
-def test_item_beyond_the_budget_is_named() -> None:
-    with pytest.raises(ArgumentValueError, match="got 11 for item 2"):
-        kit.packed([1, 2, 11], 10)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "name"),
-    [
-        ({}, ArgumentValueError, "steps: expected one of"),
-        ({"steps": 2, "micro_batch_size": 3}, ArgumentValueError, "got steps and micro_batch_size"),
-        ({"steps": 0}, ArgumentValueError, "steps: expected an int >= 1"),
-        ({"steps": 2.5}, ArgumentTypeError, "steps: expected an int >= 1"),
-        ({"steps": True}, ArgumentTypeError, "steps: expected an int >= 1"),
-        ({"micro_batch_size": "large"}, ArgumentValueError, "micro_batch_size: expected an int >= 1 or"),
-        ({"micro_batch_size": 0}, ArgumentValueError, "micro_batch_size: expected an int >= 1"),
-        ({"micro_batch_size": 1.5}, ArgumentTypeError, "micro_batch_size: expected an int >= 1"),
-        ({"micro_batch_weight": 0}, ArgumentValueError, "micro_batch_weight: expected a finite number > 0"),
-        ({"micro_batch_weight": "8k"}, ArgumentTypeError, "micro_batch_weight: expected a finite number > 0"),
-        ({"micro_batch_size": 3, "own_split": True}, ArgumentValueError, "split alone or with steps"),
-    ],
-)
-def test_one_way_to_divide(arguments: dict[str, Any], kind: type[Exception], name: str) -> None:
-    with pytest.raises(kind, match=name):
-        kit.make_division(**arguments)
-
-
-def test_nothing_to_divide() -> None:
-    with pytest.raises(ArgumentValueError, match="0 items"):
-        kit.divided(kit.make_division(2), 0, None)
-    with pytest.raises(ArgumentValueError, match="every leaf is given whole"):
-        kit.require_one_size([])
-    with pytest.raises(ArgumentValueError, match=r"batch\[1\]: expected 8 items, as batch\[0\] has; got 7"):
-        kit.require_one_size([("batch[0]", 8), ("batch[1]", 7)])
-    with pytest.raises(ArgumentValueError, match="per-item weights"):
-        kit.divided(kit.make_division(micro_batch_weight=8), 4, None)
-
-
 NESTS: list[tuple[Any, list[str]]] = [
     (1.0, [""]),
     ((1, np.zeros(1)), ["[0]", "[1]"]),
@@ -204,38 +157,6 @@ def test_tuple_of_arrays_of_one_length_is_a_batch() -> None:
     for sizes in ([("batch[0]", 2), ("batch[1]", 2)], [("batch[0]", 8), ("batch[1]", 7)], [("batch[0]['a']", 8), ("batch[1]['a']", 8)]):
         with pytest.raises(ArgumentValueError, match=r"write \(0, 0\) .* split= a function"):
             kit.require_one_size(sizes, [("batch", 2, "()")])
-
-
-class NumpyOps:
-    maximum = staticmethod(np.maximum)
-    minimum = staticmethod(np.minimum)
-    widened = staticmethod(np.asarray)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in kit.KINDS if kind != "concatenate"])
-def test_merged_value_is_that_of_the_large_batch(kind: str) -> None:
-    rows, weights = np.random.default_rng(0).normal(size=(7, 3)), np.array([3.0, 1, 0, 2, 5, 1, 4])
-    whole = {
-        "sum": rows.sum(0),
-        "mean": rows.mean(0),
-        "weighted_mean": (rows * weights[:, None]).sum(0) / weights.sum(),
-        "max": rows.max(0),
-        "min": rows.min(0),
-    }
-    total = None
-    for cut in kit.cuts(7, 3):
-        part, w = rows[cut.start : cut.stop], weights[cut.start : cut.stop]
-        value = {**whole, "sum": part.sum(0), "mean": part.mean(0), "max": part.max(0), "min": part.min(0)}[kind]
-        if kind == "weighted_mean":
-            value = (part * w[:, None]).sum(0) / w.sum()
-        given_part = kit.share(kind, value, cut.items, w.sum(), NumpyOps())
-        total = given_part if total is None else kit.merged(kind, total, given_part, NumpyOps())
-    np.testing.assert_allclose(kit.finished(kind, total, 7, weights.sum()), whole[kind], rtol=1e-14)
-
-
-def test_unknown_kind_of_merging() -> None:
-    with pytest.raises(ArgumentValueError, match="aux: expected one of sum, mean"):
-        kit.kinds_of({"loss": "avg"}, {"loss": 1.0})
 
 
 def test_automatic_size_halves_and_remembers() -> None:

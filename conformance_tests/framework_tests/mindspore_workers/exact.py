@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
-import mindspore as ms
-
-import gradaccum
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import (
     SIZE,
     Truth,
     Worker,
-    all_windows,
     micro_batches,
-    numbers,
-    require_same_everywhere,
     require_truth,
 )
 from conformance_tests.framework_tests.mindspore_workers.counting import called
-
-
-@check
-def half_precision_is_summed_in_float32(rank: int) -> None:
-    """Against one process that has all micro-batches and no other worker: the same bits."""
-    plain, masters = {"loss_scale": gradaccum.DynamicLossScale(64.0)}, {"loss_scale": 64.0, "master_weights": True}
-    for dtype, options in ((ms.float16, plain), (ms.float16, masters), (ms.bfloat16, masters)):
-        worker = Worker(dtype=dtype, **options).train(micro_batches(rank))
-        alone = Worker(dtype=dtype, steps=None, data_parallel=False, **options)
-        for window in all_windows():
-            alone.train(window)
-        assert numbers(worker) == numbers(alone)
-        assert math.isclose(worker.opt.result.grad_norm, alone.opt.result.grad_norm, rel_tol=1e-6)
-        require_same_everywhere((numbers(worker), worker.opt.result))
 
 
 @check

@@ -72,23 +72,6 @@ def compiled_micro_batch_reduces_nothing(rank: int) -> None:
 
 
 @check
-def float64_sums_and_a_dropped_micro_batch(rank: int) -> None:
-    """In graph mode: the dropped one backs the scale off on both workers, and its worker's part is smaller."""
-    scale = gradaccum.DynamicLossScale(64.0)
-    worker = Worker("graph", reduction="sum", accumulate_dtype="float64", on_overflow="drop_micro_batch", loss_scale=scale)
-    for index, batch in enumerate(micro_batches(rank)):
-        worker.learn(batch, math.nan if rank == 0 and index == 0 else 1.0)
-    worker.opt.flush()
-    truth = Truth()
-    first, second = all_windows()
-    truth.window(first[1:], reduction="sum")
-    truth.window(second, reduction="sum")
-    require_truth(worker, truth)
-    assert worker.opt.result.loss_scale == 32.0
-    require_same_everywhere((numbers(worker), worker.opt.result))
-
-
-@check
 def untold_loss_reaches_all(rank: int) -> None:
     """One worker's last micro-batch tells no loss: the window has none on either. Its end is compiled."""
     worker = restarted("jit")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
@@ -16,24 +14,10 @@ from conformance_tests.framework_tests.torch_workers.common import (
     build,
     learn,
     micro_batches,
-    numbers,
     require_equal,
-    require_same_everywhere,
     sgd,
     together,
 )
-
-
-@check
-def unequal_workers_make_the_large_batch(rank: int) -> None:
-    """Items, numbers of micro-batches and branches differ; the second window is empty on one worker."""
-    for options in ({}, {"clip_norm": 0.05}, {"reduction": "sum"}, {"loss_scale": 1024.0}, {"accumulate_dtype": "float64"}):
-        model, opt, _ = together(rank, **options)
-        reference, other = alone(all_windows(), **options)
-        require_equal(model, reference)
-        assert opt.result.optimizer_step == other.result.optimizer_step == 2
-        assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12)
-        require_same_everywhere((numbers(model), opt.result))
 
 
 @check
@@ -45,16 +29,6 @@ def every_kind_of_module(rank: int) -> None:
     compiled = build()
     compiled.compile(backend="eager")
     require_equal(together(rank, model=compiled)[0], reference)
-
-
-@check
-def half_precision_is_summed_in_float32(rank: int) -> None:
-    for options in ({}, {"master_weights": True}, {"loss_scale": gradaccum.DynamicLossScale(1024.0)}):
-        model, opt, _ = together(rank, torch.bfloat16, **options)
-        reference, other = alone(all_windows(torch.bfloat16), torch.bfloat16, **options)
-        require_equal(model, reference, off=0)
-        assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-6)
-        require_same_everywhere((numbers(model), opt.result))
 
 
 @check

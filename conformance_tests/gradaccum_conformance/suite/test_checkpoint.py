@@ -15,6 +15,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
     "clipped and scaled": {"clip_norm": 0.5, "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0, growth_interval=1)},
     "dropping": {"on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale(init_scale=64.0)},
     "schedule": {"steps": [(0, 4), (1, 2)]},
+    "by weight": {"steps": gradaccum.until_weight(7)},
 }
 by_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 

@@ -16,6 +16,8 @@ OTHER: dict[str, tuple[dict[str, Option], dict[str, Option], str]] = {
     "fewer steps": ({}, {"steps": 2}, "steps"),
     "more steps": ({}, {"steps": 8}, "steps"),
     "no steps": ({}, {"steps": None}, "steps"),
+    "a weight, then as many": ({"steps": gradaccum.until_weight(4)}, {}, "until_weight"),
+    "another weight": ({"steps": gradaccum.until_weight(4)}, {"steps": gradaccum.until_weight(5)}, "until_weight"),
     "reduction": ({"reduction": "mean"}, {"reduction": "sum"}, "reduction"),
     "policy": ({}, {"on_overflow": "drop_micro_batch"}, "on_overflow"),
     "a scale, then none": ({"loss_scale": DYNAMIC}, {}, "loss_scale"),
@@ -41,7 +43,9 @@ def feed(session: Session, micro_batches: int, *, poison: bool = False) -> None:
         session.gradients(poisoned(tree, math.inf) if poison else tree)
 
 
-@pytest.mark.parametrize("change", deep_but(("fewer steps", "reduction", "policy", "another static scale"), OTHER))
+@pytest.mark.parametrize(
+    "change", deep_but(("fewer steps", "a weight, then as many", "reduction", "policy", "another static scale"), OTHER)
+)
 def test_open_window_refuses_other_options(backend: Harness, tmp_path: Path, change: str) -> None:
     saved, own, name = OTHER[change]
     first, second = begin(backend, **saved), begin(backend, **own)
