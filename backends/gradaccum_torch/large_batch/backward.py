@@ -7,7 +7,7 @@ divide at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from gradaccum_torch.large_batch.batch import (
     require_function,
     shares_of,
 )
-from gradaccum_torch.large_batch.gradients import Destination, InGrad, InWindow, require_optimizer
-from gradaccum_torch.large_batch.replay import Before, reached_by, trained_by
+from gradaccum_torch.large_batch.gradients import Gradients, InWindow, delivering, require_optimizer
+from gradaccum_torch.large_batch.replay import reached_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import untraced_within
 from gradaccum_torch.sums import HALF
@@ -128,17 +128,8 @@ class _Call:
         micro_batches = self.large.micro_batches(division)
         shares = shares_of([each.weight for each in micro_batches], self._options)
         collector: Collector = LossesInGrad(shares) if self._optimizer is None else LossesInWindow(self._optimizer, shares)
-        before = Before(self.reached, self.large.devices())
-        try:
-            with collector.kept():
-                collector.expect(trained_by(self.reached))
-                returned = self._accumulate(micro_batches, shares, collector, agreed)
-        except BaseException:
-            if not collector.delivered():
-                before.put_back()
-            raise
-        collector.flush()
-        return returned
+        with delivering(collector, self.reached, self.large.devices()):
+            return self._accumulate(micro_batches, shares, collector, agreed)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], shares: Shares, collector: Collector, agreed: Callable[[], None]) -> Any:
         merged = None if self._aux is None else Merged(self._aux)
@@ -160,17 +151,10 @@ class _Call:
         return loss.detach().clone()  # The next micro-batch's may come in the same memory, from the replay of a CUDA graph.
 
 
-# The losses of the micro-batches, one after the other, on their way to a `Destination`.
+# The losses of the micro-batches, one after the other, on their way to ``.grad`` or into a window.
 
 
-class Collector(Destination, Protocol):
-    """The destination of each micro-batch's loss."""
-
-    def add(self, loss: Tensor, weight: float, contribution: float) -> None:
-        """Differentiate the loss of a micro-batch, shape ``()``."""
-
-
-class LossesInGrad(InGrad):
+class LossesInGrad(Gradients):
     """The collector into ``.grad``."""
 
     def __init__(self, shares: Shares) -> None:
@@ -178,32 +162,27 @@ class LossesInGrad(InGrad):
         self._shares = shares
         self._unit: float | None = None
         """The divisor that the incoming gradients have already; what is left of it divides the sum at the end."""
-        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def add(self, loss: Tensor, weight: float, contribution: float) -> None:
+        """Differentiate the loss of a micro-batch, shape ``()``."""
         if contribution:
-            self._gradients.reach(loss)
+            self.reach(loss)
             if self._unit is None:
                 self._unit = self._unit_for(loss)
-            self._gradients.backward([loss], [self._seed(contribution / self._unit, loss)])
+            self.backward([loss], [torch.full_like(loss, contribution / self._unit, requires_grad=False)])
 
     def close(self) -> None:
-        self._gradients.deliver(1.0 if self._unit is None else self._shares.divisor / self._unit)
+        """Deliver the gradients after the last micro-batch."""
+        self.deliver(1.0 if self._unit is None else self._shares.divisor / self._unit)
 
     def _unit_for(self, loss: Tensor) -> float:
         """Return the whole divisor, so that no pass over the sums is needed.
 
         Half-precision gradients are divided as the wide sums are cast; there the largest micro-batch begins with 1, against underflow.
         """
-        if self._gradients.are_half() or loss.dtype in (torch.float16, torch.bfloat16):
+        if self.are_half() or loss.dtype in (torch.float16, torch.bfloat16):
             return max(self._shares.contributions)
         return self._shares.divisor
-
-    def _seed(self, factor: float, loss: Tensor) -> Tensor:
-        key = factor, loss.dtype, loss.device
-        if key not in self._seeds:
-            self._seeds[key] = torch.full_like(loss, factor, requires_grad=False)
-        return self._seeds[key]
 
 
 class LossesInWindow(InWindow):
@@ -215,13 +194,16 @@ class LossesInWindow(InWindow):
 
     def add(self, loss: Tensor, weight: float, contribution: float) -> None:
         if contribution:
-            self._reach(loss)
+            self.reach(loss)
         self._optimizer.backward(loss, weight=weight)
         self._others.note()
         self._optimizer.step()
 
     def close(self) -> None:
-        self._deliver(self._shares.divisor)
+        self.deliver(self._shares.divisor)
+
+
+Collector = LossesInGrad | LossesInWindow
 
 
 # The other outputs of a loss function, merged as they come into those of the large batch. The core has the arithmetic.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from gradaccum import ArgumentTypeError, AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, Leaf, Nest, concatenate_error, explain, leaves_of, make_division, with_leaves
 from gradaccum_torch.large_batch.auto import has_nothing_to_share, run_divided, share_nothing
 from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split, Weight, evaluated, require_alone, require_function
-from gradaccum_torch.large_batch.gradients import Destination, InGrad, InWindow, require_coupled_optimizer, touched_error
-from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState, reached_by, trained_by
+from gradaccum_torch.large_batch.gradients import Gradients, InWindow, delivering, require_coupled_optimizer, touched_error
+from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState, reached_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import untraced_within
 
@@ -105,17 +105,8 @@ class _CoupledCall:
         """Make both passes over the micro-batches of `division`; call `agreed` before their gradients are delivered."""
         micro_batches = self.large.micro_batches(division)
         coupler: Coupler = CoupledInGrad() if self._optimizer is None else CoupledInWindow(self._optimizer)
-        before = Before(self.reached, self.large.devices())
-        try:
-            with coupler.kept():
-                coupler.expect(trained_by(self.reached))
-                loss = self._two_passes(micro_batches, coupler, before, agreed)
-        except BaseException:
-            if not coupler.delivered():
-                before.put_back()
-            raise
-        coupler.flush()
-        return loss
+        with delivering(coupler, self.reached, self.large.devices()) as before:
+            return self._two_passes(micro_batches, coupler, before, agreed)
 
     def _two_passes(self, micro_batches: Sequence[MicroBatch], coupler: Coupler, before: Before, agreed: Callable[[], None]) -> Tensor:
         with before.noting():
@@ -159,37 +150,29 @@ def _one(*_: object) -> float:
     return 1.0
 
 
-# A coupled loss, and then the outputs of the micro-batches, on their way to a `Destination`.
+# A coupled loss, and then the outputs of the micro-batches, on their way to ``.grad`` or into a window.
 #
 # In a window the loss is micro-batch 0, of weight 1, and scaled by the loss scale. The others bring the gradient of their outputs, which
 # has the scale already, and have weight 0. So the window divides by 1 and the scale, whatever its reduction, and half-precision gradients
 # move into their sums after each micro-batch.
 
 
-class Coupler(Destination, Protocol):
-    """The destination of the loss of all outputs, then of the outputs of each micro-batch."""
-
-    def differentiate(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Leave the gradient of `loss`, scaled if there is a scale, in ``.grad`` of `outputs`, and collect that of other leaves."""
-
-    def add(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Collect the parameters' gradients from the `gradients` of a micro-batch's `outputs`."""
-
-
-class CoupledInGrad(InGrad):
+class CoupledInGrad(Gradients):
     """The coupler into ``.grad``."""
 
     def differentiate(self, loss: Tensor, outputs: Sequence[Tensor]) -> None:
-        self._gradients.leave(outputs)
+        """Leave the gradient of `loss`, scaled if there is a scale, in ``.grad`` of `outputs`, and collect that of other leaves."""
+        self.leave(outputs)
         self.add([loss], [torch.ones_like(loss)])
 
     def add(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Collect the parameters' gradients from the `gradients` of a micro-batch's `outputs`."""
         if outputs:
-            self._gradients.reach(*outputs)
-            self._gradients.backward(outputs, gradients)
+            self.reach(*outputs)
+            self.backward(outputs, gradients)
 
     def close(self) -> None:
-        self._gradients.deliver(1.0)
+        self.deliver(1.0)
 
 
 class CoupledInWindow(InWindow):
@@ -206,13 +189,16 @@ class CoupledInWindow(InWindow):
             self._collect(outputs, gradients)
 
     def close(self) -> None:
-        self._deliver(1.0)
+        self.deliver(1.0)
 
     def _collect(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
-        self._reach(*tensors)
+        self.reach(*tensors)
         torch.autograd.backward(tensors, gradients)
         self._others.note()
         self._optimizer.step()
+
+
+Coupler = CoupledInGrad | CoupledInWindow
 
 
 # The outputs of all micro-batches as one nest, and the way back: the gradient of each micro-batch's own rows.

@@ -8,15 +8,15 @@ sums as autograd produces them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain
+from gradaccum_torch.large_batch.replay import Before, Reached, trained_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.private import Node, is_leaf_node, keep_own, untraced, version
 from gradaccum_torch.sums import HALF, add, divide, gradient_dtype, narrowed, sum_dtype
@@ -46,7 +46,7 @@ class Gradients:
         self._noted: list[Mark | None] = []
         """What the last `backward` left in each leaf."""
         self.delivered = False
-        """`deliver` has come to its end."""
+        """`deliver` has come to its end, even if an interrupt came meanwhile."""
 
     def expect(self, leaves: Iterable[Tensor]) -> None:
         """Collect the gradients of `leaves` if they get one; those of a wrapped optimizer are left to it."""
@@ -69,6 +69,7 @@ class Gradients:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
+        """Restore every gradient if the block raises."""
         try:
             yield
         except BaseException:
@@ -107,6 +108,7 @@ class Gradients:
         self._noted = self._marks()
 
     def require_untouched(self) -> None:
+        """Raise unless the user's functions have left ``.grad`` alone."""
         if self._marks() != self._noted:
             raise touched_error()
 
@@ -124,6 +126,9 @@ class Gradients:
                 self._before.clear()
                 self._forget()
                 self.delivered = True
+
+    def flush(self) -> None:
+        """Make the update, if there is one to be made: here there is none."""
 
     def put_back(self) -> None:
         for leaf, before in self._before.items():
@@ -205,58 +210,17 @@ def touched_error() -> UsageError:
 untraced(_move)
 
 
-# The destinations of a call's gradients: ``.grad``, or the window of a wrapped optimizer; alike for both kinds of loss.
+# The window of a wrapped optimizer as the destination of a call's gradients, alike for both kinds of loss.
 #
 # In a window the loss scale, the sums, the overflow policy, clipping and workers are the wrapper's. Leaves that are not its own, as those
 # of a critic that a generator's loss goes through, get the large batch's gradient beside the window, freed of scale and weight.
 
 
-class Destination(Protocol):
-    """The destination of one call's gradients."""
-
-    def kept(self) -> AbstractContextManager[None]:
-        """Restore every gradient if the block raises."""
-
-    def expect(self, leaves: Iterable[Tensor]) -> None:
-        """Collect for `leaves`, parameters known before a graph is, if they get a gradient."""
-
-    def require_untouched(self) -> None:
-        """Raise unless the user's functions have left ``.grad`` alone."""
-
-    def close(self) -> None:
-        """Deliver the gradients after the last micro-batch."""
-
-    def delivered(self) -> bool:
-        """True if `close` has delivered, even if an interrupt came meanwhile."""
-
-    def flush(self) -> None:
-        """Make the update, if there is one to be made."""
-
-
-class InGrad:
-    """The destination ``.grad``."""
-
-    def __init__(self) -> None:
-        self._gradients = Gradients()
-
-    def kept(self) -> AbstractContextManager[None]:
-        return self._gradients.kept()
-
-    def expect(self, leaves: Iterable[Tensor]) -> None:
-        self._gradients.expect(leaves)
-
-    def require_untouched(self) -> None:
-        self._gradients.require_untouched()
-
-    def delivered(self) -> bool:
-        return self._gradients.delivered
-
-    def flush(self) -> None:
-        return
-
-
 class InWindow:
-    """The next window of a wrapped optimizer, which the call closes."""
+    """The next window of a wrapped optimizer, which the call closes; the other destination, `Gradients`, has the same face."""
+
+    delivered = False
+    """Before the window is flushed an error makes it forgotten."""
 
     def __init__(self, optimizer: AccumulatingOptimizer) -> None:
         self._optimizer, self._window = optimizer, optimizer.whole_window()
@@ -275,19 +239,31 @@ class InWindow:
         if self._window.arrived:
             raise touched_error()
 
-    def delivered(self) -> bool:
-        return False  # Before the window is flushed an error makes it forgotten.
-
     def flush(self) -> None:
         self._optimizer.flush()
 
-    def _reach(self, *tensors: Tensor) -> None:
+    def reach(self, *tensors: Tensor) -> None:
         """Collect the leaves that a backward pass through `tensors` reaches beside the window's own."""
         self._others.pass_by(self._window.unsharded())
         self._others.reach(*tensors)
 
-    def _deliver(self, divisor: float) -> None:
+    def deliver(self, divisor: float) -> None:
         self._others.deliver(divisor * self._window.scale() if self._others else 1.0)
+
+
+@contextmanager
+def delivering(destination: Gradients | InWindow, reached: Reached, devices: Iterable[torch.device]) -> Iterator[Before]:
+    """Make the update after the block. If something raises, restore gradients, random states and the buffers of modules in `reached`."""
+    before = Before(reached, devices)
+    try:
+        with destination.kept():
+            destination.expect(trained_by(reached))
+            yield before
+    except BaseException:
+        if not destination.delivered:
+            before.put_back()
+        raise
+    destination.flush()
 
 
 def require_optimizer(optimizer: object, reduction: str | None) -> AccumulatingOptimizer:

@@ -187,16 +187,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_model_as_a_failed_call_left_it",
-        (
-            "            if not collector.delivered():\n"
-            "                before.put_back()\n"
-            "            raise\n"
-            "        collector.flush()\n"
-            "        return returned\n"
-            "\n"
-            "    def _accumulate(self, micro"
-        ),
-        "            raise\n        collector.flush()\n        return returned\n\n    def _accumulate(self, micro",
+        "        if not destination.delivered:\n            before.put_back()\n        raise\n",
+        "        raise\n",
         OWN + "test_torch_large_batch_interrupted.py::test_error_leaves_everything",
     ),
     Mutant(
