@@ -7,7 +7,7 @@ from gradaccum_mindspore.large_batch.value_and_update import value_and_update
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
 from gradaccum_mindspore.recomputation.module import recompute
 from gradaccum_mindspore.saving import load_checkpoint_into
-from gradaccum_mindspore.training import Accumulator, FlushAtEpochEnd, TrainOneStepCell, WatchWindows
+from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell, WatchWindows
 from gradaccum_mindspore.verification import verify, verify_loss_scaling
 from gradaccum_mindspore.workers.cross_entropy import sharded_cross_entropy
 from gradaccum_mindspore.workers.layout import redistributed
@@ -15,7 +15,6 @@ from gradaccum_mindspore.workers.layout import redistributed
 __all__ = [
     "AccumulatingExperimentalOptimizer",
     "AccumulatingOptimizer",
-    "Accumulator",
     "FlushAtEpochEnd",
     "TrainOneStepCell",
     "WatchWindows",

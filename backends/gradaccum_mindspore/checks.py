@@ -6,13 +6,13 @@ inside `mindspore.jit` and graph mode, and at every call in PyNative.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TypeAlias
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Tensor
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, UsageError
@@ -31,15 +31,6 @@ Specs = tuple[Spec, ...]
 
 
 LOSS_FIX = "Write optimizer(gradients, weight, loss) with the loss that was differentiated, not scaled."
-
-
-def require_parameters(parameters: object) -> list[Parameter]:
-    listed = list(parameters) if isinstance(parameters, Iterable) else []
-    if not listed or not all(isinstance(parameter, Parameter) for parameter in listed):
-        found = f"an object of type {type(parameters).__name__}"
-        fix = "Write Accumulator(optimizer.parameters, steps=4)."
-        raise explain(ArgumentTypeError, "parameters", expected="the model's Parameters, in order", found=found, fix=fix)
-    return listed
 
 
 def require_mindspore(version: str, what: str, instead: str) -> None:

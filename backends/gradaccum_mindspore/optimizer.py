@@ -12,17 +12,17 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from mindspore import ParameterTuple, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
 from gradaccum import StepResult, UsageError, kit
 from gradaccum.kit import Handle, Listener, Options, Schedule, State, UntilWeight, explain
 from gradaccum_mindspore.checks import Loss, NamedGradients, Weight, gradients_by_position, loss_as_number, weight_as_number, without_none
 from gradaccum_mindspore.compiled_window import CompiledWindow
-from gradaccum_mindspore.grad_scaler import require_read
+from gradaccum_mindspore.grad_scaler import note_read, require_read
 from gradaccum_mindspore.parameters import Optimizer, turn_to_masters
 from gradaccum_mindspore.private import OwnPhase, is_graph_mode, refuse_trace
-from gradaccum_mindspore.state import StateReader, Storage, window_size
+from gradaccum_mindspore.state import Storage, window_size
 from gradaccum_mindspore.sums import Gradients
 from gradaccum_mindspore.update import Update, inner_scale, with_inner_scale
 from gradaccum_mindspore.window import PyNativeWindow
@@ -72,7 +72,7 @@ class Discard(nn.Cell):  # type: ignore[misc]
         return self.compiled_window.discard()
 
 
-class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignore[misc]
+class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     """The optimizer that `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
     ``optimizer(gradients, weight, loss)`` takes in one micro-batch, the last two if you like, in PyNative, inside `mindspore.jit`, in
@@ -177,6 +177,18 @@ class AccumulatingOptimizer(OwnPhase, StateReader, nn.Optimizer):  # type: ignor
         if full:
             self.pynative_window.close(state, self.update)
         return full
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` times the loss scale, in the loss's dtype: differentiate this. In PyNative and in compiled code."""
+        if self.storage.unscaled:
+            return loss
+        return loss * ops.cast(self.loss_scale, loss.dtype)
+
+    @property
+    def loss_scale(self) -> Parameter:
+        """The current loss scale, a float32 Tensor of shape () (a Parameter): in PyNative and in compiled code, for ``sens`` say."""
+        note_read(self.storage.scaled)
+        return self.storage.loss_scale
 
     @property
     def result(self) -> StepResult:

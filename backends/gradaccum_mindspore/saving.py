@@ -51,7 +51,7 @@ def load_checkpoint_into(cell: nn.Cell, parameter_dict: Saved) -> None:
     """Write a checkpoint into a wrapped optimizer, or into a cell that holds one, whether or not it has been compiled.
 
     Args:
-        cell: a wrapped optimizer, a `gradaccum_mindspore.Accumulator`, or a cell such as `mindspore.nn.TrainOneStepCell`.
+        cell: a wrapped optimizer, or a cell such as `mindspore.nn.TrainOneStepCell`.
         parameter_dict: the dict that `mindspore.load_checkpoint` returned, or ``{name: Parameter or Tensor}``. It holds a value for every
             Parameter of `cell`. Other entries (such as ``epoch_num``) are left alone.
 

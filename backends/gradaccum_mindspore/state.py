@@ -22,7 +22,7 @@ from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, StepResult, kit
 from gradaccum.kit import FIELD_DTYPES, Fields, Options, ScaleRule, Schedule, State, Terms, UntilWeight, explain
-from gradaccum_mindspore.grad_scaler import NEVER, drive, key_of, note_read
+from gradaccum_mindspore.grad_scaler import NEVER, drive, key_of
 from gradaccum_mindspore.parameters import Masters
 from gradaccum_mindspore.statistics import Knowledge, Listening
 from gradaccum_mindspore.sums import HALF, DType, hidden_parameter, narrows, sum_dtype
@@ -221,32 +221,6 @@ class Storage(nn.Cell):  # type: ignore[misc]
         applied, skipped, overflow = (flag == state.micro_step + 1 for flag in flags)
         counted = (state.loss_scale, state.micro_step, state.optimizer_step)
         return StepResult(applied, skipped, overflow, grad_norm, *counted, *self.knowledge.results())
-
-
-class StateReader:
-    """The reading of an accumulation's state, and its loss scaling; the wrapped optimizer and `Accumulator` inherit it."""
-
-    storage: Storage
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, in the loss's dtype: differentiate this. In PyNative and in compiled code."""
-        if self.storage.unscaled:
-            return loss
-        return loss * ops.cast(self.loss_scale, loss.dtype)
-
-    @property
-    def loss_scale(self) -> Parameter:
-        """The current loss scale, a float32 Tensor of shape () (a Parameter): in PyNative and in compiled code, for ``sens`` say."""
-        note_read(self.storage.scaled)
-        return self.storage.loss_scale
-
-    @property
-    def result(self) -> StepResult:
-        """The result of the last micro-batch, flush or discard, in Python numbers. For Python, not for compiled code.
-
-        A loop that prints it has not scaled its loss, so it does not count as asking for the loss scale; `scale` and `loss_scale` do.
-        """
-        return self.storage.result()
 
 
 def state_prefix(name: str) -> str:

@@ -10,7 +10,7 @@ from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode, two_parameters, values  # noqa: E402, F401
-from gradaccum_mindspore import Accumulator, load_checkpoint_into  # noqa: E402
+from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
 
 
 def ones(a=1.0, b=1.0):
@@ -140,21 +140,3 @@ def test_two_optimizers_need_two_names():
     assert (first.asnumpy()[0], second.asnumpy()[0]) == (-1.0, 1.0)
     step(*ones(2.0, 4.0))
     assert (first.asnumpy()[0], second.asnumpy()[0]) == (-3.0, -3.0)
-
-
-def test_accumulator_without_an_optimizer():
-    """The caller updates and clears, and gets the same windows as with `gradaccum.wrap`."""
-    parameters = two_parameters()
-    accumulator, optimizer = Accumulator(parameters, steps=2, loss_scale=8.0), nn.SGD(parameters, 1.0)
-    with pytest.raises(gradaccum.UsageError, match="loss scale"):
-        accumulator(ones(16.0, 32.0))
-    assert accumulator.scale(Tensor(1.0)) == 8.0
-    assert not accumulator(ones(16.0, 32.0))
-    assert accumulator(ones(16.0, 32.0))
-    optimizer(accumulator.gradients())
-    assert accumulator.clear()
-    assert values(optimizer) == [-1.0, -3.0]
-    accumulator(ones(np.nan, 1.0))
-    assert not accumulator.applicable()
-    assert not accumulator.clear()
-    assert (accumulator.result.optimizer_step, accumulator.result.micro_step, accumulator.result.skipped) == (1, 0, True)

@@ -13,7 +13,6 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import needs_mindspore, set_mode  # noqa: E402
 from conformance_tests.framework_tests.mindspore_graphs import saved_graphs  # noqa: E402
-from gradaccum_mindspore import Accumulator  # noqa: E402
 
 SHAPES = ((24, 24), (24,), (40, 24))
 
@@ -126,11 +125,10 @@ def test_one_buffer_of_the_models_size(masters):
 
 
 @needs_mindspore("2.9", "before it MindSpore tells no cell its program")
-@pytest.mark.parametrize("kind", ["optimizer", "accumulator"])
-def test_a_call_tells_no_cell_of_the_package_its_program(kind):
+def test_a_call_tells_no_cell_of_the_package_its_program():
     """MindSpore tells every cell below the one that is called: that took a tenth of a millisecond of each micro-batch."""
     parameters = [Parameter(Tensor(np.ones((2, 3), np.float32)), name="p")]
-    wrapped = gradaccum.wrap(nn.Adam(parameters, 0.1), steps=2) if kind == "optimizer" else Accumulator(parameters, 2)
+    wrapped = gradaccum.wrap(nn.Adam(parameters, 0.1), steps=2)
     step = Step(wrapped)
     step.layer = nn.Dense(2, 2)
     step.compile_phase = "some program"

@@ -15,7 +15,6 @@ from mindspore import Parameter, Tensor, nn  # noqa: E402
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_conformance.deep import deep_but  # noqa: E402
-from gradaccum_mindspore import Accumulator  # noqa: E402
 
 WINDOWS = 200
 LEAK = 100
@@ -51,20 +50,6 @@ class Step(nn.Cell):
 class TellingStep(Step):
     def construct(self, *gradients):
         return self.optimizer(gradients, 2.0, gradients[0][0, 0])
-
-
-class StepByHand(nn.Cell):
-    def __init__(self, accumulator, inner):
-        super().__init__(auto_prefix=False)
-        self.accumulator, self.inner = accumulator, inner
-
-    def construct(self, *gradients):
-        full = self.accumulator(gradients)
-        if full:
-            if self.accumulator.applicable():
-                self.inner(self.accumulator.gradients())
-            self.accumulator.clear()
-        return full
 
 
 class Keeping(nn.Cell):
@@ -114,10 +99,6 @@ def with_a_scale_of_its_own(parameters):
     return Step(gradaccum.wrap(nn.Momentum(parameters, 1e-6, 0.9, loss_scale=8.0), steps=[(0, 2), (1000, 2)], clip_norm=1.0))
 
 
-def by_hand(parameters):
-    return StepByHand(Accumulator(parameters, steps=2), nn.Momentum(parameters, 1e-6, 0.9))
-
-
 def kept_per_window(cell, mode):
     set_mode(mode)
     step = cell if mode == "graph" else ms.jit(cell.construct)
@@ -134,7 +115,7 @@ def two_parameters():
     return [Parameter(Tensor(np.ones((4, 4), np.float32)), name=name) for name in "ab"]
 
 
-MAKERS = (wrapped, with_everything, that_measures_nothing, of_sizes_from_a_function, with_a_scale_of_its_own, by_hand)
+MAKERS = (wrapped, with_everything, that_measures_nothing, of_sizes_from_a_function, with_a_scale_of_its_own)
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])

@@ -13,7 +13,7 @@ from mindspore.experimental import optim  # noqa: E402
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
 from gradaccum_conformance.deep import deep_but  # noqa: E402
-from gradaccum_mindspore import Accumulator, load_checkpoint_into  # noqa: E402
+from gradaccum_mindspore import load_checkpoint_into  # noqa: E402
 
 HALF = {"float16": ms.float16, "bfloat16": ms.bfloat16}
 RNG = np.random.default_rng(0)
@@ -176,8 +176,3 @@ def test_raising_optimizer_changes_no_master():
         optimizer(tuple(Tensor(np.ones(p.shape), ms.float16) for p in parameters))
     np.testing.assert_array_equal(parameters[0].asnumpy(), START["weight"].astype(np.float16))
     assert optimizer.result.micro_step == 1
-
-
-def test_accumulator_refuses_masters():
-    with pytest.raises(gradaccum.ArgumentValueError, match="master_weights"):
-        Accumulator(make_parameters(ms.float16), steps=2, master_weights=True)

@@ -10,7 +10,6 @@ import gradaccum
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import Worker, micro_batches, numbers
 from conformance_tests.framework_tests.refusing import refused
-from gradaccum_mindspore import Accumulator
 
 
 def sgd(value: float = 1.0, shape: int = 3, name: str = "p") -> nn.Optimizer:
@@ -30,9 +29,6 @@ def several_workers_need_the_option(rank: int) -> None:
         ms.reset_auto_parallel_context()
     with refused(gradaccum.ArgumentTypeError, "data_parallel"):
         gradaccum.wrap(sgd(), steps=2, data_parallel="yes")
-    for given in (None, True):
-        with refused(gradaccum.UsageError, "data_parallel"):
-            Accumulator(sgd().parameters, steps=2, data_parallel=given)
 
 
 @check
