@@ -16,6 +16,7 @@ from gradaccum_jax.parameters import on_masters, without_masters
 from gradaccum_jax.update import takes
 from gradaccum_jax.verification import check
 from gradaccum_jax.window import probe
+from gradaccum_jax.workers.data_parallel import require_devices, start_on
 from gradaccum_jax.workers.group import require_names, require_shard_axes
 
 
@@ -35,7 +36,7 @@ class JaxBackend:
         return check.verify(model, loss_fn, batch, steps, **options)
 
     def wrap(
-        self, optimizer: object, options: Options, *, axis_name: object = None, shard_axes: object = None
+        self, optimizer: object, options: Options, *, axis_name: object = None, shard_axes: object = None, mesh: Any = None
     ) -> optax.GradientTransformationExtraArgs:
         """Wrap an `optax.GradientTransformation`; see `gradaccum.wrap`.
 
@@ -47,9 +48,12 @@ class JaxBackend:
                 window's end. They make the same calls; a device without an item passes weight 0.
             shard_axes: the mesh axis, or several in a tuple, along which parameters are sharded inside `jax.shard_map`: the norm is that of
                 all shards, and all devices decide alike. ``()`` if each device has a model of its own. Leave it out under `jax.jit` alone.
+            mesh: the `jax.sharding.Mesh` of `axis_name`, for ``tx.init(params)`` outside of `gradaccum_jax.data_parallel`. Without it
+                `init` takes the mesh that is set around it.
 
         Raises:
-            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already, or `axis_name` or `shard_axes` is no name.
+            ArgumentTypeError: `optimizer` is no such transformation or is wrapped already, or `axis_name` or `shard_axes` is no name,
+                `mesh` no mesh.
             ArgumentValueError: a callable in ``steps`` returns no int >= 1 for step 0, or a size is more than int32 can hold.
             UsageError: ``steps=until_weight(...)`` with an `axis_name`: each device would end its window by its own weight.
         """
@@ -62,7 +66,9 @@ class JaxBackend:
         inner = optax.with_extra_args_support(transformation)
         held = on_masters(inner) if checked.master_weights else without_masters(inner)
         wrapped = Accumulation(held, checked, names, require_shard_axes(shard_axes), takes(transformation))
-        return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
+        if mesh is not None:
+            require_devices(mesh, names, axis_name)
+        return optax.GradientTransformationExtraArgs(start_on(wrapped.init, mesh, names) if names else wrapped.init, wrapped.update)
 
 
 backend = JaxBackend()

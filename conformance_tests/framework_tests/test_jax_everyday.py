@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
+from conformance_tests.framework_tests.jax_versions import needs_shard_map
 
 X = np.random.default_rng(0).normal(size=(10, 4, 3)).astype(np.float32)
 PARAMS = jnp.ones(3)
@@ -180,3 +184,12 @@ def test_denominator_under_jit() -> None:
         assert gradaccum_jax.result(ended).skipped
     with pytest.raises(REFUSED, match="denominator: expected a real number"):
         flush(state, np.ones(2, np.float32))
+
+
+@needs_shard_map
+def test_four_devices() -> None:
+    """`init` outside of `data_parallel`, in a process of its own: the mesh is told, or set around the call."""
+    pytest.importorskip("flax", reason="flax is not installed")
+    script = Path(__file__).with_name("jax_everyday_devices.py")
+    ran = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-3000:]

@@ -21,17 +21,19 @@ from gradaccum_jax.arrays import Array, Axes, Tree, typeof
 from gradaccum_jax.control_flow import programs_in
 from gradaccum_jax.sharding import axes_in_parts, axes_of, replicated, reshard, shard_map, vary
 from gradaccum_jax.state import AccumulationState, find_states
+from gradaccum_jax.workers import group
 from gradaccum_jax.workers.group import copies_of_params, mapped, require_names, require_shared
 from gradaccum_jax.workers.layout import require_layout
 
 Step = Callable[..., Any]
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
-def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...]) -> Step:
+def data_parallel(step: Step, mesh: Mesh, axis_name: str | tuple[str, ...]) -> Step:
     """Run `step` on all devices of a mesh axis, with the batch split over them: one window over all, reduced once at its end.
 
-        tx = gradaccum.wrap(optax.adamw(1e-3), steps=4, axis_name="data")
-        state = gradaccum_jax.data_parallel(tx.init, mesh, "data")(params)
+        tx = gradaccum.wrap(optax.adamw(1e-3), steps=4, axis_name="data", mesh=mesh)
+        state = tx.init(params)
         train = jax.jit(gradaccum_jax.data_parallel(step, mesh, "data"), donate_argnums=(0, 1))
         params, state, losses = train(params, state, x, y)
 
@@ -48,10 +50,10 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
 
     Returns:
         A jitted function of the same arguments, for use under `jax.jit` too. Every array of the batch is split along its first axis, whose
-        length is a multiple of the number of devices. Parameters and the inner optimizer's state are replicated. The sums, the weight and
-        the overflow flag of the open window are each device's own: outside of the step they have a leading axis, one entry for each
-        device, and so has each array of ``rest`` that differs between devices. A loss has shape (devices,), or () if the step averages it
-        by `jax.lax.pmean`.
+        length is a multiple of the number of devices; a single bool, such as `last`, is the same on all. Parameters and the inner
+        optimizer's state are replicated. The sums, the weight and the overflow flag of the open window are each device's own: outside of
+        the step they have a leading axis, one entry for each device, and so has each array of ``rest`` that differs between devices. A
+        loss has shape (devices,), or () if the step averages it by `jax.lax.pmean`.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `step` is no function, `mesh` no mesh or without the axis, or the batch cannot be split.
@@ -62,7 +64,7 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
     if not callable(step):
         fix = "Pass a function of (params, state, *batch), or tx.init."
         raise explain(ArgumentTypeError, "step", expected="a function", got=step, fix=fix)
-    devices = _require_devices(mesh, axes, axis_name)
+    devices = require_devices(mesh, axes, axis_name)
 
     def run(*args: Tree) -> Any:
         _require_arguments(args, devices)
@@ -92,9 +94,9 @@ def data_parallel(step: Step, mesh: jax.sharding.Mesh, axis_name: str | tuple[st
     return jax.jit(run)
 
 
-def _require_devices(mesh: Any, axes: tuple[str, ...], axis_name: object) -> int:
+def require_devices(mesh: Any, axes: tuple[str, ...], axis_name: object) -> int:
     fix = "Write mesh = jax.make_mesh((4,), ('data',)) and axis_name='data'."
-    if not isinstance(mesh, jax.sharding.Mesh):
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise explain(ArgumentTypeError, "mesh", expected="a jax.sharding.Mesh", got=mesh, fix=fix)
     if not axes or not set(axes) <= set(mesh.axis_names):
         kind = ArgumentValueError if axes else ArgumentTypeError
@@ -105,16 +107,30 @@ def _require_devices(mesh: Any, axes: tuple[str, ...], axis_name: object) -> int
 def _require_arguments(args: tuple[Tree, ...], devices: int) -> None:
     if not args or (len(args) > 1 and not find_states(args[1])):
         expected, found = "the arguments (params, state, *batch)", "no state of a wrapped optimizer in the second place"
-        fix = "Write state = gradaccum_jax.data_parallel(tx.init, mesh, axis_name)(params)."
+        fix = "Write state = tx.init(params), of a tx with axis_name= and mesh=."
         raise explain(UsageError, "state", expected=expected, found=found, fix=fix)
     for tree in args[:2]:
         require_layout(tree, devices)
     for path, leaf in jax.tree_util.tree_flatten_with_path(args[2:])[0]:
         shape = jnp.shape(leaf)
-        if not shape or shape[0] % devices:
+        if not _is_flag(leaf) and (not shape or shape[0] % devices):
             name, expected = f"batch{jax.tree_util.keystr(path)}", f"an array whose first axis {devices} devices divide"
             fix = "Pad the last items and give the padding no weight. What all devices share, the step can close over."
             raise explain(ArgumentValueError, name, expected=expected, found=f"one of shape {shape}", fix=fix)
+
+
+def start_on(init: Step, mesh: Mesh | None, axes: tuple[str, ...]) -> Step:
+    """Return `init` that makes, outside of `jax.shard_map` too, the state of devices that share a window, if it knows their mesh.
+
+    It is `mesh`, or the one that the user has set around the call.
+    """
+
+    def start(params: Tree) -> Tree:
+        found = mesh or jax.sharding.get_abstract_mesh()
+        known = set(axes) <= set(found.axis_names) and not group.are_bound(axes)
+        return data_parallel(init, found, axes)(params) if known else init(params)
+
+    return start
 
 
 # The arguments of a step on their way into `jax.shard_map`, and its results on their way out.
@@ -135,13 +151,12 @@ class Made(NamedTuple):
 def spec_of(index: int, arg: Tree, axes: tuple[str, ...]) -> list[Spec]:
     """Return how the devices share argument number `index`, leaf by leaf: parameters and state by its fields, the batch split."""
     split, whole = _specs(axes)
-    tree = (
-        jax.tree.map(lambda _: split, arg) if index > 1 else mapped(arg, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole)
-    )
-    return jax.tree.leaves(tree)
+    if index > 1:
+        return [whole if _is_flag(leaf) else split for leaf in jax.tree.leaves(arg)]
+    return jax.tree.leaves(mapped(arg, own=lambda _: split, shared=lambda _: whole, other=lambda _: whole))
 
 
-def placed(leaves: list[Array], mesh: jax.sharding.Mesh, specs: list[Spec], axes: tuple[str, ...]) -> list[Array]:
+def placed(leaves: list[Array], mesh: Mesh, specs: list[Spec], axes: tuple[str, ...]) -> list[Array]:
     """Return the leaves typed by `specs` on a mesh with explicit axis types (``AxisType.Explicit``, the default from 0.9 on)."""
     spread = {name for spec in specs for entry in spec for name in _named(entry, axes)}
     if any(kind != jax.sharding.AxisType.Explicit for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in spread):
@@ -224,6 +239,10 @@ def _specs(axes: tuple[str, ...]) -> tuple[Spec, Spec]:
 
 def _own(tree: Tree) -> Tree:
     return mapped(tree, own=lambda leaf: leaf[0], shared=_same, other=_same)
+
+
+def _is_flag(leaf: Array) -> bool:
+    return bool(jnp.shape(leaf) == () and jnp.issubdtype(jnp.result_type(leaf), jnp.bool_))
 
 
 def _stacked(leaf: Array) -> Array:

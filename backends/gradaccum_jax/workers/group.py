@@ -27,7 +27,10 @@ T = TypeVar("T")
 OnLeaf = Callable[[Array], Any]
 OWN = ("weight", "overflow", "accumulator", "last_overflow", "loss")
 """The fields of an `AccumulationState` that each device has for itself. Of `noise` it has the first micro-batch for itself."""
-_THERE = "Run it by gradaccum_jax.data_parallel(step, mesh, axis_name), tx.init too, or in a function under jax.shard_map."
+_THERE = (
+    "Run it by gradaccum_jax.data_parallel(step, mesh, axis_name), or in a function under jax.shard_map. "
+    "For tx.init it is enough to wrap with mesh=mesh, or to set the mesh around it."
+)
 _RETURNED = "Pass what tx.init returned under the same axis, each field by its own PartitionSpec."
 _copied: ContextVar[bool] = ContextVar("copied", default=False)
 
@@ -187,6 +190,14 @@ def _vary_like(leaf: Array, parameter: Array) -> Array:
 
 
 # The names of axes, and whether JAX's types tell what differs along them.
+
+
+def are_bound(axes: tuple[str, ...]) -> bool:
+    """True inside of a `jax.shard_map`, or of another map, over these axes."""
+    try:
+        return bool(axes) and lax.axis_size(axes) > 0
+    except NameError:
+        return False
 
 
 def require_checked(axis_name: str, fix: str) -> None:

@@ -28,7 +28,7 @@ def require_layout(tree: Tree, devices: int) -> None:
         if (held := devices_of(state)) != devices:
             expected = f"that of a window that {devices} devices share"
             found = "the state of a window that no devices share" if held is None else f"one that {held} devices share"
-            fresh = "Make it by gradaccum_jax.data_parallel(tx.init, mesh, axis_name)(params), of a tx with axis_name."
+            fresh = "Make it by tx.init(params), of a tx wrapped with axis_name= and mesh=."
             fix = fresh if held is None else f"Write state = gradaccum_jax.redistributed(state, {devices})."
             raise explain(UsageError, "state", expected=expected, found=found, fix=fix)
 

@@ -134,7 +134,7 @@ def window_of_one_device() -> None:
     alone = gradaccum.wrap(optax.sgd(1.0), steps=2)
     with refused(gradaccum.UsageError, "state", "axis_name='data'"):
         over(alone.init)(W)
-    with refused(gradaccum.UsageError, "state", "no devices share", "data_parallel(tx.init, mesh, axis_name)"):
+    with refused(gradaccum.UsageError, "state", "no devices share", "tx.init(params), of a tx wrapped with axis_name= and mesh="):
         over(step_of(TX))(W, alone.init(W), X)
     with refused(gradaccum.UsageError, "state", "axis_name='data'"):
         over(step_of(alone))(W, over(TX.init)(W), X)

@@ -120,6 +120,12 @@ MUTANTS = (
         OWN + "test_jax_everyday.py::test_epoch_of_a_loader",
     ),
     Mutant(
+        "start_as_one_device",
+        "return data_parallel(init, found, axes)(params) if known else init(params)",
+        "return init(params)",
+        OWN + "test_jax_everyday.py::test_four_devices",
+    ),
+    Mutant(
         "pass_on_what_nobody_takes",
         "        if near or not taken.any:\n",
         "        if False:\n",
