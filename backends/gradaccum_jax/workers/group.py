@@ -193,7 +193,7 @@ def _vary_like(leaf: Array, parameter: Array) -> Array:
 
 
 def are_bound(axes: tuple[str, ...]) -> bool:
-    """True inside of a `jax.shard_map`, or of another map, over these axes."""
+    """True if a `jax.shard_map`, or another map, over these axes is around the call."""
     try:
         return bool(axes) and lax.axis_size(axes) > 0
     except NameError:
