@@ -35,13 +35,13 @@ def test_unscaled_backward_is_refused() -> None:
     model = make_model()
     opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=4, loss_scale=1024.0)
     loss_of(model).backward()
-    with pytest.raises(gradaccum.UsageError, match=r"opt\.backward\(loss\)"):
+    with pytest.raises(gradaccum.UsageError, match="multiplied by the loss scale and the weight"):
         opt.step()
     assert opt.result.micro_step == 0
     opt.discard()
     opt.backward(loss_of(model))
     loss_of(model).backward()
-    with pytest.raises(gradaccum.UsageError, match=r"opt\.backward\(loss\)"):
+    with pytest.raises(gradaccum.UsageError, match="multiplied by the loss scale and the weight"):
         opt.step()
 
 

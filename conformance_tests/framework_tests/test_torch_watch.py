@@ -246,7 +246,19 @@ def test_replaced_gradient_is_caught_beside_a_write_to_the_old_one() -> None:
 # The table: every history of a micro-batch, against what a plain list of its gradients says.
 
 SCALE = 8.0
-MOVES = ("backward 3", "backward 1", "backward 0", "backward raises", "plain", "plain raises", "multiplied", "scaled", "changed", "taken")
+MOVES = (
+    "backward 3",
+    "backward 1",
+    "backward 0",
+    "backward raises",
+    "plain",
+    "plain raises",
+    "multiplied",
+    "scaled",
+    "weigh 3",
+    "changed",
+    "taken",
+)
 
 
 def moved(known: MicroBatch, move: str) -> MicroBatch:
@@ -266,9 +278,9 @@ def moved(known: MicroBatch, move: str) -> MicroBatch:
         if known.under_way:
             return known
         return (delivered(Event.OWN_PASS) if weight else known).told(weight, Given.TO_BACKWARD, *[1.0] * (weight > 0))
-    if what == "scaled":
+    if what in ("scaled", "weigh"):
         try:
-            return known.told(1.0, Given.SCALED, 1.0)
+            return known.told(1.0, Given.SCALED, 1.0) if what == "scaled" else known.told(3.0, Given.NOT, weighed=True)
         except gradaccum.UsageError:
             return known
     if what in ("changed", "taken"):
@@ -284,7 +296,7 @@ class Ledger:
         self.factors: list[float | None] = []
         self.weights: list[float] = []
         self.losses = 0
-        self.scaled = self.others = self.raised = self.changed = False
+        self.given = self.scaled = self.others = self.raised = self.changed = False
 
     def write(self, move: str, scale: float) -> None:
         """`move` happens to an optimizer whose loss scale is `scale`."""
@@ -302,6 +314,9 @@ class Ledger:
             if what == "backward" and self.raised:
                 return
             self.weights.append(weight)
+            if what == "weigh":
+                return
+            self.given = True
             self.scaled |= what == "scaled"
             self.losses += weight > 0
             if what == "backward" and weight:
@@ -313,13 +328,13 @@ class Ledger:
         # After opt.scale a plain pass is that of the scaled loss.
         known = [weight * scale if self.scaled and factor == 1 else factor for factor in self.factors]
         whole = all(factor == weight * scale for factor in known) and not self.raised
-        return whole and (bool(self.weights) or scale == 1)
+        return whole and (self.given or scale == 1)
 
 
 @pytest.mark.parametrize("scale", [1.0, SCALE])
 def test_every_history_is_counted_right_or_refused(scale: float) -> None:
     states = set()
-    for history in itertools.chain.from_iterable(itertools.product(MOVES, repeat=length) for length in range(5)):
+    for history in itertools.chain.from_iterable(itertools.product(MOVES, repeat=length) for length in range(6)):
         known, ledger = NOTHING_SEEN, Ledger()
         for move in history:
             known = moved(known, move)
@@ -332,6 +347,6 @@ def test_every_history_is_counted_right_or_refused(scale: float) -> None:
             refused = True
         assert refused == (ledger.changed or not ledger.is_right(scale)), history
         assert len(known.losses) == ledger.losses, history
-        assert refused or known.is_plain == (ledger.others and bool(ledger.weights) and not ledger.scaled), "then a loss is missing"
+        assert refused or known.is_plain == (ledger.others and ledger.given and not ledger.scaled), "then a loss is missing"
     for known, move in itertools.product(states, MOVES):
         assert moved(known, move)._replace(losses=()) in states, "a longer history meets no other state"
