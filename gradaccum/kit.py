@@ -9,7 +9,8 @@
 - `Listeners`: callbacks for closed windows; `described`, `status`: the state in one line;
 - `comparable`, `linearity_report`: the check whether a loss is linear in its scale;
 - `examine`, `Subject`, `Conditions`, `Run`: the experiments of `gradaccum.verify`;
-- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: protocols that a backend implements.
+- `Backend`, `GatingBackend`, `VerifyingBackend`, `DeviceBackend`, `ScalerDriver`: protocols that a backend implements;
+- `Steps`, `WrapOptions`, `wrap_with`: a backend's own typed ``wrap``.
 """
 
 from gradaccum.errors import explain, require_bool, require_weight
@@ -64,7 +65,7 @@ from gradaccum.refusals import (
     update_due_error,
     wrapped_twice_error,
 )
-from gradaccum.registry import Backend, DeviceBackend, GatingBackend
+from gradaccum.registry import Backend, DeviceBackend, GatingBackend, Steps, WrapOptions, wrap_with
 from gradaccum.saving import (
     FORMAT,
     Terms,
@@ -179,11 +180,13 @@ __all__ = [
     "ScalerDriver",
     "Schedule",
     "State",
+    "Steps",
     "Subject",
     "Terms",
     "UntilWeight",
     "VerifyingBackend",
     "Where",
+    "WrapOptions",
     "accumulate",
     "accumulate_dtype_error",
     "add_loss",
@@ -278,5 +281,6 @@ __all__ = [
     "window_seen",
     "with_denominator",
     "with_leaves",
+    "wrap_with",
     "wrapped_twice_error",
 ]

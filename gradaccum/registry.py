@@ -8,17 +8,24 @@ There are two groups of entry points. A name has one owner in each:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from inspect import Parameter, isroutine, signature
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast, overload, runtime_checkable
 
 from gradaccum.errors import ArgumentTypeError, BackendNotFoundError, GradAccumError, explain
-from gradaccum.options import Options, ScalerDriver, make_options
+from gradaccum.options import OnOverflow, Options, Reduction, ScalerDriver, UntilWeight, make_options
+
+if TYPE_CHECKING:  # For the overloads of `wrap`: a type checker knows a framework's wrapped optimizer, and a run imports no framework.
+    from gradaccum_jax.backend import JaxOptions, Wrapped
+    from gradaccum_mindspore import AccumulatingOptimizer as MindSporeOptimizer
+    from gradaccum_mindspore.backend import MindSporeOptions
+    from gradaccum_torch import AccumulatingOptimizer as TorchOptimizer
+    from gradaccum_torch.backend import TorchOptions
 
 BACKENDS = "gradaccum.backends"
 TYPES = "gradaccum.types"
@@ -180,6 +187,56 @@ ELSEWHERE = {
 _DEFAULTS = {name: parameter.default for name, parameter in signature(make_options).parameters.items() if name not in ("steps", "driver")}
 
 
+Steps = int | Sequence[tuple[int, int]] | Callable[[Any], Any] | UntilWeight | None
+"""What ``steps=`` may be; see `wrap`."""
+
+
+class WrapOptions(TypedDict, total=False):
+    """The options of `wrap` that every backend has; see there. A backend's own options inherit from it."""
+
+    reduction: Reduction
+    clip_norm: float | None
+    skip_norm: float | None
+    accumulate_dtype: Any
+    on_overflow: OnOverflow
+    master_weights: bool
+    noise_scale: bool | float
+
+
+class _TorchOptimizer(Protocol):
+    param_groups: list[dict[str, Any]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+class _OptaxTransformation(Protocol):
+    @property
+    def init(self) -> Callable[..., Any]: ...
+    @property
+    def update(self) -> Callable[..., Any]: ...
+
+
+class _MindSporeOptimizer(Protocol):
+    def construct(self, *gradients: Any) -> Any: ...
+
+
+class _Scheduler(Protocol):
+    optimizer: Any
+
+    def step(self) -> Any: ...
+
+
+# MindSpore first: its cells have any attribute that a type checker asks for, torch's protocol included.
+@overload
+def wrap(optimizer: _MindSporeOptimizer, steps: Steps, **options: Unpack[MindSporeOptions]) -> MindSporeOptimizer: ...
+@overload
+def wrap(optimizer: _TorchOptimizer, steps: Steps, **options: Unpack[TorchOptions]) -> TorchOptimizer: ...
+@overload
+def wrap(optimizer: _OptaxTransformation, steps: Steps, **options: Unpack[JaxOptions]) -> Wrapped: ...
+@overload
+def wrap(optimizer: _Scheduler) -> Any: ...
+
+
 def wrap(
     optimizer: Any,
     steps: object = _NOT_GIVEN,
@@ -229,7 +286,6 @@ def wrap(
             to the backend, or stands beside a scheduler.
         ArgumentValueError: an option has a value that makes no sense.
     """
-    backend = backend_of(optimizer)
     shared: dict[str, Any] = {
         "reduction": reduction,
         "clip_norm": clip_norm,
@@ -240,16 +296,22 @@ def wrap(
         "master_weights": master_weights,
         "noise_scale": noise_scale,
     }
+    return wrap_with(backend_of(optimizer), optimizer, steps, **shared, **backend_options)
+
+
+def wrap_with(backend: Backend, optimizer: Any, steps: object = _NOT_GIVEN, **options: Any) -> Any:
+    """Wrap `optimizer` by this `backend`; otherwise as `wrap`."""
     if isinstance(backend, GatingBackend) and backend.is_scheduler(optimizer):
-        given = {"steps": steps, **{name: value for name, value in shared.items() if value is not _DEFAULTS[name]}, **backend_options}
-        _require_nothing_beside_a_scheduler(given)
+        given = {name: value for name, value in options.items() if value is not _DEFAULTS.get(name, _NOT_GIVEN)}
+        _require_nothing_beside_a_scheduler({"steps": steps, **given})
         return backend.gate(optimizer)
-    _require_own_options(backend, backend_options)
+    shared = {name: options.pop(name) for name in _DEFAULTS if name in options}
+    _require_own_options(backend, options)
     if steps is _NOT_GIVEN:
         fix = "Write gradaccum.wrap(optimizer, steps=4)."
         raise explain(ArgumentTypeError, "steps", expected="the number of micro-batches per window", found="nothing at all", fix=fix)
     driver = backend if isinstance(backend, ScalerDriver) else None
-    return backend.wrap(optimizer, make_options(steps, **shared, driver=driver), **backend_options)
+    return backend.wrap(optimizer, make_options(steps, **shared, driver=driver), **options)
 
 
 def _require_nothing_beside_a_scheduler(given: Mapping[str, object]) -> None:

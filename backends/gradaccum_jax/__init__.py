@@ -7,6 +7,7 @@ params = optax.apply_updates(params, updates)
 """
 
 from gradaccum_jax.backend import backend as backend
+from gradaccum_jax.backend import wrap
 from gradaccum_jax.large_batch.coupled import coupled_value_and_grad
 from gradaccum_jax.large_batch.value_and_grad import value_and_grad, value_and_update
 from gradaccum_jax.multisteps import MultiSteps
@@ -40,4 +41,5 @@ __all__ = [
     "value_and_update",
     "verify",
     "verify_loss_scaling",
+    "wrap",
 ]

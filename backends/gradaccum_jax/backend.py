@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, Unpack, cast
 
 import jax
 import optax
 
-from gradaccum import VerificationReport
-from gradaccum.kit import Options, UntilWeight, shared_until_weight_error
+from gradaccum import LossScale, VerificationReport
+from gradaccum.kit import Options, Steps, UntilWeight, WrapOptions, shared_until_weight_error, wrap_with
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.optimizer import Accumulation, require_transformation
 from gradaccum_jax.parameters import on_masters, without_masters
@@ -18,6 +18,9 @@ from gradaccum_jax.verification import check
 from gradaccum_jax.window import probe
 from gradaccum_jax.workers.data_parallel import require_devices, start_on
 from gradaccum_jax.workers.group import require_names, require_shard_axes
+
+Axes = str | tuple[str, ...] | None
+Wrapped: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 class JaxBackend:
@@ -72,3 +75,16 @@ class JaxBackend:
 
 
 backend = JaxBackend()
+
+
+class JaxOptions(WrapOptions, total=False):
+    """The options of `wrap`: those of `gradaccum.wrap`, and those of `JaxBackend.wrap`."""
+
+    loss_scale: float | LossScale | None
+    axis_name: Axes
+    shard_axes: Axes
+
+
+def wrap(optimizer: optax.GradientTransformation, steps: Steps, **options: Unpack[JaxOptions]) -> Wrapped:
+    """Wrap an optax transformation: `gradaccum.wrap`, typed."""
+    return cast(Wrapped, wrap_with(backend, optimizer, steps, **options))

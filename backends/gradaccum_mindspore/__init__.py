@@ -1,6 +1,6 @@
 """Gradient accumulation for MindSpore; `gradaccum.wrap` of a MindSpore optimizer comes here."""
 
-from gradaccum_mindspore.backend import backend
+from gradaccum_mindspore.backend import backend, wrap
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update
@@ -28,4 +28,5 @@ __all__ = [
     "value_and_update",
     "verify",
     "verify_loss_scaling",
+    "wrap",
 ]

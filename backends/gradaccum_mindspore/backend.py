@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack, cast
 
 import mindspore
 from mindspore import nn
 from mindspore.experimental import optim
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, VerificationReport
-from gradaccum.kit import Options, ScaleRule, explain, optimizer_error, wrapped_twice_error
+from gradaccum import ArgumentTypeError, ArgumentValueError, LossScale, VerificationReport
+from gradaccum.kit import Options, ScaleRule, Steps, WrapOptions, explain, optimizer_error, wrap_with, wrapped_twice_error
 from gradaccum_mindspore import grad_scaler
 from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
 from gradaccum_mindspore.scheduler import SCHEDULERS, GatedScheduler
@@ -77,3 +77,16 @@ class MindSporeBackend:
 
 
 backend = MindSporeBackend()
+
+
+class MindSporeOptions(WrapOptions, total=False):
+    """The options of `wrap`: those of `gradaccum.wrap`, and those of `MindSporeBackend.wrap`."""
+
+    loss_scale: float | LossScale | mindspore.amp.LossScaler | None
+    name: str
+    data_parallel: bool | None
+
+
+def wrap(optimizer: nn.Optimizer | optim.Optimizer, steps: Steps, **options: Unpack[MindSporeOptions]) -> AccumulatingOptimizer:
+    """Wrap a MindSpore optimizer: `gradaccum.wrap`, typed."""
+    return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

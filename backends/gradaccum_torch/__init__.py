@@ -1,6 +1,6 @@
 """The PyTorch adapter of gradaccum. ``gradaccum.wrap(optimizer, steps=4)`` finds it without an import of this package."""
 
-from gradaccum_torch.backend import TorchBackend, backend
+from gradaccum_torch.backend import TorchBackend, backend, wrap
 from gradaccum_torch.large_batch.backward import backward
 from gradaccum_torch.large_batch.coupled import coupled_backward
 from gradaccum_torch.optimizer import AccumulatingOptimizer
@@ -22,4 +22,5 @@ __all__ = [
     "sharded_cross_entropy",
     "verify",
     "verify_loss_scaling",
+    "wrap",
 ]

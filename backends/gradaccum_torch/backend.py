@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, Unpack, cast
 
 import torch
 
-from gradaccum import VerificationReport
-from gradaccum.kit import Options, ScaleRule, optimizer_error, require_bool, wrapped_twice_error
+from gradaccum import LossScale, VerificationReport
+from gradaccum.kit import Options, ScaleRule, Steps, WrapOptions, optimizer_error, require_bool, wrap_with, wrapped_twice_error
 from gradaccum_torch import private
 from gradaccum_torch.checks import require_accumulate_dtype, require_layouts, require_update_in_step
 from gradaccum_torch.grad_scaler import scaler_rule
@@ -16,6 +16,8 @@ from gradaccum_torch.optimizer import AccumulatingOptimizer
 from gradaccum_torch.scheduler import GatedScheduler, is_scheduler
 from gradaccum_torch.verification import verify
 from gradaccum_torch.workers.workers import workers_of
+
+GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
 
 
 class TorchBackend:
@@ -107,3 +109,18 @@ class TorchBackend:
 
 
 backend = TorchBackend()
+
+
+class TorchOptions(WrapOptions, total=False):
+    """The options of `wrap`: those of `gradaccum.wrap`, and those of `TorchBackend.wrap`."""
+
+    loss_scale: float | LossScale | torch.amp.GradScaler | None
+    separate_sums: bool
+    module: torch.nn.Module | None
+    gradient_sync: GradientSync
+    process_group: torch.distributed.ProcessGroup | None
+
+
+def wrap(optimizer: torch.optim.Optimizer, steps: Steps, **options: Unpack[TorchOptions]) -> AccumulatingOptimizer:
+    """Wrap a torch optimizer: `gradaccum.wrap`, typed."""
+    return cast(AccumulatingOptimizer, wrap_with(backend, optimizer, steps, **options))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial, wraps
 from types import FunctionType, MethodType, TracebackType
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -344,12 +344,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """The inner optimizer. Its own ``step`` raises for as long as this one lives."""
         return self._inner
 
-    def __getattr__(self, name: str) -> Any:
-        # Underscored names belong to one object: the inner one's would describe the wrong optimizer.
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(self._inner, name)
-        return forwarded(value, name, self._window, self._parameters) if isinstance(value, (MethodType, FunctionType)) else value
+    if not TYPE_CHECKING:  # A type checker shall know a misspelt name.
+
+        def __getattr__(self, name: str) -> Any:
+            # Underscored names belong to one object: the inner one's would describe the wrong optimizer.
+            if name.startswith("_"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            value = getattr(self._inner, name)
+            return forwarded(value, name, self._window, self._parameters) if isinstance(value, (MethodType, FunctionType)) else value
 
     def __repr__(self) -> str:
         # The class and the options; ``print(opt.optimizer)`` shows the groups. A GradScaler has the scale on its device: this waits for it.

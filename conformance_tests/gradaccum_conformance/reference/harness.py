@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import ml_dtypes
 import numpy as np
@@ -49,7 +49,7 @@ class NumpySession(Session):
 
     def __init__(self, model: Model, inner: NumpyOptimizer, options: WrapOptions | None) -> None:
         self.model, self.inner, self.weights = model, inner, inner.parameters
-        self.wrapped: ReferenceAccumulation | None = None if options is None else gradaccum.wrap(inner, **options)
+        self.wrapped: ReferenceAccumulation | None = None if options is None else gradaccum.wrap(cast(Any, inner), **options)
 
     @property
     def accumulation(self) -> ReferenceAccumulation:
