@@ -38,8 +38,8 @@ class TorchBackend:
         return ("cpu", *(f"{kind}:{index} ({name(index)})" for index in range(torch.accelerator.device_count())))
 
     def lacking(self) -> dict[str, str]:
-        """Return the private names that the installed torch lacks, with what fails without each."""
-        return private.lacking()
+        """Return the private names that the installed torch lacks, with what each costs the user."""
+        return private.lacking({**private.LOST, **private.lost_in_fsdp()})
 
     def wrap(
         self,
@@ -63,7 +63,9 @@ class TorchBackend:
                 window's end, or a module under `torch.distributed.fsdp.fully_shard`. A window is then that of all workers. This call, the
                 end of a window and ``flush`` are collective.
             gradient_sync: when FSDP2 reduces. ``"micro_batch"``: in each micro-batch; the sum is sharded. ``"window"``: once per window;
-                each worker keeps a sum of the whole model, as after ``set_requires_gradient_sync(False)``.
+                each worker keeps a sum of the whole model, as after ``set_requires_gradient_sync(False)``. ``"all_reduce_per_window"``:
+                on a mesh of two dimensions, reduce-scatter in each micro-batch and all-reduce once per window, as after
+                ``set_requires_all_reduce(False)``.
             process_group: the `torch.distributed.ProcessGroup` of workers that train equal copies of one model without a parallel module.
                 The window's sum is reduced as with ``module=``. An optimizer that averages gradients in its own ``step``, such as a
                 distributed Muon, then averages equal gradients, which has no effect.

@@ -22,7 +22,7 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum.kit import Options, ScaleRule, State, explain
 from gradaccum_torch.parameters import Group
-from gradaccum_torch.private import LocalVariables, found_inf_of, pending_update, scale_of, scaler_state, tracker_of
+from gradaccum_torch.private import SCALER, LocalVariables, found_inf_of, pending_update, require_name, scale_of, scaler_state, tracker_of
 
 SMALLEST = 2.0**-125
 """`GradScaler` has no floor. Below this power of two a window could no longer be divided, and the scale could never grow again."""
@@ -175,6 +175,8 @@ def link_scaler(options: Options, device: torch.device) -> ScalerLink | None:
     scaler: torch.amp.GradScaler | None = options.scaler
     if scaler is None or not scaler.is_enabled():
         return None
+    for name in SCALER:
+        require_name(name, "loss_scale", "Write loss_scale=gradaccum.DynamicLossScale() in place of the scaler.")
     return ScalerLink(scaler, device)
 
 

@@ -1,9 +1,9 @@
-"""The private names of torch that this package uses.
+"""The private names of torch that this package uses, and what a torch without the name costs the user.
 
-A new torch is checked here, in one place; `lacking` tells `gradaccum doctor` which names it lacks. Such a name raises where it is used. The
-call that needs it refuses it where torch would say nothing. A name used for each parameter or micro-batch is bound as it is, without a
-Python function around it. Three names that torch looks for on the wrapped optimizer stand elsewhere: ``_step_supports_amp_scaling`` of
-`AccumulatingOptimizer`, and ``grad_scale`` and ``found_inf``, which a scaler sets.
+A new torch is checked here, in one place. Every name has a fallback or is refused by name, as `LOST` and `lost_in_fsdp` say; only without
+``Tensor._version`` the import raises. A name used for each parameter or micro-batch is bound as it is, without a Python function around it.
+Three names that torch looks for on the wrapped optimizer stand elsewhere: ``_step_supports_amp_scaling`` of `AccumulatingOptimizer`, and
+``grad_scale`` and ``found_inf``, which a scaler sets.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from inspect import unwrap
+from itertools import repeat
 from operator import attrgetter
 from pkgutil import resolve_name
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -34,35 +35,12 @@ Node = Any
 LocalVariables = Mapping[str, Any]
 """The local variables of a function of torch that is running."""
 
-USED = {
-    "every window": (
-        *("torch:Tensor._version", "torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata", "torch._C._dynamo:eval_frame"),
-        *(f"torch:_foreach_{each}" for each in ("norm", "div_", "mul_", "sub_", "copy_")),
-        *("torch.autograd:Variable._execution_engine.queue_callback", "torch.amp:GradScaler._unscale_grads_"),
-    ),
-    "sparse gradients": ("torch:Tensor._values",),
-    "recompute, backward and coupled_backward": ("torch.nn:Module._parameters", "torch.nn:Module._buffers"),
-    "verify": ("torch.utils._python_dispatch:TorchDispatchMode", "torch:_C._functions.AccumulateGrad._input_metadata"),
-    "fused=True": ("torch.optim:Adam._step_supports_amp_scaling",),
-    "loss_scale=GradScaler()": tuple(
-        f"torch.amp:GradScaler.{each}"
-        for each in ("_step_supports_amp_scaling", "_growth_tracker", "_get_scale_async", "_per_optimizer_states", "_found_inf_per_device")
-    ),
-    "torch.distributed.checkpoint": tuple(
-        f"torch.distributed.checkpoint.state_dict:{each}" for each in ("_get_optim_state_dict", "_init_optim_state")
-    ),
-    "module=DistributedDataParallel()": (
-        *(f"torch.nn.parallel:DistributedDataParallel.{each}" for each in ("_comm_hooks", "_sync_buffers")),
-        *("torch.distributed.algorithms.join:Joinable._join_config", "torch.distributed.fsdp._common_utils:FSDP_FLATTENED"),
-    ),
-}
-"""By what needs them: private names, as ``module:object.attribute``."""
+LOST: dict[str, str] = {}
+"""By private name (``module:object.attribute``): what the user loses where the installed torch lacks the name."""
 
 
-def lacking() -> dict[str, str]:
-    """Return the private names that the installed torch lacks, each with what fails without it."""
-    used = {**USED, "fully_shard": fsdp_names()}
-    return {name: f"{use} fails." for use, names in used.items() for name in names if not exists(name)}
+def lacking(names: Mapping[str, str]) -> dict[str, str]:
+    return {name: lost for name, lost in names.items() if not exists(name)}
 
 
 @cache
@@ -85,6 +63,11 @@ def _names_in(owner: Any) -> Iterator[tuple[Any, ...]]:
             yield code.co_names + code.co_consts
 
 
+def _found(name: str, lost: str, otherwise: Any = None) -> Any:
+    LOST[name] = lost
+    return resolve_name(name) if exists(name) else otherwise
+
+
 def require_name(name: str, argument: str, fix: str) -> None:
     """Raise unless the installed torch has `name`, without which `argument` would be silently wrong."""
     if not exists(name):
@@ -92,29 +75,72 @@ def require_name(name: str, argument: str, fix: str) -> None:
         raise explain(UsageError, argument, expected=f"a torch that has {name.replace(':', '.')}", found=found, fix=fix)
 
 
+if not exists("torch:Tensor._version"):
+    raise ImportError(f"gradaccum_torch needs torch.Tensor._version, a private name that torch {torch.__version__} lacks")
 version: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written into. Nothing else tells an outside change of ``.grad``, nor how far an update came that raised."""
 
 
-foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
-foreach_div_, foreach_mul_ = torch._foreach_div_, torch._foreach_mul_
-foreach_sub_, foreach_copy_ = torch._foreach_sub_, torch._foreach_copy_
+def _foreach(method: str, lost: str) -> Any:
+    """Return ``torch._foreach_`` and `method`, in place, or a call for each tensor: the same bits."""
+    single = getattr(Tensor, method)
 
+    def one_by_one(tensors: Sequence[Tensor], others: Any) -> None:
+        for tensor, other in zip(tensors, others if isinstance(others, (list, tuple)) else repeat(others), strict=False):
+            single(tensor, other)
+
+    return _found(f"torch:_foreach_{method}", lost, one_by_one)
+
+
+def _norms(tensors: Iterable[Tensor], order: float = 2) -> list[Tensor]:
+    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+
+
+foreach_norm: Callable[..., Sequence[Tensor]] = _found("torch:_foreach_norm", "Norms take a call for each tensor, which is slower.", _norms)
+foreach_div_ = _foreach("div_", "The division of a window's sum takes a call for each tensor, which is slower.")
+foreach_mul_ = _foreach("mul_", "Clipping takes a call for each tensor, which is slower.")
+foreach_sub_ = _foreach("sub_", "Master weights are compared with a call for each tensor, which is slower.")
+foreach_copy_ = _foreach("copy_", "Master weights are rounded with a call for each tensor, which is slower.")
+
+_PARAMETERS, _BUFFERS = "torch.nn:Module._parameters", "torch.nn:Module._buffers"
+LOST[_PARAMETERS] = "`recompute` raises."
+LOST[_BUFFERS] = "`recompute` raises, and a call of a large batch leaves a buffer that was None as it is after a first pass."
 parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")
-buffers_of: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
-"""A module's own table."""
+"""A module's own table of parameters."""
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's own table of buffers, or a copy without those that are None."""
+    return module._buffers if exists(_BUFFERS) else dict(module.named_buffers(recurse=False, remove_duplicate=False))
+
+
+DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
+DispatchMode: Any = _found(DISPATCH, "`gradaccum.verify` raises.", object)
+"""Shows the operations that draw random numbers."""
 
 
 DIVIDES_BY_GRAD_SCALE = "_step_supports_amp_scaling"
 """True on an optimizer whose ``step`` divides by ``optimizer.grad_scale``, as a fused one's does."""
+LOST[f"torch.optim:Adam.{DIVIDES_BY_GRAD_SCALE}"] = "A fused optimizer's division is a pass of its own, which is slower."
+LOST[f"torch.amp:GradScaler.{DIVIDES_BY_GRAD_SCALE}"] = "``scaler.step(opt)`` is refused; write ``opt.step()``."
+
+_ENGINE = "torch.autograd:Variable._execution_engine.queue_callback"
+LOST[_ENGINE] = "A backward pass that raised is not noticed."
 
 
 def is_leaf_node(node: Node) -> bool:
     return bool(node.name() == "torch::autograd::AccumulateGrad")
 
 
+for _name in ("torch:_C._storage_Use_Count", "torch:UntypedStorage._cdata"):
+    LOST[_name] = "The first gradient of each parameter in a window is copied, which is slower."
+
+
 def storage_users(storage: Any) -> int:
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    try:
+        return int(torch._C._storage_Use_Count(storage._cdata))
+    except AttributeError:
+        return sys.maxsize
 
 
 def keep_own(leaf: Tensor) -> None:
@@ -136,12 +162,19 @@ def keep_own(leaf: Tensor) -> None:
         leaf.grad = gradient.clone()
 
 
+_VALUES = "torch:Tensor._values"
+LOST[_VALUES] = "Sparse gradients raise."
+
+
 def elements(gradient: Tensor) -> Tensor:
     """Return the numbers of a gradient as a dense tensor that shares its memory; a sparse gradient's entries.
 
     Public ``values()`` refuses a sum that torch has not marked as coalesced.
     """
-    return gradient._values() if gradient.is_sparse else gradient
+    if not gradient.is_sparse:
+        return gradient
+    require_name(_VALUES, "gradients", "Write nn.Embedding(..., sparse=False).")
+    return gradient._values()
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -175,9 +208,17 @@ def at_the_end_of_backward(function: Callable[[], None]) -> bool:
         return False
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)  # Torch forgets it if the pass raises.
-    except RuntimeError:
+    except (AttributeError, RuntimeError):
         return False
     return True
+
+
+LOST["torch._dynamo.compiled_autograd:in_compiled_autograd_region"] = "With compiled autograd, a backward pass that raised is not noticed."
+
+LOST["torch._dynamo:OptimizedModule._orig_mod"] = "A large batch beside a compiled module hooks all modules, of which torch warns."
+
+FRAMES = "torch._C._dynamo:eval_frame"
+_frames = _found(FRAMES, "A compiled training step has a graph break at each parameter, which is slower.")
 
 
 def untraced(function: Callable[..., object]) -> None:
@@ -185,16 +226,16 @@ def untraced(function: Callable[..., object]) -> None:
 
     `torch.compiler.disable` does the same, but imports all of the compiler, and puts a frame around every call.
     """
-    if hasattr(eval_frame, "_FrameExecStrategy"):
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    else:
-        eval_frame.skip_code(function.__code__)  # type: ignore[attr-defined]
+    if hasattr(_frames, "_FrameExecStrategy"):
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    elif hasattr(_frames, "skip_code"):
+        _frames.skip_code(function.__code__)
 
 
 def untraced_within(function: _F) -> _F:
     """Return `function`, kept from Dynamo with all that it calls; before torch 2.8 the function alone."""
-    if hasattr(eval_frame, "_FrameExecStrategy"):
+    if hasattr(_frames, "_FrameExecStrategy"):
         untraced(function)
         return function
 
@@ -207,8 +248,17 @@ def untraced_within(function: _F) -> _F:
     return cast(_F, outside)
 
 
+LOST["torch.optim.lr_scheduler:LRScheduler._opt_called"] = "torch may warn that a scheduler moves before the optimizer, where it does not."
+
+
 def note_step_called(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+SCALER = tuple(
+    f"torch.amp:GradScaler.{each}" for each in ("_growth_tracker", "_get_scale_async", "_per_optimizer_states", "_found_inf_per_device")
+)
+LOST.update(dict.fromkeys(SCALER, "``loss_scale=`` takes no `torch.amp.GradScaler`; write ``loss_scale=gradaccum.DynamicLossScale()``."))
 
 
 def tracker_of(scaler: torch.amp.GradScaler) -> Tensor:
@@ -243,16 +293,24 @@ def scaler_state(scaler: torch.amp.GradScaler, scale: float, tracker: int) -> di
     }
 
 
+_UNSCALES = "torch.amp:GradScaler._unscale_grads_"
+LOST[_UNSCALES] = "A method of a GradScaler's subclass that reads ``opt.param_groups`` is refused."
+
+
 def unscaling_caller(frames: int) -> LocalVariables | None:
-    """Return the local variables of ``GradScaler._unscale_grads_`` if it runs `frames` frames above."""
+    """Return the local variables of ``GradScaler._unscale_grads_`` if it runs `frames` frames above.
+
+    If torch has renamed it, any method of a scaler counts.
+    """
     frame = sys._getframe(frames)
-    return frame.f_locals if frame.f_code.co_name == _UNSCALES else None
-
-
-_UNSCALES = torch.amp.GradScaler._unscale_grads_.__name__
+    if exists(_UNSCALES):
+        return frame.f_locals if frame.f_code.co_name == "_unscale_grads_" else None
+    return frame.f_locals if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) else None
 
 
 _MODEL_STATE = "torch.distributed.checkpoint.state_dict"
+_REFUSED = "``get_optimizer_state_dict`` and its like refuse a wrapped optimizer; save ``opt.state_dict()`` of each worker."
+LOST.update({f"{_MODEL_STATE}:{each}": _REFUSED for each in ("_get_optim_state_dict", "_init_optim_state")})
 
 
 def model_state_caller(function: str, frames: int) -> LocalVariables | None:
@@ -287,12 +345,23 @@ def is_sequence_calling(frames: int) -> bool:
     return isinstance(sys._getframe(frames).f_locals.get("self"), torch.optim.lr_scheduler.SequentialLR)
 
 
+_DTYPES = "torch:_C._functions.AccumulateGrad._input_metadata"
+LOST[_DTYPES] = "`gradaccum.verify` takes all numbers for bfloat16, and so does not see what is smaller than that rounding."
+
+
 def input_dtypes(node: Node) -> set[torch.dtype]:
-    """Return the dtypes of a node's outputs, and so of its incoming gradients."""
-    return {meta.dtype for meta in node._input_metadata}
+    """Return the dtypes of a node's outputs, and so of its incoming gradients; a coarse dtype if torch does not say."""
+    return {meta.dtype for meta in node._input_metadata} if exists(_DTYPES) else {torch.bfloat16}
 
 
 _STATIC = "torch.nn.parallel:DistributedDataParallel._static_graph_delay_allreduce_enqueued"
+_HOOKS = "torch.nn.parallel:DistributedDataParallel._comm_hooks"
+_SEND = "torch.nn.parallel:DistributedDataParallel._sync_buffers"
+_JOIN = "torch.distributed.algorithms.join:Joinable._join_config"
+LOST[_STATIC] = "``module=`` takes no DistributedDataParallel with ``static_graph=True``."
+LOST[_HOOKS] = "``module=`` takes no DistributedDataParallel; give the optimizer ``process_group=`` in its place."
+LOST[_SEND] = "Buffers are sent to the other workers one by one, which is slower."
+LOST[_JOIN] = "Each window's end looks for a ``join()`` through all objects of Python, which is slower."
 
 
 def leave_reduction_out(module: DistributedDataParallel, hook_error: Callable[[], Exception]) -> None:
@@ -319,6 +388,7 @@ def _wait(module: torch.nn.Module, *_: object) -> None:
 
 _TENSOR_PARALLEL = "torch.distributed.tensor.parallel.ddp"
 _WAS_SHARDED = f"{_TENSOR_PARALLEL}:_reconstruct_dtensor._st_info"
+LOST[_WAS_SHARDED] = "``module=`` takes no DistributedDataParallel where that module of torch is imported."
 
 
 def were_sharded(parameters: Iterable[Tensor]) -> bool:
@@ -335,39 +405,64 @@ def send_buffers(module: DistributedDataParallel) -> None:
     """
     module.require_forward_param_sync = True
     if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-        module._sync_buffers()  # type: ignore[no-untyped-call]
+        if exists(_SEND):
+            module._sync_buffers()  # type: ignore[no-untyped-call]
+        else:
+            _send_one_by_one(module)
     module.require_forward_param_sync = False
 
 
+def _send_one_by_one(module: DistributedDataParallel) -> None:
+    first = dist.get_global_rank(module.process_group, 0)
+    for name, buffer in module.module.named_buffers():
+        if name not in module.parameters_to_ignore:
+            dist.broadcast(buffer, first, group=module.process_group)
+
+
 def is_in_join(module: DistributedDataParallel) -> bool:
-    """True if a loop runs under ``module.join()``, which answers collectives of the module alone."""
-    return bool(module._join_config.enable)
+    """True if a loop runs, or may run, under ``module.join()``, which answers collectives of the module alone."""
+    if exists(_JOIN):
+        return bool(module._join_config.enable)
+    return any(_alive(Join))
 
 
 def reduced_by(module: DistributedDataParallel) -> list[Tensor]:
-    """Return the parameters that `module` does not ignore."""
+    """Return the parameters that `module` does not ignore; if torch lacks the name, ignored ones are averaged over the workers."""
     return [parameter for name, parameter in module.module.named_parameters() if name not in module.parameters_to_ignore]
+
+
+_FLATTENED = "torch.distributed.fsdp._common_utils:FSDP_FLATTENED"
+LOST[_FLATTENED] = "Each `gradaccum.wrap` looks for FSDP1 through all objects of Python, which is slower."
 
 
 def are_flattened(parameters: Collection[Tensor]) -> bool:
     """True if some of `parameters` are FSDP1's, whose norm would be that of each worker's part."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp._common_utils")
-    return fsdp is not None and any(getattr(parameter, fsdp.FSDP_FLATTENED, False) for parameter in parameters)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or exists(_FLATTENED):
+        return any(getattr(parameter, resolve_name(_FLATTENED), False) for parameter in parameters)
+    own = set(map(id, parameters))
+    return any(not own.isdisjoint(map(id, module.parameters())) for module in _alive(fsdp.FullyShardedDataParallel))
+
+
+def _alive(kind: type[_T]) -> Iterator[_T]:
+    """Yield the living objects of this type, from Python's garbage collector."""
+    return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def module_averaging(parameters: Iterable[Tensor]) -> DistributedDataParallel | None:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     own = set(map(id, parameters))
-    modules = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    modules = list(_alive(DistributedDataParallel))
     return next((module for module in modules if not own.isdisjoint(map(id, reduced_by(module)))), None)
 
 
 def registered_comm_hooks(module: DistributedDataParallel) -> Collection[object]:
+    require_name(_HOOKS, "module", "Write process_group= in place of module=, without DistributedDataParallel.")
     return module._comm_hooks
 
 
-# The private names of torch's FSDP2.
+# The private names of torch's FSDP2, and what breaks if torch drops them.
 #
 # `fully_shard` puts the parameters of a module into a group, which gathers and reduces together. Here such a group is a `Unit`. A name of
 # an option is needed only where torch has the public method that sets the option.
@@ -378,29 +473,65 @@ Private = Any
 
 _FSDP = "torch.distributed.fsdp._fully_shard."
 _MODULE, _STATE, _GROUP = f"{_FSDP}_fully_shard:FSDPModule.", f"{_FSDP}_fsdp_state:FSDPState.", f"{_FSDP}_fsdp_param_group:FSDPParamGroup."
-_PARAMETER, _CONTEXT = f"{_FSDP}_fsdp_param:FSDPParam.", f"{_FSDP}_fsdp_state:FSDPStateContext."
-_GROUPS = f"{_STATE}_fsdp_param_groups"
+_PARAMETER, _MESH = f"{_FSDP}_fsdp_param:FSDPParam.", f"{_FSDP}_fsdp_common:FSDPMeshInfo."
+_PASS_END = (
+    f"{_STATE}_root_post_backward_final_callback",
+    f"{_STATE}_state_ctx",
+    f"{_FSDP}_fsdp_state:FSDPStateContext.all_states",
+    f"{_FSDP}_fsdp_state:FSDPStateContext.is_last_backward",
+)
+_MODULES = "torch.distributed._composable_state:_module_state_mapping"
+_REDUCES, _POLICY, _PARTIAL = f"{_GROUP}post_backward", f"{_PARAMETER}mp_policy", f"{_GROUP}_partial_reduce_output"
+_GROUPS, _ONE_GROUP = f"{_STATE}_fsdp_param_groups", f"{_STATE}_fsdp_param_group"
 GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
+_UNUSED = "set_reduce_scatter_unused_params"
+_SYNC = {"reduce_grads": True, "all_reduce_grads": True, "reduce_scatter_unused_params": False}
+"""What FSDP2 keeps of three public methods, and what it does by default."""
+
+_UNSUPPORTED = "`gradaccum.wrap` refuses parameters of `fully_shard`."
 _NEEDED = (
-    *("torch.distributed._composable_state:_module_state_mapping", f"{_MODULE}_get_fsdp_state"),
-    *(_GROUP + each for each in ("fsdp_params", "mesh_info", "post_backward", "_partial_reduce_output", "reduce_grads")),
-    *(_PARAMETER + each for each in ("sharded_param", "_unsharded_param", "mp_policy")),
-    *(f"{_FSDP}_fsdp_common:FSDPMeshInfo.{each}" for each in ("mesh", "shard_mesh_dim")),
-    *(_STATE + each for each in ("_root_post_backward_final_callback", "_state_ctx")),
-    *(_CONTEXT + each for each in ("all_states", "is_last_backward")),
+    f"{_MODULE}_get_fsdp_state",
+    f"{_GROUP}fsdp_params",
+    f"{_GROUP}mesh_info",
+    f"{_PARAMETER}sharded_param",
+    f"{_PARAMETER}_unsharded_param",
+    f"{_MESH}mesh",
+    f"{_MESH}shard_mesh_dim",
 )
 _OPTIONS = {"gradient_divide_factor": "set_gradient_divide_factor", "_all_reduce_hook": "set_all_reduce_hook"}
 """What FSDP2 keeps of an option, by which the sum may be divided, and the public method that sets it: an older torch has neither."""
 
 
-def fsdp_names() -> tuple[str, ...]:
-    """Return the private names of FSDP2 that this package needs of the installed torch."""
-    return *_NEEDED, _STATE + _groups_name(), *(_GROUP + kept for kept, setter in _OPTIONS.items() if _sets(setter))
+def lost_in_fsdp() -> dict[str, str]:
+    """Return, by private name of FSDP2 (``module:object.attribute``), what the user loses without it."""
+    waiting = '`gradient_sync=` takes no ``"window"`` and no ``"all_reduce_per_window"``.'
+    both = exists(_GROUPS) and exists(_ONE_GROUP)
+    return {
+        **dict.fromkeys((*_NEEDED, *(_GROUP + kept for kept, setter in _OPTIONS.items() if _sets(setter))), _UNSUPPORTED),
+        _GROUPS if exists(_GROUPS) else _ONE_GROUP: "A module whose parameters lie on several meshes raises." if both else _UNSUPPORTED,
+        _REDUCES: waiting,
+        _POLICY: waiting,
+        _PARTIAL: "`gradaccum.wrap` refuses a mesh of two dimensions.",
+        **{_GROUP + kept: "A module that is let go reduces." for kept in _SYNC if kept not in _UNUSED or _sets(_UNUSED)},
+        **dict.fromkeys(_PASS_END, "A window that FSDP2 reduces at its end waits for the device, and leaves a unit's buffer."),
+        _MODULES: "Modules of FSDP2 are looked for through all objects of Python, which is slower.",
+    }
 
 
 def _groups_name() -> str:
     """Return the attribute of a state with its groups; an older torch has one group or none."""
     return "_fsdp_param_groups" if exists(_GROUPS) else "_fsdp_param_group"
+
+
+class Sync(NamedTuple):
+    """The actions of an FSDP2 unit after a backward pass."""
+
+    reduce: bool
+    """Reduce the gradients; `FSDPModule.set_requires_gradient_sync`."""
+    all_reduce: bool
+    """All-reduce what is reduce-scattered, on a mesh of two dimensions; `FSDPModule.set_requires_all_reduce`."""
+    unused: bool
+    """A parameter without a gradient takes part, with zeros; `FSDPModule.set_reduce_scatter_unused_params`."""
 
 
 class Unit:
@@ -450,17 +581,30 @@ class Unit:
         return on_cpu and self.shards > 1 and self.parameters[0].dtype in (torch.float32, torch.bfloat16)
 
     @property
-    def reduces(self) -> bool:
-        """True if a backward pass reduces the gradients; `FSDPModule.set_requires_gradient_sync` sets it."""
-        return bool(self.group.reduce_grads)
+    def sync(self) -> Sync:
+        return Sync(*(bool(getattr(self.group, kept, default)) for kept, default in _SYNC.items()))
 
-    @reduces.setter
-    def reduces(self, reduces: bool) -> None:
-        self.modules[0].set_requires_gradient_sync(reduces, recurse=False)
+    @sync.setter
+    def sync(self, sync: Sync) -> None:
+        module = self.modules[0]
+        module.set_requires_gradient_sync(sync.reduce, recurse=False)
+        module.set_requires_all_reduce(sync.all_reduce, recurse=False)
+        if _sets(_UNUSED):
+            module.set_reduce_scatter_unused_params(sync.unused, recurse=False)
+
+    @property
+    def fills_unused(self) -> bool:
+        """True if the installed torch can give zeros to a parameter without a gradient."""
+        return _sets(_UNUSED)
 
     def _option(self, kept: str) -> Any:
         """Return FSDP2's value of an option; None in a torch without the option."""
         return getattr(self.group, kept) if _sets(_OPTIONS[kept]) else None
+
+    def require_waiting(self) -> None:
+        """Raise unless the installed torch has the names by which FSDP2 reduces without a backward pass."""
+        for name in (_REDUCES, _POLICY):
+            require_name(name, "gradient_sync", 'Write gradient_sync="micro_batch".')
 
     def trainable(self) -> Iterator[Private]:
         return (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
@@ -468,11 +612,17 @@ class Unit:
     def held(self) -> list[Tensor]:
         """Return the unreduced gradients: one for each parameter that has one, or one of all."""
         found = [gradient for each in self.group.fsdp_params for gradient in unreduced(each)]
-        partial = self.group._partial_reduce_output if self.copies > 1 else None
+        partial = self.group._partial_reduce_output if self._has_partial() else None
         return found if partial is None else [*found, partial]
 
+    def _has_partial(self) -> bool:
+        if self.copies == 1:
+            return False
+        require_name(_PARTIAL, "module", "Call fully_shard with a mesh of one dimension.")
+        return True
+
     def drop(self) -> None:
-        if self.copies > 1:
+        if self._has_partial():
             self.group._partial_reduce_output = None
         for each in self.group.fsdp_params:
             drop(each)
@@ -506,8 +656,10 @@ def units_holding(parameters: Sequence[Tensor]) -> list[Unit]:
 def _modules() -> list[nn.Module]:
     if "torch.distributed.fsdp" not in sys.modules:
         return []
-    from torch.distributed._composable_state import _module_state_mapping
-
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+    except ImportError:
+        return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     return [module for each in _module_state_mapping.keyrefs() if (module := each()) is not None]
 
 
@@ -520,6 +672,10 @@ def reduce(units: Sequence[Unit]) -> None:
         unit.group.post_backward()
     # The first state of a module that has run is the outermost one, whose pass ends those of all in it.
     states = [unit.modules[0]._get_fsdp_state() for unit in units]
+    if not all(exists(name) for name in _PASS_END):
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return
     for root in {id(root): root for state in states for root in state._state_ctx.all_states[:1]}.values():
         _reduce_under(root)
 
@@ -571,8 +727,9 @@ def _units(modules: Iterable[nn.Module]) -> list[Unit]:
 
 @cache
 def _require_names() -> None:
-    for name in fsdp_names():
-        require_name(name, "optimizer", "Use DistributedDataParallel in place of fully_shard.")
+    for name, cost in lost_in_fsdp().items():
+        if cost is _UNSUPPORTED:
+            require_name(name, "optimizer", "Use DistributedDataParallel in place of fully_shard.")
 
 
 def _sets(setter: str) -> bool:

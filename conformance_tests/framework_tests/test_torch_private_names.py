@@ -1,63 +1,47 @@
-"""The private names of torch: the installed torch has them, and where it would say nothing a lacking name is refused."""
+"""A torch without a private name trains as before, more slowly, or refuses by name what needs it; one name has no fallback."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import importlib.util
+import subprocess
+import sys
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.torch_lacking import SCENARIOS, TOGETHER  # noqa: E402
+from conformance_tests.framework_tests.torch_renamed import Hidden  # noqa: E402
+from gradaccum_conformance.deep import deep_but  # noqa: E402
 from gradaccum_torch import private  # noqa: E402
 
 
-def test_every_name_exists() -> None:
-    assert private.lacking() == {}
-    assert len(private.fsdp_names()) > 15
+def require_promised(names: list[str]) -> None:
+    command = [sys.executable, "-m", "conformance_tests.framework_tests.torch_renamed", *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.stdout == "as promised\n", done.stderr
 
 
-def test_lacking_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = ("torch.amp:GradScaler._renamed", "torch.renamed:Anything", "torch.optim:Adam._renamed")
-    monkeypatch.setitem(private.USED, "fused=True", gone)
-    assert private.lacking() == dict.fromkeys(gone, "fused=True fails.")
+def test_every_name_has_a_scenario() -> None:
+    assert SCENARIOS.keys() == private.LOST.keys()
+    assert sorted(name for names in TOGETHER for name in names) == sorted(SCENARIOS)
 
 
-def model_state(model: Any, opt: Any) -> None:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    get_optimizer_state_dict(model, opt)
-
-
-def static_graph(model: Any, opt: Any) -> None:
-    model.static_graph = True
-    private.leave_reduction_out(model, AssertionError)
+@pytest.mark.parametrize("names", deep_but(TOGETHER[::2], TOGETHER), ids=["arithmetic", "compiled", "parallel"])
+def test_torch_without_many(names: list[str]) -> None:
+    require_promised(names)
 
 
-SILENT: dict[str, tuple[Callable[[Any, Any], None], str]] = {
-    "torch.distributed.checkpoint.state_dict:_get_optim_state_dict": (model_state, r"opt\.state_dict\(\)"),
-    "torch.nn.parallel:DistributedDataParallel._static_graph_delay_allreduce_enqueued": (static_graph, "static_graph=True"),
-}
-"""By name: a call in which torch would not say that it lacks the name."""
+@pytest.mark.deep
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_torch_without(name: str) -> None:
+    require_promised([name])
 
 
-@pytest.mark.parametrize("name", SILENT)
-def test_silent_name_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, fix = SILENT[name]
-    plain = private.exists
-    assert plain(name)
-    monkeypatch.setattr(private, "exists", lambda asked: asked != name and plain(asked))
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(gradaccum.UsageError, match=f"which lacks it.*{fix}"):
-        call(model, gradaccum.wrap(torch.optim.SGD(model.parameters()), steps=2))
-
-
-def test_tensor_parallel_parts_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch no longer says what `DistributedDataParallel` was made of, a part may be one of a tensor."""
-    import torch.distributed.tensor.parallel.ddp
-
-    parameters = list(torch.nn.Linear(2, 1).parameters())
-    assert not private.were_sharded(parameters)
-    monkeypatch.setattr(private, "exists", lambda name: False)
-    assert private.were_sharded(parameters)
+def test_name_without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("gradaccum_torch.again", private.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    monkeypatch.setattr(torch.Tensor, "_version", Hidden(torch._C.TensorBase._version))
+    with pytest.raises(ImportError, match=r"gradaccum_torch needs torch\.Tensor\._version, a private name that torch"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

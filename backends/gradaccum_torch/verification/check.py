@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, VerificationReport
 from gradaccum.kit import Nest, as_loss, examine, explain
-from gradaccum_torch.private import is_sharded
+from gradaccum_torch.private import DISPATCH, is_sharded, require_name
 from gradaccum_torch.verification.batch import Batch
 from gradaccum_torch.verification.subject import TorchSubject, weight_of
 
@@ -46,8 +46,10 @@ def verify(
             the batch; `axes` has another type.
         ArgumentValueError: the loss is no scalar or has no graph; a leaf has no such axis, or another number of items; `steps` does not
             suit the batch.
-        UsageError: the loss goes through a reentrant checkpoint, which works with ``backward()`` alone.
+        UsageError: the loss goes through a reentrant checkpoint, which works with ``backward()`` alone; or the installed torch cannot show
+            the random draws.
     """
+    require_name(DISPATCH, "verify", "Compare the gradient of a batch with the sum of those of its parts.")
     _require_model(model)
     own = set(model.parameters())
     arguments = batch if type(batch) is tuple else (batch,)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradaccum_torch.private import DispatchMode
 from gradaccum_torch.verification.batch import Axis, NoAxis, axis_between, rows
 
 NOT_PER_ITEM = ("randperm",)
@@ -41,11 +41,11 @@ class Draw(NamedTuple):
         return self.numbers.numel() > 1 and bool((self.numbers != self.numbers.flatten()[0]).any())
 
 
-class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Drawing(DispatchMode):  # type: ignore[misc]
     """A mode that notes random operations, and replays those whose numbers a recording has."""
 
     def __init__(self, replay: Callable[[int, Draw], Tensor | None] = lambda number, draw: None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.draws: list[Draw] = []
         self.generators: dict[torch.Generator, Tensor] = {}
         """Generators that were handed to an operation, and their states before."""

@@ -24,16 +24,16 @@ from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, torn_window_error
 from gradaccum_torch.checks import Change, changed_gradients_error
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private import Private, Unit, drop, keep_own, local, reduce, unreduced, untraced, version
+from gradaccum_torch.private import Private, Sync, Unit, drop, keep_own, local, reduce, unreduced, untraced, version
 from gradaccum_torch.strategy import GradStrategy
 from gradaccum_torch.sums import sum_dtype
 from gradaccum_torch.watch import GradWatch
 
-GradientSync = Literal["micro_batch", "window"]
-"""When FSDP2 reduces: in each micro-batch, or once per window."""
+GradientSync = Literal["micro_batch", "window", "all_reduce_per_window"]
+"""When FSDP2 reduces: all of it in each micro-batch, all of it once per window, or only the all-reduce once per window."""
 
-_FOUND: WeakKeyDictionary[Private, list[bool]] = WeakKeyDictionary()
-"""Whether a unit reduced when it was first told to wait, once for each that told it: the last one to let go restores it."""
+_FOUND: WeakKeyDictionary[Private, list[Sync]] = WeakKeyDictionary()
+"""What a unit did when it was first told to wait, once for each that told it: the last one to let go restores it."""
 
 
 class _Notes:
@@ -59,16 +59,16 @@ class _Notes:
 class Deferred:
     """Units of FSDP2 that wait, for as long as this object lives."""
 
-    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh) -> None:
-        self._units, self._mesh = units, mesh
+    def __init__(self, units: Sequence[Unit], mesh: DeviceMesh, sync: GradientSync) -> None:
+        self._units, self._mesh, self._waits_for_all = units, mesh, sync == "window"
         self._notes, self._torn = _Notes(), False
-        self._kept: list[tuple[Unit, list[int]]] = []
+        self._kept: list[tuple[Unit, list[Tensor], list[int]]] = []
         self._handles: dict[int, RemovableHandle] = {}
         forward_handles = self._look_after_forward()
         for unit in units:
-            _FOUND.setdefault(unit.group, []).append(unit.reduces)
+            _FOUND.setdefault(unit.group, []).append(unit.sync)
         weakref.finalize(self, _let_go, units, forward_handles, self._handles).atexit = False
-        self._set_reducing(False)
+        self._wait()
 
     def tell(self, watch: GradWatch) -> None:
         """Report to `watch` what autograd delivers to whole parameters: nothing arrives in ``.grad``."""
@@ -78,14 +78,14 @@ class Deferred:
         """Count the micro-batch as a part of the sum.
 
         Raises:
-            UsageError: something changed the part in ``.grad``, or the sum's reduction failed.
+            UsageError: FSDP2 no longer has an earlier part, or something changed the part in ``.grad``; or its reduction failed.
         """
         self.require_whole()
         self._require_kept()
         self.note()
 
     def note(self) -> None:
-        self._kept = [(unit, _versions(unit)) for unit in self._units]
+        self._kept = [(unit, unit.held(), _versions(unit)) for unit in self._units]
 
     @contextmanager
     def weightless(self) -> Iterator[None]:
@@ -120,14 +120,16 @@ class Deferred:
         anywhere = self._anywhere(here)
         if not any(anywhere):
             return
-        for (unit, each), own, some in zip(trainable, here, anywhere, strict=True):
-            if some and not own:
-                unit.fill(each)
-        self._set_reducing(True)
-        try:
-            reduce(self._units)
-        finally:
-            self._set_reducing(False)
+        if self._waits_for_all:
+            for (unit, each), own, some in zip(trainable, here, anywhere, strict=True):
+                if some and not own:
+                    unit.fill(each)
+            return self._reduce_all(unused=False)
+        empty = [each.sharded_param for (_, each), some in zip(trainable, anywhere, strict=True) if not some]
+        empty = [parameter for parameter in empty if parameter.grad is None]
+        self._reduce_all(unused=True)
+        for parameter in empty:  # FSDP2 has filled it with zeros, which momentum and weight decay would take for a gradient.
+            parameter.grad = None
 
     def drop(self) -> None:
         for unit in self._units:
@@ -141,13 +143,28 @@ class Deferred:
         self.note()
 
     def _require_kept(self) -> None:
-        for unit, versions in self._kept:
-            if versions != _versions(unit) and (unit.held() or not any(self._here(unit))):
+        for unit, tensors, versions in self._kept:
+            held = unit.held()
+            written = versions != _versions(unit)
+            if written and (held or not any(self._here(unit))):
                 raise changed_gradients_error(Change.WRITTEN)
+            if not written and not set(map(id, held)).issuperset(map(id, tensors)):
+                raise _lost_error()
 
-    def _set_reducing(self, reduces: bool) -> None:
+    def _reduce_all(self, unused: bool) -> None:
         for unit in self._units:
-            unit.reduces = reduces
+            unit.sync = Sync(True, True, unused)
+        try:
+            reduce(self._units)
+        finally:
+            self._wait()
+
+    def _wait(self) -> None:
+        for unit in self._units:
+            if self._waits_for_all:
+                unit.sync = Sync(False, False, _FOUND[unit.group][0].unused)
+            else:  # FSDP2 adds reduced gradients up side by side, and so needs the same ones in each micro-batch.
+                unit.sync = Sync(True, False, True)
 
     def _here(self, unit: Unit) -> list[bool]:
         trainable = list(unit.trainable())
@@ -187,12 +204,22 @@ def _let_go(units: Sequence[Unit], forward_handles: Sequence[RemovableHandle], h
         first = found[0]
         found.pop()
         if not found:
-            unit.reduces = first
+            unit.sync = first
 
 
 def _versions(unit: Unit) -> list[int]:
     gradients = [parameter.grad for parameter in unit.parameters]
     return [-1 if gradient is None else version(local(gradient)) for gradient in gradients]
+
+
+def _lost_error() -> UsageError:
+    return explain(
+        UsageError,
+        "fsdp_model.reset_iter_state()",
+        expected="a call between two windows, or after opt.discard()",
+        found="an open window whose sum FSDP2 has dropped",
+        fix="Call opt.discard() on every worker.",
+    )
 
 
 def _alone_error(rank: int) -> UsageError:
@@ -252,22 +279,29 @@ class DeferredStrategy(GradStrategy):
 # Refusals where FSDP2 cannot keep a window's gradients, as ``gradient_sync=`` asks for, without a change of what they add up to.
 
 
-def require_deferrable(units: Sequence[Unit], parameters: Sequence[Tensor], options: Options, module: object) -> None:
+def require_deferrable(units: Sequence[Unit], parameters: Sequence[Tensor], options: Options, sync: GradientSync, module: object) -> None:
     """Raise unless FSDP2 can reduce the sum of micro-batches in place of each."""
     if module is None or not units:
-        raise _error("to stand beside a module= of fully_shard", "none", "Write module=fsdp_model, or leave gradient_sync= out.")
+        raise _error(sync, "to stand beside a module= of fully_shard", "none", "Write module=fsdp_model, or leave gradient_sync= out.")
     if options.on_overflow == "drop_micro_batch":
         found = 'on_overflow="drop_micro_batch", which looks at each reduced gradient'
-        raise _error("no look at a single micro-batch", found, 'Leave one of them out: gradient_sync="micro_batch" reduces each.')
+        raise _error(sync, "no look at a single micro-batch", found, 'Leave one of them out: gradient_sync="micro_batch" reduces each.')
     if options.separate_sums:
         fix = 'Leave one of them out: gradient_sync="micro_batch" leaves .grad to you.'
-        raise _error("to keep the sum", "separate_sums=True, which takes each micro-batch out of .grad", fix)
+        raise _error(sync, "to keep the sum", "separate_sums=True, which takes each micro-batch out of .grad", fix)
+    if sync == "all_reduce_per_window" and not any(unit.copies > 1 for unit in units):
+        found = "a mesh without a dimension of copies, on which nothing is all-reduced"
+        raise _error(sync, "a mesh of two dimensions (HSDP)", found, 'Write gradient_sync="micro_batch", which reduce-scatters each.')
+    if sync == "all_reduce_per_window" and not all(unit.fills_unused for unit in units):
+        fix = 'Write gradient_sync="window", or install a newer torch.'
+        raise _error(sync, "a torch that has FSDPModule.set_reduce_scatter_unused_params", f"torch {torch.__version__}", fix)
     for unit in units:
-        _require_dtype(unit, options)
-        _require_whole_unit(unit, parameters)
+        unit.require_waiting()
+        _require_dtype(unit, options, sync)
+        _require_whole_unit(unit, parameters, sync)
 
 
-def _require_dtype(unit: Unit, options: Options) -> None:
+def _require_dtype(unit: Unit, options: Options, sync: GradientSync) -> None:
     for parameter in (each for each in unit.parameters if each.requires_grad):
         wanted = sum_dtype(parameter, options.accumulate_dtype)
         if not unit.sum_dtype == wanted == parameter.dtype:
@@ -276,17 +310,17 @@ def _require_dtype(unit: Unit, options: Options) -> None:
             )
             policy = f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype={wanted})"
             fix = f'Keep the parameters in {wanted} and give fully_shard {policy}, or write gradient_sync="micro_batch".'
-            raise _error("one dtype for parameters, FSDP2's sums and accumulate_dtype", found, fix)
+            raise _error(sync, "one dtype for parameters, FSDP2's sums and accumulate_dtype", found, fix)
 
 
-def _require_whole_unit(unit: Unit, parameters: Sequence[Tensor]) -> None:
+def _require_whole_unit(unit: Unit, parameters: Sequence[Tensor], sync: GradientSync) -> None:
     own = set(map(id, parameters))
     others = sum(id(each) not in own for each in unit.parameters if each.requires_grad)
     if others:
         found = f"{others} parameters of another optimizer, which FSDP2 reduces together with these"
         fix = 'Call fully_shard on the part of each optimizer, or write gradient_sync="micro_batch".'
-        raise _error("a part of the model with one optimizer", found, fix)
+        raise _error(sync, "a part of the model with one optimizer", found, fix)
 
 
-def _error(expected: str, found: str, fix: str) -> ArgumentValueError:
-    return explain(ArgumentValueError, 'gradient_sync="window"', expected=expected, found=found, fix=fix)
+def _error(sync: GradientSync, expected: str, found: str, fix: str) -> ArgumentValueError:
+    return explain(ArgumentValueError, f'gradient_sync="{sync}"', expected=expected, found=found, fix=fix)

@@ -107,9 +107,9 @@ def _shard_group(
         require_same_options(options, *map(mesh.get_group, range(mesh.ndim)), gradient_sync=sync)
     shards = Shards(optimizer, units)
     if sync != "micro_batch":
-        require_deferrable(units, parameters, options, module)
+        require_deferrable(units, parameters, options, sync, module)
     shards.require_averages()
-    deferred = Deferred(units, mesh) if sync != "micro_batch" else None
+    deferred = Deferred(units, mesh, sync) if sync != "micro_batch" else None
     return ShardGroup(mesh, shards, options.reduction == "sum", deferred)
 
 

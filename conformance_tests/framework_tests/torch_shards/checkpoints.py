@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_shards.common import (
+    WAYS,
     Branches,
     Way,
     batches,
@@ -34,7 +35,7 @@ from conformance_tests.framework_tests.torch_shards.common import (
     windows_of,
 )
 
-OPEN = [Way("micro_batch", (2,)), Way("window", (2,)), Way("window", (2, 1))]
+OPEN = [way for way in (Way("micro_batch", (2,)), Way("window", (2,)), Way("all_reduce_per_window", (2, 1))) if way in WAYS]
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -36,7 +36,7 @@ WORKERS, SECONDS = 4, 400
 SMALL = 100
 """Bytes: a quarter or a half of the first layer has more than the numbers that travel beside the gradients."""
 _MEET = threading.Barrier(WORKERS, timeout=SECONDS)
-WAYS = [Way(sync, (2, 2)) for sync in ("micro_batch", "window")] + [Way("window", (4,))]
+WAYS = [Way(sync, (2, 2)) for sync in ("micro_batch", "window", "all_reduce_per_window")] + [Way("window", (4,))]
 OPTIONS: list[dict[str, Any]] = [{"clip_norm": 0.05}, {"reduction": "sum"}, {"loss_scale": 1024.0}]
 
 
@@ -91,7 +91,7 @@ def weigh_nothing(way: Way, rank: int) -> None:
 def count(rank: int) -> None:
     """Once per window, with zeros, FSDP2 reduce-scatters beside its all-reduce, which has no gradients of its own by then."""
     steps, units = 3, 2
-    for way, scatters, reductions in ((WAYS[0], steps, steps), (WAYS[1], 1, 1)):
+    for way, scatters, reductions in ((WAYS[0], steps, steps), (WAYS[1], 1, 1), (WAYS[2], steps + 1, 1)):
         model = sharded(way)
         opt = wrap(model, way, steps=steps)
         train(model, opt, rank, steps)

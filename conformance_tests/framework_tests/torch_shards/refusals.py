@@ -75,6 +75,11 @@ def sums_that_fsdp_would_round(rank: int) -> None:
         wrap(singles, WINDOW, accumulate_dtype="float64")
     with refused(gradaccum.ArgumentValueError, "drop_micro_batch"):
         wrap(singles, WINDOW, on_overflow="drop_micro_batch")
+    with refused(gradaccum.ArgumentValueError, "two dimensions"):
+        wrap(singles, Way("all_reduce_per_window", (2,)))
+    flat = sharded(Way("", (1, 2)))
+    with refused(gradaccum.ArgumentValueError, "all-reduced"):
+        wrap(flat, Way("all_reduce_per_window", (1, 2)))
 
 
 @check

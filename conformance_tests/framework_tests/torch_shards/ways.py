@@ -1,4 +1,4 @@
-"""The two ways in which FSDP2 reduces a window: each is the large batch of all workers, and their numbers are equal everywhere."""
+"""The three ways in which FSDP2 reduces a window: each is the large batch of all workers, and their numbers are equal everywhere."""
 
 from __future__ import annotations
 
