@@ -189,8 +189,8 @@ class GradWatch:
         PASSES[0] += 1
         if self.places is not None:
             self.places.append(_place_of_pass())
-        if not at_the_end_of_backward(self._end):
-            self.known = seen(self.known, Event.PASS_ENDED)
+        if not at_the_end_of_backward(self._end):  # Then each gradient looks like a pass.
+            self.known, self.places = seen(self.known, Event.PASS_ENDED), None
 
     def _end(self) -> None:
         self.known = seen(self.known, Event.PASS_ENDED)

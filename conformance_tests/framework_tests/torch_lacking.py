@@ -512,5 +512,5 @@ SCENARIOS: dict[str, Callable[[], object]] = {
 """By private name, in the order in which they run."""
 
 _NAMES = list(SCENARIOS)
-TOGETHER = (_NAMES[:17], _NAMES[17:22], _NAMES[22:])
+TOGETHER = (_NAMES[:16], _NAMES[16:21], _NAMES[21:])
 """Names that one process can lack: none is refused where another one's scenario goes on."""
