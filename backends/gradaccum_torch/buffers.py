@@ -1,7 +1,7 @@
 """Sums in buffers, for sums of another dtype than the gradient and micro-batches that must first prove finite.
 
-`MovingStrategy` empties each ``.grad`` into its buffer as soon as autograd has filled it, so that gradients and buffers never live in full
-at once. `DroppingStrategy` checks a whole micro-batch in ``.grad``, then adds or drops it. `SeparateStrategy` leaves ``.grad`` to the user.
+`BufferStrategy` adds a whole micro-batch, or drops it. `MovingStrategy` empties each ``.grad`` into its buffer as soon as autograd has
+filled it, so that gradients and buffers never live in full at once. `SeparateStrategy` leaves ``.grad`` to the user.
 """
 
 from __future__ import annotations
@@ -29,14 +29,33 @@ _MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()
 
 
 class BufferStrategy(Strategy):
-    """The sum is in buffers; ``.grad`` holds at most the micro-batch under way."""
+    """The sum is in buffers; ``.grad`` holds at most the micro-batch under way, which is dropped if asked for and not finite."""
 
-    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
+    keeps_micro_batch_apart = True
+
+    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         self._held: dict[Tensor, Tensor] = {}
         self._undivided: dict[Tensor, int] = {}
         """The version of each sum before it was divided."""
         self._divided = False
-        super().__init__(parameters, accumulate_dtype)
+        super().__init__(parameters, accumulate_dtype, drops)
+
+    def take(self) -> bool:
+        filled = self._filled()
+        finite = not self._drops or is_finite([coalesced(parameter.grad) for parameter in filled if parameter.grad is not None])
+        new = self._copied(filled) if finite else {}  # Memory may run out here, before anything was added.
+        for parameter in filled:
+            if parameter in new:
+                self._held[parameter] = new[parameter]
+            elif finite:
+                self._absorb(parameter)
+            parameter.grad = None
+        self.watch.reset()
+        return finite
+
+    def _copied(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """Return the first gradients that must be copied, since somebody else may hold them: none."""
+        return {}
 
     def settle(self) -> list[Tensor]:
         # In the order of the parameters, not of arrival: a resumed window must have the same norm to the last bit.
@@ -131,7 +150,7 @@ class MovingStrategy(BufferStrategy):
     keeps_micro_batch_apart = False
     expects = True
 
-    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
+    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         self._staying: set[int] = set()
         self._last: Watched | None = None
         """The parameter whose gradient stays, because no small one has come in this micro-batch."""
@@ -151,12 +170,8 @@ class MovingStrategy(BufferStrategy):
     def take(self) -> bool:
         if self._replaced:
             raise _replaced_error()
-        for parameter in self._parameters.unique():
-            if parameter.grad is not None:
-                self._absorb(parameter)
         self._last, self._seen_small = None, False
-        self.watch.reset()
-        return True
+        return super().take()
 
     def forget_micro_batch(self) -> None:
         self._held.clear()
@@ -206,25 +221,6 @@ def _small(parameters: Sequence[Tensor]) -> list[Tensor]:
     return fitting or trainable[:1]
 
 
-class DroppingStrategy(BufferStrategy):
-    """The strategy that drops a micro-batch whose gradient is not finite."""
-
-    keeps_micro_batch_apart = True
-
-    def take(self) -> bool:
-        filled = self._filled()
-        for parameter in filled:
-            parameter.grad = None if parameter.grad is None else coalesced(parameter.grad)
-        finite = is_finite([parameter.grad for parameter in filled if parameter.grad is not None])
-        for parameter in filled:
-            if finite:
-                self._absorb(parameter)
-            else:
-                parameter.grad = None
-        self.watch.reset()
-        return finite
-
-
 def _replaced_error() -> UsageError:
     return explain(
         UsageError,
@@ -244,10 +240,9 @@ def _replaced_error() -> UsageError:
 class SeparateStrategy(BufferStrategy):
     """The sum is in buffers, and ``.grad`` holds the micro-batch when ``step`` is called."""
 
-    keeps_micro_batch_apart = True
     expects = True
 
-    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
+    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         self._users: list[tuple[Tensor, Tensor]] | None = None
         """What is in ``.grad`` beside the window, while the inner optimizer has the window's gradient there."""
         self._of_one = False
@@ -255,7 +250,7 @@ class SeparateStrategy(BufferStrategy):
         """Those that share one of these parameters. Taking turns does no harm; after one backward pass the second finds nothing."""
         self._lost: list[Tensor] = []
         """The parameters whose gradients another one took last."""
-        super().__init__(parameters, accumulate_dtype)
+        super().__init__(parameters, accumulate_dtype, drops)
         self.watch.allowed = Allowed.ALL
 
     def groups_changed(self) -> None:
@@ -281,16 +276,9 @@ class SeparateStrategy(BufferStrategy):
         _require_no_graph(filled)
         if filled and not self._of_one:
             _require_no_noise(filled[0])
-        new = self._copied(filled)  # Memory may run out here, before anything was added.
-        for parameter in filled:
-            if parameter in new:
-                self._held[parameter] = new[parameter]
-                parameter.grad = None
-            else:
-                self._absorb(parameter)
-        self.watch.reset()
+        finite = super().take()
         self._took(filled)
-        return True
+        return finite
 
     def hand_over(self, divisor: float, unclipped: float) -> None:
         if self._users is None:
@@ -339,19 +327,6 @@ class SeparateStrategy(BufferStrategy):
 
 
 _ALIVE: WeakSet[SeparateStrategy] = WeakSet()
-
-
-class SeparateDroppingStrategy(SeparateStrategy):
-    """A `SeparateStrategy` that drops a micro-batch whose gradient is not finite."""
-
-    def take(self) -> bool:
-        filled = self._filled()
-        if is_finite([coalesced(parameter.grad) for parameter in filled if parameter.grad is not None]):
-            return super().take()
-        self._parameters.free_gradients()
-        self.watch.reset()
-        self._took(filled)
-        return False
 
 
 def _require_no_graph(parameters: Sequence[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """The place of a window's sum: the interface that `Window` and `Update` use, and the sum in ``.grad``.
 
-`GradStrategy` keeps the sum in ``.grad``, `MovingStrategy` moves it into buffers of another dtype, `DroppingStrategy` checks a micro-batch
+`GradStrategy` keeps the sum in ``.grad``, `MovingStrategy` moves it into buffers of another dtype, `BufferStrategy` checks a micro-batch
 before it is added, and `SeparateStrategy` leaves ``.grad`` to the user. `Plan` chooses.
 """
 
@@ -30,9 +30,9 @@ class Strategy(ABC):
     expects = False
     """It wants to know how long the next window is, by `expect`."""
 
-    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
+    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         # Nothing here refers to the wrapper: in a cycle with it, the hooks of a dropped wrapper would run until it is collected.
-        self._parameters, self._accumulate_dtype = parameters, accumulate_dtype
+        self._parameters, self._accumulate_dtype, self._drops = parameters, accumulate_dtype, drops
         self._hooks = Hooks(watching=True)
         self.watch = GradWatch()
         self.groups_changed()
@@ -206,8 +206,8 @@ class GradStrategy(Strategy):
 
     keeps_micro_batch_apart = False
 
-    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> None:
-        super().__init__(parameters, accumulate_dtype)
+    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
+        super().__init__(parameters, accumulate_dtype, drops)
         self._settled: list[Tensor] = []
         """The parameters that have a gradient as their window ends."""
         self._forget_handed_over()

@@ -37,7 +37,7 @@ from gradaccum.kit import (
     terms_of,
     with_denominator,
 )
-from gradaccum_torch.buffers import DroppingStrategy, MovingStrategy, SeparateDroppingStrategy, SeparateStrategy
+from gradaccum_torch.buffers import BufferStrategy, MovingStrategy, SeparateStrategy
 from gradaccum_torch.checks import (
     Size,
     cast_in_window_error,
@@ -477,7 +477,7 @@ class Plan:
         self.float64_weight = torch.float64 in self.sum_dtypes
         self.largest = largest_number(float64_weight=self.float64_weight)
         """The largest finite number of the dtype in which the sums are divided."""
-        self._kind = _kind(self._dtypes, self.sum_dtypes, options)
+        self._kind, self._drops = _kind(self._dtypes, self.sum_dtypes, options), options.on_overflow == "drop_micro_batch"
         if workers.keeps_sum and self._kind is not GradStrategy:
             fix = "Wrap the optimizer after the cast."
             expected, found = "parameters in the dtype of their sums beside gradient_sync=", "parameters that were cast"
@@ -496,7 +496,7 @@ class Plan:
     def strategy(self) -> Strategy:
         if self._workers.keeps_sum:
             return self._workers.strategy(self._parameters, self._accumulate_dtype)
-        return self._kind(self._parameters, self._accumulate_dtype)
+        return self._kind(self._parameters, self._accumulate_dtype, self._drops)
 
     def carried_over(self, old: Strategy) -> Strategy:
         if self._workers.keeps_sum or type(old) is self._kind:
@@ -516,9 +516,9 @@ def _seen(parameters: Sequence[Tensor]) -> tuple[list[int], list[torch.dtype], l
 def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], options: Options) -> type[Strategy]:
     """Return the strategy: ``.grad`` unless the sum is to be apart, micro-batches can be dropped or dtypes differ."""
     if options.separate_sums:
-        return SeparateDroppingStrategy if options.on_overflow == "drop_micro_batch" else SeparateStrategy
+        return SeparateStrategy
     if options.on_overflow == "drop_micro_batch":
-        return DroppingStrategy
+        return BufferStrategy
     return GradStrategy if sum_dtypes == dtypes else MovingStrategy
 
 

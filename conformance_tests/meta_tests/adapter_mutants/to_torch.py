@@ -115,8 +115,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_what_is_dropped",
-        "            if finite:\n                self._absorb(parameter)\n",
-        "            if True:\n                self._absorb(parameter)\n",
+        "            elif finite:\n                self._absorb(parameter)\n",
+        "            else:\n                self._absorb(parameter)\n",
         SUITE + "test_overflow.py::test_drop_in_every_mode",
     ),
     Mutant(
