@@ -82,8 +82,6 @@ def is_variable(node: object) -> bool:
 
 
 # The dtypes that meet at the end of a window: those of parameters, gradients, sums, and of the inner optimizer's gradients.
-#
-# JAX promotes no float8 by itself: here float8 is narrower than every other float.
 
 
 class Handed(NamedTuple):
@@ -120,13 +118,7 @@ def is_key(leaf: Array) -> bool:
 def wider(a: DType, b: DType) -> DType:
     a, b = jnp.dtype(a), jnp.dtype(b)
     with jax.numpy_dtype_promotion("standard"):
-        return a if a == b else jnp.promote_types(_promotable(a), _promotable(b))
-
-
-def standard(leaf: Array) -> Array:
-    """Return `leaf` in a dtype that JAX can combine with others: float8 as float32."""
-    own = jnp.result_type(leaf)
-    return leaf if own == _promotable(own) else jnp.asarray(leaf).astype(jnp.float32)
+        return a if a == b else jnp.promote_types(a, b)
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
@@ -146,10 +138,6 @@ def _cast(leaf: Array, like: Array) -> Array:
     return leaf if jnp.issubdtype(dtype, jax.dtypes.extended) else lax.convert_element_type(leaf, dtype)  # random keys stay
 
 
-def _promotable(dtype: DType) -> DType:
-    return jnp.dtype("float32") if dtype.itemsize < 2 and jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
 def _wider_of(parameter: Array, other: Array) -> DType:
     return jnp.result_type(other) if parameter is None else wider(jnp.result_type(parameter), jnp.result_type(other))
 
@@ -163,7 +151,7 @@ def _leaves_like(params: Params, accumulator: Tree) -> Leaves:
 
 
 def is_half(leaf: Array) -> bool:
-    """True if `leaf` is real and narrower than float32: float16, bfloat16, every float8 and below."""
+    """True if `leaf` is real and narrower than float32: float16 or bfloat16."""
     dtype = jnp.result_type(leaf)
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 

@@ -218,7 +218,7 @@ def _check_dtype(name: str, dtype: DType, held: Array, any_float: bool) -> None:
     if not jnp.issubdtype(dtype, jnp.inexact):
         _refuse(name, f"a gradient of dtype {held.dtype}", f"one of dtype {dtype}")
     same_kind = jnp.issubdtype(dtype, jnp.complexfloating) == jnp.issubdtype(held.dtype, jnp.complexfloating)
-    if not (any_float and same_kind) and wider(dtype, held.dtype) != held.dtype:
+    if dtype.itemsize < 2 or (not (any_float and same_kind) and wider(dtype, held.dtype) != held.dtype):
         _refuse(name, f"a gradient of a dtype that {held.dtype} holds", f"one of dtype {dtype}")
 
 

@@ -13,7 +13,7 @@ import optax
 from gradaccum import ArgumentTypeError
 from gradaccum.kit import Fields, Scalar, UntilWeight, accumulate, close, ends, explain, make_options, usable
 from gradaccum_jax import sums
-from gradaccum_jax.arrays import Array, DType, Extra, Gradients, Params, Tree, Updates, cast_like, handed, standard, strong, takes_part
+from gradaccum_jax.arrays import Array, DType, Extra, Gradients, Params, Tree, Updates, cast_like, handed, strong, takes_part
 from gradaccum_jax.checks import align, require_dtype, require_plain
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.optimizer import require_transformation
@@ -152,7 +152,7 @@ class MultiSteps:
         def share(mean: Array, gradient: Array) -> Array:
             if not takes_part(mean):
                 return None
-            offset = (0 if gradient is None else standard(gradient)) - mean
+            offset = (0 if gradient is None else gradient) - mean
             return offset / (state.mini_step + 1).astype(offset.dtype)
 
         shares = [share(*pair) for pair in zip(jax.tree.leaves(state.acc_grads), gradients, strict=True)]

@@ -1,8 +1,7 @@
 """float32 masters of half-precision parameters (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1).
 
 The inner optimizer is initialised on the masters and updates them. The update of a half-precision parameter is the float32 distance from
-the model's value to the rounded master, so that `optax.apply_updates` puts the model there. JAX adds no float32 update to a float8
-parameter: `apply_updates` here copies its master. Other parameters have no master.
+the model's value to the rounded master, so that `optax.apply_updates` puts the model there. Other parameters have no master.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def distance(p: Array, master: Array) -> Array:
     is taken from the model's value. The sign of a zero is kept where some u gives it. `gradaccum_jax.apply_updates` has no such limits.
     """
     held = jnp.asarray(p).astype(jnp.float32)
-    target = rounded(master, jnp.result_type(p)) if jnp.result_type(p).itemsize == 2 else master
+    target = rounded(master, jnp.result_type(p))
     u = jnp.where(target == 0, master, target) - held  # a tiny master rounds to a zero of its own sign
     return jnp.where(u == 0, 0 * target, u)  # -0.0 - -0.0 is 0.0, and -0.0 + 0.0 too
 
@@ -103,7 +102,7 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
     """Run `optax.apply_updates`, but set half-precision parameters to their rounded masters, whatever their values were.
 
     The two differ only where `optax.apply_updates` cannot do it: for a parameter that shrinks by more than three orders of magnitude in one
-    update, for one that is inf or NaN, and for float8 and below, to which JAX adds no float32 update.
+    update, and for one that is inf or NaN.
 
     Args:
         params: the parameters, also in flax nnx's variables.

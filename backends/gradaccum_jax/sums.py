@@ -17,21 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradaccum import ArgumentValueError
+from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Scalar, Where, explain
-from gradaccum_jax.arrays import Array, DType, Gradients, Leaves, Params, Tree, is_key, standard, takes_part, typeof, wider
+from gradaccum_jax.arrays import Array, DType, Gradients, Leaves, Params, Tree, is_key, takes_part, typeof, wider
 from gradaccum_jax.control_flow import once
 from gradaccum_jax.sharding import ShardAxes, axes_of, shards_of, vary
 
 
 def sum_dtype(leaf: Array, accumulate_dtype: DType) -> DType:
-    """Return the dtype in which gradients of `leaf` are summed: float32 for half precision and below, else the leaf's own.
+    """Return the dtype in which gradients of `leaf` are summed: float32 for half precision, else the leaf's own.
 
     `accumulate_dtype` replaces both for every leaf that takes part. Complex leaves stay complex.
     """
     own = jnp.result_type(leaf)
     if not takes_part(leaf):
         return own
+    if own.itemsize < 2:
+        fix = "Keep parameters in bfloat16 or wider, and cast them to float8 inside the loss."
+        raise explain(ArgumentTypeError, "params", expected="parameters of 16 bits or more", found=f"dtype {own}", fix=fix)
     if accumulate_dtype is None:
         return jnp.dtype("float32") if own.itemsize < 4 else own
     wanted = jnp.dtype(accumulate_dtype)
@@ -62,7 +65,6 @@ def add(accumulator: Tree, gradients: Gradients, factor: Scalar, adds: Scalar, h
     def add_leaf(held: Array, gradient: Array) -> Array:
         if gradient is None:
             return held
-        gradient = standard(gradient)
         if factor is not None:
             return add_weighted(held, gradient, factor, adds, harmless)
         return pick(adds, plus(held, gradient), held)

@@ -263,7 +263,7 @@ def as_item_weights(weight: Array, items: int) -> Array:
         fix = "Give one real number per item, or a callable of the micro-batch."
         raise explain(ArgumentTypeError, "weight", expected="real numbers", found=f"dtype {array.dtype}", fix=fix)
     if not isinstance(array, jax.core.Tracer):
-        _require_sound(np.asarray(array), items)
+        kit.require_item_weights(np.asarray(array).tolist(), items)
     return array
 
 
@@ -280,13 +280,6 @@ def traced_weights_error() -> GradAccumError:
     fix = "Call it outside of jax.jit (it compiles by itself), or give weight= a NumPy array that the program has as a constant."
     expected = "per-item weights known while tracing"
     return explain(ArgumentTypeError, "micro_batch_weight", expected=expected, found="traced ones", fix=fix)
-
-
-def _require_sound(values: np.ndarray[Any, Any], items: int) -> None:
-    wide = values.astype(np.float64)
-    bad = np.flatnonzero(~(np.isfinite(wide) & (wide >= 0)))
-    if bad.size:
-        raise kit.item_weights_error(items, f"{wide[bad[0]]:g} for item {bad[0]}")
 
 
 def _loud(weight: Scalar) -> Scalar:

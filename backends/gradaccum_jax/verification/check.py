@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradaccum import VerificationReport
-from gradaccum.kit import as_loss, examine, item_weights_error, require_weight
+from gradaccum.kit import as_loss, examine, require_item_weights, require_weight
 from gradaccum_jax.arrays import Array, Params, Tree
 from gradaccum_jax.verification.batch import Batch, make_batch, make_parameters
 from gradaccum_jax.verification.subject import JaxSubject, Weight
@@ -64,19 +64,9 @@ def _make_weight(weight: Any, batch: Batch) -> Weight | None:
         return None
     if callable(weight):
         return lambda part: _number(weight(*batch.whole(batch.part(part, None))))
-    each = _per_item(weight, batch.items)
+    each = require_item_weights(weight, batch.items)
     return lambda part: math.fsum(each[item] for item in part)
 
 
 def _number(weight: Array) -> float:
     return require_weight(weight if jnp.ndim(weight) else np.asarray(weight).item())
-
-
-def _per_item(weight: Array, items: int) -> list[float]:
-    try:
-        each = np.asarray(weight, np.float64)
-    except (TypeError, ValueError) as error:
-        raise item_weights_error(items, type(weight).__name__) from error
-    if each.shape != (items,) or not np.isfinite(each).all() or (each < 0).any():
-        raise item_weights_error(items, f"shape {each.shape}" if each.shape != (items,) else repr(each))
-    return [float(one) for one in each]
