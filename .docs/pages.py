@@ -20,7 +20,18 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Project": ("benchmarks/README.md", "backends/README.md", ".github/CONTRIBUTING.md", "CHANGELOG.md"),
 }
 """The tabs of the site, and the pages of each as patterns in the repository."""
-ORDER = ("README", "CONCEPTS", "TROUBLESHOOTING", "MIGRATING", "RECIPES", "NEIGHBOURS", "WORKERS", "VERIFY", "LOSS_SCALING", "VERSIONS")
+ORDER = (
+    "README",
+    "CONCEPTS",
+    "TROUBLESHOOTING",
+    "MIGRATING",
+    "RECIPES",
+    "INTEGRATIONS",
+    "DISTRIBUTED",
+    "VERIFY",
+    "LOSS_SCALING",
+    "VERSIONS",
+)
 """Pages by the order in which a newcomer reads them. Others follow by name."""
 
 _FENCE = re.compile(r"^( *)```.*?^\1```", flags=re.MULTILINE | re.DOTALL)

@@ -18,7 +18,7 @@ import pytest
 
 from conformance_tests.framework_tests.preloaded import Preloaded
 
-PAGES = ("RECIPES.md", "WORKERS.md")
+PAGES = ("RECIPES.md", "DISTRIBUTED.md")
 SECONDS = 300
 ALONE = "python recipe.py"
 PORT = "8118"
@@ -45,7 +45,7 @@ def recipes_of(package: ModuleType, names: Iterable[str] = PAGES) -> list[Recipe
 
 def cases(recipes: Iterable[Recipe]) -> list[Any]:
     """`recipes` for ``parametrize``. Those of several processes, each of which imports its framework anew, wait for ``--deep``."""
-    return [pytest.param(each, id=each.title, marks=[pytest.mark.deep] * (each.page == "WORKERS.md")) for each in recipes]
+    return [pytest.param(each, id=each.title, marks=[pytest.mark.deep] * (each.page == "DISTRIBUTED.md")) for each in recipes]
 
 
 def _recipes_in(page: str) -> list[Recipe]:
@@ -70,7 +70,7 @@ def run_preloaded(recipe: Recipe, directory: Path, framework: Preloaded) -> None
 
 def run_recipe(recipe: Recipe, directory: Path, **environment: str) -> str:
     """Run the block from a file in `directory`; returns what it prints, which the assertion shows if it fails. No process outlives it."""
-    words = shlex.split(recipe.command.replace(PORT, str(_free_port())))
+    words = shlex.split(recipe.command.replace("\\\n", "").replace(PORT, str(_free_port())))
     (directory / words[-1]).write_text(recipe.code, encoding="utf-8")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     running = subprocess.Popen(

@@ -51,9 +51,17 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_code_needs_no_scrolling(page: str) -> None:
+    """Lines of at most 88 columns, but for files that a page quotes word for word, in the width of the project's code."""
+    own = re.sub(r"<!-- file: \S+ -->\n```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^( *)```\w*\n(.*?)^\1```$", own, re.MULTILINE | re.DOTALL)
+    assert not [line for _, block in blocks for line in block.splitlines() if len(line) > 88]
+
+
 def test_front_page_links_every_page() -> None:
     assert {page for page in PAGES if page != "README.md"} <= set(re.findall(r"\]\(([^)#:]+)\)", README))
 
 
 def test_front_page_has_both_commands() -> None:
-    assert len(re.findall(r"<!-- command: (demo|test) -->\n```bash\n.+\n```", README)) == 2
+    assert len(re.findall(r"<!-- command: (demo|test) -->\n```bash\n(?:.+\n)+```", README)) == 2

@@ -11,7 +11,7 @@ pytest.importorskip("mindspore", reason="needs MindSpore")
 import gradaccum_mindspore
 from conformance_tests.framework_tests.recipes import Recipe, recipes_of, run_recipe
 
-RECIPES = recipes_of(gradaccum_mindspore, ["NEIGHBOURS.md"])
+RECIPES = recipes_of(gradaccum_mindspore, ["INTEGRATIONS.md"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)

@@ -11,7 +11,7 @@ pytest.importorskip("optax", reason="needs optax")
 import gradaccum_jax
 from conformance_tests.framework_tests.recipes import Recipe, recipes_of, run_recipe
 
-RECIPES = recipes_of(gradaccum_jax, ["NEIGHBOURS.md"])
+RECIPES = recipes_of(gradaccum_jax, ["INTEGRATIONS.md"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)

@@ -17,7 +17,7 @@ import gradaccum_torch
 from conformance_tests.framework_tests.recipes import Recipe, run_recipe
 
 assert gradaccum_torch.__file__ is not None
-PAGE = (Path(gradaccum_torch.__file__).parent / "NEIGHBOURS.md").read_text(encoding="utf-8")
+PAGE = (Path(gradaccum_torch.__file__).parent / "INTEGRATIONS.md").read_text(encoding="utf-8")
 
 
 def programs_of(page: str) -> Iterator[Recipe]:
