@@ -222,13 +222,9 @@ def _small(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _replaced_error() -> UsageError:
-    return explain(
-        UsageError,
-        "optimizer",
-        expected="one wrapped optimizer per parameter where the sum has another dtype than the gradient",
-        found="parameters that were wrapped again, so that their gradients go to the later wrapper",
-        fix="Use the optimizer that gradaccum.wrap returned last, and drop this one.",
-    )
+    expected = "one wrapped optimizer per parameter where the sum has another dtype than the gradient"
+    found, fix = "parameters that were wrapped again", "Use the optimizer that gradaccum.wrap returned last, and drop this one."
+    return explain(UsageError, "optimizer", expected=expected, found=found, fix=fix)
 
 
 # Sums apart from ``.grad``, which stays the user's between two steps: to clear, assign, reduce or clip, as beside a bare optimizer.
@@ -331,34 +327,21 @@ _ALIVE: WeakSet[SeparateStrategy] = WeakSet()
 
 def _require_no_graph(parameters: Sequence[Tensor]) -> None:
     if any(map(REQUIRES_GRAD, map(GRAD, parameters))):
-        raise explain(
-            UsageError,
-            "separate_sums",
-            expected="gradients without a graph, as backward() leaves them",
-            found="a .grad that can be differentiated again, after backward(create_graph=True)",
-            fix="For an optimizer that does that, such as AdaHessian, leave separate_sums=True out: the sum in .grad keeps the graph. For "
-            "any other, leave create_graph=True out, or assign p.grad = gradient.detach().",
-        )
+        expected, found = "gradients without a graph", "a .grad that can be differentiated again, after backward(create_graph=True)"
+        fix = "Leave create_graph=True out; for an optimizer that needs it, such as AdaHessian, leave separate_sums=True out."
+        raise explain(UsageError, "separate_sums", expected=expected, found=found, fix=fix)
 
 
 def _require_no_noise(parameter: Tensor) -> None:
     """Raise unless the parameter has no ``summed_grad``: Opacus' optimizer adds noise before it calls ``step``."""
     if hasattr(parameter, "summed_grad"):
-        raise explain(
-            UsageError,
-            "make_private",
-            expected="an optimizer that is not wrapped, or is wrapped with steps=1",
-            found="a longer window of micro-batches, to each of which Opacus has added the noise of a whole batch",
-            fix="Leave gradaccum.wrap out, and take opacus.utils.batch_memory_manager.BatchMemoryManager, which adds noise once per batch.",
-        )
+        found = "a longer window of micro-batches, to each of which Opacus has added the noise of a whole batch"
+        fix = "Take opacus.utils.batch_memory_manager.BatchMemoryManager in place of gradaccum.wrap: it adds noise once per batch."
+        raise explain(UsageError, "make_private", expected="an optimizer that is not wrapped, or with steps=1", found=found, fix=fix)
 
 
 def _taken_error() -> UsageError:
     """Return the error for gradients that the ``step`` of another wrapped optimizer took."""
-    return explain(
-        UsageError,
-        "separate_sums",
-        expected="a backward pass since the step() of another wrapped optimizer of these parameters, which took their gradients",
-        found="two calls of step() after one backward pass",
-        fix="Give each optimizer parameters of its own, or call backward() before each step().",
-    )
+    expected = "a backward pass since the step() of another wrapped optimizer of these parameters, which took their gradients"
+    found, fix = "two calls of step() after one", "Give each optimizer parameters of its own, or call backward() before each step()."
+    return explain(UsageError, "separate_sums", expected=expected, found=found, fix=fix)

@@ -185,21 +185,13 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _moved_error() -> UsageError:
-    return explain(
-        UsageError,
-        "scaler",
-        expected="one scale for all micro-batches of a window",
-        found="a scale that moved inside it, such as by scaler.update(new_scale), scaler.load_state_dict() or another optimizer's overflow",
-        fix="Change it between two windows, and give each optimizer a scaler of its own. The window cannot be mended: call opt.discard().",
-    )
+    found = "a scale that moved inside it, such as by scaler.update(new_scale) or another optimizer's overflow"
+    fix = "Change it between two windows, and give each optimizer a scaler of its own. The window cannot be mended: call opt.discard()."
+    return explain(UsageError, "scaler", expected="one scale for all micro-batches of a window", found=found, fix=fix)
 
 
 def foreign_scaler_error() -> UsageError:
-    return explain(
-        UsageError,
-        "scaler.step, scaler.unscale_",
-        expected="the scaler that gradaccum.wrap was given, which moves only between windows",
-        found="a torch.amp.GradScaler that would unscale at every micro-batch",
-        fix="Write gradaccum.wrap(optimizer, ..., loss_scale=scaler) and keep the loop as it is; in place of scaler.unscale_(opt) "
-        "and clip_grad_norm_ write clip_norm=.",
-    )
+    expected = "the scaler that gradaccum.wrap was given, which moves only between windows"
+    fix = "Write gradaccum.wrap(optimizer, ..., loss_scale=scaler); in place of scaler.unscale_(opt) and clip_grad_norm_ clip_norm=."
+    found = "a torch.amp.GradScaler that would unscale at every micro-batch"
+    return explain(UsageError, "scaler.step, scaler.unscale_", expected=expected, found=found, fix=fix)

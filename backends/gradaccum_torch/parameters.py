@@ -192,13 +192,8 @@ def _widened(value: object) -> object:
 
 
 def _has_masters_error() -> ArgumentValueError:
-    return explain(
-        ArgumentValueError,
-        "master_weights",
-        expected="True for an optimizer that has master weights already",
-        got=False,
-        fix="Write master_weights=True, or wrap a new optimizer over the model's parameters.",
-    )
+    fix = "Write master_weights=True, or wrap a new optimizer over the model's parameters."
+    return explain(ArgumentValueError, "master_weights", expected="True for an optimizer that has masters already", got=False, fix=fix)
 
 
 # Comparison of half-precision tensors with the rounded values of float32 ones, in one pass over both.

@@ -226,32 +226,24 @@ def _require_parameters(saved: Sequence[Description], own: Sequence[Description]
     for index, ((shape, dtype, name), mine) in enumerate(zip(saved, own, strict=True)):
         same_name = name is None or mine[2] is None or name == mine[2]
         if [list(shape), dtype] != mine[:2] or not same_name:
-            raise kit.explain(
-                CheckpointError, f"parameter {index}", expected=_show(*mine), found=f"a state of {_show(shape, dtype, name)}", fix=_FIX
-            )
+            found = f"a state of {_show(shape, dtype, name)}"
+            raise kit.explain(CheckpointError, f"parameter {index}", expected=_show(*mine), found=found, fix=_FIX)
 
 
 def _require_masters(saved: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> None:
     described, expected = ({index: (m.shape, m.dtype) for index, m in masters.items()} for masters in (saved, own))
     if described != expected:
-        raise kit.explain(
-            CheckpointError,
-            "masters",
-            expected=f"float32 master weights of {len(own)} parameters",
-            found=f"a state with those of {len(saved)}",
-            fix="Wrap the optimizer with the master_weights= it was saved with.",
-        )
+        wanted, found = f"float32 master weights of {len(own)} parameters", f"a state with those of {len(saved)}"
+        fix = "Wrap the optimizer with the master_weights= it was saved with."
+        raise kit.explain(CheckpointError, "masters", expected=wanted, found=found, fix=fix)
 
 
 def _require_sum(index: int, total: Tensor, parameters: Sequence[Tensor], sum_dtypes: Sequence[torch.dtype]) -> None:
     if not 0 <= index < len(parameters) or total.shape != parameters[index].shape or total.dtype != sum_dtypes[index]:
-        raise kit.explain(
-            CheckpointError,
-            f"sums[{index}]",
-            expected="a partial sum with the shape of its parameter and the dtype that this optimizer accumulates in",
-            found=f"a tensor of shape {tuple(total.shape)} and dtype {total.dtype}",
-            fix="Wrap the optimizer with the accumulate_dtype= it was saved with.",
-        )
+        expected = "a partial sum with the shape of its parameter and the dtype that this optimizer accumulates in"
+        found = f"a tensor of shape {tuple(total.shape)} and dtype {total.dtype}"
+        fix = "Wrap the optimizer with the accumulate_dtype= it was saved with."
+        raise kit.explain(CheckpointError, f"sums[{index}]", expected=expected, found=found, fix=fix)
 
 
 def _show(shape: Sequence[int], dtype: str, name: str | None) -> str:
@@ -406,9 +398,8 @@ def _require_all_ranks(entries: Sequence[Entry]) -> None:
 def _require_one(name: str, values: Sequence[Any]) -> None:
     for rank, value in enumerate(values):
         if not _same(value, values[0]):
-            raise kit.explain(
-                CheckpointError, name, expected="one value on every worker", found=f"another one in state dict {rank}", fix=_OTHER_RUN
-            )
+            found = f"another one in state dict {rank}"
+            raise kit.explain(CheckpointError, name, expected="one value on every worker", found=found, fix=_OTHER_RUN)
 
 
 def _same(one: Any, other: Any) -> bool:

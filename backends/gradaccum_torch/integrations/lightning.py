@@ -103,47 +103,31 @@ def _require_no_clipping(trainer: Trainer) -> None:
     if value := trainer.gradient_clip_val:
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         fix = f"gradaccum.wrap(optimizer, ..., clip_norm={value})" if by_norm else "optimizer.register_step_pre_hook(...)"
-        raise explain(
-            UsageError,
-            "gradient_clip_val",
-            expected="None, as the Trainer clips each micro-batch and not the gradient of the window",
-            got=value,
-            fix=f"Leave it out of the Trainer and write {fix} in configure_optimizers.",
-        )
+        expected = "None, as the Trainer clips each micro-batch and not the gradient of the window"
+        fix = f"Leave it out of the Trainer and write {fix} in configure_optimizers."
+        raise explain(UsageError, "gradient_clip_val", expected=expected, got=value, fix=fix)
 
 
 def _require_no_second_accumulation(trainer: Trainer) -> None:
     if (batches := trainer.accumulate_grad_batches) != 1:
-        raise explain(
-            UsageError,
-            "accumulate_grad_batches",
-            expected="1, as the wrapped optimizer accumulates",
-            got=batches,
-            fix=f"Leave it out of the Trainer and write gradaccum.wrap(optimizer, steps={batches}); steps takes a schedule as well.",
-        )
+        fix = f"Leave it out of the Trainer and write gradaccum.wrap(optimizer, steps={batches}); steps takes a schedule as well."
+        raise explain(UsageError, "accumulate_grad_batches", expected="1, as the wrapped optimizer accumulates", got=batches, fix=fix)
 
 
 def _require_gates(trainer: Trainer) -> None:
     for config in trainer.lr_scheduler_configs:
         gated = isinstance(config.scheduler, GatedScheduler) and config.frequency == 1
         if config.interval == "step" and not gated:
-            raise explain(
-                UsageError,
-                "lr_scheduler",
-                expected='a gated scheduler with "frequency": 1 where "interval" is "step", since Lightning steps it per micro-batch',
-                found=f"{type(config.scheduler).__name__} with frequency {config.frequency}",
-                fix='Write {"scheduler": gradaccum.wrap(scheduler), "interval": "step"}, which moves once per update.',
-            )
+            expected = 'a gated scheduler with "frequency": 1 where "interval" is "step", since Lightning steps it per micro-batch'
+            found = f"{type(config.scheduler).__name__} with frequency {config.frequency}"
+            fix = 'Write {"scheduler": gradaccum.wrap(scheduler), "interval": "step"}, which moves once per update.'
+            raise explain(UsageError, "lr_scheduler", expected=expected, found=found, fix=fix)
 
 
 def _require_no_average_per_micro_batch(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         # Lightning's own rules count micro-batches; a rule of the user's may ask ``result.applied``.
         if getattr(type(callback), "should_update", None) in _LIGHTNINGS_RULES:
-            raise explain(
-                UsageError,
-                "callbacks",
-                expected="a WeightAveraging that averages once per update",
-                found=f"{type(callback).__name__}, whose should_update says yes after each micro-batch",
-                fix="Override should_update(self, step_idx=None, epoch_idx=None) to return optimizer.result.applied.",
-            )
+            found = f"{type(callback).__name__}, whose should_update says yes after each micro-batch"
+            fix = "Override should_update(self, step_idx=None, epoch_idx=None) to return optimizer.result.applied."
+            raise explain(UsageError, "callbacks", expected="a WeightAveraging that averages once per update", found=found, fix=fix)

@@ -201,13 +201,9 @@ def _require_same_clipping(max_grad_norm: float, clip_norm: float | None) -> Non
 def _require_gate(scheduler: Any) -> None:
     kinds = {kind.__name__ for kind in type(scheduler).__mro__}
     if not isinstance(scheduler, GatedScheduler) and not kinds & _AT_EVALUATION:
-        raise explain(
-            ArgumentTypeError,
-            "optimizers",
-            expected="a gated scheduler, which moves once per update",
-            found=f"a scheduler of the class {type(scheduler).__name__}, which the Trainer moves at each micro-batch",
-            fix="Write optimizers=(opt, gradaccum.wrap(get_scheduler(name, opt, num_training_steps=updates))).",
-        )
+        found = f"a scheduler of the class {type(scheduler).__name__}, which the Trainer moves at each micro-batch"
+        fix = "Write optimizers=(opt, gradaccum.wrap(get_scheduler(name, opt, num_training_steps=updates)))."
+        raise explain(ArgumentTypeError, "optimizers", expected="a gated scheduler, which moves once per update", found=found, fix=fix)
 
 
 def _error(argument: str, expected: str, found: str, fix: str) -> UsageError:

@@ -207,20 +207,12 @@ def _restore(module: nn.Module, training: bool, buffers: Table) -> None:
 
 
 def _changed_argument_error(argument: Tensor) -> UsageError:
-    return explain(
-        UsageError,
-        "recompute",
-        expected="a part that leaves its arguments as they are",
-        found=f"one that wrote into an argument of shape {tuple(argument.shape)} in place",
-        fix="Begin the part one layer earlier or later, or give its first layer inplace=False.",
-    )
+    found = f"one that wrote into an argument of shape {tuple(argument.shape)} in place"
+    fix = "Begin the part one layer earlier or later, or give its first layer inplace=False."
+    return explain(UsageError, "recompute", expected="a part that leaves its arguments as they are", found=found, fix=fix)
 
 
 def _changed_tensor_error(module: nn.Module, name: str) -> UsageError:
-    return explain(
-        UsageError,
-        "recompute",
-        expected="parameters and buffers as they were in the forward pass",
-        found=f"{name!r} of {type(module).__name__}, which was written into or replaced between forward and backward",
-        fix="Call backward() before optimizer.step(), and before anything else that changes the model.",
-    )
+    found = f"{name!r} of {type(module).__name__}, which was written into or replaced between forward and backward"
+    fix = "Call backward() before optimizer.step(), and before anything else that changes the model."
+    return explain(UsageError, "recompute", expected="parameters and buffers as they were in the forward pass", found=found, fix=fix)

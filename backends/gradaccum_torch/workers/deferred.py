@@ -213,23 +213,15 @@ def _versions(unit: Unit) -> list[int]:
 
 
 def _lost_error() -> UsageError:
-    return explain(
-        UsageError,
-        "fsdp_model.reset_iter_state()",
-        expected="a call between two windows, or after opt.discard()",
-        found="an open window whose sum FSDP2 has dropped",
-        fix="Call opt.discard() on every worker.",
-    )
+    expected, found = "a call between two windows, or after opt.discard()", "an open window whose sum FSDP2 has dropped"
+    fix = "Call opt.discard() on every worker."
+    return explain(UsageError, "fsdp_model.reset_iter_state()", expected=expected, found=found, fix=fix)
 
 
 def _alone_error(rank: int) -> UsageError:
-    return explain(
-        UsageError,
-        f"the reduction of a window on rank {rank}",
-        expected="every worker to come to it too, by step(), flush() or state_dict()",
-        found="one that failed or timed out",
-        fix="Give every worker as many micro-batches, and save on every worker.",
-    )
+    expected = "every worker to come to it too, by step(), flush() or state_dict()"
+    found, fix = "one that failed or timed out", "Give every worker as many micro-batches, and save on every worker."
+    return explain(UsageError, f"the reduction of a window on rank {rank}", expected=expected, found=found, fix=fix)
 
 
 untraced(_Notes.note)

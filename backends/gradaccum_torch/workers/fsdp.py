@@ -23,11 +23,11 @@ from gradaccum_torch.private import Unit, units_holding
 from gradaccum_torch.sums import multiply
 from gradaccum_torch.watch import delivering_zeros
 from gradaccum_torch.workers.deferred import Deferred, DeferredStrategy
-from gradaccum_torch.workers.interface import Joined, OwnSum, Sums, learning_rates
+from gradaccum_torch.workers.interface import Joined, Sums, Workers, learning_rates
 
 
 @final
-class ShardGroup(OwnSum):
+class ShardGroup(Workers):
     """The workers of one device mesh."""
 
     several = True
@@ -107,13 +107,9 @@ def _index(mesh: DeviceMesh) -> int:
 
 
 def _unequal_error(fields: State, rank: int) -> UsageError:
-    return explain(
-        UsageError,
-        f"the end of a window on rank {rank}",
-        expected="as many micro-batches on every worker that shares parameters",
-        found=f"{fields.micro_step} here, and another number on another worker, as after opt.discard() on one of them",
-        fix="Call opt.discard() on every worker.",
-    )
+    expected, fix = "as many micro-batches on every worker that shares parameters", "Call opt.discard() on every worker."
+    found = f"{fields.micro_step} here, and another number on another worker, as after opt.discard() on one of them"
+    return explain(UsageError, f"the end of a window on rank {rank}", expected=expected, found=found, fix=fix)
 
 
 # The units of FSDP2 that have an optimizer's parameters: the divisor of each gradient, and what FSDP2 has not reduced.
@@ -209,10 +205,5 @@ def _divisor(unit: Unit) -> float:
 
 
 def _changed_error() -> UsageError:
-    return explain(
-        UsageError,
-        "set_gradient_divide_factor",
-        expected="a call before gradaccum.wrap",
-        found="another factor than when the window began",
-        fix="Call opt.discard() on every worker: windows after it have the new factor.",
-    )
+    found, fix = "another factor than when the window began", "Call opt.discard() on every worker: windows after it have the new factor."
+    return explain(UsageError, "set_gradient_divide_factor", expected="a call before gradaccum.wrap", found=found, fix=fix)

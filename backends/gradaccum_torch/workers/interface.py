@@ -39,13 +39,13 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 class Workers(ABC):
-    """The workers that share a window."""
+    """The workers that share a window. By default the sum needs no reduction: this worker closes, saves and copies its window by itself."""
 
     several: bool
     """There are others, so that a window's end must `join` them."""
-    not_own: bool
+    not_own = False
     """The open window's sum is not this worker's own; see `require_own_sum`."""
-    joined: bool
+    joined = True
     """After `join`: the window holds a micro-batch."""
     place: tuple[int, int] | None = None
     """The rank of this worker and their number, which its part of a saved sum belongs to; None: any worker can load any part."""
@@ -71,16 +71,15 @@ class Workers(ABC):
     def require_one_weight(self, fields: State) -> None:  # noqa: B027
         """Raise unless all workers that nothing joins have this one's weight; collective there."""
 
-    @abstractmethod
     def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
         """Close the open window by `close`, and with others as many more as they have; call `between` between two of them."""
+        if is_open:
+            close()
 
-    @abstractmethod
-    def window_ended(self) -> None:
+    def window_ended(self) -> None:  # noqa: B027
         """Begin the next window, with this worker's own sum."""
 
-    @abstractmethod
-    def require_own_sum(self, call: str) -> None:
+    def require_own_sum(self, call: str) -> None:  # noqa: B027
         """Raise unless the sum is this worker's own: the update may have raised, or the reduction failed."""
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027
@@ -95,25 +94,8 @@ class Workers(ABC):
         found = "gradients with a graph, which a reduction does not have"
         raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
 
-    @abstractmethod
-    def require_no_copy(self) -> None:
+    def require_no_copy(self) -> None:  # noqa: B027
         """Raise unless a copy of the optimizer could take part in the others' reductions."""
-
-
-class OwnSum(Workers):
-    """Workers that need no reduction of the sum: this one closes, saves and copies its window by itself."""
-
-    not_own, joined = False, True
-
-    def flush(self, close: Callable[[], None], between: Callable[[], None], is_open: bool) -> None:
-        if is_open:
-            close()
-
-    def window_ended(self) -> None: ...
-
-    def require_own_sum(self, call: str) -> None: ...
-
-    def require_no_copy(self) -> None: ...
 
 
 def require_no_join(module: DistributedDataParallel) -> None:

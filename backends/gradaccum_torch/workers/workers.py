@@ -20,7 +20,7 @@ from gradaccum_torch.watch import delivering_zeros
 from gradaccum_torch.workers.deferred import Deferred, GradientSync, require_deferrable
 from gradaccum_torch.workers.fsdp import ShardGroup, Shards
 from gradaccum_torch.workers.group import group_alone, group_of, require_parameters, require_same_options
-from gradaccum_torch.workers.interface import Joined, OwnSum, Sums, Workers, require_no_join
+from gradaccum_torch.workers.interface import Joined, Sums, Workers, require_no_join
 
 _SYNCS = get_args(GradientSync)
 _AVERAGES = "AVG"
@@ -123,7 +123,7 @@ def _require_sync(sync: object) -> GradientSync:
 
 
 @final
-class Alone(OwnSum):
+class Alone(Workers):
     """One worker alone. An unknown `DistributedDataParallel` may still average each micro-batch's gradients.
 
     Then each worker has the average of w_i g_i, and divides it by a weight of its own. So these must be equal.
@@ -175,11 +175,6 @@ class Alone(OwnSum):
 
 
 def _weights_error(own: float, most: float, least: float) -> UsageError:
-    return explain(
-        UsageError,
-        "weight",
-        expected="windows of one weight on every worker, where DistributedDataParallel averages each micro-batch's gradients",
-        found=f"{own:g} here, and from {least:g} to {most:g} on the workers",
-        fix="Write gradaccum.wrap(optimizer, ..., module=parallel), or process_group= beside separate_sums=True, or give every worker "
-        "the same weight. The window cannot be closed: call opt.discard() on every worker.",
-    )
+    expected = "windows of one weight on every worker, where DistributedDataParallel averages each micro-batch's gradients"
+    fix = "Write gradaccum.wrap(optimizer, ..., module=parallel). The window cannot be closed: call opt.discard() on every worker."
+    return explain(UsageError, "weight", expected=expected, found=f"{own:g} here, from {least:g} to {most:g} on the workers", fix=fix)
