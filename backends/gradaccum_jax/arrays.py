@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -109,6 +109,17 @@ def handed(accumulator: Tree, params: Params, gradients: Gradients | None) -> Ha
 def takes_part(leaf: Array) -> bool:
     """True if `leaf` has a real or complex floating dtype. Other parameters have no gradient and stay as they are."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
+def moving_of(tree: Tree) -> tuple[Leaves, Callable[..., Tree]]:
+    """Return the leaves that take part, and ``put(leaves)``, which puts others there, and ``still(leaf)`` for the rest."""
+    held, structure = jax.tree.flatten(tree)
+
+    def put(leaves: Iterable[Array], still: Callable[[Array], Any] = lambda leaf: leaf) -> Tree:
+        given = iter(leaves)
+        return jax.tree.unflatten(structure, [next(given) if takes_part(leaf) else still(leaf) for leaf in held])
+
+    return [leaf for leaf in held if takes_part(leaf)], put
 
 
 def is_key(leaf: Array) -> bool:

@@ -155,22 +155,6 @@ def test_schedule_is_read_at_saved_step() -> None:
             gradaccum_jax.check_state(tx, state._replace(optimizer_step=jnp.asarray(4, jnp.int32)), PARAMS)
 
 
-def test_closed_window_resumes_under_other_options() -> None:
-    """Between windows nothing depends on the options, so a state may go on under others.
-
-    The loss scale of a float16 run must not divide gradients of a run without a scale. The returned state has the new terms.
-    """
-    state = TX.init(PARAMS)
-    for _ in range(3):
-        _, state = TX.update(PARAMS, state, PARAMS)
-    assert (state.loss_scale, state.micro_step) == (8.0, 0)
-    plain = gradaccum.wrap(optax.adamw(0.1), steps=2, reduction="sum")
-    own = gradaccum_jax.check_state(plain, state, PARAMS)
-    assert (own.loss_scale, own.growth_tracker, own.optimizer_step) == (1.0, 0, 1)
-    assert_bitwise(own.terms, plain.init(PARAMS).terms)
-    assert_bitwise(own.inner_state, state.inner_state)
-
-
 def test_callable_steps_gets_an_array() -> None:
     tx = make_tx(steps=lambda step: (2 + step).astype(jnp.int32))
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)

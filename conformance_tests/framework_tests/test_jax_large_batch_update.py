@@ -15,7 +15,7 @@ import optax
 
 import gradaccum
 import gradaccum_jax
-from conformance_tests.framework_tests.jax_large_batch import close, data, errors, float64, mean_loss, model
+from conformance_tests.framework_tests.jax_large_batch import close, data, float64, mean_loss, model
 
 SIZE = 4
 SCALED = gradaccum.DynamicLossScale(init_scale=2.0**8)
@@ -25,49 +25,6 @@ SCALED = gradaccum.DynamicLossScale(init_scale=2.0**8)
 def wide() -> Iterator[None]:
     with float64():
         yield
-
-
-def streamed(tx: Any, loss_fn: Any, params: Any, state: Any, *batch: Any) -> Any:
-    """The same window by hand: micro-batches of four, `tx.update` after each, `flush` at the end."""
-    for start in range(0, len(batch[0]), SIZE):
-        part = tuple(leaf[start : start + SIZE] for leaf in batch)
-        gradient = jax.grad(lambda params, part=part, state=state: gradaccum_jax.scale_loss(loss_fn(params, *part), state))(params)
-        _, state = tx.update(gradient, state, params, weight=len(part[0]), value=loss_fn(params, *part))
-    return gradaccum_jax.flush(tx, state, params)
-
-
-@pytest.mark.parametrize(
-    ("options", "overflow"),
-    [
-        ({"on_overflow": "drop_micro_batch", "loss_scale": SCALED}, True),
-        ({"reduction": "item_mean", "accumulate_dtype": "float32"}, False),
-        ({"reduction": "sum", "master_weights": True}, False),
-    ],
-    ids=str,
-)
-def test_options_act_as_in_a_streamed_window(options: Any, overflow: bool) -> None:
-    """Ten items in micro-batches of 4, 4 and 2; in the second one a number is infinite, or none is."""
-    x, y = data()
-    y[5] = np.inf if overflow else y[5]
-    loss_fn = mean_loss if options.get("reduction", "mean") == "mean" else lambda params, x, y: jnp.sum(errors(params, x, y))
-    tx = gradaccum.wrap(optax.adam(0.1), steps=None, **options)
-    params, state = model(), tx.init(model())
-    _, *made = gradaccum_jax.value_and_update(loss_fn, tx, micro_batch_size=SIZE)(params, state, x, y)
-    wanted = streamed(tx, loss_fn, params, state, x, y)
-    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=1e-6 if "accumulate_dtype" in options else 1e-12, atol=1e-15)
-    sound = not overflow or "on_overflow" in options
-    assert gradaccum_jax.result(made[1]).applied == (sound and "skip_norm" not in options)
-
-
-def test_window_in_half_precision() -> None:
-    """bfloat16 parameters: sums in float32, masters, and an update that half precision alone would lose."""
-    params = {"w": jnp.ones((), jnp.bfloat16)}
-    tx = gradaccum.wrap(optax.sgd(2.0**-12), steps=None, master_weights=True, reduction="sum")
-    step = gradaccum_jax.value_and_update(lambda params, x: jnp.sum(params["w"] * x), tx, micro_batch_size=1)
-    _, _, state = step(params, tx.init(params), jnp.asarray([2048.0] + [1.0] * 1024, jnp.bfloat16))
-    assert float(state.masters["w"]) == 1 - 3072 * 2.0**-12
 
 
 def test_leaves_that_take_no_part() -> None:

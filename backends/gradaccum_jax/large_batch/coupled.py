@@ -20,7 +20,7 @@ from jax import lax
 from gradaccum import ArgumentValueError
 from gradaccum.kit import Scalar, concatenate_error, explain, make_options
 from gradaccum_jax import sums
-from gradaccum_jax.arrays import Array, DType, Params, Tree, takes_part
+from gradaccum_jax.arrays import Array, DType, Params, Tree, moving_of, takes_part
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.large_batch import gradients
 from gradaccum_jax.large_batch.auto import Call
@@ -131,24 +131,19 @@ class Coupled(Call):
         by_params, by_rows = found[:count], found[count:]
         if not self.axis_names:
             return loss, aux, by_params, by_rows
-        index, moving = lax.axis_index(self.axis_names), [leaf for leaf in rows if takes_part(leaf)]
-        own = [lax.dynamic_slice_in_dim(g, index * len(leaf), len(leaf)) for g, leaf in zip(by_rows, moving, strict=True)]
+        index = lax.axis_index(self.axis_names)
+        own = [lax.dynamic_slice_in_dim(g, index * len(leaf), len(leaf)) for g, leaf in zip(by_rows, moving_of(rows)[0], strict=True)]
         loss, aux = _same((loss, aux), self.axis_names)
         return loss, aux, [jnp.where(index == 0, leaf, jnp.zeros_like(leaf)) for leaf in by_params], own
 
     def _backward(
         self, groups: list[Group], by: tuple[Tree, ...], first: Scalar, rows: list[list[Array]], by_rows: list[Array], start: list[Array]
     ) -> list[Array]:
-        leaves, structure = jax.tree.flatten(by)
-        moving = [leaf for leaf in leaves if takes_part(leaf)]
+        moving, put = moving_of(by)
 
         def body(held: list[Array], micro_batch: MicroBatch) -> tuple[list[Array], list[Array]]:
-
             def outputs(moving: list[Array]) -> list[Array]:
-                given = iter(moving)
-                whole = jax.tree.unflatten(structure, [next(given) if takes_part(leaf) else leaf for leaf in leaves])
-                made = self.outputs.loss_fn(*whole, *micro_batch.arguments)
-                return [leaf for leaf in _rows(made) if takes_part(leaf)]
+                return moving_of(_rows(self.outputs.loss_fn(*put(moving), *micro_batch.arguments)))[0]
 
             made, pull_back = jax.vjp(outputs, moving)
             given = [lax.dynamic_slice_in_dim(g, at, len(leaf)) for g, at, leaf in zip(by_rows, micro_batch.place, made, strict=True)]

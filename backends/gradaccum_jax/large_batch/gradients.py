@@ -14,7 +14,7 @@ from jax import lax
 from gradaccum import ArgumentTypeError, ArgumentValueError, kit
 from gradaccum.kit import Options, Scalar, explain
 from gradaccum_jax import sums
-from gradaccum_jax.arrays import Array, Axes, DType, Tree, is_variable, spread_over, takes_part
+from gradaccum_jax.arrays import Array, Axes, DType, Tree, is_variable, moving_of, spread_over, takes_part
 from gradaccum_jax.checks import require_arrays
 from gradaccum_jax.large_batch import batch as batches
 from gradaccum_jax.large_batch.batch import Group, MicroBatch, Source, Weight, in_order, over, weight_of
@@ -58,12 +58,10 @@ class Differentiation:
 
     def value_and_gradients(self, by: tuple[Tree, ...], batch: tuple[Tree, ...], scale: Scalar = None) -> tuple[Scalar, Tree, list[Array]]:
         """Return loss, aux, and the gradient of loss times `scale` by each leaf that takes part, in the order of `by`."""
-        leaves, structure = jax.tree.flatten(by)
-        moving = [leaf for leaf in leaves if takes_part(leaf)]
+        moving, put = moving_of(by)
 
         def value(moving: list[Array]) -> tuple[Scalar, tuple[Scalar, Tree]]:
-            given = iter(moving)
-            loss, aux = self.value(jax.tree.unflatten(structure, [next(given) if takes_part(leaf) else leaf for leaf in leaves]), batch)
+            loss, aux = self.value(put(moving), batch)
             return loss if scale is None else loss * scale, (loss, aux)
 
         (_, (loss, aux)), gradients = jax.value_and_grad(value, has_aux=True)(moving)
@@ -99,7 +97,7 @@ class Differentiation:
 
 
 def start(by: tuple[Tree, ...], accumulate_dtype: DType) -> list[Array]:
-    made: list[Array] = sums.zeros([leaf for leaf in jax.tree.leaves(by) if takes_part(leaf)], accumulate_dtype)
+    made: list[Array] = sums.zeros(moving_of(by)[0], accumulate_dtype)
     return made
 
 
@@ -119,12 +117,9 @@ def finish(held: list[Array], weight: Scalar, by: tuple[Tree, ...], options: Opt
     `jax.grad` does in `jax.shard_map`.
     """
     divides = denominator(weight, options)
-    leaves, structure = jax.tree.flatten(by)
-    moving = [leaf for leaf in leaves if takes_part(leaf)]
-    whole = [_reduced(total, axis_names) for total in held]
-    made = iter([_quotient(total, divides, leaf) for total, leaf in zip(whole, moving, strict=True)])
-    gradients = [next(made) if takes_part(leaf) else np.zeros(np.shape(leaf), jax.dtypes.float0) for leaf in leaves]
-    found: tuple[Tree, ...] = jax.tree.unflatten(structure, gradients)
+    moving, put = moving_of(by)
+    made = [_quotient(_reduced(total, axis_names), divides, leaf) for total, leaf in zip(held, moving, strict=True)]
+    found: tuple[Tree, ...] = put(made, lambda leaf: np.zeros(np.shape(leaf), jax.dtypes.float0))
     return found
 
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Scalar, explain, make_options
-from gradaccum_jax.arrays import Array, DType, Extra, Params, Tree, plain, takes_part
+from gradaccum_jax.arrays import Array, DType, Extra, Params, Tree, moving_of, plain
 from gradaccum_jax.checks import require_dtype
 from gradaccum_jax.large_batch import gradients
 from gradaccum_jax.large_batch.auto import Call
@@ -226,16 +225,9 @@ class ValueAndUpdate(Call):
 
         def add(held: AccumulationState, gradients: list[Array], weight: Scalar, loss: Scalar) -> AccumulationState:
             known, told = (jnp.asarray(number, jnp.result_type(held.weight)) for number in (weight, loss))
-            return self.accumulation.add(held, _like(params, gradients), known, told)
+            return self.accumulation.add(held, put(gradients, lambda _: None), known, told)
 
-        axes = frozenset(self.question.axis_names)
+        axes, put = frozenset(self.question.axis_names), moving_of(params)[1]
         made = run(self.question, (params,), source, Gathering(state, add, relative=False, axes=axes, scale=state.loss_scale))
         updates, state = self.accumulation.flush(made.held, params, **extra)
         return (made.loss, made.aux) if self.question.differentiation.has_aux else made.loss, updates, state
-
-
-def _like(params: Params, gradients: list[Array]) -> Tree:
-    """Return a tree like `params` with the gradients of the leaves that take part, and None for the others."""
-    leaves, structure = jax.tree.flatten(params)
-    given = iter(gradients)
-    return jax.tree.unflatten(structure, [next(given) if takes_part(leaf) else None for leaf in leaves])

@@ -6,6 +6,7 @@ what `jax.checkpoint` does not get right by itself:
 - `jax.checkpoint` caches its trace by the identity of the function. A function that reads something else the next time, such as a parameter
   of an object, would return the old values. So each call traces the function anew.
 - A `Ref` that the function reads or writes from outside differs between both runs. It is refused.
+- The state of a flax module would change twice, or not at all. Its modules are refused, because flax has a `remat` of its own.
 - JAX keeps an operation's result if the policy's answer is true, and a function is true: a maker of policies in place of a policy
   would keep everything. Such an answer is refused.
 """
@@ -13,6 +14,7 @@ what `jax.checkpoint` does not get right by itself:
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -23,9 +25,9 @@ from jax.extend import core
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import explain, segment_cuts
 from gradaccum_jax.arrays import Tree
-from gradaccum_jax.recomputation.module import Layer, applied, owner_of, require_functional, threaded
 
 F = TypeVar("F", bound=Callable[..., Any])
+Layer = Callable[..., Any]
 Policy = Callable[..., Any]
 """Called with an operation, the types of its inputs and its parameters: whether its result is kept, or where it is moved."""
 _TRACED = (jax.Array, np.ndarray, np.generic)
@@ -40,9 +42,8 @@ def recompute(function: F | Iterable[Layer], *, segments: int | None = None, pol
     alone: elsewhere XLA:CPU starts all second runs early.
 
     Args:
-        function: a function of arrays, also an equinox module, a flax nnx module or a method of one, whose state changes once as without
-            recomputation. Or an iterable of such layers: the first one gets all arguments, each further one the last result in place
-            of the first argument.
+        function: a function of arrays, also an equinox module. Or an iterable of such layers: the first one gets all arguments, each
+            further one the last result in place of the first argument.
         segments: into how many segments an iterable is cut, about the square root of its length by default. Each segment keeps its
             input only.
         policy: what else is kept, or moved to the host's memory: a policy of `jax.checkpoint_policies`.
@@ -54,8 +55,8 @@ def recompute(function: F | Iterable[Layer], *, segments: int | None = None, pol
     Raises:
         ArgumentTypeError, ArgumentValueError: an option has no meaning, or `segments` is above the number of layers. Later, in a call:
             `policy` answers with no bool and no case of JAX's.
-        UsageError: `function` is a flax linen module, which is recomputed by its ``apply`` or by `flax.linen.remat`. Later, in a call:
-            it reads or writes a `Ref` from outside, or changes the structure of an nnx module.
+        UsageError: `function` is a flax module or a method of one. Later, in a call: it reads or writes a `Ref` from outside, or is given
+            a flax nnx module.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -69,7 +70,7 @@ def recompute(function: F | Iterable[Layer], *, segments: int | None = None, pol
         raise explain(ArgumentTypeError, "policy", expected="a policy of jax.checkpoint_policies", got=policy, fix=fix)
     options = {"policy": policy and functools.partial(_answer, policy), "prevent_cse": prevent_cse}
     parts = [_recomputed(layers[cut.start : cut.stop], options) for cut in segment_cuts(len(layers), segments)]
-    return cast(F, parts[0] if callable(function) else lambda *arguments, **named: applied(parts, arguments, named))
+    return cast(F, parts[0] if callable(function) else lambda *arguments, **named: _applied(parts, arguments, named))
 
 
 def _layers(function: object, segments: object) -> tuple[Layer, ...]:
@@ -83,20 +84,27 @@ def _layers(function: object, segments: object) -> tuple[Layer, ...]:
     for index, layer in enumerate(layers):
         if not callable(layer):
             raise explain(ArgumentTypeError, f"function[{index}]", expected="a function or a module", got=layer, fix=fix)
-        require_functional(layer)
+        _require_functional(layer)
     return layers
 
 
 def _recomputed(layers: Sequence[Layer], options: dict[str, Any]) -> Layer:
     @functools.wraps(layers[0])
     def call(*arguments: Any, **named: Any) -> Any:
-        nest = ([owner_of(layer) for layer in layers], arguments, named)
-        return threaded(lambda owners, inputs, named: applied(layers, inputs, named, owners), nest, functools.partial(_replay, options))
+        return _replay(options, lambda inputs, named: _applied(layers, inputs, named), (arguments, named))
 
     return call
 
 
+def _applied(layers: Sequence[Layer], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    for layer in layers:
+        arguments = (layer(*arguments, **named), *arguments[1:])
+    return arguments[0]
+
+
 def _replay(options: dict[str, Any], function: Callable[..., Tree], arguments: Tree) -> Tree:
+    for node in jax.tree.leaves(arguments, is_leaf=_is_nnx):
+        _require_functional(node)
     leaves, structure = jax.tree.flatten(arguments)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, _TRACED) or hasattr(leaf, "__jax_array__")]
 
@@ -123,3 +131,23 @@ def _answer(policy: Policy, primitive: Any, *kinds: Any, **params: Any) -> Any:
     expected, found = "a policy that returns True or False", f"one that returned {said!r}"
     fix = "A maker of policies is called first: jax.checkpoint_policies.save_only_these_names('name')."
     raise explain(ArgumentTypeError, "policy", expected=expected, found=found, fix=fix)
+
+
+def _is_nnx(node: object) -> bool:
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Module)
+
+
+def _require_functional(layer: object) -> None:
+    """Raise unless the layer is free of flax modules: JAX would leak or drop what they write."""
+    linen: Any = sys.modules.get("flax.linen")
+    cells = getattr(layer, "__closure__", None) or ()
+    enclosed = [cell.cell_contents for cell in cells if cell != type(cell)()]  # An empty cell is not assigned yet.
+    for one in (layer, getattr(layer, "__self__", None), *enclosed):
+        name, expected = type(one).__name__, "a pure function"
+        if _is_nnx(one):
+            fix = "Write flax.nnx.remat(lambda module, x: module(x))(module, x), which carries its state."
+            raise explain(UsageError, "recompute", expected=expected, found=f"{name}, a flax nnx module", fix=fix)
+        if linen and isinstance(one, linen.Module) and (one is layer or one.scope is not None):
+            fix = f"Write recompute({name}(...).apply), or flax.linen.remat({name}) inside a module."
+            raise explain(UsageError, "recompute", expected=expected, found=f"{name}, a flax linen module", fix=fix)

@@ -19,7 +19,7 @@ from jax import lax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Noise, Options, Scalar, explain
-from gradaccum_jax.arrays import Array, Axes, Extra, Gradients, InnerState, Leaves, Params, Tree, takes_part
+from gradaccum_jax.arrays import Array, Axes, Extra, Gradients, InnerState, Leaves, Params, Tree, moving_of
 from gradaccum_jax.sharding import KNOWS_AXES, ShardAxes, axes_of, explicitly_sharded, manual_axes, replicated, vary
 from gradaccum_jax.state import AccumulationState
 
@@ -259,14 +259,11 @@ class Window(NamedTuple):
 
 def all_reduce(own: Window, axes: tuple[str, ...]) -> Window:
     """Return the window of all devices along `axes`, from each device's `own`; the same on all of them."""
-    leaves, structure = jax.tree.flatten(own.accumulator)
-    moving = [leaf for leaf in leaves if takes_part(leaf)]  # the sum of an integer parameter is 0 on every device
+    moving, put = moving_of(own.accumulator)  # the sum of an integer parameter is 0 on every device
     numbers = [own.weight, own.overflow.astype(own.weight.dtype), own.loss, *own.firsts]
     added = _added_up([*moving, *numbers], axes)
     sums, (weight, overflows, loss, *firsts) = added[: len(moving)], added[len(moving) :]
-    held = iter(sums)
-    whole = [next(held) if takes_part(leaf) else replicated(leaf, axes) for leaf in leaves]
-    return Window(jax.tree.unflatten(structure, whole), weight, overflows > 0, loss, tuple(firsts))
+    return Window(put(sums, lambda leaf: replicated(leaf, axes)), weight, overflows > 0, loss, tuple(firsts))
 
 
 def _added_up(leaves: Leaves, axes: tuple[str, ...]) -> Leaves:
