@@ -88,18 +88,12 @@ def require_loss(loss: object) -> Tensor:
 class Change(Enum):
     """A change of ``.grad``, by its likeliest cause: what was found, and what to write."""
 
-    SHARED = (
-        "gradients of parameters that another wrapped optimizer has too",
-        "Give each optimizer parameters of its own, and wrap one optimizer once.",
-    )
+    SHARED = "gradients of parameters that another wrapped optimizer has too", "Give each optimizer parameters of its own; wrap each once."
     REDUCED = (
         "gradients that DistributedDataParallel averaged in each micro-batch",
         "Write gradaccum.wrap(optimizer, ..., module=parallel).",
     )
-    PIPELINED = (
-        "gradients that a schedule of torch.distributed.pipelining divided",
-        "Build the schedule with scale_grads=False.",
-    )
+    PIPELINED = "gradients that a schedule of torch.distributed.pipelining divided", "Build the schedule with scale_grads=False."
     CLEARED = (
         "gradients that were cleared, most likely by model.zero_grad() or by another optimizer's zero_grad()",
         "Call opt.zero_grad() in its place, which keeps the window's sum.",
@@ -122,90 +116,56 @@ def changed_gradients_error(change: Change) -> UsageError:
 
 
 def no_backward_error() -> UsageError:
-    return explain(
-        UsageError,
-        "step()",
-        expected="a backward pass since the last step()",
-        found="none that reached a parameter of this optimizer",
-        fix="Call opt.backward(loss) before each step(). For a micro-batch that adds nothing write opt.backward(loss, weight=0); "
-        "to close a short window at the end of the data, opt.flush().",
-    )
+    fix = "Call opt.backward(loss) before each step(), and opt.backward(loss, weight=0) for a micro-batch that adds nothing; "
+    fix += "to close a short window at the end of the data, opt.flush()."
+    found = "none that reached a parameter of this optimizer"
+    return explain(UsageError, "step()", expected="a backward pass since the last step()", found=found, fix=fix)
 
 
 def unfinished_error(call: str) -> UsageError:
-    return explain(
-        UsageError,
-        call,
-        expected="to be called after step()",
-        found="a call between backward() and step() of a micro-batch in an open window",
-        fix="Call opt.step() first, or opt.discard() to drop the whole window. If that backward() was for something else, as a "
-        "GAN's generator or an adversarial input, keep it away from these parameters: loss.backward(inputs=list(generator.parameters())), "
-        "or write gradaccum.wrap(optimizer, ..., separate_sums=True), under which only step() takes what is in .grad. "
-        'To leave out micro-batches whose gradient is not finite, write on_overflow="drop_micro_batch".',
-    )
+    fix = "Call opt.step() first, or opt.discard() to drop the whole window. Keep a backward() for something else, as a GAN's generator, "
+    fix += "away from these parameters: loss.backward(inputs=list(generator.parameters())), or write separate_sums=True."
+    found = "a call between backward() and step() of a micro-batch in an open window"
+    return explain(UsageError, call, expected="to be called after step()", found=found, fix=fix)
 
 
 def interrupted_error() -> UsageError:
-    return explain(
-        UsageError,
-        "backward()",
-        expected="to deliver a micro-batch's gradients or none",
-        found="a backward pass that raised, such as out of memory, when it had delivered a part of them",
-        fix="Call opt.discard() to drop the window, which holds that part. In the first micro-batch of a window opt.zero_grad() does, and "
-        "opt.backward(loss), in place of loss.backward(), takes that part out by itself.",
-    )
+    fix = "Call opt.discard() to drop the window, which holds that part; in its first micro-batch opt.zero_grad() does. "
+    fix += "opt.backward(loss), in place of loss.backward(), takes that part out by itself."
+    found = "a backward pass that raised, such as out of memory, when it had delivered a part of them"
+    return explain(UsageError, "backward()", expected="to deliver a micro-batch's gradients or none", found=found, fix=fix)
 
 
 def cast_in_window_error() -> UsageError:
-    return explain(
-        UsageError,
-        "model.to(dtype)",
-        expected="a call between two windows",
-        found="parameters that were cast in an open window, and its partial sum with them",
-        fix="Call opt.flush() before it. The window cannot be mended: call opt.discard().",
-    )
+    found = "parameters that were cast in an open window, and its partial sum with them"
+    fix = "Call opt.flush() before it. The window cannot be mended: call opt.discard()."
+    return explain(UsageError, "model.to(dtype)", expected="a call between two windows", found=found, fix=fix)
 
 
 def not_scaled_error(arrived: bool) -> UsageError:
-    return explain(
-        UsageError,
-        "loss",
-        expected="to be multiplied by the loss scale and the weight before it is differentiated",
-        found="a micro-batch with a plain backward()" if arrived else "a step() without opt.backward(loss) before it",
-        fix="Write opt.backward(loss) in place of loss.backward(), and opt.backward(loss, weight=0) for a micro-batch that adds "
-        "nothing. To start the window anew call opt.discard().",
-    )
+    expected = "to be multiplied by the loss scale and the weight before it is differentiated"
+    found = "a micro-batch with a plain backward()" if arrived else "a step() without opt.backward(loss) before it"
+    fix = "Write opt.backward(loss) in place of loss.backward(). To start the window anew call opt.discard()."
+    return explain(UsageError, "loss", expected=expected, found=found, fix=fix)
 
 
 def multiplied_error() -> UsageError:
-    return explain(
-        UsageError,
-        "loss",
-        expected="one that this optimizer was given, or one that nothing multiplies",
-        found="gradients from another wrapped optimizer's backward(loss), which multiplied the loss by its weight or its loss scale",
-        fix='One loss for several optimizers: wrap them with reduction="item_mean", sum the loss, call loss.backward(), and give each '
-        "its weight by opt.weigh(n). If these gradients are not wanted here, write "
-        "opt.backward(loss, inputs=list(generator.parameters())), or call zero_grad() of this optimizer before its own backward(). "
-        "To start the window anew call opt.discard().",
-    )
+    expected = "one that this optimizer was given, or one that nothing multiplies"
+    found = "gradients from another wrapped optimizer's backward(loss), which multiplied the loss by its weight or its loss scale"
+    fix = 'One loss for several optimizers: wrap them with reduction="item_mean", sum the loss, call loss.backward(), and give each its '
+    fix += "weight by opt.weigh(n). To keep them out: opt.backward(loss, inputs=list(generator.parameters())). Or call opt.discard()."
+    return explain(UsageError, "loss", expected=expected, found=found, fix=fix)
 
 
 def not_weighed_error(weight: float) -> UsageError:
-    return explain(
-        UsageError,
-        "loss",
-        expected=f'to be multiplied by its weight, {weight:g}, as reduction="mean" adds it',
-        found="a plain backward() after opt.weigh(), which multiplies nothing",
-        fix='Sum the loss over the items and write gradaccum.wrap(optimizer, ..., reduction="item_mean"), or pass the loss to '
-        "opt.backward(loss). To start the window anew call opt.discard().",
-    )
+    expected = f'to be multiplied by its weight, {weight:g}, as reduction="mean" adds it'
+    fix = 'Sum the loss over the items and write gradaccum.wrap(optimizer, ..., reduction="item_mean"), or pass the loss to '
+    fix += "opt.backward(loss). To start the window anew call opt.discard()."
+    found = "a plain backward() after opt.weigh(), which multiplies nothing"
+    return explain(UsageError, "loss", expected=expected, found=found, fix=fix)
 
 
 def other_weight_error(weight: float, earlier: float) -> UsageError:
-    return explain(
-        UsageError,
-        "weight",
-        expected=f"{earlier:g}, the weight that the same micro-batch was given before",
-        got=weight,
-        fix="Call opt.step() after each micro-batch, or give all its losses one weight.",
-    )
+    expected = f"{earlier:g}, the weight that the same micro-batch was given before"
+    fix = "Call opt.step() after each micro-batch, or give all its losses one weight."
+    return explain(UsageError, "weight", expected=expected, got=weight, fix=fix)

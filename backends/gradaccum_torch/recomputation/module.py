@@ -84,9 +84,9 @@ def recompute(
         return Recomputed(function, preserve_rng_state)
     chain = isinstance(function, nn.Sequential) and type(function).forward is nn.Sequential.forward
     if segments is not None and not chain:
-        expected, found = "an nn.Sequential, whose layers run one after the other", f"segments={segments} for {type(function).__name__}"
+        wanted, found = "an nn.Sequential, whose layers run one after the other", f"segments={segments} for {type(function).__name__}"
         fix = "Name the parts: recompute(model, submodules=model.layers)."
-        raise explain(ArgumentTypeError, "segments", expected=expected, found=found, fix=fix)
+        raise explain(ArgumentTypeError, "segments", expected=wanted, found=found, fix=fix)
     # Cut now, so that a wrong number is refused here.
     cuts = len(segment_cuts(len(function), segments)) if chain else 0
     function.__dict__["forward"] = _Segments(function, cuts, preserve_rng_state) if chain else _Whole(function, preserve_rng_state)
