@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("optax", reason="optax is not installed")
+
 import jax
 import jax.numpy as jnp
 
@@ -204,3 +205,61 @@ def test_equal_constants_of_two_types_are_told_apart(flag: Any) -> None:
     assert [float(step(p, x, given)[0]) for given in (1, flag, 1)] == [1.0, 10.0, 1.0]
     parts = gradaccum_jax.value_and_grad(loss, split=lambda x: [(x[:2], 1), (x[2:], flag)])
     assert float(parts(p, x)[0]) == 5.5
+
+
+def test_aux_merges_by_declaration() -> None:
+    """Ten items in micro-batches of 4, 4 and 2; every kind against the large batch's own."""
+    x = np.arange(10.0) - 20
+    kinds = {"sum": "sum", "mean": ("mean", "mean"), "weighted": "weighted_mean", "max": "max", "min": "min", "rows": "concatenate"}
+
+    def loss(params: Any, x: Any, tokens: Any) -> Any:
+        aux = {
+            "sum": {"x": jnp.sum(x), "flag": jnp.all(x < -12)},
+            "mean": (jnp.mean(x), x.shape[0]),
+            "weighted": jnp.sum(x * tokens) / jnp.sum(tokens),
+            "max": [jnp.max(x), jnp.max(-tokens), jnp.any(x == -20)],
+            "min": [jnp.min(-x), jnp.min(tokens), jnp.all(x < -12)],
+            "rows": (jnp.stack([x, x**2], axis=1),),
+        }
+        return params * jnp.sum(x * tokens) / jnp.sum(tokens), aux
+
+    step = gradaccum_jax.value_and_grad(loss, has_aux=True, aux=kinds, micro_batch_size=4, weight=TOKENS)
+    (_, aux), _ = step(jnp.ones(()), x, TOKENS)
+    assert (aux["sum"]["x"], aux["sum"]["flag"]) == (x.sum(), 2)
+    close(aux["mean"][0], np.float64(x.mean()))
+    close(aux["mean"][1], np.float64((4 * 4 + 4 * 4 + 2 * 2) / 10))
+    close(aux["weighted"], np.float64((x * TOKENS).sum() / TOKENS.sum()))
+    assert [leaf.item() for leaf in aux["max"]] == [-11, -1, True]
+    assert [leaf.item() for leaf in aux["min"]] == [11, 1, False]
+    np.testing.assert_array_equal(aux["rows"][0], np.stack([x, x**2], axis=1))
+
+
+def test_accumulate_dtype() -> None:
+    x = jnp.asarray([2.0**24] + [1.0] * 16, jnp.float32)
+    step = {"loss_fn": lambda params, x: jnp.sum(params * x), "micro_batch_size": 1, "reduction": "sum"}
+    narrow = gradaccum_jax.value_and_grad(**step)(jnp.ones((), jnp.float32), x)[1]
+    wide = gradaccum_jax.value_and_grad(**step, accumulate_dtype="float64")(jnp.ones((), jnp.float32), x)[1]
+    assert (float(narrow), float(wide)) == (2.0**24, 2.0**24 + 16)
+    assert wide.dtype == jnp.float32
+
+
+def test_complex_parameters() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.abs(x @ params) ** 2)
+
+    params = jnp.asarray(numbers(3) + 1j * numbers(3, seed=1))
+    close(gradaccum_jax.value_and_grad(loss, steps=3)(params, numbers(7, 3)), jax.value_and_grad(loss)(params, numbers(7, 3)))
+
+
+def test_integers_and_unused_parameters() -> None:
+    """Integers have float0, as `jax.grad` gives them; what the loss does not use has zeros; None stays None."""
+    params = {"w": jnp.ones(3), "n": jnp.arange(2), "unused": jnp.ones(2), "none": None}
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(x @ params["w"]) * params["n"][1]
+
+    _, made = gradaccum_jax.value_and_grad(loss, steps=2, allow_int=True)(params, numbers(4, 3))
+    _, wanted = jax.value_and_grad(loss, allow_int=True)(params, numbers(4, 3))
+    assert made["n"].dtype == jax.dtypes.float0 == wanted["n"].dtype
+    assert made["n"].shape == (2,)
+    close({**made, "n": None}, {**wanted, "n": None})

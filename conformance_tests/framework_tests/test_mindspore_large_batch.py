@@ -11,8 +11,10 @@ ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn  # noqa: E402
 
+import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E402
+    FROM_PYTHON,
     ITEMS,
     MASK,
     MODES,
@@ -26,8 +28,11 @@ from conformance_tests.framework_tests.mindspore_large_batch import (  # noqa: E
 )
 from gradaccum import ArgumentValueError  # noqa: E402
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad  # noqa: E402
+from gradaccum_mindspore.large_batch.value_and_update import value_and_update  # noqa: E402
 
 TOLERANCE = 1e-13
+
+
 Pair = namedtuple("Pair", "x y")
 
 
@@ -205,3 +210,65 @@ def test_cell_keeps_its_parameters():
     assert [parameter.name for parameter in made.trainable_params()] == []
     set_mode("pynative")
     assert made(*tensors(X, Y))[0].shape == ()
+
+
+@pytest.mark.parametrize("updates", [False, True], ids=["value_and_grad", "value_and_update"])
+@pytest.mark.parametrize("mode", FROM_PYTHON)
+def test_dict_of_many_micro_batches(mode, updates):
+    weight = Parameter(Tensor([1.0]), name="w")
+
+    def forward(x):
+        rows = x * weight
+        return rows.mean(), {"total": rows.sum(), "rows": rows}
+
+    options = {"micro_batch_size": 2, "aux": {"total": "sum", "rows": "concatenate"}}
+    if updates:
+        made = value_and_update(forward, gradaccum.wrap(nn.SGD([weight], 0.0), steps=None), True, **options)
+    else:
+        made = value_and_grad(forward, None, [weight], True, **options)
+    x = np.arange(1.0, 10.0, dtype=np.float32).reshape(9, 1)
+    found = in_mode(mode, made)(Tensor(x))
+    loss, others = found if updates else found[0]
+    assert (loss.asnumpy(), others["total"].asnumpy()) == (5.0, 45.0)
+    np.testing.assert_array_equal(others["rows"].asnumpy(), x)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["argument", "argument and weights"])
+def test_outputs_beside_the_gradient_of_an_argument(weighted):
+    weight = Parameter(Tensor([1.0, 1.0, 1.0, 1.0]), name="w")
+
+    def forward(x):
+        return (x * x).mean(), x.max()
+
+    made = value_and_grad(forward, 0, [weight] if weighted else None, True, steps=2, aux="max")
+    (loss, largest), gradient = made(Tensor([1.0, 2.0, 3.0, 4.0]))
+    assert (loss.asnumpy(), largest.asnumpy()) == (7.5, 4.0)
+    np.testing.assert_array_equal((gradient[0] if weighted else gradient).asnumpy(), [0.5, 1.0, 1.5, 2.0])
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16])
+def test_half_precision_sums_in_float32(mode, dtype):
+    """2048 + 1 is 2048 in float16, and 256 + 1 is 256 in bfloat16: a sum in that dtype would stay at its first number."""
+    weight = Parameter(Tensor(0.0, dtype), name="w")
+
+    def forward(x):
+        return (weight.astype(ms.float32) * x).sum()
+
+    large = 2048.0 if dtype == ms.float16 else 256.0
+    x = Tensor(np.array([large] + [1.0] * 8), ms.float32)
+    _, gradient = in_mode(mode, value_and_grad(forward, None, weight, steps=9, reduction="sum"))(x)
+    assert gradient.dtype == dtype
+    assert gradient.astype(ms.float32).asnumpy() == large + 8
+
+
+def test_wider_sums():
+    """``accumulate_dtype`` is that of the sums, and the gradient has its own: 1e8 + 1 - 1e8 is 1 in float64."""
+    weight = Parameter(Tensor(0.0, ms.float32), name="w")
+
+    def forward(x):
+        return (weight * x).sum()
+
+    x = Tensor([1e8, 1.0, -1e8], ms.float32)
+    made = (value_and_grad(forward, None, weight, steps=3, reduction="sum", accumulate_dtype=d)(x)[1] for d in (None, "float64"))
+    assert [(each.asnumpy().tolist(), each.dtype) for each in made] == [(0.0, ms.float32), (1.0, ms.float32)]

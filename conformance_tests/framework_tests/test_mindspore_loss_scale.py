@@ -12,15 +12,30 @@ import pytest
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
 import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, amp, nn  # noqa: E402
+from mindspore import (  # noqa: E402
+    Parameter,
+    Tensor,
+    amp,
+    nn,
+    ops,
+)
+from mindspore.amp import FixedLossScaleManager  # noqa: E402
+from mindspore.dataset import NumpySlicesDataset  # noqa: E402
+from mindspore.train import Model  # noqa: E402
 
 import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.mindspore_common import MODES, pynative_after, set_mode  # noqa: E402, F401
+from conformance_tests.framework_tests.mindspore_common import MODES, WEIGHT, X, Y, pynative_after, set_mode  # noqa: E402, F401
 from conformance_tests.framework_tests.mindspore_driver import driver  # noqa: E402
 from gradaccum.kit import State, close, make_options  # noqa: E402
-from gradaccum_mindspore import backend  # noqa: E402
+from gradaccum_conformance.deep import deep_but  # noqa: E402
+from gradaccum_mindspore import (  # noqa: E402
+    TrainOneStepCell,
+    backend,
+)
 
 PATTERNS, WINDOWS = 400, 40
+
+
 CONSTANTS = [
     (factor, interval, init) for factor in (2, 4, 16) for interval, init in ((1, 1.0), (2, 2.0**126), (3, 2.0**10), (7, 2.0**16), (40, 8.0))
 ]
@@ -122,3 +137,177 @@ def test_used_scaler_keeps_its_counter():
     call(1.0)
     assert optimizer.result.loss_scale == 8.0
     assert {"gradaccum.loss_scale", "gradaccum.growth_tracker"} <= {p.name for p in optimizer.get_parameters()}
+
+
+SCALE = 1024.0
+
+
+def trained(mode, scale, **options):
+    """The weight and the wrapped optimizer after two windows of `Model.train`."""
+    set_mode(mode)
+    net = nn.Dense(4, 2, has_bias=False)
+    ops.assign(net.weight, Tensor(WEIGHT))
+    optimizer = gradaccum.wrap(nn.SGD(net.trainable_params(), 0.1, loss_scale=scale), steps=4, **options)
+    data = NumpySlicesDataset((X, Y), ["x", "y"], shuffle=False).batch(3)
+    manager = {"loss_scale_manager": FixedLossScaleManager(scale, False)} if scale != 1 else {}
+    Model(net, nn.MSELoss(), optimizer, **manager).train(1, data, dataset_sink_mode=False)
+    return net.weight.asnumpy(), optimizer
+
+
+OPTIONS = ({}, {"clip_norm": 0.5}, {"skip_norm": 100.0}, {"skip_norm": 1e-3})
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+@pytest.mark.parametrize("options", deep_but(({"clip_norm": 0.5},), OPTIONS), ids=repr)
+def test_fixed_manager_changes_no_result(mode, options):
+    """`FixedLossScaleManager` and the optimizer's ``loss_scale`` train, clip and skip as no scale does."""
+    expected, plain = trained("pynative", 1.0, **options)  # the truth for both modes
+    got, scaled = trained(mode, SCALE, **options)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+    assert scaled.result.optimizer_step == plain.result.optimizer_step == (0 if options.get("skip_norm") == 1e-3 else 2)
+    assert scaled.result.grad_norm == pytest.approx(plain.result.grad_norm, rel=1e-5)
+    assert (scaled.result.loss_scale, float(scaled.loss_scale)) == (SCALE, SCALE)
+
+
+def inner_driver(mode, dtype, **options):
+    set_mode(mode)
+    parameter = Parameter(Tensor(np.ones(3), dtype), name="p")
+    optimizer = gradaccum.wrap(nn.SGD([parameter], 1.0, loss_scale=SCALE), steps=2, **options)
+
+    @ms.jit
+    def jitted(gradient):
+        return optimizer((gradient,))
+
+    def call(value):
+        gradient = Tensor(np.array([0.0, value, 0.0]), dtype)
+        return jitted(gradient) if mode == "jit" else optimizer((gradient,))
+
+    return optimizer, call, parameter
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["float16", "masters"])
+def test_half_precision_has_the_true_norm(mode, options):
+    optimizer, call, parameter = inner_driver(mode, ms.float16, clip_norm=1.0, **options)
+    call(SCALE * 2.0)
+    call(SCALE * 6.0)
+    assert (optimizer.result.grad_norm, optimizer.result.applied) == (4.0, True)
+    assert parameter.asnumpy().tolist() == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scaled_sum_beyond_float16_overflows(mode):
+    """The inner optimizer divides in float16, so the gradient times the scale must be finite in float16."""
+    optimizer, call, parameter = inner_driver(mode, ms.float16, reduction="sum")
+    call(60000.0)
+    call(60000.0)
+    assert (optimizer.result.applied, optimizer.result.overflow) == (False, True)
+    assert parameter.asnumpy().tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("scale", [SCALE, 8.0, gradaccum.DynamicLossScale()], ids=["the same", "another", "dynamic"])
+def test_two_loss_scales_are_refused(scale):
+    inner = nn.SGD([Parameter(Tensor(np.ones(3, np.float32)), name="p")], 1.0, loss_scale=SCALE)
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"loss_scale.*1024.*Leave loss_scale out of the optimizer"):
+        gradaccum.wrap(inner, steps=2, loss_scale=scale)
+
+
+ROWS = np.random.RandomState(0).randn(8, 3).astype(np.float32)
+
+
+def wrapped(scaler, name="p"):
+    parameter = Parameter(Tensor(np.ones(3, np.float32)), name=name)
+    return gradaccum.wrap(nn.SGD([parameter], 0.125), steps=2, loss_scale=scaler), parameter
+
+
+class Loop(nn.Cell):
+    """MindSpore's own loop, without its calls of `unscale` and `adjust`, or with the one that `left_in` names."""
+
+    def __init__(self, scaler, left_in=""):
+        super().__init__(auto_prefix=False)
+        self.optimizer, self.parameter = wrapped(scaler)
+        self.scaler, self.left_in = scaler, left_in
+        self.backward = ms.value_and_grad(self.forward, None, self.optimizer.parameters)
+
+    def forward(self, x):
+        return self.scaler.scale(ops.square(self.parameter * x).mean())
+
+    def construct(self, x):
+        loss, gradients = self.backward(x)
+        loss = self.scaler.unscale(loss)
+        if self.left_in == "unscale":
+            gradients = self.scaler.unscale(gradients)
+        self.optimizer(gradients)
+        if self.left_in == "adjust":
+            self.scaler.adjust(Tensor(True))
+        return loss
+
+
+def stepping(mode, cell):
+    set_mode(mode)
+    return ms.jit(cell.construct) if mode == "jit" else cell
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scaled_loop_equals_the_large_batch(mode):
+    """The loop neither unscales the gradients nor adjusts the scaler; the optimizer does both."""
+    cell = Loop(amp.DynamicLossScaler(8.0, 2, 1))
+    step = stepping(mode, cell)
+    losses = [step(Tensor(ROWS[first : first + 2])).asnumpy().item() for first in (0, 2)]
+    np.testing.assert_allclose(cell.parameter.asnumpy(), 1 - 0.125 * 2 * np.square(ROWS[:4]).mean(0) / 3, rtol=1e-5)
+    assert losses[0] == pytest.approx(float(np.square(ROWS[:2]).mean()), rel=1e-5)
+    assert float(cell.optimizer.loss_scale) == float(cell.scaler.scale_value) == 16.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("left_in", ["unscale", "adjust"])
+def test_unscale_or_adjust_raises(mode, left_in):
+    """The optimizer unscales and adjusts; a loop that does so too would do it twice."""
+    cell = Loop(amp.DynamicLossScaler(8.0, 2, 1), left_in)
+    with pytest.raises(gradaccum.UsageError, match=rf"scaler\.{left_in}.*left out"):
+        stepping(mode, cell)(Tensor(ROWS[:2]))
+    assert float(cell.scaler.scale_value) == 8.0
+
+
+class Square(nn.Cell):
+    def __init__(self, parameter):
+        super().__init__()
+        self.parameter = parameter
+
+    def construct(self, x):
+        return ops.square(self.parameter * x).mean()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_unscaled_loss_is_refused(mode):
+    optimizer, parameter = wrapped(amp.DynamicLossScaler(8.0, 2, 1))
+    backward = ms.value_and_grad(Square(parameter), None, optimizer.parameters)
+
+    def step(x):
+        return optimizer(backward(x)[1])
+
+    set_mode(mode)
+    with pytest.raises(gradaccum.UsageError, match="loss scale"):
+        (ms.jit(step) if mode == "jit" else step)(Tensor(ROWS[:2]))
+
+
+def test_training_cell_drives_the_scaler():
+    scaler = amp.DynamicLossScaler(8.0, 2, 1)
+    optimizer, parameter = wrapped(scaler)
+    cell = TrainOneStepCell(Square(parameter), optimizer)
+    for first in (0, 2):
+        cell(Tensor(ROWS[first : first + 2]))
+    assert float(scaler.scale_value) == 16.0
+    np.testing.assert_allclose(parameter.asnumpy(), 1 - 0.125 * 2 * np.square(ROWS[:4]).mean(0) / 3, rtol=1e-5)
+
+
+def test_scaler_for_two_optimizers_is_refused():
+    """Each optimizer would move the scaler inside the other's windows, and two Parameters would have one name."""
+    scaler = amp.DynamicLossScaler(8.0, 2, 1)
+    first, _ = wrapped(scaler)
+    names = scaler.scale_value.name, scaler.counter.name
+    inner = nn.SGD([Parameter(Tensor(np.ones(3, np.float32)), name="q")], 0.125)
+    with pytest.raises(gradaccum.ArgumentValueError, match=r"loss_scale.*drives.*of its own"):
+        gradaccum.wrap(inner, steps=2, loss_scale=scaler, name="other")
+    assert (scaler.scale_value.name, scaler.counter.name) == names
+    assert first.loss_scale is scaler.scale_value

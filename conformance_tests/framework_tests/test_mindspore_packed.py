@@ -1,6 +1,7 @@
 """MindSpore's compiled norm, which measures many small sums as one: right whatever their number, sizes and elements."""
 
 import math
+import sys
 
 import pytest
 
@@ -9,9 +10,18 @@ ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
+import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import set_mode  # noqa: E402
 from gradaccum_mindspore import sums  # noqa: E402
-from gradaccum_mindspore.sums import ROW, SMALL, Packed, compiled_measure, norm_over, robust_measure  # noqa: E402
+from gradaccum_mindspore.sums import (  # noqa: E402
+    ROW,
+    SMALL,
+    Packed,
+    compiled_measure,
+    measure,
+    norm_over,
+    robust_measure,
+)
 
 SHAPES = {
     "one": [(3,)],
@@ -94,3 +104,130 @@ def test_joined_sums_have_a_limit(monkeypatch):
     joined, *others = Packed(totals, ms.float32)()
     assert joined.asnumpy().tolist() == [3.0] * 3 + [1.0] * 4, "the smallest that are together within the limit"
     assert others == [totals[0], totals[2]]
+
+
+SUM_SHAPES = ((), (7,), (3, 5), (130, 100))
+
+
+"""The last has more elements than a row of the norm, and not a multiple of it."""
+
+
+DTYPES = ("float16", "float32", "float64")
+
+
+WORK = {"float16": "float32", "float32": "float32", "float64": "float64"}
+
+
+@pytest.fixture(params=["NumPy", "operators"])
+def way(request, monkeypatch):
+    """Runs the test by NumPy, as on a CPU, and by MindSpore's operators, as on other devices."""
+    if request.param == "operators":
+        monkeypatch.setattr(sums, "array_of", lambda tensor: None)
+
+
+def arrays(dtype):
+    random = np.random.default_rng(0)
+    return [np.asarray(random.standard_normal(shape), dtype) for shape in SUM_SHAPES]
+
+
+def tensors(dtype):
+    return [Tensor(array) for array in arrays(dtype)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_is_accurate(way, dtype):
+    norm, finite = measure(tensors(dtype), getattr(ms, WORK[dtype]))
+    true = math.sqrt(math.fsum(float(x) ** 2 for array in arrays(dtype) for x in array.ravel()))
+    assert finite
+    assert norm == pytest.approx(true, rel=1e-12 if dtype == "float64" else 3e-7)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("position", [0, 5000, 12_999])
+def test_one_bad_element_is_found(way, bad, position):
+    values = np.ones(13_000, np.float32)
+    values[position] = bad
+    assert not measure([Tensor(values)], ms.float32)[1]
+    assert not sums.all_finite(Tensor(values))
+    assert sums.all_finite(Tensor(np.ones(3, np.float32)))
+
+
+def test_norm_survives_overflowing_squares(way):
+    norm, finite = measure([Tensor(np.full((5000,), 1e30, np.float32))], ms.float32)
+    assert finite
+    assert norm == pytest.approx(1e30 * math.sqrt(5000), rel=1e-6)
+
+
+@pytest.mark.parametrize("total", DTYPES)
+@pytest.mark.parametrize("handed", DTYPES)
+@pytest.mark.parametrize("divisor", [8.0, 3.0])
+def test_division_is_rounded_once(way, total, handed, divisor):
+    """In the sum's dtype, or in float32 for a float16 sum."""
+    float_dtype = ms.float64 if total == "float64" else ms.float32
+    found = sums.divided(tensors(total), divisor, [getattr(ms, handed)] * len(SUM_SHAPES), float_dtype)
+    work = np.dtype(WORK[total])
+    for tensor, array in zip(found, arrays(total), strict=True):
+        assert tensor.dtype == getattr(ms, handed)
+        np.testing.assert_array_equal(tensor.asnumpy(), (array.astype(work) / work.type(divisor)).astype(handed))
+
+
+@pytest.mark.parametrize("own", DTYPES)
+@pytest.mark.parametrize("total", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_scaling_rounds_to_the_sums_dtype(way, own, total, factor):
+    work = np.dtype(WORK[total])
+    for tensor, array in zip(tensors(own), arrays(own), strict=True):
+        found = sums.scaled(tensor, factor, getattr(ms, total))
+        assert found.dtype == getattr(ms, total)
+        np.testing.assert_array_equal(found.asnumpy(), (array.astype(work) * work.type(factor)).astype(total))
+
+
+def test_bfloat16_is_left_to_operators():
+    half = Tensor(np.array([1.0, 3.0], np.float32)).astype(ms.bfloat16)
+    assert sums.array_of(half) is None
+    (found,) = sums.divided([Tensor(np.array([2.0], np.float32))], 4.0, [ms.bfloat16], ms.float32)
+    assert found.dtype == ms.bfloat16
+    assert found.astype(ms.float32).asnumpy() == [0.5]
+    np.testing.assert_array_equal(sums.scaled(half, 0.5, ms.float32).asnumpy(), [0.5, 1.5])
+
+
+class Nothing(nn.Optimizer):
+    """An optimizer that changes no parameter, so that only the window's own work is counted."""
+
+    def construct(self, gradients):
+        return True
+
+
+def handed_over(run):
+    """The names of the operators that `run` hands to another thread, and the result of `run`."""
+    names = []
+
+    def note(frame, event, called):
+        if event == "c_call" and called.__name__.startswith("pyboost_"):
+            names.append(called.__name__)
+
+    sys.setprofile(note)
+    try:
+        result = run()
+    finally:
+        sys.setprofile(None)
+    return names, result
+
+
+def test_queued_operators_are_seen():
+    """If none were seen, the test below could not fail."""
+    tensor = Tensor(np.ones(3, np.float32))
+    assert handed_over(lambda: ops.square(tensor))[0]
+
+
+@pytest.mark.parametrize("weight", [None, 3])
+def test_window_queues_no_operator(weight):
+    """MindSpore hands most operators to another thread, and waiting for it takes tenths of a millisecond."""
+    parameters = [Parameter(Tensor(array), name=f"p{i}") for i, array in enumerate(arrays("float32"))]
+    optimizer = gradaccum.wrap(Nothing(0.1, parameters), steps=2)
+    gradients = tuple(tensors("float32"))
+    optimizer(gradients, weight)
+    optimizer(gradients, weight)
+    handed, closed = handed_over(lambda: [optimizer(gradients, weight) for _ in range(2)])
+    assert closed == [False, True]
+    assert not handed

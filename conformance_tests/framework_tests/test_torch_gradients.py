@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,13 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradaccum
+from conformance_tests.framework_tests.test_torch_half_precision import by_dtype
 from gradaccum_torch import AccumulatingOptimizer
+from gradaccum_torch import sums as accumulator
+from gradaccum_torch import sums as module
 from gradaccum_torch.sums import measure
 
 
@@ -131,3 +136,84 @@ def test_older_wrapper_is_refused() -> None:
         older.step()
     later.step()
     assert all(bool((p == -2).all()) for p in parameters)
+
+
+EXTREMES = [2.0**-149, 2.0**-140, 2.0**-100, 2.0**-72, 2.0**-40, 1.0, 2.0**64, 2.0**127]
+
+
+def near(norm: float, relative: float = 1e-6) -> object:
+    return pytest.approx(norm, rel=relative, abs=0)
+
+
+def pattern(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers that each of these dtypes holds, at the ends of its range too."""
+    return (torch.arange(size, dtype=torch.float64) % 2).to(dtype)
+
+
+@pytest.mark.parametrize("scale", EXTREMES)
+@pytest.mark.parametrize("sizes", [(3,), (5, 7, 1, 2, 9, 4), (5000, 3)], ids=str)
+def test_every_magnitude(scale: float, sizes: tuple[int, ...]) -> None:
+    tensors = [(pattern(size).double() * scale).float() for size in sizes]
+    assert measure(tensors).norm == near(scale * math.sqrt(sum(size // 2 for size in sizes)), 1e-6)
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 2.0**-20, 2.0**-14, 1.0, 2.0**15])
+def test_float16(scale: float) -> None:
+    """A norm of its own dtype, which is how torch gives it, has few bits where it is small."""
+    tensors = [(pattern(7).double() * scale).half(), (pattern(5).double() * scale).half()]
+    assert measure(tensors).norm == near(scale * math.sqrt(5), 2e-3)
+
+
+def test_sparse_and_complex() -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([3.0, 4.0]) * 2.0**-100, (5,), check_invariants=True)
+    assert measure([sparse]).norm == near(5 * 2.0**-100)
+    assert measure([torch.tensor([3 + 4j], dtype=torch.complex64) * 2.0**-100]).norm == near(5 * 2.0**-100)
+
+
+def test_ordinary_sums_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> float:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(module, "_scaled_norm", refuse)
+    monkeypatch.setattr(module, "largest", refuse)
+    assert measure([torch.ones(4), torch.full((3,), 1e-20)]).norm == 2.0
+    assert measure([torch.full((4,), 1e-9)]).norm == near(2e-9)
+
+
+class Sizes(TorchDispatchMode):
+    """Records how many elements each addition inside the ``with`` block has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add_.Tensor:
+            self.added.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@by_dtype
+@pytest.mark.parametrize("layout", ["whole", "last block short", "transposed"])
+def test_large_gradient_is_added_in_blocks(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same last bit. A CPU first copies the gradient into the sum's dtype, and the copy of a block stays in the cache."""
+    monkeypatch.setattr(accumulator, "BLOCK", 64)
+    block = 64 * torch.get_num_threads()
+    held, gradient = torch.randn(4 * block, 2), torch.randn(4 * block, 2).to(dtype)
+    if layout == "last block short":
+        held, gradient = held[:-3], gradient[:-3]
+    elif layout == "transposed":
+        gradient = torch.randn(2, 4 * block).to(dtype).t()
+    expected = held + gradient
+    with Sizes() as sizes:
+        total = accumulator.add(held, gradient)
+    assert total is held
+    assert torch.equal(held, expected)
+    assert max(sizes.added) == (8 * block if layout == "transposed" else block)
+
+
+def test_gradient_of_sum_dtype_is_added_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulator, "BLOCK", 1)
+    with Sizes() as sizes:
+        accumulator.add(torch.zeros(1000), torch.ones(1000))
+    assert sizes.added == [1000]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,10 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from gradaccum_torch import buffers
+from conformance_tests.framework_tests.torch_operations import Operations
+from gradaccum_torch import buffers, window
 
 LAYERS, SIZE = 6, 32
+
+
 HALF = [torch.float16, torch.bfloat16]
+
+
 by_dtype = pytest.mark.parametrize("dtype", HALF, ids=str)
 
 
@@ -130,3 +136,173 @@ def test_callable_that_changes_its_mind_between_two_windows(before: int, then: i
         opt.zero_grad()
     assert opt.result.applied
     assert opt.result.grad_norm == pytest.approx(float(torch.stack(norms).mean(0).norm()), rel=1e-4)
+
+
+STRATEGIES: dict[str, tuple[torch.dtype, dict]] = {
+    "in .grad": (torch.float32, {}),
+    "in buffers": (torch.bfloat16, {}),
+    "in float64": (torch.float32, {"accumulate_dtype": "float64"}),
+    "masters": (torch.float16, {"master_weights": True}),
+    "masters, half sums": (torch.bfloat16, {"master_weights": True, "accumulate_dtype": "bfloat16"}),
+    "clipped": (torch.float32, {"clip_norm": 1e-3, "skip_norm": 1e6}),
+}
+
+
+def waits(action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often the host reads a tensor: by ``item``, called directly or not, and by ``tolist``, which the profiler does not show."""
+    lists = 0
+    tolist = Tensor.tolist
+
+    def counted(tensor: Tensor) -> Any:
+        nonlocal lists
+        lists += 1
+        return tolist(tensor)
+
+    with monkeypatch.context() as patched, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        patched.setattr(Tensor, "tolist", counted)
+        action()
+    return lists + sum(event.count for event in profiler.key_averages() if event.key == "aten::_local_scalar_dense")
+
+
+SCALINGS = [*((scale, False) for scale in SCALES), ("a GradScaler", True)]
+
+
+USUAL = [*((place, *SCALINGS[2]) for place in STRATEGIES), *(("masters", *scaling) for scaling in SCALINGS)]
+
+
+@pytest.mark.parametrize(
+    ("place", "scale", "through_scaler"),
+    [
+        pytest.param(place, *scaling, marks=() if (place, *scaling) in USUAL else pytest.mark.deep)
+        for place in STRATEGIES
+        for scaling in SCALINGS
+    ],
+)
+def test_only_window_ends_wait(place: str, scale: str, through_scaler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for the device once at the end of a window and never inside it."""
+    monkeypatch.setattr(window, "as_told", lambda loss: loss.detach().clone())  # As a loss on an accelerator is kept.
+    dtype, options = STRATEGIES[place]
+    scaling: Any = SCALES[scale]()
+    model, opt = make(dtype, steps=3, loss_scale=scaling, **options)
+
+    def micro_batch() -> None:
+        if through_scaler:
+            scaling.scale(loss_of(model)).backward()
+            scaling.step(opt)
+            scaling.update()
+        else:
+            opt.scale(loss_of(model)).backward()
+            opt.step()
+        opt.zero_grad()
+
+    measured = [waits(micro_batch, monkeypatch) for _ in range(9)]
+    assert measured[3:] == [0, 0, 1, 0, 0, 1]
+    assert measured[:3] in ([2, 2, 3], [0, 0, 1]), "the first window compares values, the windows after it do not"
+    assert opt.result.optimizer_step == 3
+
+
+def test_dropping_waits_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt = make(steps=2, on_overflow="drop_micro_batch")
+
+    def micro_batch() -> None:
+        loss_of(model).backward()
+        opt.step()
+
+    assert [waits(micro_batch, monkeypatch) for _ in range(6)][2:] == [1, 2, 1, 2]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "in .grad": {},
+    "fused": {"fused": True},
+    "separate": {"separate_sums": True},
+    "float32 sums of bfloat16": {"dtype": torch.bfloat16},
+    "masters": {"dtype": torch.bfloat16, "master_weights": True},
+    "loss scale": {"loss_scale": 8.0},
+    "sum": {"reduction": "sum"},
+}
+
+
+LOOKS = {"linalg_vector_norm", "_foreach_norm", "isfinite", "isnan", "isinf", "_amp_foreach_non_finite_check_and_unscale_", "amax"}
+
+
+def setting(fused: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[torch.nn.Parameter, Any]:
+    parameter = torch.nn.Parameter(torch.arange(1.0, 9.0).to(dtype))
+    inner = torch.optim.SGD([parameter], lr=0.5, fused=fused)
+    return parameter, gradaccum.wrap(inner, **{"steps": 2, "on_overflow": "ignore", **options})
+
+
+def feed(parameter: torch.nn.Parameter, opt: Any, factors: tuple[float, ...] = (1.0, 3.0)) -> None:
+    for factor in factors:
+        opt.backward((parameter * factor).sum())
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_window_is_as_always_and_looks_at_nothing(way: str) -> None:
+    (ours, opt), (theirs, other) = setting(**WAYS[way]), setting(**WAYS[way], on_overflow="skip_window")
+    for each, optimizer in ((ours, opt), (theirs, other)):
+        feed(each, optimizer)
+        optimizer.backward(each.sum())
+        optimizer.step()
+        optimizer.backward(each.sum())
+    with Operations() as ops:
+        opt.step()
+    other.step()
+    assert not LOOKS.intersection(ops.names), ops.names
+    assert torch.equal(ours, theirs)
+    assert (opt.result.applied, opt.result.optimizer_step, math.isnan(opt.result.grad_norm)) == (True, 2, True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_bad_gradient_reaches_its_own_elements_only(way: str, bad: float) -> None:
+    ours, opt = setting(**WAYS[way])
+    clean, other = setting(**WAYS[way])
+    factors = torch.ones(8)
+    factors[3] = bad
+    for each, optimizer, second in ((ours, opt, factors), (clean, other, torch.ones(8))):
+        optimizer.backward(each.sum())
+        optimizer.step()
+        optimizer.backward((each * second).sum())
+        optimizer.step()
+    assert (opt.result.applied, opt.result.skipped, opt.result.overflow) == (True, False, False)
+    rest = torch.arange(8) != 3
+    assert torch.equal(ours[rest], clean[rest])
+    assert not ours[3].isfinite()
+
+
+def test_masters_take_the_model_over() -> None:
+    """Something wrote into the model between two windows: a checkpoint, or averaged weights."""
+    for device_waits in (True, False):
+        parameter, opt = setting(dtype=torch.bfloat16, master_weights=True)
+        feed(parameter, opt)
+        with torch.no_grad():
+            parameter[0] = 64.0
+        if not device_waits:  # As on an accelerator, where nothing is asked.
+            opt._parameters.may_have_strayed = lambda: True
+        before = opt.master_weights[0].clone()
+        feed(parameter, opt)
+        expected = torch.cat([torch.tensor([64.0]), before[1:]]) - 0.5 * 2
+        assert torch.equal(opt.master_weights[0], expected)
+
+
+def test_clearing_to_zeros_goes_on() -> None:
+    parameter, opt = setting()
+    for _ in range(2):
+        opt.backward(parameter.sum())
+        opt.step()
+    opt.zero_grad(set_to_none=False)
+    assert parameter.grad is not None
+    assert not parameter.grad.any()
+
+
+@pytest.mark.parametrize("scale", [2.0, "scaler", "dynamic"])
+def test_moving_loss_scales_are_refused(scale: Any) -> None:
+    """Nothing would tell them of an overflow."""
+    given = {"scaler": lambda: torch.amp.GradScaler("cpu"), "dynamic": gradaccum.DynamicLossScale}.get(scale, lambda: scale)()
+    if scale == 2.0:
+        setting(loss_scale=given)
+        return
+    with pytest.raises(gradaccum.ArgumentValueError, match="loss_scale"):
+        setting(loss_scale=given)

@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="needs PyTorch")
 import torch
 from torch import Tensor, nn
 
+import gradaccum
 from conformance_tests.framework_tests.torch_large_batch import ITEMS, X, Y, assert_close, cross_entropy, make_model, truth
 from gradaccum_torch.large_batch import backward, coupled_backward
 
@@ -165,3 +166,138 @@ def test_recomputed_model(reentrant: bool) -> None:
         p.grad = torch.ones_like(p)
     backward(lambda x, y: cross_entropy(checkpoint(x.clone().requires_grad_()), y), X, Y, steps=3)
     assert_close(model, [q + 1 for q in expected])
+
+
+SEVEN = 7
+
+
+ROWS = torch.arange(14, dtype=torch.float64).reshape(SEVEN, 2) ** 1.5
+
+
+TOKENS = torch.tensor([2, 0, 1, 3, 1, 1, 4])
+
+
+WEIGHT = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+
+def loss_of(x: Tensor) -> Tensor:
+    return (x * WEIGHT).sum(1).mean()
+
+
+@pytest.mark.parametrize("division", [{"steps": 1}, {"steps": 3}, {"micro_batch_size": 1}, {"micro_batch_weight": 4}], ids=str)
+def test_each_kind_is_the_large_batchs(division: dict[str, Any]) -> None:
+    def loss_fn(x: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        own = (x.sum(1) * tokens).sum() / tokens.sum()  # NaN where there is no token.
+        extremes = (-x.amax(0) * WEIGHT, [x.amin(0)])
+        numbers = {"count": len(x), "loss": float(x.mean()), "large": bool(x.max() > 40)}
+        return loss_of(x), {"mean": x.mean(0), "own": own, "extremes": extremes, "rows": (x * WEIGHT,), "numbers": numbers}
+
+    declared = {
+        "mean": "mean",
+        "own": "weighted_mean",
+        "extremes": ("min", ["min"]),
+        "rows": "concatenate",
+        "numbers": {"count": "sum", "loss": "mean", "large": "sum"},
+    }
+    options = {"weight": TOKENS, **division}
+    loss, aux = backward(loss_fn, ROWS, TOKENS, aux=declared, **options)
+    assert not loss.requires_grad
+    torch.testing.assert_close(aux["mean"], ROWS.mean(0), rtol=1e-14, atol=0)
+    torch.testing.assert_close(aux["own"], (ROWS.sum(1) * TOKENS).sum() / 12, rtol=1e-14, atol=0)
+    assert torch.equal(aux["extremes"][0], -ROWS[-1])
+    assert torch.equal(aux["extremes"][1][0], ROWS[0])
+    assert torch.equal(aux["rows"][0], ROWS)
+    assert not aux["rows"][0].requires_grad
+    assert int(aux["numbers"]["count"]) == SEVEN
+    assert float(aux["numbers"]["loss"]) == pytest.approx(float(ROWS.mean()), rel=1e-14)
+
+
+def test_half_precision_and_booleans_are_widened() -> None:
+    """A sum of 4096 ones is 256 in bfloat16. Booleans are counted."""
+    rows = torch.ones(4096, 1, dtype=torch.bfloat16)
+
+    def loss_fn(rows: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return (rows * WEIGHT[:1]).mean(), (rows.sum(), (rows > 0).all())
+
+    _, (total, hits) = backward(loss_fn, rows, aux="sum", micro_batch_size=8)
+    assert float(total) == 4096
+    assert total.dtype == torch.float32
+    assert int(hits) == 512
+
+
+BAD: dict[str, tuple[Any, Any, str]] = {
+    "other_structure": ({"a": "sum"}, lambda x: (loss_of(x), {"b": x.sum()}), "aux: expected a prefix"),
+    "three_returned": ("sum", lambda x: (loss_of(x), 1, 2), "loss_fn: .* got a tuple of 3"),
+    "ragged_rows": ("concatenate", lambda x: (loss_of(x), x[:, : len(x) - 2]), "aux: .* to concatenate"),
+    "text": ("sum", lambda x: (loss_of(x), {"a": "text"}), "aux\\['a'\\]: expected a tensor or a number"),
+    "ragged_sum": ("sum", lambda x: (loss_of(x), x[:, 0]), "aux: expected the shape"),
+    "varying": ("sum", lambda x: (loss_of(x), {str(len(x)): 1}), "aux: expected the leaves"),
+}
+
+
+@pytest.mark.parametrize(("declared", "loss_fn", "words"), BAD.values(), ids=BAD)
+def test_bad_aux_is_refused(declared: Any, loss_fn: Any, words: str) -> None:
+    """By name, and `.grad` is what it was, even where the outputs fail to merge at the very end."""
+    held = WEIGHT.grad = torch.ones(2, dtype=torch.float64)
+    state = torch.get_rng_state()
+    with pytest.raises(gradaccum.GradAccumError, match=words):
+        backward(lambda x: (torch.rand(1), loss_fn(x))[1], ROWS, aux=declared, micro_batch_size=4)
+    assert WEIGHT.grad is held
+    assert bool((held == 1).all())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_small_half_gradients_do_not_underflow() -> None:
+    """Divided by the number of items before the sum, each float16 gradient would be 0."""
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    x = torch.full((4096, 1), 1e-5, dtype=torch.float16)
+    backward(lambda x: (x * weight).mean(), x, micro_batch_size=1)
+    assert weight.grad is not None
+    assert float(weight.grad) == float(x[0])
+
+
+@pytest.mark.parametrize(("own", "of_loss"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_small_shares_do_not_underflow(own: torch.dtype, of_loss: torch.dtype) -> None:
+    """Where the parameter alone or the loss alone is in half precision, a share of 1 / 2^32 would be 0 there."""
+    weight = nn.Parameter(torch.ones(1, dtype=own))
+    x = torch.full((4, 1), 2.0**14)
+    tokens = torch.full((4,), 2.0**30)
+    backward(lambda x: (x.to(of_loss) * weight.to(of_loss)).sum(), x, steps=4, reduction="item_mean", weight=tokens)
+    assert weight.grad is not None
+    assert float(weight.grad) == 2.0**-16
+
+
+@pytest.mark.parametrize("before", [None, "sparse", "dense"])
+def test_sparse_gradients(before: str | None) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(7, 3, sparse=True, dtype=torch.float64)
+    rows = torch.tensor([1, 1, 2, 5, 6, 1, 0, 2])
+    (expected,) = torch.autograd.grad(table(rows).square().sum(1).mean(), [table.weight])
+    total = expected.to_dense()
+    if before:
+        ones = torch.ones(7, 3, dtype=torch.float64)
+        table.weight.grad = ones.to_sparse(1) if before == "sparse" else ones
+        total = total + 1
+    backward(lambda rows: table(rows).square().sum(1).mean(), rows, steps=3)
+    assert table.weight.grad is not None
+    torch.testing.assert_close(table.weight.grad.to_dense(), total, rtol=1e-14, atol=1e-14)
+
+
+def test_autocast() -> None:
+    """The same as the loop by hand under autocast, to the bit where weights are powers of two."""
+    models = make_model(torch.float32), make_model(torch.float32)
+    x = X.float()[:8]
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cross_entropy(model(x), y)
+
+    backward(functools.partial(loss_fn, models[0]), x, Y[:8], steps=4)
+    for start in range(0, 8, 2):
+        (loss_fn(models[1], x[start : start + 2], Y[start : start + 2]) / 4).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in models), strict=True))
+    model = make_model(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        backward(functools.partial(loss_fn, model), x, Y[:8], steps=4)
+    for p, q in zip(model.parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=1e-4)

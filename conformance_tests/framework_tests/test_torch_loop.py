@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import MAKERS, large_batch_step, loss_of, make_model, rows_of
+from conformance_tests.framework_tests.torch_separate import (
+    PARTS,
+    X,
+    Y,
+    assert_same,
+    closed_over,
+    large,
+    mse,
+    wrapped,
+)
+from conformance_tests.framework_tests.torch_separate import (
+    make_model as make_separate_model,
+)
+from gradaccum import UsageError
 from gradaccum_torch import AccumulatingOptimizer
 
 
@@ -179,3 +195,137 @@ def test_dropped_wrapper_is_freed_at_once() -> None:
     alive = weakref.ref(opt)
     del opt
     assert alive() is None
+
+
+def test_closure_runs_once_per_micro_batch() -> None:
+    """By default too: Lightning hands one over in each step."""
+    model = make_separate_model()
+    opt, calls = wrapped(model, separate_sums=False, clip_norm=1e3), []
+
+    def closure_of(x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            calls.append(len(x))
+            opt.zero_grad()
+            loss = mse(model, x, y)
+            loss.backward()
+            return loss
+
+        return closure
+
+    with torch.no_grad():
+        losses = [opt.step(closure_of(x, y)) for x, y in PARTS]
+    assert calls == [2, 2, 2, 2]
+    assert float(sum(losses).detach() / 4) == pytest.approx(float(mse(make_separate_model(), X, Y).detach()))
+    assert_same(model, large())
+
+
+def test_closure_that_raises_counts_nothing() -> None:
+    model = make_separate_model()
+    opt = wrapped(model)
+    with pytest.raises(ZeroDivisionError):
+        opt.step(lambda: 1 / 0)
+    assert opt.result.micro_step == 0
+    for x, y in PARTS:
+        closed_over(model, opt, x, y)
+    assert_same(model, large())
+
+
+def test_optimizer_that_turns_out_to_need_one_says_what_to_write() -> None:
+    class Again(torch.optim.SGD):
+        def step(self, closure=None):
+            if closure is None:
+                raise RuntimeError("this optimizer needs a closure")
+            return super().step(closure)
+
+    model = make_separate_model()
+    opt = gradaccum.wrap(Again(model.parameters(), lr=0.1), steps=2, separate_sums=True)
+    closed_over(model, opt, *PARTS[0])
+    with pytest.raises(RuntimeError, match="needs a closure") as caught:
+        closed_over(model, opt, *PARTS[1])
+    assert "used bare" in caught.value.__notes__[0]
+    assert opt.result.micro_step == 2, "the window stays"
+
+
+def _closure(model: torch.nn.Module, opt: Any, scale: float = 1.0, **weight: float) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = mse(model, X, Y) * scale
+        opt.backward(loss, **weight)
+        return loss
+
+    return closure
+
+
+OPTIMIZERS = [torch.optim.SGD, torch.optim.AdamW]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_closure_that_overflows_skips_the_window(optimizer: type[torch.optim.Optimizer]) -> None:
+    model = make_separate_model()
+    before, opt = [p.detach().clone() for p in model.parameters()], gradaccum.wrap(optimizer(model.parameters(), lr=0.1), steps=1)
+    assert torch.isnan(opt.step(_closure(model, opt, float("nan"))))
+    assert (opt.result.skipped, opt.result.overflow, opt.result.optimizer_step) == (True, True, 0)
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+    opt.step(_closure(model, opt))
+    assert (opt.result.applied, opt.result.overflow) == (True, False)
+
+
+@pytest.mark.parametrize("options", [{"steps": 1}, {"steps": 4, "separate_sums": True}], ids=str)
+def test_optimizer_that_needs_a_closure_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(gradaccum.ArgumentTypeError, match=r"optimizer: .*LBFGS, whose step evaluates the model again"):
+        gradaccum.wrap(torch.optim.LBFGS(make_separate_model().parameters()), **options)
+
+
+def setting(steps: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[torch.nn.Parameter, Any]:
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -1.0], dtype=dtype))
+    return parameter, gradaccum.wrap(torch.optim.SGD([parameter], lr=0.5), steps=steps, **options)
+
+
+def feed(parameter: torch.nn.Parameter, opt: Any, *weights: float) -> list[int]:
+    """The update at which each of these micro-batches left the run."""
+    updates = []
+    for weight in weights:
+        opt.backward(parameter.square().sum(), weight=weight)
+        opt.step()
+        opt.zero_grad()
+        updates.append(opt.result.optimizer_step)
+    return updates
+
+
+@pytest.mark.parametrize("options", [{}, {"separate_sums": True}, {"dtype": torch.bfloat16}, {"on_overflow": "drop_micro_batch"}], ids=str)
+def test_ends(options: dict[str, Any]) -> None:
+    """A window of one micro-batch, where the weight is reached at once, is not taken for one that is known to have one."""
+    parameter, opt = setting(gradaccum.until_weight(1), **options)
+    assert feed(parameter, opt, 1, 0, 0.5, 0.5, 7) == [1, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("given", [0, 2.5, None, True])
+def test_bad_answers_are_refused_at_step(given: object) -> None:
+    parameter, opt = setting(gradaccum.until_weight(lambda step: given))
+    opt.backward(parameter.sum())
+    with pytest.raises((TypeError, ValueError), match=r"until_weight\(\.\.\.\)\(0\)"):
+        opt.step()
+    assert opt.result.micro_step == 0
+
+
+def test_repr() -> None:
+    parameter, opt = setting(gradaccum.until_weight(128))
+    feed(parameter, opt, 64, 32)
+    assert repr(opt) == "AccumulatingOptimizer(SGD, steps=until_weight(128) | micro-batch 2, weight 96 of 128, update 0)"
+
+
+def test_closures() -> None:
+    parameter, opt = setting(gradaccum.until_weight(3))
+    for expected in (0, 0, 1):
+        opt.step(lambda: opt.backward(parameter.sum()))
+        assert opt.result.optimizer_step == expected
+
+
+def test_clipping_by_hand_is_refused() -> None:
+    """Also in the micro-batch by which a window of weight 1 ends only perhaps."""
+    parameter, opt = setting(gradaccum.until_weight(2))
+    opt.backward(parameter.square().sum())
+    torch.nn.utils.clip_grad_norm_([parameter], 0.1)
+    with pytest.raises(UsageError, match="clip_norm"):
+        opt.step()

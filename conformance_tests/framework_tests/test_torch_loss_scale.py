@@ -6,6 +6,7 @@ scaler underflows to 0 and never returns; and our own `DynamicLossScale` has a f
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +20,64 @@ import torch
 from torch import Tensor, nn
 
 import gradaccum
-from conformance_tests.framework_tests.torch_loss_scale_loop import Alone, Loop, by_kind, state_of
 from gradaccum_torch import backend
 
+
+class Alone:
+    """A scaler around a bare optimizer, stepped and updated once per event."""
+
+    def __init__(self, rule: dict[str, Any]) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", **rule)
+        self.scaler.scale(torch.zeros(()))
+        self.parameter = torch.zeros(1, requires_grad=True)
+        self.optimizer = torch.optim.SGD([self.parameter], lr=0.0)
+
+    def event(self, overflow: bool) -> tuple[float, int]:
+        self.parameter.grad = torch.full((1,), math.inf if overflow else 0.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return state_of(self.scaler)
+
+
+def state_of(scaler: torch.amp.GradScaler) -> tuple[float, int]:
+    state = scaler.state_dict()
+    return state["scale"], state["_growth_tracker"]
+
+
+class Loop:
+    """A wrapped optimizer with a scaler and one parameter. `micro_batch` takes the gradient that the parameter gets."""
+
+    def __init__(self, kind: str, *, steps: Any = 3, fused: bool = False, **rule: Any) -> None:
+        self.kind = kind
+        self.scaler = torch.amp.GradScaler("cpu", **rule)
+        self.parameter = torch.zeros(2, requires_grad=True)
+        inner = torch.optim.AdamW([self.parameter], lr=0.5, fused=True) if fused else torch.optim.SGD([self.parameter], lr=1.0)
+        self.opt: Any = gradaccum.wrap(inner, steps=steps, loss_scale=self.scaler)
+
+    def micro_batch(self, gradient: float, weight: float | None = None) -> None:
+        loss = (self.parameter * torch.full((2,), gradient)).sum()
+        if self.kind == "scaler.step":
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.opt)
+            self.scaler.update()
+        elif self.kind == "opt.scale":
+            self.opt.scale(loss).backward()
+            self.opt.step()
+        else:
+            self.opt.backward(loss, weight)
+            self.opt.step()
+        self.opt.zero_grad()
+
+
+KINDS = ("scaler.step", "opt.scale", "opt.backward")
+
+
+by_kind = pytest.mark.parametrize("kind", KINDS)
+
+
 SMALLEST = 2.0**-125
+
+
 PATTERNS = 500
 
 
@@ -235,3 +290,67 @@ def test_disabled_scaler_has_scale_one(kind: str, on_overflow: Any) -> None:
         scaler.update()
     assert parameter.tolist() == [-2.0, -2.0]
     assert opt.result.loss_scale == 1.0
+
+
+@by_kind
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("with_scaler", [False, True])
+def test_scaler_resumes_with_the_wrapper(kind: str, stop: int, with_scaler: bool) -> None:
+    gradients = [1.0, 2.0, math.inf, 3.0, 0.5, 1.5, 2.5, 4.0]
+    loops = [Loop(kind, steps=2, init_scale=64.0, growth_interval=2, fused=True) for _ in range(3)]
+    whole, first, resumed = loops
+    for gradient in gradients[:stop]:
+        whole.micro_batch(gradient)
+        first.micro_batch(gradient)
+    resumed.opt.load_state_dict(copy.deepcopy(first.opt.state_dict()))
+    resumed.parameter.data.copy_(first.parameter.data)
+    if with_scaler:
+        resumed.scaler.load_state_dict(first.scaler.state_dict())
+    assert state_of(resumed.scaler) == state_of(whole.scaler)
+    for gradient in gradients[stop:]:
+        whole.micro_batch(gradient)
+        resumed.micro_batch(gradient)
+    assert torch.equal(whole.parameter, resumed.parameter)
+    assert state_of(resumed.scaler) == state_of(whole.scaler)
+
+
+def test_save_between_step_and_update() -> None:
+    """The saved scale is already the one that `update()` will set."""
+    loop, saved = Loop("by hand", steps=2, init_scale=64.0, growth_interval=2), []
+    for gradient in (1.0, 2.0, 3.0, 4.0, math.inf, 1.0):
+        loop.scaler.scale((loop.parameter * gradient).sum()).backward()
+        loop.scaler.step(loop.opt)
+        entry = loop.opt.state_dict()["gradaccum"]
+        saved.append((entry["loss_scale"], entry["growth_tracker"]))
+        loop.scaler.update()
+        assert saved[-1] == state_of(loop.scaler)
+    assert saved == [(64, 0), (64, 1), (64, 1), (128, 0), (128, 0), (64, 0)]
+
+
+def test_loaded_scaler_rules_next_window() -> None:
+    """The wrapper's state saves the loaded scale, too."""
+    loop = Loop("opt.backward", steps=2, init_scale=4.0)
+    loop.scaler.load_state_dict({**loop.scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7})
+    assert loop.opt.state_dict()["gradaccum"]["loss_scale"] == 128.0
+    for _ in range(2):
+        loop.micro_batch(2.0)
+    assert loop.parameter.tolist() == [-2.0, -2.0]
+    assert state_of(loop.scaler) == (128.0, 8)
+
+
+@pytest.mark.parametrize("kind", ["scaler.step", "opt.scale"])
+def test_bare_state_keeps_the_scale(kind: str) -> None:
+    loop = Loop(kind, steps=2, init_scale=4.0)
+    loop.scaler.update(16.0)
+    loop.opt.load_state_dict(torch.optim.SGD([torch.zeros(2)], lr=1.0).state_dict())
+    assert state_of(loop.scaler) == (16.0, 0)
+
+
+def test_copy_has_its_own_scaler() -> None:
+    loop = Loop("scaler.step", steps=2, init_scale=4.0)
+    loop.micro_batch(1.0)
+    twin = copy.deepcopy(loop)
+    twin.micro_batch(3.0)
+    assert twin.parameter.tolist() == [-2.0, -2.0]
+    assert loop.parameter.tolist() == [0.0, 0.0]
+    assert (state_of(twin.scaler)[1], state_of(loop.scaler)[1]) == (1, 0)

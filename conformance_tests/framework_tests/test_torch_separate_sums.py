@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,8 @@ import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_separate import (
     PARTS,
+    X,
+    Y,
     assert_same,
     before_clear,
     closed_over,
@@ -148,3 +152,203 @@ def test_clip_per_micro_batch() -> None:
 def test_not_a_bool() -> None:
     with pytest.raises(gradaccum.ArgumentTypeError, match="separate_sums"):
         wrapped(make_model(), separate_sums=1)
+
+
+def with_next_under_way(model: nn.Module, opt: AccumulatingOptimizer) -> list[Tensor | None]:
+    """Fill a window, begin the next micro-batch, and return what it left in ``.grad``."""
+    for x, y in PARTS:
+        mse(model, x, y).backward()
+        opt.step()
+    mse(model, X, Y).backward()
+    return [each.grad for each in model.parameters()]
+
+
+def holds(model: nn.Module, gradients: list[Tensor | None]) -> bool:
+    return all(each.grad is gradient for each, gradient in zip(model.parameters(), gradients, strict=True))
+
+
+def test_flush_leaves_what_is_in_grad() -> None:
+    """Between backward and step it is the next window's; the inner optimizer does not see it."""
+    model = make_model()
+    opt = wrapped(model, steps=None)
+    held = with_next_under_way(model, opt)
+    opt.flush()
+    assert_same(model, large())
+    assert holds(model, held)
+    opt.step()
+    opt.flush()
+    assert opt.result.optimizer_step == 2
+
+
+def test_parameter_outside_the_window_stays() -> None:
+    """What the user has put into its ``.grad`` is no part of the window, and no update is made of it."""
+    used, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    opt = gradaccum.wrap(torch.optim.SGD([used, other], 0.1), steps=None, separate_sums=True)
+    used.sum().backward()
+    opt.step()
+    other.grad = torch.full((2,), 5.0)
+    opt.flush()
+    assert used.tolist() == pytest.approx([0.9, 0.9])
+    assert other.tolist() == [1.0, 1.0]
+    assert other.grad.tolist() == [5.0, 5.0]
+
+
+def test_dropped_gradient_leaves_grad_empty() -> None:
+    """The loop need not clear it: the next micro-batch is added to nothing."""
+    parameter = nn.Parameter(torch.ones(2))
+    opt = gradaccum.wrap(torch.optim.SGD([parameter], 1.0), steps=2, separate_sums=True, on_overflow="drop_micro_batch")
+    for factor in (float("nan"), 2.0):
+        (parameter * factor).sum().backward()
+        opt.step()
+    assert opt.result.applied
+    assert parameter.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_graph_of_a_gradient_is_refused() -> None:
+    """A copy would lose it; the window is as it was."""
+    model = make_model()
+    opt = wrapped(model)
+    mse(model, X, Y).backward(create_graph=True)
+    with pytest.raises(UsageError, match=r"separate_sums.*without a graph"):
+        opt.step()
+    assert opt.result.micro_step == 0
+
+
+def test_flush_of_skipped_window_leaves_grad() -> None:
+    model = make_model()
+    opt = wrapped(model, steps=None, skip_norm=1e-9)
+    held = with_next_under_way(model, opt)
+    opt.flush()
+    assert opt.result.skipped
+    assert holds(model, held)
+
+
+def test_inner_optimizer_that_raises_leaves_window() -> None:
+    model = make_model()
+    opt = wrapped(model, steps=None)
+    held = with_next_under_way(model, opt)
+    handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        opt.flush()
+    handle.remove()
+    assert holds(model, held)
+    opt.flush()
+    assert_same(model, large())
+
+
+def test_discard_forgets_grad_too() -> None:
+    model = make_model()
+    opt = wrapped(model)
+    mse(model, X, Y).backward()
+    opt.step()
+    mse(model, X, Y).backward()
+    opt.discard()
+    assert all(each.grad is None for each in model.parameters())
+    for x, y in PARTS:
+        before_clear(model, opt, x, y)
+    assert_same(model, large())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
+def test_copy_in_mid_window(copied: Callable[..., Any]) -> None:
+    model = make_model()
+    opt = wrapped(model)
+    for x, y in PARTS[:2]:
+        before_clear(model, opt, x, y)
+    model, opt = copied((model, opt))
+    for x, y in PARTS[2:]:
+        logged_norm(model, opt, x, y)
+    assert_same(model, large())
+
+
+@pytest.mark.parametrize("saved_separate", [True, False])
+def test_checkpoint_in_mid_window(saved_separate: bool) -> None:
+    """The sum is saved as ever: either kind loads the other's."""
+    model = make_model()
+    opt = wrapped(model, separate_sums=saved_separate)
+    for x, y in PARTS[:2]:
+        mse(model, x, y).backward()
+        opt.step()
+    state, weights = opt.state_dict(), copy.deepcopy(model.state_dict())
+    fresh = make_model()
+    fresh.load_state_dict(weights)
+    other = wrapped(fresh, separate_sums=not saved_separate)
+    other.load_state_dict(state)
+    for x, y in PARTS[2:]:
+        mse(fresh, x, y).backward()
+        other.step()
+    assert_same(fresh, large())
+
+
+def test_sparse_gradients() -> None:
+    def run(separate: bool) -> Tensor:
+        torch.manual_seed(0)
+        table = nn.Embedding(6, 3, sparse=True)
+        opt = gradaccum.wrap(torch.optim.SparseAdam(table.parameters()), steps=2, separate_sums=separate)
+        for indices in ([0, 1, 1], [1, 4, 0]) * 2:
+            table(torch.tensor(indices)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        return table.weight.detach()
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_one_buffer_more() -> None:
+    """Between two steps the sums alone live; the default holds them in ``.grad``."""
+    model = make_model()
+    opt = wrapped(model)
+    before_clear(model, opt, *PARTS[0])
+    assert all(each.grad is None for each in model.parameters())
+    assert len(opt.state_dict()["gradaccum"]["sums"]) == 4
+
+
+def two_over(model: nn.Module, **options: Any) -> tuple[AccumulatingOptimizer, AccumulatingOptimizer]:
+    """The second one has the last layer alone."""
+    shared = torch.optim.SGD(list(model.parameters())[2:], lr=0.1, momentum=0.9)
+    return wrapped(model, **options), gradaccum.wrap(shared, steps=4, separate_sums=True, **options)
+
+
+@pytest.mark.parametrize("on_overflow", ["skip_window", "drop_micro_batch"])
+def test_gradient_that_another_optimizer_took_is_missed_with_an_error(on_overflow: str) -> None:
+    """Bare optimizers would both see it. What each has summed stays."""
+    model = make_model()
+    first, second = two_over(model, on_overflow=on_overflow)
+    for x, y in PARTS:
+        mse(model, x, y).backward()
+        first.step()
+        with pytest.raises(UsageError, match=r"separate_sums: expected a backward pass since the step\(\) of another wrapped optimizer"):
+            second.step()
+    assert_same(model, large())
+    assert (first.result.optimizer_step, second.result.micro_step) == (1, 0)
+    mse(model, X, Y).backward()
+    second.step()
+    assert second.result.micro_step == 1
+
+
+def test_optimizers_of_one_parameter_may_take_turns() -> None:
+    model, other = make_model(), make_model()
+    first, second = two_over(model)
+    bare = torch.optim.SGD(list(other.parameters())[2:], lr=0.1, momentum=0.9)
+    for x, y in PARTS:  # The second one idles, though autograd delivers to its parameters.
+        mse(model, x, y).backward()
+        first.step()
+    for x, y in PARTS:
+        model.zero_grad()
+        mse(model, x, y).backward()
+        second.step()
+    other.load_state_dict(dict(zip(other.state_dict(), large(), strict=True)))
+    mse(other, X, Y).backward()
+    bare.step()
+    assert_same(model, list(other.parameters()))
+
+
+def test_discard_forgets_what_another_optimizer_took() -> None:
+    model = make_model()
+    first, second = two_over(model)
+    mse(model, *PARTS[0]).backward()
+    first.step()
+    second.discard()
+    second.step()  # A step without a gradient, as after zero_grad(): the user has said that nothing is missed.
+    assert second.result.micro_step == 1

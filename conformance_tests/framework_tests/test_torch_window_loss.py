@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +17,33 @@ from torch import Tensor
 
 import gradaccum
 import gradaccum_torch
-from conformance_tests.framework_tests.torch_window_loss import X, feed, loss_of, made, near
+from conformance_tests.framework_tests.torch_operations import Operations
+from gradaccum_torch import window as window_module
+from gradaccum_torch.statistics import as_told
+
+X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
+
+
+def made(**options: Any) -> tuple[torch.nn.Linear, Any]:
+    model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -0.5]]))
+    return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1), **{"steps": 2, **options})
+
+
+def loss_of(model: torch.nn.Module, rows: Tensor = X) -> Tensor:
+    return model(rows).square().mean()
+
+
+def feed(model: torch.nn.Module, opt: Any, *parts: Tensor) -> None:
+    for rows in parts:
+        opt.backward(loss_of(model, rows), weight=len(rows))
+        opt.step()
+        opt.zero_grad()
+
+
+def near(model: torch.nn.Module, rows: Tensor = X) -> object:
+    return pytest.approx(loss_of(model, rows).item(), rel=1e-13)
 
 
 def test_plain_backward_tells_nothing() -> None:
@@ -161,3 +190,89 @@ def test_plain_backward_before_a_closure(steps: int) -> None:
         opt.step(closure)
     assert opt.result.applied
     assert math.isnan(opt.result.loss)
+
+
+READ = "_local_scalar_dense"
+
+
+"""The operation that waits for a device."""
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses stay tensors, as those on an accelerator do."""
+    monkeypatch.setattr(window_module, "as_told", lambda loss: loss.detach().clone())
+
+
+@pytest.mark.parametrize("options", [{}, {"on_overflow": "ignore"}, {"reduction": "sum"}, {"reduction": "item_mean"}], ids=str)
+def test_losses_that_stay_on_their_device(on_device: None, options: dict[str, Any]) -> None:
+    """They are read in the one transfer at the window's end; without one, when the result is asked for."""
+    (model, opt), (other, plain) = made(**options), made(**options)
+    feed(model, opt, X[:2], X[2:], X[:4])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(window_module, "as_told", as_told)
+        feed(other, plain, X[:2], X[2:], X[:4], X[4:])
+    resumed = copy.deepcopy((model, opt))
+    opt.backward(loss_of(model, X[4:]), weight=2)
+    with Operations() as reads:
+        opt.step()
+    if options.get("on_overflow"):
+        assert READ not in reads.names
+    assert not opt._window._statistics.unread
+    with Operations() as reads:
+        loss, again = opt.result.loss, opt.result.loss
+    assert reads.names.count(READ) == (1 if options.get("on_overflow") else 0), "the copy has read the other one"
+    assert loss == again == pytest.approx(plain.result.loss, rel=1e-14)
+    feed(*resumed, X[4:])
+    assert resumed[1].result.loss == loss, "the copy has the losses of before"
+
+
+def test_next_loss_takes_the_same_memory() -> None:
+    """As in a captured CUDA graph, which writes every loss there."""
+
+    class Elsewhere(Tensor):
+        is_cpu = False  # type: ignore[assignment]
+
+    loss = torch.tensor(3.0).as_subclass(Elsewhere)
+    told = as_told(loss)
+    loss.fill_(5.0)
+    assert isinstance(told, Tensor)
+    assert told.item() == 3.0
+
+
+def through_state(model: Any, opt: Any) -> tuple[Any, Any]:
+    other, resumed = made()
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    return other, resumed
+
+
+def through_copy(model: Any, opt: Any) -> tuple[Any, Any]:
+    return copy.deepcopy((model, opt))
+
+
+def through_pickle(model: Any, opt: Any) -> tuple[Any, Any]:
+    loaded: tuple[Any, Any] = pickle.loads(pickle.dumps((model, opt)))
+    return loaded
+
+
+@pytest.mark.parametrize("way", [through_state, through_copy, through_pickle])
+def test_goes_on_elsewhere(way: Callable[..., tuple[Any, Any]]) -> None:
+    """In mid-window, and the last closed window's."""
+    model, opt = made()
+    feed(model, opt, X[:2], X[2:], X[:3])
+    other, resumed = way(model, opt)
+    assert resumed.result.loss == opt.result.loss
+    with torch.no_grad():
+        other.weight.copy_(model.weight)
+    expected = near(model)
+    feed(other, resumed, X[3:])
+    assert resumed.result.loss == expected
+
+
+def test_copy_in_the_midst_of_a_micro_batch() -> None:
+    model, opt = made()
+    feed(model, opt, X[:3])
+    opt.backward(loss_of(model, X[3:]), weight=3)
+    resumed = through_copy(model, opt)[1]
+    resumed.step()
+    assert resumed.result.loss == near(model)

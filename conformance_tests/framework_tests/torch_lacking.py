@@ -207,7 +207,7 @@ def scaler_unscales() -> None:
     import torch
 
     import gradaccum
-    from conformance_tests.framework_tests.torch_loss_scale_loop import Loop, state_of
+    from conformance_tests.framework_tests.test_torch_loss_scale import Loop, state_of
 
     class Looking(torch.amp.GradScaler):
         def look(self, optimizer: Any) -> Any:

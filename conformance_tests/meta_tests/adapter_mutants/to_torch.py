@@ -75,7 +75,7 @@ MUTANTS = (
         "miss_what_others_wrote_into_the_model",
         "        if strayed:\n            self._parameters.take_over()\n",
         "",
-        OWN + "test_torch_masters_outside.py::test_write_through_data_reaches_the_masters",
+        OWN + "test_torch_masters.py::test_write_through_data_reaches_the_masters",
     ),
     Mutant(
         "save_no_sum",
@@ -189,7 +189,7 @@ MUTANTS = (
         "leave_the_model_as_a_failed_call_left_it",
         "        if not destination.delivered:\n            before.put_back()\n        raise\n",
         "        raise\n",
-        OWN + "test_torch_large_batch_interrupted.py::test_error_leaves_everything",
+        OWN + "test_torch_large_batch_window.py::test_error_leaves_everything",
     ),
     Mutant(
         "divide_a_short_window_by_steps",
