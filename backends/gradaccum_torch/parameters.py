@@ -212,13 +212,13 @@ Pair = tuple[Tensor, Tensor]
 @torch.no_grad()
 def apart(pairs: Sequence[Pair]) -> Tensor | None:
     """True if a half-precision tensor differs from its rounded master or both are not finite: bool, shape ``()``; None without elements."""
-    local = [(half, wide) for half, wide in ((_local(half), _local(wide)) for half, wide in pairs) if half.numel()]
-    if not local:
+    parts = [(half, wide) for half, wide in ((local(half), local(wide)) for half, wide in pairs) if half.numel()]
+    if not parts:
         return None
-    if all(half.is_cpu for half, _ in local):
-        found = [bits_apart(half, wide) for half, wide in local]
+    if all(half.is_cpu for half, _ in parts):
+        found = [bits_apart(half, wide) for half, wide in parts]
     else:
-        found = [difference for chunk in _chunks(local) for difference in differences(chunk)]
+        found = [difference for chunk in _chunks(parts) for difference in differences(chunk)]
     return torch.stack([each.to(found[0].device) for each in found]).any()
 
 
@@ -244,9 +244,3 @@ def _chunks(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
         if elements >= CHUNK or index == len(pairs) - 1:
             yield pairs[first : index + 1]
             first, elements = index + 1, 0
-
-
-def _local(tensor: Tensor) -> Tensor:
-    own: Any = tensor.detach()
-    local: Tensor = own.to_local() if hasattr(own, "to_local") else own
-    return local

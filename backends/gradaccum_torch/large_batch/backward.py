@@ -20,6 +20,7 @@ from gradaccum_torch.large_batch.batch import (
     Shares,
     Split,
     Weight,
+    cat,
     evaluated,
     large_batch_loss,
     require_alone,
@@ -274,7 +275,7 @@ class Merged:
 
     def _finished(self, kind: str, so_far: Any, path: str) -> Tensor:
         if kind == "concatenate":
-            return _concatenated(so_far, path)
+            return cat(path, so_far)
         made: Tensor = kit.finished(kind, so_far, self._items, self._weight or 1.0)
         return made
 
@@ -305,10 +306,3 @@ def _joined(kind: str, so_far: Any, given: Tensor, path: str) -> Any:
         fix = "Reduce it to one shape in the loss function, or declare concatenate."
         raise kit.explain(ArgumentValueError, path, expected=f"the shape {tuple(so_far.shape)}", found=f"{tuple(given.shape)}", fix=fix)
     return kit.merged(kind, so_far, given, _OPS)
-
-
-def _concatenated(parts: list[Tensor], path: str) -> Tensor:
-    try:
-        return torch.cat(parts)
-    except RuntimeError as error:
-        raise kit.concatenate_error(path, f"shapes {sorted({tuple(part.shape) for part in parts})}") from error

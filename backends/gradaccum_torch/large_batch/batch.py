@@ -201,7 +201,11 @@ class Weights:
         if self.per_item is not None and cuts is not None:
             per_item = self.per_item
             return [math.fsum(per_item[cut.start : cut.stop]) for cut in cuts]
-        return [float(_known(number)) for number in items]
+        if None in items:
+            fix = "Write weight= a callable of the micro-batch that returns its number of items or tokens."
+            found = "a micro-batch of your own split whose leaves have several lengths"
+            raise kit.explain(ArgumentValueError, "weight", expected="a weight that can be counted", found=found, fix=fix)
+        return [float(number) for number in items if number is not None]
 
 
 def _per_item(given: Any, items: int | None) -> list[float]:
@@ -217,7 +221,9 @@ def _checked(weights: list[Any]) -> list[float]:
     tensors = [place for place, value in enumerate(weights) if isinstance(value, Tensor)]
     for place in tensors:
         if weights[place].numel() != 1 or weights[place].is_complex():
-            raise _no_number_error(weights[place])
+            fix = "Return one number per micro-batch: weight=lambda x, mask: mask.sum()."
+            found = f"a tensor of shape {tuple(weights[place].shape)} and {weights[place].dtype}"
+            raise kit.explain(ArgumentValueError, "weight", expected="a callable that returns a number", found=found, fix=fix)
         if weights[place].requires_grad:
             raise kit.moving_weight_error("Return weight.detach(), if the loss function divides by a detached number too.")
     if tensors:
@@ -227,22 +233,11 @@ def _checked(weights: list[Any]) -> list[float]:
     return [kit.require_weight(value) for value in weights]
 
 
-def _no_number_error(given: Tensor) -> GradAccumError:
-    fix = "Return one number per micro-batch: weight=lambda x, mask: mask.sum()."
-    found = f"a tensor of shape {tuple(given.shape)} and {given.dtype}"
-    return kit.explain(ArgumentValueError, "weight", expected="a callable that returns a number", found=found, fix=fix)
-
-
-def _known(number: int | None) -> int:
-    if number is None:
-        raise _unknown_items_error()
-    return number
-
-
-def _unknown_items_error() -> GradAccumError:
-    fix = "Write weight= a callable of the micro-batch that returns its number of items or tokens."
-    found = "a micro-batch of your own split whose leaves have several lengths"
-    return kit.explain(ArgumentValueError, "weight", expected="a weight that can be counted", found=found, fix=fix)
+def cat(path: str, parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate what the micro-batches returned in one leaf."""
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise kit.concatenate_error(path, f"shapes {sorted({tuple(part.shape) for part in parts})}")
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 # The loss of a micro-batch as it is returned, and that of the large batch as the core weighs it.

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradaccum import ArgumentTypeError, AutoMicroBatchSize, UsageError
 from gradaccum.kit import Division, Leaf, Nest, concatenate_error, explain, leaves_of, make_division, with_leaves
 from gradaccum_torch.large_batch.auto import has_nothing_to_share, run_divided, share_nothing
-from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split, Weight, evaluated, require_alone, require_function
+from gradaccum_torch.large_batch.batch import LargeBatch, MicroBatch, Split, Weight, cat, evaluated, require_alone, require_function
 from gradaccum_torch.large_batch.gradients import Gradients, InWindow, delivering, require_coupled_optimizer, touched_error
 from gradaccum_torch.large_batch.replay import Before, Buffers, RandomState, reached_by
 from gradaccum_torch.optimizer import AccumulatingOptimizer
@@ -232,7 +232,7 @@ class Outputs:
         for path, parts in zip(self._paths, zip(*self._parts, strict=True), strict=True):
             lengths = [0, *map(len, parts)]
             self._edges.append([sum(lengths[: place + 1]) for place in range(len(lengths))])
-            leaf = _concatenated(path, parts)
+            leaf = cat(path, parts)
             self._leaves.append(leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex()))
         self._parts.clear()
         return with_leaves(self._nest, iter(self._leaves))
@@ -280,12 +280,6 @@ def _rows(leaf: Leaf) -> Tensor:
     if leaf.value.dim() == 0:
         raise concatenate_error(leaf.path, "a scalar")
     return leaf.value
-
-
-def _concatenated(path: str, parts: tuple[Tensor, ...]) -> Tensor:
-    if len({part.shape[1:] for part in parts}) > 1:
-        raise concatenate_error(path, f"shapes {sorted({tuple(part.shape) for part in parts})}")
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _differs(first: Tensor, again: Tensor) -> Any:
