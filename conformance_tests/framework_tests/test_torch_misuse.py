@@ -57,16 +57,6 @@ def test_wrong_objects_are_refused() -> None:
         gradaccum.wrap(torch.optim.SGD(make_model().parameters(), lr=0.5), steps=2, accumulate_dtype=torch.int64)
 
 
-def test_step_without_backward_is_refused() -> None:
-    model = make_model()
-    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2, loss_scale=8.0)
-    with pytest.raises(gradaccum.UsageError, match=r"step\(\) without opt\.backward"):
-        opt.step()
-    opt.backward(loss_of(model), weight=0)
-    opt.step()
-    assert opt.result.micro_step == 1
-
-
 SCALES = {"none": {}, "static": {"loss_scale": 8.0}, "scaler": {"loss_scale": torch.amp.GradScaler("cpu", init_scale=8.0)}}
 
 

@@ -61,49 +61,21 @@ TAMPERINGS = list(CAUSES)
 BUFFERS: list[dict] = [{}, {"accumulate_dtype": "float64"}, {"on_overflow": "drop_micro_batch"}]
 
 
-@pytest.mark.parametrize(("options", "side"), [(options, side) for options in BUFFERS for side in ("left", "right")])
-@pytest.mark.parametrize("tamper", [clip, assign])
-@pytest.mark.parametrize("when", ["before the first step", "before the last step"])
-def test_change_before_step_is_caught(options: dict, tamper: Callable[[nn.Module], None], side: str, when: str) -> None:
-    model, opt = make(**options)
-    if when == "before the last step":
-        model(X, side).backward()
-        opt.step()
-    model(X, side).backward()
-    tamper(model)
-    before = opt.result
-    with pytest.raises(gradaccum.UsageError, match=CAUSES[tamper]):
-        opt.step()
-    assert opt.result == before
-    opt.discard()
-    for _ in range(2):
-        model(X, side).backward()
-        opt.step()
-    assert opt.result.applied
-
-
 @pytest.mark.parametrize("tamper", TAMPERINGS)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_change_after_step_is_caught(tamper: Callable[[nn.Module], None], side: str) -> None:
-    model, opt = make()
-    model(X, side).backward()
-    opt.step()
+@pytest.mark.parametrize("counted", [1, 2])
+def test_change_after_step_is_caught(tamper: Callable[[nn.Module], None], side: str, counted: int) -> None:
+    model, opt = make(steps=3)
+    for _ in range(counted):
+        model(X, side).backward()
+        opt.step()
     tamper(model)
+    for call in (opt.flush, opt.state_dict) if counted > 1 else ():
+        with pytest.raises(gradaccum.UsageError, match=r"opt\.discard\(\)"):
+            call()
     model(X, side).backward()
     with pytest.raises(gradaccum.UsageError, match=r"opt\.discard\(\)"):
         opt.step()
-
-
-@pytest.mark.parametrize("tamper", TAMPERINGS)
-def test_change_is_caught_by_flush_and_saving(tamper: Callable[[nn.Module], None]) -> None:
-    model, opt = make(steps=3)
-    for _ in range(2):
-        model(X, "left").backward()
-        opt.step()
-    tamper(model)
-    for call in (opt.flush, opt.state_dict):
-        with pytest.raises(gradaccum.UsageError, match=CAUSES[tamper]):
-            call()
 
 
 @pytest.mark.parametrize(("options", "micro_batches"), [({"steps": 1}, 1), ({"steps": 2, "reduction": "sum"}, 2)])

@@ -58,20 +58,35 @@ def windows(model: nn.Module, opt: Any, number: int) -> None:
         opt.zero_grad()
 
 
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+
+
+def assign(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+
+
 @by_place
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("micro_batch", [0, 2])
-def test_clip_is_seen_without_the_smallest(place: str, after: int, micro_batch: int) -> None:
-    """The smallest parameter has no gradient."""
+@pytest.mark.parametrize("change", [clip, assign])
+def test_clip_is_seen_without_the_smallest(place: str, after: int, micro_batch: int, change: Callable[[nn.Module], None]) -> None:
+    """The smallest parameter has no gradient. What was accumulated stays until `discard`."""
     model, opt = make(place)
     windows(model, opt, after)
     for _ in range(micro_batch):
         loss_of(model).backward()
         opt.step()
     loss_of(model).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
-    with pytest.raises(gradaccum.UsageError, match="clip_norm="):
+    change(model)
+    before = opt.result
+    with pytest.raises(gradaccum.UsageError):
         opt.step()
+    assert opt.result == before
+    opt.discard()
+    windows(model, opt, 1)
+    assert opt.result.applied
 
 
 @pytest.mark.parametrize("after", [0, 2])
