@@ -31,10 +31,8 @@ def main() -> None:
         if arguments in ([], ["--help"]):
             print(HELP)
             return
-        sys.exit(
-            f"gradaccum: its commands need the package {error.name!r}. Run: pip install 'gradaccum[conformance]', which brings pytest, "
-            "hypothesis, rich, typer, matplotlib and scikit-learn (or: gradaccum doctor)"
-        )
+        brought = ", ".join(need.package for need in doctor.requirements_of("gradaccum") if need.extra == "conformance")
+        sys.exit(f"gradaccum: its commands need {error.name!r}. Run: pip install 'gradaccum[conformance]', which brings {brought}")
     cli.main()
 
 

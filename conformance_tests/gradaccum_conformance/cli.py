@@ -17,36 +17,51 @@ from gradaccum.doctor import main as run_doctor
 from gradaccum_conformance.demo.command import run_demo
 from gradaccum_conformance.report.command import run_conformance
 
-app = typer.Typer(name="gradaccum", no_args_is_help=True, add_completion=False, help="Gradient accumulation, shown and proven.")
+app = typer.Typer(
+    name="gradaccum",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # rich's help shows a flag as `--deep <bool>`
+    help="Gradient accumulation, shown and proven. `gradaccum --version` prints the version.",
+)
 
 Backends = Annotated[
-    list[str], typer.Option("--backend", help="Run this backend only; repeat the option for several. Default: every installed backend.")
+    list[str],
+    typer.Option(
+        "--backend", metavar="NAME", help="Run this backend only; repeat the option for several. Default: every installed backend."
+    ),
 ]
 
 
 @app.command()
 def demo(
     backend: Backends = [],  # noqa: B006
-    out: Annotated[Path, typer.Option(help="Folder for the loss curves and the results.")] = Path("gradaccum-demo"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the loss curves and the results.")] = Path("gradaccum-demo"),
 ) -> None:
-    """Train on handwritten digits in every installed framework: with large batches, with accumulation, with the naive loop."""
+    """Train on digits in every installed framework.
+
+    With large batches, with accumulation, with the naive loop.
+    """
     _finish(lambda: run_demo(Console(), backend, out))
 
 
 @app.command()
 def conformance(
     backend: Backends = [],  # noqa: B006
-    report: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("gradaccum-conformance"),
+    report: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the report.")] = Path("gradaccum-conformance"),
     deep: Annotated[bool, typer.Option("--deep", help="Test every combination and longer sequences; takes tens of minutes.")] = False,
 ) -> None:
-    """Test that accumulated gradients equal the large batch's in every installed framework, and write a report."""
+    """Test that accumulated gradients equal the large batch's.
+
+    In every installed framework, with a report.
+    """
     _finish(lambda: run_conformance(Console(), backend, report, deep=deep))
 
 
 @app.command()
 def doctor(
     backend: Backends = [],  # noqa: B006
-    limit: Annotated[float, typer.Option(help="Seconds for the import of one backend.")] = LIMIT,
+    limit: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds for the import of one backend.")] = LIMIT,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Name what is wrong with this environment, and what mends it. Also runs where no other command does."""

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+
+def require_folder(folder: Path, option: str) -> None:
+    """Make `folder`, which `option` names. If nothing can be written to it, end the command in one line, with exit code 2."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        print(f"gradaccum: cannot write to {folder}: {error.strerror}. Name another folder: {option} FOLDER", file=sys.stderr)
+        sys.exit(2)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -84,7 +84,7 @@ def test_version_and_help_need_no_package(
 
 def test_command_names_the_missing_extra(without_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gradaccum", "demo"])
-    with pytest.raises(SystemExit, match=r"'typer'.*gradaccum\[conformance\].*matplotlib"):
+    with pytest.raises(SystemExit, match=r"'typer'.*gradaccum\[conformance\].*jinja2, matplotlib.*pytest.*typer$"):
         command_line.main()
 
 
@@ -94,6 +94,24 @@ def test_doctor_gets_its_options() -> None:
     found = json.loads(output)
     assert [one["backend"] for one in found["probes"]] == ["numpy"]
     assert exit_code == (0 if found["healthy"] else 1)
+
+
+@pytest.mark.parametrize(("name", "option"), [("demo", "--out"), ("conformance", "--report")])
+def test_folder_that_cannot_be_written(name: str, option: str, tmp_path: Path) -> None:
+    """It is one line, before anything runs."""
+    (tmp_path / "file").touch()
+    exit_code, output = invoke(name, option, str(tmp_path / "file" / "folder"))
+    assert exit_code == 2
+    assert output.startswith(f"gradaccum: cannot write to {tmp_path}")
+    assert output.endswith(f"Name another folder: {option} FOLDER\n")
+    assert output.count("\n") == 1
+
+
+def test_flags_take_no_value() -> None:
+    for name in ("demo", "conformance", "doctor"):
+        flags = [line.split("  ")[1] for line in invoke(name, "--help")[1].splitlines() if line.startswith("  --")]
+        assert {"--help", "--backend NAME"} <= set(flags), flags
+        assert not [flag for flag in flags if "<" in flag]
 
 
 @pytest.mark.parametrize("name", ["demo", "conformance"])

@@ -12,7 +12,7 @@ from rich.text import Text
 from gradaccum_conformance.demo.curves import Curve, curves_of, problem_of
 from gradaccum_conformance.demo.plot import write_plot
 from gradaccum_conformance.demo.table import CAPTION, make_table
-from gradaccum_conformance.output import write_json
+from gradaccum_conformance.output import require_folder, write_json
 from gradaccum_conformance.progress import run_with_progress
 from gradaccum_conformance.runner import Ended, Job
 from gradaccum_conformance.selection import install_command, select_backends
@@ -29,8 +29,10 @@ def run_demo(console: Console, backends: Sequence[str], out: Path) -> bool:
 
     Raises:
         BackendNotFoundError: a name that no backend has.
+        SystemExit: nothing can be written to `out`.
     """
     selection = select_backends(backends, leave_out={REFERENCE})
+    require_folder(out, "--out")
     for name in selection.missing:
         console.print(Text(f"{name} is not installed. Run: {install_command(name)}", style="yellow"))
     ended = run_with_progress([_job(name, out) for name in selection.chosen], console, total="epochs", each="epoch")

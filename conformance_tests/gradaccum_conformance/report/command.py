@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from gradaccum_conformance.output import write_json
+from gradaccum_conformance.output import require_folder, write_json
 from gradaccum_conformance.progress import run_with_progress
 from gradaccum_conformance.report.page import write_page
 from gradaccum_conformance.report.results import results_of
@@ -27,8 +27,10 @@ def run_conformance(console: Console, backends: Sequence[str], directory: Path, 
 
     Raises:
         BackendNotFoundError: a name that no backend has.
+        SystemExit: nothing can be written to `directory`.
     """
     selection = select_backends(backends)
+    require_folder(directory, "--report")
     jobs = [_job(name, directory, deep) for name in selection.chosen]
     results = tuple(map(results_of, run_with_progress(jobs, console, total="tests", each="test")))
     passed = all(backend.passed for backend in results) and not selection.failed
