@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import mindspore as ms
 import numpy as np
@@ -16,7 +16,7 @@ from mindspore import Tensor
 from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, UsageError
-from gradaccum.kit import explain, require_weight
+from gradaccum.kit import explain, given_weight, make_options, require_denominator, require_denominator_allowed, require_weight
 from gradaccum_mindspore.sums import DType, Gradients, Number, Shape
 
 Weight: TypeAlias = Number | None
@@ -91,10 +91,7 @@ def check_shape_and_dtype(name: str, shape: Shape, dtype: str, expected_shape: S
         raise _gradient_error(name, f"dtype {expected_dtype}", f"dtype {dtype}")
 
 
-def weight_as_number(weight: Weight) -> float:
-    """Return the weight of a micro-batch as a float; None is 1."""
-    if weight is None:
-        return 1.0
+def weight_as_number(weight: Number) -> float:
     if isinstance(weight, Tensor):
         require_one_number(weight.size, weight.shape)
         weight = weight.asnumpy().item()
@@ -161,6 +158,20 @@ def check_compiled_weight(weight: object) -> None:
     """Check a weight that is a number, a constant of compiled code. A length that only the running program knows comes as None."""
     if weight is not None:
         require_weight(weight)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_compiled_no_weight(reduction: Any) -> None:
+    given_weight(None, reduction)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def check_compiled_denominator(denominator: object, by_caller: bool, has_noise: bool) -> None:
+    """Check the denominator of a flush, while compiling. A number that only the running program knows comes as None."""
+    options = make_options(None if by_caller else 2, noise_scale=has_noise)
+    require_denominator_allowed(options)
+    if denominator is not None:
+        require_denominator(denominator, options)
 
 
 @constexpr  # type: ignore[untyped-decorator]

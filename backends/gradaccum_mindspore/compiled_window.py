@@ -69,6 +69,8 @@ class Notes(nn.Cell):  # type: ignore[misc]
     applied: Parameter
     apply: Parameter
     """bool: `applied`, as a condition."""
+    denominator: Parameter
+    """Of ``flush(denominator=...)``."""
 
     def __init__(self, float_dtype: DType) -> None:
         super().__init__(auto_prefix=False)
@@ -76,7 +78,7 @@ class Notes(nn.Cell):  # type: ignore[misc]
         number = next(NUMBERS)
         self.add("loss_scale", Tensor(1.0, ms.float32), number)
         self.add("terms", Tensor(kit.encode_terms(kit.Terms("mean", "skip_window", "unused", 1)), ms.int32), number)
-        for field in ("weight", "norm", "divisor", "grad_norm"):
+        for field in ("weight", "norm", "divisor", "grad_norm", "denominator"):
             self.add(field, Tensor(0.0, float_dtype), number)
         for field in ("before", "measured", "overflow", "applied", "apply"):
             self.add(field, Tensor(False), number)
@@ -93,6 +95,9 @@ class Notes(nn.Cell):  # type: ignore[misc]
 
     def write_terms(self, terms: Parameter) -> Tensor:
         return ops.assign(self.terms, terms)
+
+    def write_denominator(self, denominator: Tensor) -> Tensor:
+        return ops.assign(self.denominator, denominator)
 
     def state(self) -> Fields:
         """Return the noted fields as a state; no decision reads the other fields, which are zero."""
@@ -193,6 +198,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.measures, self.measures_noise = kit.measures(options), options.noise_decay is not None
         # The compiler cannot follow a function or an object inside a named tuple.
         self.options = exact_in(storage.float_dtype, options._replace(steps=None, scaler=None))
+        self.dividing = self.options._replace(reduction="item_mean") if options.reduction == "sum" else self.options
+        self.closing = (options.steps is None, options.noise_decay is not None)
         self.float_dtype = storage.float_dtype
         self.scale_moves = options.scale_rule._replace(init_scale=1.0) != kit.ScaleRule()
         self.true = Tensor(True)
@@ -299,6 +306,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     def adds_certainly(self, weight: Weight) -> bool:
         """True if the micro-batch is added whatever it holds, and its weight is a constant of the program; so is the answer."""
+        if weight is None:
+            checks.check_compiled_no_weight(self.options.reduction)
         if self.options.on_overflow == "drop_micro_batch":
             return False
         if weight is None:
@@ -379,37 +388,46 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             self.storage.knowledge.compiled_see_first(self.packed(), self.storage.weight, self.storage.loss_scale)
         return True
 
-    def close(self, update: Update, untold: bool) -> bool:
+    def close(self, update: Update, untold: bool, divided: bool = False) -> bool:
         """End the window: make the `update` with its gradients, or not at all.
 
-        `untold`: certainly some micro-batch of the window did not tell its loss.
+        `untold`: certainly some micro-batch of the window did not tell its loss. `divided`: the denominator was noted.
         """
         if self.workers is not None:
             self.workers.compiled_join()
-        return self.close_joined(update, untold)
+        return self.close_joined(update, untold, divided)
 
-    def close_joined(self, update: Update, untold: bool) -> bool:
-        self.note_decision()
+    def close_joined(self, update: Update, untold: bool, divided: bool = False) -> bool:
+        self.note_decision(divided)
         self.apply(update)
-        return self.finish(untold)
+        return self.finish(untold, divided)
 
-    def note_decision(self) -> bool:
-        notes = self.notes
+    def ending(self, state: Fields, divided: bool) -> Fields:
+        """Return the state by which the window is divided, with `options_of`."""
+        if divided:
+            state, _ = kit.with_denominator(state, self.notes.denominator.value(), self.dividing, where)
+        return state
+
+    def options_of(self, divided: bool) -> Options:
+        return self.dividing if divided else self.options
+
+    def note_decision(self, divided: bool) -> bool:
+        notes, options = self.notes, self.options_of(divided)
         notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
         if self.calls_steps and self.workers is None:
             notes.write_terms(self.storage.terms)
         if not self.measures:
             state, sound = self.sized(notes.state())
-            return notes.write_decision(*kit.decide(state, self.nan, sound, self.options, where, self.storage.largest))
+            return notes.write_decision(*kit.decide(self.ending(state, divided), self.nan, sound, options, where, self.storage.largest))
         norm, right = sums.compiled_measure(self.packed(), self.float_dtype)
         notes.write_measure(norm, right)
         self.measure_again()
         state, sound = self.sized(notes.state())
-        norm = notes.norm.value()
-        finite = self.fits(state, ops.isfinite(norm))
+        norm, state = notes.norm.value(), self.ending(state, divided)
+        finite = self.fits(state, ops.isfinite(norm), options)
         if self.calls_steps:
             finite = finite & sound
-        apply, overflow, divides, grad_norm = kit.decide(state, norm, finite, self.options, where, self.storage.largest)
+        apply, overflow, divides, grad_norm = kit.decide(state, norm, finite, options, where, self.storage.largest)
         return notes.write_decision(apply, overflow, divides, grad_norm)
 
     def measure_again(self) -> bool:
@@ -432,9 +450,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             return (micro_step, optimizer_step, skipped, weight, overflow, loss_scale, tracker), sound
         return state, self.true
 
-    def fits(self, state: Fields, finite: Tensor) -> Tensor:
+    def fits(self, state: Fields, finite: Tensor, options: Options) -> Tensor:
         if self.storage.narrowed:
-            divides = kit.divisor(state, self.options, where)
+            divides = kit.divisor(state, options, where)
             finite = finite & sums.compiled_fits(self.storage.sums, self.handed_over(divides), self.storage.handed)
         return finite
 
@@ -443,12 +461,12 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
             update(self.gradients(self.notes.divisor.value()))
         return True
 
-    def finish(self, untold: bool) -> bool:
+    def finish(self, untold: bool, divided: bool = False) -> bool:
         """Clear the sums, assign the state after the window and its last event; `untold` as for `close`."""
         notes = self.notes
         apply, overflow = notes.applied & self.true, notes.overflow & self.true
         before, grad_norm = self.read(), notes.grad_norm.value()
-        loss, noise = self.storage.knowledge.compiled_after(before, grad_norm)
+        loss, noise = self.storage.knowledge.compiled_after(before, grad_norm, self.ending(before, divided), self.options_of(divided))
         if untold and self.workers is None:
             loss = self.unknown
         after = kit.close(before, apply, overflow, self.options, where)
@@ -459,11 +477,15 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.write_empty(self.event(apply, apply == False, overflow, grad_norm))  # noqa: E712
         return self.write_counters(after)
 
-    def flush(self, update: Update) -> Tensor:
+    def flush(self, update: Update, denominator: Weight = None) -> Tensor:
         """Close the open window; returns whether there was one, a bool Tensor of shape ()."""
+        divided = denominator is not None
+        if divided:
+            checks.check_compiled_denominator(None if isinstance(denominator, Tensor) else denominator, *self.closing)
+            self.notes.write_denominator(self.amount(denominator))
         is_open = self.storage.micro_step.value() > 0
         if is_open:
-            self.close(update, False)
+            self.close(update, False, divided)
         return is_open
 
     def discard(self) -> bool:

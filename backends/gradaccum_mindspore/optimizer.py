@@ -24,7 +24,7 @@ from gradaccum_mindspore.parameters import Optimizer, turn_to_masters
 from gradaccum_mindspore.private import OwnPhase, is_graph_mode, refuse_trace
 from gradaccum_mindspore.state import Storage, window_size
 from gradaccum_mindspore.sums import Gradients
-from gradaccum_mindspore.update import Update, inner_scale, with_inner_scale
+from gradaccum_mindspore.update import Update, inner_scale, require_unwrapped, with_inner_scale
 from gradaccum_mindspore.window import PyNativeWindow
 from gradaccum_mindspore.workers.group import SharedWindow, WorkerGroup, part, place, refuse_compiled_flush, share
 
@@ -33,7 +33,10 @@ FIXED = ("options", "inner", "storage", "compiled_window", "pynative_window", "u
 
 
 class Flush(nn.Cell):  # type: ignore[misc]
-    """``optimizer.flush()``: close the open window, however few micro-batches it holds; nothing if it holds none."""
+    """``optimizer.flush()``: close the open window, however few micro-batches it holds; nothing if it holds none.
+
+    ``optimizer.flush(denominator=n)``, with ``steps=None``, divides the window's sum by n, in place of its weight.
+    """
 
     def __init__(self, compiled_window: CompiledWindow, pynative_window: PyNativeWindow, update: Update) -> None:
         super().__init__(auto_prefix=False)
@@ -41,19 +44,28 @@ class Flush(nn.Cell):  # type: ignore[misc]
         self.pynative_window = pynative_window
         self.update = update
 
-    def __call__(self) -> bool | Tensor:
-        """Close the window from Python; returns whether there was one."""
+    def __call__(self, denominator: Weight = None) -> bool | Tensor:
+        """Close the window from Python; returns whether there was one.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: `denominator` is no finite number > 0, or windows close by themselves.
+        """
         refuse_trace()
         self.pynative_window.require_whole()
-        compiled = is_graph_mode() and self.compiled_window.workers is None
-        flush = super().__call__ if compiled else partial(self.pynative_window.flush, self.update)
-        closed: bool | Tensor = self.compiled_window.storage.listening.after(0, flush)
+        storage, divides = self.compiled_window.storage, None
+        if denominator is not None:
+            plain = denominator.item() if isinstance(denominator, Tensor) else denominator
+            divides = kit.require_denominator(plain, storage.options)
+        flush = partial(self.pynative_window.flush, self.update, divides)
+        if is_graph_mode() and self.compiled_window.workers is None:
+            flush = partial(super().__call__, *(() if divides is None else (Tensor(divides, storage.float_dtype),)))
+        closed: bool | Tensor = storage.listening.after(0, flush)
         return closed
 
-    def construct(self) -> Tensor:
+    def construct(self, denominator: Weight = None) -> Tensor:
         if self.compiled_window.workers is not None:
             refuse_compiled_flush()
-        return self.compiled_window.flush(self.update)
+        return self.compiled_window.flush(self.update, denominator)
 
 
 class Discard(nn.Cell):  # type: ignore[misc]
@@ -89,6 +101,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
 
     def __init__(self, inner: Optimizer, options: Options, name: str = "gradaccum", *, data_parallel: bool = False) -> None:
         nn.Cell.__init__(self, auto_prefix=False)
+        require_unwrapped(inner)
         if options.master_weights:
             # The inner optimizer's parameters will be the masters; users go on differentiating by the model's.
             self.parameters = ParameterTuple(inner.parameters)
@@ -165,7 +178,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
 
     def _take(self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss) -> bool | Tensor:
         ordered = gradients_by_position(gradients, self.storage.specs, self.storage.names)
-        amount, told = weight_as_number(weight), None if loss is None else loss_as_number(loss)
+        amount = weight_as_number(kit.given_weight(weight, self.options.reduction))
+        told = None if loss is None else loss_as_number(loss)
         if is_graph_mode():
             ordered = without_none(ordered, self.storage.specs)
             dtype = self.storage.float_dtype

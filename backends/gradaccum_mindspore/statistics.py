@@ -77,9 +77,10 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
     def see_first(self, state: State, norm: float) -> None:
         self._assign(self.noise, (*kit.first_seen(self.noise.tolist()[:4], state, norm, kit.select), 1.0))
 
-    def after(self, state: State, grad_norm: float) -> Known:
+    def after(self, state: State, grad_norm: float, ending: State, options: Options) -> Known:
+        """Return what is known after a window of `state`; `ending` and `options` say what its sum is divided by."""
         total, told, _ = self.loss.tolist()
-        loss = kit.window_loss(total if told == state.weight else math.nan, state, self.options, kit.select)
+        loss = kit.window_loss(total if told == state.weight else math.nan, ending, options, kit.select)
         if not self.has_noise:
             return Known((0.0, 0.0, loss), None)
         *noise, firsts = self.noise.tolist()
@@ -118,11 +119,11 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         part = loss if weight is None else kit.contribution(weight, self.options) * loss
         return ops.stack((part, self.one if weight is None else weight, self.zero))
 
-    def compiled_after(self, state: Fields, grad_norm: Tensor) -> tuple[Tensor, Tensor | None]:
+    def compiled_after(self, state: Fields, grad_norm: Tensor, ending: Fields, options: Options) -> tuple[Tensor, Tensor | None]:
         _, _, _, weight, _, _, _ = state
         value = self.loss.value()
         total = where(value[1] == weight, value[0], self.nan)
-        loss = where(weight > 0, kit.window_loss(total, state, self.options, where), self.nan)
+        loss = where(weight > 0, kit.window_loss(total, ending, options, where), self.nan)
         noise = None
         if self.has_noise:
             seen = self.noise.value()

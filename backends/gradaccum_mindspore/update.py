@@ -1,4 +1,8 @@
-"""The inner optimizer's call, the rounding of masters after it, and its own loss scale.
+"""The inner optimizer's call, which is the update's alone; the rounding of masters after it; and its own loss scale.
+
+While a wrapper lives, a call of its inner optimizer from Python is refused: a loop that goes on calling it would accumulate nothing.
+MindSpore's hooks are compiled too, so the inner optimizer gets a class of its own, with another ``__call__``. Compiled code calls
+``construct``: there nobody notices.
 
 `mindspore.nn.SGD(..., loss_scale=1024.0)` divides each gradient it is handed by 1024. That is one half of MindSpore's pair for a static
 scale; the other half, `mindspore.amp.FixedLossScaleManager` or ``sens=``, multiplies the loss. So it counts as the loss scale here, and
@@ -7,12 +11,15 @@ norms are norms of the true gradient. The inner optimizer gets the window's grad
 
 from __future__ import annotations
 
+import gc
 from functools import cache
+from typing import Any
+from weakref import ref
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
-from gradaccum import ArgumentValueError, UsageError
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, ScaleRule, explain
 from gradaccum_mindspore.parameters import Masters, Optimizer
 from gradaccum_mindspore.sums import Gradients
@@ -38,6 +45,50 @@ IN_PLACE = ("mindspore.mint.optim.sgd.SGD", "mindspore.mint.optim.adam.Adam")
 """They write parameters by ``Parameter.add_``."""
 
 
+GUARD = "_gradaccum_guard"
+
+
+class Guard:
+    """The wrapper's hold on its inner optimizer."""
+
+    def __init__(self, inner: Optimizer, update: Update) -> None:
+        self.inner, self.update = ref(inner), ref(update)
+
+
+def require_unwrapped(inner: Optimizer) -> None:
+    """Raise unless no living wrapper has `inner`."""
+    for search in (lambda: None, gc.collect):  # Cells are in cycles.
+        search()
+        if update_of(inner) is None:
+            return
+    expected, found = "one that no living wrapper has", f"{type(inner).__name__}, which an earlier gradaccum.wrap has wrapped"
+    fix = "Use the optimizer that gradaccum.wrap returned first, or delete it (del opt) before you wrap again."
+    raise explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix)
+
+
+def update_of(inner: Optimizer) -> Update | None:
+    """Return the update of the living wrapper of `inner`, if it has one; a copy of an inner optimizer has none."""
+    guard = vars(inner).get(GUARD)
+    return guard.update() if guard is not None and guard.inner() is inner else None
+
+
+def guard(inner: Optimizer, update: Update) -> None:
+    kind = type(inner)
+    if GUARD not in vars(inner):
+        names = {"__call__": _call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        object.__setattr__(inner, "__class__", type(kind.__name__, (kind,), names))
+    object.__setattr__(inner, GUARD, Guard(inner, update))
+
+
+def _call(inner: Optimizer, *gradients: Any, **named: Any) -> Any:
+    update, name = update_of(inner), type(inner).__name__
+    if update is not None and not update.runs:
+        expected, found = "a call of the wrapped optimizer, which alone knows when a window ends", f"one of the inner {name}"
+        fix = f"Write optimizer = gradaccum.wrap(nn.{name}(...), ...), so that one name is left, and call that."
+        raise explain(UsageError, "optimizer(gradients)", expected=expected, found=found, fix=fix)
+    return super(type(inner), inner).__call__(*gradients, **named)
+
+
 class Update(nn.Cell):  # type: ignore[misc]
     """Calls the inner optimizer once and, if there are masters, rounds them into the model."""
 
@@ -46,7 +97,19 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.inner = inner
         self.masters = masters
         self.rounds = len(masters.masters) > 0
+        self.runs = False
+        """True while the inner optimizer is called here, from Python."""
+        guard(inner, self)
         self.in_place = any(f"{kind.__module__}.{kind.__name__}" in IN_PLACE for kind in type(inner).__mro__)
+
+    def __call__(self, gradients: Gradients) -> bool:
+        """Make the update, from Python."""
+        object.__setattr__(self, "runs", True)
+        try:
+            made: bool = super().__call__(gradients)
+        finally:
+            object.__setattr__(self, "runs", False)
+        return made
 
     def require_in_place(self) -> None:
         if self.in_place and not adds_in_place(ms.get_context("device_target")):

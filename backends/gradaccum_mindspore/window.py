@@ -87,19 +87,23 @@ class PyNativeWindow:
         self.storage.push_size(kit.code_of(size))
         return size
 
-    def close(self, state: State, update: Update) -> None:
-        """End the window: make the `update` with its gradients, or not at all.
+    def close(self, state: State, update: Update, denominator: float | None = None) -> None:
+        """End the window: make the `update` with its gradients, divided by `denominator` if one is given, or not at all.
 
         If this raises before the inner optimizer is called, the window is open as before, and ``flush`` makes its update. If the inner
         optimizer raises, each further call raises until ``discard``, or until a checkpoint is loaded. Otherwise the window is closed.
         """
-        decision = self.decision(state)
-        self.carry_out(state, decision, self.storage.knowledge.after(state, decision.grad_norm), update)
+        ending, options = state, self.options
+        if denominator is not None:
+            fields, options = kit.with_denominator(state, denominator, options, kit.select)
+            ending = kit.at_rest(State(*fields), float64_weight=self.storage.float_dtype == ms.float64)
+        decision = self.decision(ending, options)
+        self.carry_out(state, decision, self.storage.knowledge.after(state, decision.grad_norm, ending, options), update)
         self.storage.listening.window_ended(state)
 
-    def decision(self, state: State) -> Decision:
-        norm, finite = self.measure(state) if kit.measures(self.options) else (math.nan, True)
-        return Decision(*kit.decide(state, norm, finite, self.options, kit.select, self.storage.largest))
+    def decision(self, ending: State, options: Options) -> Decision:
+        norm, finite = self.measure(ending, options) if kit.measures(options) else (math.nan, True)
+        return Decision(*kit.decide(ending, norm, finite, options, kit.select, self.storage.largest))
 
     def carry_out(self, state: State, decision: Decision, known: Known, update: Update) -> None:
         """Make the update, if that was decided, and end the window; `known` of it from now on."""
@@ -115,13 +119,13 @@ class PyNativeWindow:
             self.finish(state, decision, known)
             raise
 
-    def measure(self, state: State) -> tuple[float, bool]:
+    def measure(self, ending: State, options: Options) -> tuple[float, bool]:
         norm, finite = measure(self.storage.sums, self.storage.float_dtype)
-        return norm, finite and self.fits(state, norm)
+        return norm, finite and self.fits(ending, options, norm)
 
-    def fits(self, state: State, norm: float) -> bool:
+    def fits(self, ending: State, options: Options, norm: float) -> bool:
         """True if the divided sums, not yet clipped, are finite in the inner optimizer's dtypes; `norm` is the sums'."""
-        divides = kit.divisor(state, self.options, kit.select) / self.storage.inner_scale
+        divides = kit.divisor(ending, options, kit.select) / self.storage.inner_scale
         # No element exceeds the norm, so the elements themselves are seldom looked at.
         if norm <= FLOAT16_MAX * divides:
             return True
@@ -135,11 +139,11 @@ class PyNativeWindow:
         self.storage.push(kit.close(state, decision.apply, decision.overflow, self.options, kit.select), state)
         self.storage.push_event(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
 
-    def flush(self, update: Update) -> bool:
+    def flush(self, update: Update, denominator: float | None = None) -> bool:
         """Close the open window; returns whether there was one."""
         state = self.storage.pull()
         if state.micro_step > 0:
-            self.close(state, update)
+            self.close(state, update, denominator)
         return bool(state.micro_step > 0)
 
     def discard(self) -> None:

@@ -19,7 +19,7 @@ from mindspore import Tensor, nn
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, Listener, State, require_weight
-from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Session, Setup, View
+from gradaccum_conformance.harness import Captured, Dtype, Fault, GradientTree, Harness, Loss, Option, Session, Setup, View
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 from gradaccum_mindspore.harness.trainer import MASTER, Trainer, plain
 from gradaccum_mindspore.saving import load_checkpoint_into
@@ -80,9 +80,9 @@ class MindSporeSession(Session):
         self.optimizer.add_listener(listener)
         return True
 
-    def flush(self) -> None:
+    def flush(self, denominator: Option = None) -> None:
         with context_mode(self.trainer.mode):
-            self.optimizer.flush()
+            self.optimizer.flush(denominator=denominator)
 
     def discard(self) -> None:
         with context_mode(self.trainer.mode):

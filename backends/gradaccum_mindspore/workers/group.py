@@ -418,17 +418,17 @@ class SharedWindow(PyNativeWindow):
         self.workers.require_own_sum("gradients")
         return super().add(gradients, weight, size, loss)
 
-    def close(self, state: State, update: Update) -> None:
+    def close(self, state: State, update: Update, denominator: float | None = None) -> None:
         self.flushing = False
-        self.end(state, update)
+        self.end(state, update, denominator)
 
-    def end(self, state: State, update: Update) -> Joined:
+    def end(self, state: State, update: Update, denominator: float | None = None) -> Joined:
         """End the window of all workers, in this one's part; returns what came together."""
         joined = self.workers.join(state, self.flushing)
         if joined.is_open and joined.in_compiled_code:
             self.compiled(update)()
         elif joined.is_open:
-            super().close(joined.state, update)
+            super().close(joined.state, update, denominator)
         return joined
 
     def compiled(self, update: Update) -> Callable[[], bool]:
@@ -437,19 +437,19 @@ class SharedWindow(PyNativeWindow):
             self.compiled_end = cell if ms.get_context("mode") == ms.GRAPH_MODE else ms.jit(cell.construct)
         return self.compiled_end
 
-    def flush(self, update: Update) -> bool:
+    def flush(self, update: Update, denominator: float | None = None) -> bool:
         """End windows until all workers flush; returns whether one of them held a micro-batch.
 
         If the update of the window raised that all workers ended together, this makes it, and takes part in no other one.
         """
         if self.storage.held() == OF_ALL:
-            joined = self.end(self.storage.pull(), update)
+            joined = self.end(self.storage.pull(), update, denominator)
             if not self.flushing or joined.all_flush:
                 self.flushing = False
                 return True
         self.flushing, closed, all_flush = True, False, False
         while not all_flush:
-            joined = self.end(self.storage.pull(), update)
+            joined = self.end(self.storage.pull(), update, denominator)
             closed, all_flush = closed or joined.is_open, joined.all_flush
             if joined.is_open and not all_flush:
                 self.storage.listening.between()
