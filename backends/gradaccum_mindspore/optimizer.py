@@ -9,8 +9,9 @@ rate and one ``global_step``: the inner optimizer's, which moves per update.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sized
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
@@ -28,6 +29,7 @@ from gradaccum_mindspore.update import Update, inner_scale, require_unwrapped, w
 from gradaccum_mindspore.window import PyNativeWindow
 from gradaccum_mindspore.workers.group import SharedWindow, WorkerGroup, part, place, refuse_compiled_flush, share
 
+M = TypeVar("M")
 FIXED = ("options", "inner", "storage", "compiled_window", "pynative_window", "update", "flush", "discard", "loss_scale")
 """Attributes that cannot be set, beside the options."""
 
@@ -217,6 +219,36 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             self.compiled_window.workers.require_same_rates()
         result: StepResult = self.storage.listening.after(0, self.storage.result)
         return result
+
+    def epoch(self, loader: Iterable[M], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
+        """Iterate over the micro-batches of a loader, and flush when it ends: ``for x, y in opt.epoch(loader):``, from Python.
+
+        A loop that is left early, by ``break`` or an error, leaves its window open. With several workers each flushes once, when its own
+        loader ends.
+
+        Args:
+            loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
+            carry: leave the last window open for the next pass.
+            progress: show a progress bar; needs rich.
+
+        Raises:
+            ArgumentTypeError: `loader` is no iterable, or a flag no bool.
+            MissingPackageError: `progress` without rich.
+        """
+        return kit.epoch(loader, self.flush, carry=carry, progress=progress)
+
+    def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
+        """Return the number of updates in `epochs` passes of `epoch` over a loader from here on: the length of a scheduler.
+
+        Args:
+            loader: has a length, or is its number of micro-batches, an int >= 0.
+            epochs: the number of passes, an int >= 0.
+
+        Raises:
+            ArgumentTypeError: `loader` has no length; or windows end by weight or by ``flush``, so that nobody knows their number.
+            ArgumentValueError: a number is below 0.
+        """
+        return kit.updates_in(loader, self.options.steps, epochs=epochs, optimizer_step=self.storage.optimizer_step.item())
 
     def add_listener(self, listener: Listener) -> Handle:
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.

@@ -1,13 +1,18 @@
 """Everyday mistakes in MindSpore: each is refused by name, or right."""
 
+import gc
+
 import pytest
 
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
 
+import numpy as np  # noqa: E402
 from mindspore import Parameter, Tensor, nn  # noqa: E402
+from mindspore.dataset import NumpySlicesDataset  # noqa: E402
 from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
+import gradaccum_mindspore  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import pynative_after, set_mode  # noqa: E402, F401
 
 INNER = {"nn": lambda p: nn.SGD([p], 1.0), "experimental": lambda p: optim.SGD([p], 1.0)}
@@ -54,8 +59,112 @@ def test_inner_optimizer_is_free_again():
     again(gradient(1.0))
     assert value(p) == 9.0
     del again
-    import gc
-
     gc.collect()
     inner(gradient(1.0))
     assert value(p) == 8.0
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_epoch_flushes_at_the_loader_s_end(mode):
+    """Five micro-batches in windows of two: the fifth is a window of its own, unless it is carried on."""
+    set_mode(mode)
+    p = parameter()
+    opt = gradaccum_mindspore.wrap(nn.SGD([p], 1.0), steps=2)
+    loader = [1.0, 3.0, 1.0, 3.0, 2.0]
+    assert (opt.updates_in(loader), opt.updates_in(loader, epochs=2), opt.updates_in(5)) == (3, 6, 3)
+    for number in opt.epoch(loader):
+        opt(gradient(number))
+    assert (value(p), opt.result.optimizer_step, opt.result.micro_step) == (4.0, 3, 0)
+    for number in opt.epoch(loader, carry=True):
+        opt(gradient(number))
+    assert (opt.result.optimizer_step, opt.result.micro_step) == (5, 1)
+    for number in opt.epoch(loader):
+        opt(gradient(number))
+        break
+    assert (opt.result.optimizer_step, opt.result.micro_step) == (6, 0), "the carried window was closed by the first"
+
+
+def test_epoch_of_a_dataset():
+    p = parameter()
+    opt = gradaccum_mindspore.wrap(nn.SGD([p], 1.0), steps=2)
+    dataset = NumpySlicesDataset(np.ones((6, 2), np.float32), shuffle=False).batch(2)
+    assert opt.updates_in(dataset, epochs=2) == 4
+    for (rows,) in opt.epoch(dataset, progress=True):
+        opt((rows.mean(0),))
+    assert (value(p), opt.result.optimizer_step) == (8.0, 2)
+
+
+def test_schedule_counts_updates_from_here_on():
+    opt = gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=[(0, 1), (1, 4)])
+    assert opt.updates_in(5) == 2
+    opt(gradient(1.0))
+    assert opt.updates_in(5) == 2
+    assert opt.updates_in(8) == 2
+    with pytest.raises(gradaccum.ArgumentTypeError, match="steps"):
+        gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=None).updates_in(5)
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph", "jit"])
+def test_item_mean_asks_for_the_weight(mode):
+    p = parameter()
+    opt = gradaccum_mindspore.wrap(nn.SGD([p], 1.0), steps=2, reduction="item_mean")
+    call, _ = in_mode(mode, opt)
+    with pytest.raises(gradaccum.ArgumentTypeError, match="weight: expected the number of items"):
+        call(gradient(1.0)[0])
+    assert opt.result.micro_step == 0
+
+
+def in_mode(mode, opt):
+    """The call of an optimizer of one parameter, and its flush by a denominator."""
+    set_mode("graph" if mode == "graph" else "pynative")
+    if mode != "jit":
+        return lambda g, *weight: opt((g,), *weight), lambda n: opt.flush(denominator=n)
+
+    @ms.jit
+    def call(g, *weight):
+        return opt((g,), *weight)
+
+    @ms.jit
+    def flush(n):
+        return opt.flush(denominator=n)
+
+    return call, flush
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+@pytest.mark.parametrize("mode", ["pynative", "graph", "jit"])
+def test_denominator(mode, reduction):
+    """The window's loss is divided as its gradient is."""
+    p = parameter()
+    opt = gradaccum_mindspore.wrap(nn.SGD([p], 1.0), steps=None, reduction=reduction)
+    _, flush = in_mode(mode, opt)
+    for number in (2.0, 4.0):
+        opt(gradient(number), 3, number)
+    assert flush(Tensor(6.0, ms.float32))
+    total = 18.0 if reduction == "mean" else 6.0
+    assert (value(p), opt.result.loss) == (10.0 - total / 6, total / 6)
+    opt(gradient(2.0), 1, 2.0)
+    opt.flush()
+    assert (value(p), opt.result.loss) == (10.0 - total / 6 - 2, 2.0)
+
+
+def of_steps(opt):
+    return opt.flush(denominator=3)
+
+
+def of_zero(opt):
+    return opt.flush(denominator=0)
+
+
+@pytest.mark.parametrize(("steps", "flush"), [(2, of_steps), (None, of_zero)])
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_wrong_denominator(mode, steps, flush):
+    opt = gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=steps)
+    opt(gradient(1.0))
+
+    def call():
+        return flush(opt)
+
+    with pytest.raises(gradaccum.ArgumentValueError, match="denominator: expected"):
+        ms.jit(call)() if mode == "jit" else call()
+    assert opt.result.micro_step == 1
