@@ -135,6 +135,23 @@ def _sparse_error(name: str) -> GradientError:
     return explain(GradientError, f"gradient of {name!r}", expected="a dense Tensor or None", found="a sparse one: a RowTensor", fix=fix)
 
 
+def require_told_apart(places: int, dtype: DType | None, no_weight: bool, no_loss: bool) -> bool:
+    """Raise unless weight and loss are told apart: given once each, and named where one floating Tensor alone may be either.
+
+    `places`: how many are given without a name; `dtype`: the first one's, if it is a Tensor.
+    """
+    fix = "Write optimizer(gradients, weight=n), optimizer(gradients, loss=loss), or optimizer(gradients, n, loss)."
+    if places > 2 or (places > 0 and not no_weight) or (places > 1 and not no_loss):
+        raise explain(ArgumentTypeError, "weight", expected="weight and loss, each once", found=f"{places} of them without a name", fix=fix)
+    if places == 1 and no_loss and "Float" in str(dtype):
+        expected = "to be named where a floating Tensor stands alone, because it may be the loss"
+        raise explain(ArgumentTypeError, "weight", expected=expected, found=f"a Tensor of {dtype}", fix=fix)
+    return True
+
+
+compiled_told_apart: Callable[[int, DType | None, bool, bool], bool] = constexpr(require_told_apart)
+
+
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_structure(count: int, specs: Specs) -> None:
     """Check the number of gradients, while compiling."""

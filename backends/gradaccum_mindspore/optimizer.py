@@ -18,19 +18,29 @@ from mindspore.experimental import optim
 
 from gradaccum import StepResult, UsageError, kit
 from gradaccum.kit import Handle, Listener, Options, Schedule, State, UntilWeight, explain
-from gradaccum_mindspore.checks import Loss, NamedGradients, Weight, gradients_by_position, loss_as_number, weight_as_number, without_none
+from gradaccum_mindspore.checks import (
+    Loss,
+    NamedGradients,
+    Weight,
+    compiled_told_apart,
+    gradients_by_position,
+    loss_as_number,
+    require_told_apart,
+    weight_as_number,
+    without_none,
+)
 from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.grad_scaler import note_read, require_read
 from gradaccum_mindspore.parameters import Optimizer, turn_to_masters
 from gradaccum_mindspore.private import OwnPhase, is_graph_mode, refuse_trace
 from gradaccum_mindspore.state import Storage, window_size
-from gradaccum_mindspore.sums import Gradients
+from gradaccum_mindspore.sums import Gradients, Number
 from gradaccum_mindspore.update import Update, inner_scale, require_unwrapped, with_inner_scale
 from gradaccum_mindspore.window import PyNativeWindow
 from gradaccum_mindspore.workers.group import SharedWindow, WorkerGroup, part, place, refuse_compiled_flush, share
 
 M = TypeVar("M")
-FIXED = ("options", "inner", "storage", "compiled_window", "pynative_window", "update", "flush", "discard", "loss_scale")
+FIXED = ("options", "inner", "storage", "compiled_window", "pynative_window", "update", "micro_batch", "flush", "discard", "loss_scale")
 """Attributes that cannot be set, beside the options."""
 
 
@@ -86,6 +96,29 @@ class Discard(nn.Cell):  # type: ignore[misc]
         return self.compiled_window.discard()
 
 
+class MicroBatch(OwnPhase):
+    """``optimizer(gradients, weight, loss)`` in compiled code, for Python to call in graph mode: it takes no names there."""
+
+    def __init__(self, compiled_window: CompiledWindow, update: Update) -> None:
+        super().__init__(auto_prefix=False)
+        self.compiled_window = compiled_window
+        self.update = update
+
+    def construct(self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss) -> Tensor:
+        require_read(self.compiled_window.storage.scaled)
+        state, event, told = self.compiled_window.add(self.compiled_window.ordered(gradients), weight, loss)
+        full, needed = self.compiled_window.is_full(state), self.compiled_window.needs_first(state)
+        self.compiled_window.write_added(state, event, told, weight)
+        if self.compiled_window.measures_noise:
+            self.compiled_window.see_first(needed)
+        if self.compiled_window.steps is None:
+            return full
+        certain = self.compiled_window.adds_certainly(weight)
+        if full:
+            self.compiled_window.close(self.update, loss is None and certain)
+        return full
+
+
 class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     """The optimizer that `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
@@ -125,6 +158,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         self.pynative_window = (
             PyNativeWindow(self.storage, options) if workers is None else SharedWindow(self.storage, options, self.compiled_window, workers)
         )
+        self.micro_batch = MicroBatch(self.compiled_window, self.update)
         self.flush = Flush(self.compiled_window, self.pynative_window, self.update)
         self.discard = Discard(self.compiled_window, self.pynative_window)
         object.__setattr__(self, "_complete", True)
@@ -153,12 +187,15 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         else:
             nn.Cell.__setattr__(self, name, value)
 
-    def __call__(self, gradients: Gradients | NamedGradients, weight: Weight = None, loss: Loss = None) -> bool | Tensor:
-        """Take in one micro-batch, from Python.
+    def __call__(
+        self, gradients: Gradients | NamedGradients, *counted: Number | None, weight: Weight = None, loss: Loss = None
+    ) -> bool | Tensor:
+        """Take in one micro-batch, from Python: ``optimizer(gradients, weight, loss)``, both by name or by place.
 
         Args:
             gradients: a tuple or list in the order of ``self.parameters``, or a dict by parameter name; None for a parameter that took
                 no part. Multiplied by the loss scale, if there is one.
+            counted: weight, or weight and loss. A floating Tensor alone needs its name, because it may be the loss.
             weight: number or Tensor of one element, >= 0: how many items the micro-batch has; 1 if left out.
             loss: its loss, not scaled, a number or Tensor of one element; if all are passed, ``result.loss`` is the window's.
 
@@ -175,6 +212,9 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         refuse_trace()
         self.pynative_window.require_whole()
         require_read(self.storage.scaled)
+        require_told_apart(len(counted), getattr((*counted, None)[0], "dtype", None), weight is None, loss is None)
+        if counted:
+            weight, loss = counted[0], counted[1] if len(counted) > 1 else loss
         full: bool | Tensor = self.storage.listening.after(1, self._take, gradients, weight, loss)
         return full
 
@@ -186,7 +226,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             ordered = without_none(ordered, self.storage.specs)
             dtype = self.storage.float_dtype
             given = (None if weight is None else amount, told)
-            return super().__call__(ordered, *(None if number is None else Tensor(number, dtype) for number in given))
+            return self.micro_batch(ordered, *(None if number is None else Tensor(number, dtype) for number in given))
         size = self.pynative_window.size()
         state = self.pynative_window.add(ordered, amount, size, told)
         full = bool(kit.ends(state, size, kit.select))
@@ -283,19 +323,16 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         except Exception:
             return None
 
-    def construct(self, gradients: Gradients | NamedGradients, weight: Weight = None, loss: Loss = None) -> Tensor:
-        require_read(self.storage.scaled)
-        state, event, told = self.compiled_window.add(self.compiled_window.ordered(gradients), weight, loss)
-        full, needed = self.compiled_window.is_full(state), self.compiled_window.needs_first(state)
-        self.compiled_window.write_added(state, event, told, weight)
-        if self.compiled_window.measures_noise:
-            self.compiled_window.see_first(needed)
-        if self.compiled_window.steps is None:
-            return full
-        certain = self.compiled_window.adds_certainly(weight)
-        if full:
-            self.compiled_window.close(self.update, loss is None and certain)
-        return full
+    def construct(self, gradients: Gradients | NamedGradients, *counted: Any, weight: Weight = None, loss: Loss = None) -> Tensor:
+        dtype = None
+        if len(counted) > 0 and isinstance(counted[0], Tensor):
+            dtype = counted[0].dtype
+        compiled_told_apart(len(counted), dtype, weight is None, loss is None)
+        if len(counted) > 0:
+            weight = counted[0]
+        if len(counted) > 1:
+            loss = counted[1]
+        return self.micro_batch(gradients, weight, loss)
 
     def take(self, gradients: Gradients, weight: Weight, loss: Loss) -> bool:
         """Add a micro-batch for a caller who ends the window."""

@@ -241,7 +241,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
         loss, gradients, weight = self.differentiated(*inputs)
         if loss.size == 1:
             return ops.depend(loss, self.optimizer(gradients, weight, loss))
-        return ops.depend(loss, self.optimizer(gradients, weight))
+        return ops.depend(loss, self.optimizer(gradients, weight=weight))
 
     def added(self, *inputs: object) -> Tensor:
         """Run a micro-batch after which nothing ends here."""

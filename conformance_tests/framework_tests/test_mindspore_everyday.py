@@ -118,11 +118,11 @@ def in_mode(mode, opt):
     """The call of an optimizer of one parameter, and its flush by a denominator."""
     set_mode("graph" if mode == "graph" else "pynative")
     if mode != "jit":
-        return lambda g, *weight: opt((g,), *weight), lambda n: opt.flush(denominator=n)
+        return lambda g: opt((g,)), lambda n: opt.flush(denominator=n)
 
     @ms.jit
-    def call(g, *weight):
-        return opt((g,), *weight)
+    def call(g):
+        return opt((g,))
 
     @ms.jit
     def flush(n):
@@ -168,3 +168,35 @@ def test_wrong_denominator(mode, steps, flush):
     with pytest.raises(gradaccum.ArgumentValueError, match="denominator: expected"):
         ms.jit(call)() if mode == "jit" else call()
     assert opt.result.micro_step == 1
+
+
+@pytest.mark.parametrize("mode", ["pynative", "graph", "jit"])
+def test_loss_in_the_weight_s_place(mode):
+    """A floating Tensor alone may be either; a number, an integer Tensor, or both in their order, may not."""
+    set_mode("graph" if mode == "graph" else "pynative")
+    opt = gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=None)
+
+    def by_place(g, number):
+        return opt((g,), number)
+
+    def by_name(g, number):
+        return opt((g,), weight=number)
+
+    def both_by_place(g, number):
+        return opt((g,), number, number)
+
+    def twice(g, number):
+        return opt((g,), number, weight=number)
+
+    def take(call, number):
+        (ms.jit(call) if mode == "jit" else call)(*gradient(1.0), number)
+
+    for call, words in ((by_place, "to be named"), (twice, "weight and loss, each once")):
+        with pytest.raises(gradaccum.ArgumentTypeError, match=f"weight: expected {words}"):
+            take(call, Tensor(2.5, ms.float32))
+    assert opt.result.micro_step == 0
+    take(by_place, Tensor(3, ms.int32))
+    take(by_place, 2.0)
+    take(by_name, Tensor(2.5, ms.float32))
+    take(both_by_place, Tensor(2.5, ms.float32))
+    assert opt.storage.pull().weight == 10.0

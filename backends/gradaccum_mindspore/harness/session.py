@@ -65,7 +65,7 @@ class MindSporeSession(Session):
         with context_mode(self.trainer.mode):
             gradients = tuple(self._gradient(tree.get(p.name), p, scale) for p in self.trainer.parameters)
             if self.trainer.wrapped:
-                self.trainer.apply(gradients, self._weight(weight))
+                self.trainer.apply(gradients, weight=self._weight(weight))
             else:
                 self.trainer.apply(gradients)
 
@@ -74,7 +74,7 @@ class MindSporeSession(Session):
             for view in views.values():
                 new = Tensor(np.ascontiguousarray(view.of(memory)), self.trainer.dtype)
                 self._handed.setdefault(view, new).assign_value(new)
-            self.trainer.apply(tuple(self._handed[views[p.name]] for p in self.trainer.parameters), self._weight(None))
+            self.trainer.apply(tuple(self._handed[views[p.name]] for p in self.trainer.parameters))
 
     def listen(self, listener: Listener) -> bool:
         self.optimizer.add_listener(listener)

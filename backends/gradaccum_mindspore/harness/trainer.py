@@ -65,7 +65,7 @@ class Trainer:
         @ms.jit  # type: ignore[untyped-decorator]
         def apply(weight: Any, *gradients: Any) -> Any:
             if wrapped:
-                return optimizer(gradients, weight)
+                return optimizer(gradients, weight=weight)
             return optimizer(gradients)
 
         # One by one, because a tuple is a constant of the compiled function: other values would compile it anew.
