@@ -136,7 +136,7 @@ def _sparse_error(name: str) -> GradientError:
 
 
 def require_told_apart(places: int, dtype: DType | None, no_weight: bool, no_loss: bool) -> bool:
-    """Raise unless weight and loss are told apart: given once each, and named where one floating Tensor alone may be either.
+    """Raise unless weight and loss are given once each, and by name where one floating Tensor alone may be either.
 
     `places`: how many are given without a name; `dtype`: the first one's, if it is a Tensor.
     """
