@@ -149,3 +149,15 @@ def test_compiled(fullgraph: bool) -> None:
             compiled(data())
     else:
         assert same(trained(model, compiled)[:-1], trained(expected)[:-1])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_compiled_function() -> None:
+    """In one graph: the search for modules is not a part of it."""
+    if function.MOVES_TWICE:
+        pytest.skip("before torch 2.11 a recomputed part is no part of the graph")
+    torch._dynamo.reset()
+    model, expected = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2))
+    expected.load_state_dict(model.state_dict())
+    compiled = torch.compile(recompute(lambda x: model(x)), backend="aot_eager", fullgraph=True)
+    assert same(trained(model, compiled)[:-1], trained(expected)[:-1])

@@ -24,6 +24,8 @@ class Recomputed:
 
     def __init__(self, function: Callable[..., Any], preserve_rng_state: bool) -> None:
         self._function, self._preserve_rng_state = function, preserve_rng_state
+        self._modules: list[nn.Module] | None = None
+        """What the function reaches, from its first call on; `Surroundings` finds a later module as it is called."""
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(function, name):
                 setattr(self, name, getattr(function, name))
@@ -33,7 +35,12 @@ class Recomputed:
         return self._function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return run(self._function, reached_by(self._function, *args, *kwargs.values()).modules, args, kwargs, self._preserve_rng_state)
+        if self._modules is None and not torch.compiler.is_compiling():
+            self._modules = reached_by(self._function).modules
+        return run(self._function, self._modules or (), args, kwargs, self._preserve_rng_state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_modules": None}
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -66,7 +73,7 @@ def run(
             raise RuntimeError("before torch 2.11 the compiler moves the buffers of a recomputed part twice: leave fullgraph=True out")
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     leaves = [leaf.value for leaf in leaves_of((args, kwargs))]
-    surroundings = Surroundings(modules)
+    surroundings = Surroundings([*modules, *(leaf for leaf in leaves if isinstance(leaf, nn.Module))])
     before = [version(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
 
     def of_leaves(*leaves: Any) -> Any:
