@@ -156,9 +156,10 @@ class Window:
 
     def _weight(self, weight: float | None) -> float:
         """Return the weight of a loss that was passed with `weight`."""
+        if weight is not None:
+            return weight
         known = self._known
-        own: float = known.weight if weight is None and known.weighed else given_weight(weight, self._options.reduction)
-        return own
+        return known.weight if known.weighed else float(given_weight(None, self._options.reduction))
 
     def backward(self, loss: Tensor, given: float | None, arguments: Mapping[str, Any]) -> None:
         """Differentiate `loss`, shape ``()``, times weight and loss scale; with weight 0 only note it, unless other workers wait for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.optim.lr_scheduler import LinearLR, StepLR
 
 import gradaccum
 from conformance_tests.framework_tests.torch_model import X, Y, loss_of, make_model, rows_of
+from gradaccum_torch.watch import Place, _place_of_pass
 
 PLACES: dict[str, dict[str, Any]] = {
     "in .grad": {},
@@ -354,6 +356,23 @@ def test_several_losses_of_a_micro_batch_say_nothing(place: str, passes: Callabl
         passes(model, opt)
         opt.step()
     assert not said()
+
+
+def test_pass_of_an_accelerator_has_the_users_place() -> None:
+    """Torch runs it in a thread of its own, in which no function of the user's is running."""
+    x, places = torch.ones(2, requires_grad=True), list[Place]()
+
+    def look(gradient: Tensor) -> None:
+        thread = threading.Thread(target=lambda: places.append(_place_of_pass()))
+        thread.start()
+        thread.join()
+
+    x.register_hook(look)
+    for _ in range(2):
+        x.sum().backward()
+    x.sum().backward()
+    assert places[0] == places[1] != places[2]
+    assert places[0][-2][0] is places[2][-2][0] is test_pass_of_an_accelerator_has_the_users_place.__code__
 
 
 @pytest.mark.parametrize("options", [{"steps": 1}, {"steps": None}], ids=str)
