@@ -104,7 +104,8 @@ class Change(Enum):
     )
     WRITTEN = (
         "gradients that were written into, most likely by clip_grad_norm_",
-        "To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...); to log the norm, read opt.result.grad_norm after a window's end.",
+        "To clip, write gradaccum.wrap(optimizer, ..., clip_norm=...), or change the window's gradient in opt.register_step_pre_hook(...); "
+        "to log the norm, read opt.result.grad_norm after a window's end.",
     )
 
 

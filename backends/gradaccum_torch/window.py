@@ -62,7 +62,8 @@ _DROPPED = (False, False, True)
 
 _LEFTOVERS = (
     "gradaccum: each step() came after {passes} backward passes of its loop, which count as one micro-batch. Most likely two lines of the "
-    "old loop are left: `if (i + 1) % {passes} == 0:` around step(), and `loss / {passes}`. Delete both: step() follows each backward pass."
+    "old loop are left: `if (i + 1) % {passes} == 0:` around step(), and `loss / {passes}`. Delete both, so that step() follows each "
+    "backward pass. Or a trainer accumulates too: leave its gradient_accumulation_steps at 1."
 )
 _MOVED = (
     "gradaccum: a learning rate moved inside a window; most likely a scheduler steps with each micro-batch. Build it on the wrapped "
