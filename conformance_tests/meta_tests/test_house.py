@@ -26,7 +26,7 @@ LIMITS = {
     "gradaccum": Limits(26, 3_290, 9),
     "backends/gradaccum_torch": Limits(43, 6_445, 11),
     "backends/gradaccum_jax": Limits(35, 3_555, 9),
-    "backends/gradaccum_mindspore": Limits(39, 4_704, 9),
+    "backends/gradaccum_mindspore": Limits(39, 4_705, 9),
 }
 """The adapters' are without their harnesses, which only the suite imports."""
 IMPORTS = 0.109

@@ -114,11 +114,10 @@ def _shard_group(
 
 
 def _require_sync(sync: object) -> GradientSync:
+    if not isinstance(sync, str):
+        raise explain(ArgumentTypeError, "gradient_sync", expected=f"one of {_SYNCS}", got=sync, fix='Write gradient_sync="window".')
     if sync not in _SYNCS:
-        kind = ArgumentValueError if isinstance(sync, str) else ArgumentTypeError
-        raise explain(
-            kind, "gradient_sync", expected=f"one of {_SYNCS}", got=sync, fix='Write gradient_sync="micro_batch" or leave it out.'
-        )
+        raise explain(ArgumentValueError, "gradient_sync", expected=f"one of {_SYNCS}", got=sync, fix="Check its spelling.")
     return cast(GradientSync, sync)
 
 
