@@ -114,6 +114,39 @@ def close_the_window_at_each_micro_batch(m: Module) -> None:
     original, m.update = m.update, update
 
 
+@caught_by("test_weight_by_a_function")
+def ask_no_function_for_weights(m: Module) -> None:
+    m.weight_of = lambda part, weight: float(len(part[0]))
+
+
+@caught_by("test_own_split")
+def divide_what_the_user_has_divided(m: Module) -> None:
+    own_parts = m.own_parts
+    m.own_parts = lambda split, batch, steps: [tuple(leaf[:1] for leaf in part) for part in own_parts(split, batch, steps)]
+
+
+@caught_by("test_weight_zero_adds_nothing")
+def multiply_by_a_weight_of_zero(m: Module) -> None:
+    def add(self: Any, loss: Any, gradient: Any, weight: float) -> None:
+        original(self, loss, {name: g * (1 if weight else 0) for name, g in gradient.items()}, weight or 1e-300)
+
+    original, m.Total.add = m.Total.add, add
+
+
+@caught_by("test_error_of_the_loss_passes")
+def count_micro_batches_before_all_are_there(m: Module) -> None:
+    def update(optimizer: Any, loss_fn: Any, batch: Any, **arguments: Any) -> Any:
+        optimizer.step({name: np.zeros_like(p) for name, p in optimizer.optimizer.parameters.items()}, 1.0)
+        return whole(optimizer, loss_fn, batch, **arguments)
+
+    whole, m.update = m.update, update
+
+
+@caught_by("test_loss_function_that_returns_something_else")
+def believe_every_loss(m: Module) -> None:
+    m.checked = lambda returned, declared: returned
+
+
 @caught_by("test_one_call_window")
 def forget_the_weights_of_a_window(m: Module) -> None:
     def update(optimizer: Any, loss_fn: Any, batch: Any, **arguments: Any) -> Any:
