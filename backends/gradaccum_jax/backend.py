@@ -83,6 +83,7 @@ class JaxOptions(WrapOptions, total=False):
     loss_scale: float | LossScale | None
     axis_name: Axes
     shard_axes: Axes
+    mesh: jax.sharding.Mesh | None
 
 
 def wrap(optimizer: optax.GradientTransformation, steps: Steps, **options: Unpack[JaxOptions]) -> Wrapped:

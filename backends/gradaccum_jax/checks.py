@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -13,7 +12,7 @@ import optax
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, GradientError, kit
 from gradaccum.kit import Options, Scalar, accumulate_dtype_error, explain, require_weight, wrapped_twice_error
-from gradaccum_jax.arrays import Array, DType, Gradients, InnerState, Leaves, Params, Tree, is_half, is_none, takes_part, unique, wider
+from gradaccum_jax.arrays import Array, DType, Gradients, InnerState, Params, Tree, is_half, is_none, takes_part, unique, wider
 from gradaccum_jax.sharding import ADD_UP, axes_in_parts
 from gradaccum_jax.state import AccumulationState
 
@@ -142,9 +141,6 @@ def as_loss(value: Scalar, dtype: DType) -> Scalar:
 
 
 # The user's gradients in the order of the sums, and the gradients that are refused.
-#
-# Trees of one structure are aligned leaf by leaf; other trees by path, since containers may differ in type. A pytree node may report one
-# key for several children; then a path names several leaves, and only the same structure is taken.
 
 
 FIX = "Differentiate with respect to the parameters that were given to tx.init."
@@ -152,16 +148,14 @@ Named = list[tuple[str, Array]]
 
 
 def align(gradients: Tree, accumulator: Tree, *, any_float: bool) -> Gradients:
-    """Return the gradients in the order of the accumulator's leaves; None for a parameter without one.
-
-    A None may also stand for a whole subtree. Containers may differ in type if the paths agree.
-    """
+    """Return the gradients in the order of the accumulator's leaves; None for a parameter without one."""
     held, structure = _named(accumulator)
     given, other = _named(gradients)
-    found = [leaf for _, leaf in given] if structure == other else _by_path(held, given)
-    for (name, leaf), gradient in zip(held, found, strict=True):
+    if structure != other:
+        _refuse_structure(held, given)
+    for (name, leaf), (_, gradient) in zip(held, given, strict=True):
         _check_leaf(name, gradient, leaf, any_float)
-    return [gradient for (_, leaf), gradient in zip(held, found, strict=True) if leaf is not None]
+    return [gradient for (_, leaf), (_, gradient) in zip(held, given, strict=True) if leaf is not None]
 
 
 def _named(tree: Tree) -> tuple[Named, Tree]:
@@ -172,27 +166,13 @@ def _named(tree: Tree) -> tuple[Named, Tree]:
     return [(jax.tree_util.keystr(path), leaf) for (path, _), leaf in zip(flat, arrays, strict=True)], structure
 
 
-def _by_path(held: Named, given: Named) -> Leaves:
-    found = dict(given)
-    absent = tuple(path for path, leaf in found.items() if leaf is None)
-    names = [name for name, _ in held]
-    for name in (*_repeated(names), *_repeated([path for path, _ in given])):
-        _refuse(name, "gradients in the structure of the parameters, as several leaves have this path", "another structure")
-    for name, leaf in held:
-        if leaf is not None and name not in found and not any(_is_under(name, path) for path in absent):
-            _refuse(name, "a gradient (None if the parameter took no part)", "nothing at all")
-    for name in found.keys() - set(names):
-        if found[name] is not None:
-            _refuse(name, "no gradient, as the parameters have no such leaf", f"one of shape {np.shape(found[name])}")
-    return [found.get(name) for name in names]
-
-
-def _repeated(names: list[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
-
-
-def _is_under(name: str, path: str) -> bool:
-    return name.startswith(path) and name[len(path)] in "[."
+def _refuse_structure(held: Named, given: Named) -> NoReturn:
+    wanted, found = dict(held), dict(given)
+    for name in (name for name in wanted if name not in found):
+        _refuse(name, "a gradient (None if the parameter took no part)", "nothing at all")
+    for name in (name for name in found if name not in wanted):
+        _refuse(name, "no gradient, as the parameters have no such leaf", "one")
+    _refuse("", "the containers of the parameters", "others with leaves of the same names")
 
 
 def _check_leaf(name: str, gradient: Array, held: Array, any_float: bool) -> None:

@@ -50,7 +50,7 @@ def on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTr
                 u = distance(p, moved[-1])
             out.append(u)
         structure = jax.tree.structure(updates, is_leaf=is_none)
-        return jax.tree.unflatten(structure, out), (inner_state, _like(state[1], moved))
+        return jax.tree.unflatten(structure, out), (inner_state, jax.tree.unflatten(jax.tree.structure(state[1]), moved))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -124,10 +124,6 @@ def apply_updates(params: Params, updates: Updates, state: Tree) -> Params:
         return optax.apply_updates(p, update)
 
     return jax.tree.map(moved, plain(params), updates, is_leaf=is_none)
-
-
-def _like(masters: Tree, leaves: Leaves) -> Tree:
-    return jax.tree.unflatten(jax.tree.structure(masters), leaves)
 
 
 def _leaves(tree: Tree) -> Leaves:

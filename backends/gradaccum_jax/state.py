@@ -105,9 +105,7 @@ def with_fields(state: AccumulationState, fields: Fields) -> AccumulationState:
 
 
 def like(new: Scalar, old: Scalar) -> Array:
-    """Cast `new` to the dtype of `old`, and mark it as varying along the same mesh axes."""
-    cast = jnp.asarray(new, jnp.result_type(old))
-    return vary(cast, axes_of(old)) if manual_axes() else cast
+    return all_like((new,), (old,))[0]
 
 
 def all_like(news: Sequence[Scalar], olds: Sequence[Scalar]) -> list[Array]:

@@ -79,11 +79,6 @@ def close(
     return ended._replace(noise=Noise(*all_like(noise, state.noise)))
 
 
-def loss_of(total: Scalar, fields: Fields, options: Options) -> Scalar:
-    """Return the loss of the window that ends, see `gradaccum.kit.window_loss`."""
-    return kit.window_loss(total, fields, options, jnp.where)
-
-
 def discard(state: AccumulationState) -> AccumulationState:
     emptied = state._replace(loss=jnp.zeros_like(state.loss))
     return emptied if state.noise is None else emptied._replace(noise=Noise(*all_like(kit.forget_window(state.noise), state.noise)))

@@ -86,7 +86,7 @@ def close(
         The updates (zeros if none was made) and the state.
     """
     decision, whole, options = decide_on(state, update, options, at_end, denominator)
-    loss = statistics.loss_of(whole.loss, whole.fields, options)
+    loss = kit.window_loss(whole.loss, whole.fields, options, jnp.where)
     update = update.told(loss) if tells else update
     traced, held = _traced(state, update, options, decision.divisor), (state.inner_state, state.masters)
     apply, overflow = at_end & decision.apply, decision.overflow

@@ -44,7 +44,10 @@ class Fitting:
             if failure is None:
                 self._sizes.remember(key, size)
                 return made
-            size = self._after(size, failure)
+            try:
+                size = self._sizes.after_failure(size)
+            except Exception as error:  # no size is left; JAX's own error, if there was one, is the cause
+                raise error from (failure if isinstance(failure, Exception) else None)
 
     def _attempt(self, name: Hashable, given: Tree, source: Source, limit: int) -> tuple[Any, Exception | str | None]:
         """Return the result and None, or None and why it did not fit; the error without its frames, which hold arrays."""
@@ -64,15 +67,6 @@ class Fitting:
             return None, error.with_traceback(None)
         self._programs[name] = compiled
         return made, None
-
-    def _after(self, size: int, failure: Exception | str) -> int:
-        """Return the next size; after the last, raise with JAX's own error as the cause."""
-        if isinstance(failure, Exception) and size == 1:
-            try:
-                return self._sizes.after_failure(size)
-            except Exception as error:
-                raise error from failure
-        return self._sizes.after_failure(size)
 
     def _source(self, batch: tuple[Tree, ...], size: int) -> Source:
         return self._splitting.source(batch, self._splitting.division._replace(micro_batch_size=size))

@@ -169,11 +169,8 @@ EXTREMES = ("max", "min")
 class JaxOps:
     """`gradaccum.kit.MergingOps` for JAX."""
 
-    def maximum(self, a: Array, b: Array) -> Array:
-        return jnp.maximum(a, b)
-
-    def minimum(self, a: Array, b: Array) -> Array:
-        return jnp.minimum(a, b)
+    maximum: Any = staticmethod(jnp.maximum)
+    minimum: Any = staticmethod(jnp.minimum)
 
     def widened(self, value: Array) -> Array:
         """Cast half precision to float32, bools to JAX's default integer."""

@@ -157,11 +157,7 @@ _FIX = "Write gradaccum.wrap(..., shard_axes={axes!r}) if the devices hold shard
 
 def require_shard_axes(value: object) -> ShardAxes:
     """Raise unless `value` is a name, a tuple of names or None; return a tuple of names, None as it is."""
-    names = (value,) if isinstance(value, str) else value
-    if names is None or (isinstance(names, tuple) and all(isinstance(name, str) and name for name in names)):
-        return cast(ShardAxes, names)
-    expected, fix = "the name of a mesh axis, or a tuple of names", "Write shard_axes='model', as in jax.make_mesh."
-    raise explain(ArgumentTypeError, "shard_axes", expected=expected, got=value, fix=fix)
+    return None if value is None else _as_names("shard_axes", value)
 
 
 def require_in_scope(shard_axes: ShardAxes) -> None:
@@ -213,14 +209,24 @@ def require_checked(axis_name: str, fix: str) -> None:
 
 def require_names(axis_name: Any) -> tuple[str, ...]:
     """Raise unless `axis_name` is the name of a mesh axis or several names; return them as a tuple."""
-    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
-    expected, fix = "the name of a mesh axis, or a tuple of names", "Write axis_name='data', as in jax.make_mesh."
+    if axis_name is None:
+        return ()
+    names = _as_names("axis_name", axis_name)
+    if not names:
+        raise explain(ArgumentValueError, "axis_name", expected=_NAMES, got=axis_name, fix="Write axis_name='data', as in jax.make_mesh.")
+    _require_types()
+    return names
+
+
+_NAMES = "the name of a mesh axis, or a tuple of names"
+
+
+def _as_names(argument: str, value: Any) -> tuple[str, ...]:
+    names, fix = (value,) if isinstance(value, str) else value, f"Write {argument}='data', as in jax.make_mesh."
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise explain(ArgumentTypeError, "axis_name", expected=expected, got=axis_name, fix=fix)
-    if axis_name is not None and (not names or not all(names) or len(set(names)) < len(names)):
-        raise explain(ArgumentValueError, "axis_name", expected=expected, got=axis_name, fix=fix)
-    if names:
-        _require_types()
+        raise explain(ArgumentTypeError, argument, expected=_NAMES, got=value, fix=fix)
+    if not all(names) or len(set(names)) < len(names):
+        raise explain(ArgumentValueError, argument, expected=_NAMES, got=value, fix=fix)
     return names
 
 
