@@ -22,6 +22,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 """The tabs of the site, and the pages of each as patterns in the repository."""
 ORDER = (
     "README",
+    "README.zh",
     "CONCEPTS",
     "TROUBLESHOOTING",
     "MIGRATING",
