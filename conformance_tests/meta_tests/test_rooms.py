@@ -64,11 +64,11 @@ def test_no_shared_name_without_a_concept() -> None:
 
 
 TOPICS = {
-    **dict.fromkeys(("checkpoint", "counts", "half_precision", "linearity", "loop", "loss_scale", "masters", "misuse", "recipes"), ALL),
+    **dict.fromkeys(("checkpoint", "counts", "half_precision", "linearity", "loop", "loss_scale", "masters", "misuse"), ALL),
+    **dict.fromkeys(("everyday", "recipes"), ALL),
     **dict.fromkeys(("auto_size", "coupled", "large_batch", "recompute", "verification"), ALL),
     **dict.fromkeys(("large_batch_misuse", "recompute_misuse", "recompute_modules"), ALL),
     "benchmarks": {TORCH, JAX},
-    "everyday": {TORCH, JAX},
     "large_batch_counts": {TORCH, MINDSPORE},
     "large_batch_update": {JAX, MINDSPORE},
     "interrupted": {TORCH, MINDSPORE},
