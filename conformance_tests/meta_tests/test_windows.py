@@ -239,7 +239,7 @@ def test_updates_are_counted_with_the_short_windows(length: int, steps: Any, epo
 @pytest.mark.parametrize(
     ("micro_batches", "steps", "argument"),
     [(iter([1]), 4, "micro_batches"), (-1, 4, "micro_batches"), (10, None, "steps"), (10, until_weight(4), "steps")],
-    ids=str,
+    ids=["iterator", "negative", "the caller closes", "by weight"],
 )
 def test_unknown_numbers_of_updates_raise(micro_batches: Any, steps: Any, argument: str) -> None:
     with pytest.raises(gradaccum.GradAccumError, match=f"{argument}: expected"):
