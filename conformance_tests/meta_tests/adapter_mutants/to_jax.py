@@ -145,14 +145,14 @@ MUTANTS = (
     ),
     Mutant(
         "divide_a_short_window_by_steps",
-        "decide(whole.fields, norm, finite, options,",
-        "decide((*whole.fields[:3], whole.fields[3] * 0 + (options.steps or 1), *whole.fields[4:]), norm, finite, options,",
+        "decide(fields, norm, finite, options,",
+        "decide((*fields[:3], fields[3] * 0 + (options.steps or 1), *fields[4:]), norm, finite, options,",
         SUITE + "test_windows.py::test_flush_divides_by_held_weight",
     ),
     Mutant(
         "clip_the_scaled_norm",
-        "decide(whole.fields, norm, finite, options,",
-        "decide((*whole.fields[:5], jnp.ones_like(whole.fields[5]), *whole.fields[6:]), norm, finite, options,",
+        "decide(fields, norm, finite, options,",
+        "decide((*fields[:5], jnp.ones_like(fields[5]), *fields[6:]), norm, finite, options,",
         SUITE + "test_loss_scale.py::test_scale_leaves_no_trace",
     ),
     Mutant(

@@ -35,8 +35,8 @@ MUTANTS = (
     ),
     Mutant(
         "apply_what_is_to_be_skipped",
-        "            if decision.apply:\n                update(ms.mutable",
-        "            if True:\n                update(ms.mutable",
+        "        if decision.apply:\n            update.require_in_place()",
+        "        if True:\n            update.require_in_place()",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
         "pynative",
     ),
