@@ -31,4 +31,4 @@ def test_each_kind_has_its_program() -> None:
     for kind, section in zip(KINDS, SECTIONS, strict=True):
         (program,) = PROGRAM.findall(section)
         assert f'"{kind}"' in program
-        assert re.search(r"^assert gradaccum\.verify\(.*\.equivalent", program, flags=re.MULTILINE)
+        assert re.search(r"^assert gradaccum\.verify\(.*\.equivalent", program, flags=re.MULTILINE | re.DOTALL)
