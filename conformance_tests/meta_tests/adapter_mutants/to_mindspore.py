@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     Mutant(
         "forget_what_float16_holds",
-        "return norm, finite and self.fits(state, norm)",
+        "return norm, finite and self.fits(ending, options, norm)",
         "return norm, finite",
         SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
         "pynative",
@@ -150,8 +150,8 @@ MUTANTS = (
     ),
     Mutant(
         "take_a_part_of_the_losses_for_all",
-        "kit.window_loss(total if told == state.weight else math.nan, state,",
-        "kit.window_loss(total, state,",
+        "kit.window_loss(total if told == state.weight else math.nan, ending,",
+        "kit.window_loss(total, ending,",
         OWN + "test_mindspore_knowledge.py::test_window_with_a_missing_loss_has_none",
     ),
     Mutant(
