@@ -104,48 +104,21 @@ def test_schedule_counts_updates_from_here_on():
         gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=None).updates_in(5)
 
 
-@pytest.mark.parametrize("mode", ["pynative", "graph", "jit"])
-def test_item_mean_asks_for_the_weight(mode):
+@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
+def test_denominator_in_compiled_code(reduction):
+    """The window's loss is divided as its gradient is."""
     p = parameter()
-    opt = gradaccum_mindspore.wrap(nn.SGD([p], 1.0), steps=2, reduction="item_mean")
-    call, _ = in_mode(mode, opt)
-    with pytest.raises(gradaccum.ArgumentTypeError, match="weight: expected the number of items"):
-        call(gradient(1.0)[0])
-    assert opt.result.micro_step == 0
-
-
-def in_mode(mode, opt):
-    """The call of an optimizer of one parameter, and its flush by a denominator."""
-    set_mode("graph" if mode == "graph" else "pynative")
-    if mode != "jit":
-        return lambda g: opt((g,)), lambda n: opt.flush(denominator=n)
-
-    @ms.jit
-    def call(g):
-        return opt((g,))
+    opt = gradaccum_mindspore.wrap(nn.SGD([p], 1.0), steps=None, reduction=reduction)
+    for number in (2.0, 4.0):
+        opt(gradient(number), 3, number)
 
     @ms.jit
     def flush(n):
         return opt.flush(denominator=n)
 
-    return call, flush
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "item_mean"])
-@pytest.mark.parametrize("mode", ["pynative", "graph", "jit"])
-def test_denominator(mode, reduction):
-    """The window's loss is divided as its gradient is."""
-    p = parameter()
-    opt = gradaccum_mindspore.wrap(nn.SGD([p], 1.0), steps=None, reduction=reduction)
-    _, flush = in_mode(mode, opt)
-    for number in (2.0, 4.0):
-        opt(gradient(number), 3, number)
     assert flush(Tensor(6.0, ms.float32))
     total = 18.0 if reduction == "mean" else 6.0
     assert (value(p), opt.result.loss) == (10.0 - total / 6, total / 6)
-    opt(gradient(2.0), 1, 2.0)
-    opt.flush()
-    assert (value(p), opt.result.loss) == (10.0 - total / 6 - 2, 2.0)
 
 
 def of_steps(opt):

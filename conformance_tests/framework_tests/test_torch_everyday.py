@@ -470,21 +470,6 @@ def test_weigh_beside_a_plain_mean_is_refused() -> None:
             opt.weigh(bad)
 
 
-def test_denominator_of_a_flush() -> None:
-    model, opt = make(steps=None, reduction="sum")
-    for rows in CUTS:
-        opt.backward(summed(model, rows))
-        opt.step()
-    opt.flush(denominator=8)
-    reference = make_model()
-    loss = loss_of(reference)
-    loss.backward()
-    torch.optim.SGD(reference.parameters(), lr=0.5).step()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-    assert opt.result.loss == pytest.approx(float(loss.detach()))
-
-
 def test_update_that_raised_keeps_the_weight_beside_a_denominator() -> None:
     """The next flush divides by what the window holds, unless it is given a denominator of its own."""
     model, opt = make(steps=None, reduction="item_mean")

@@ -51,6 +51,17 @@ def test_loss_is_the_large_batch_s(backend: Harness, mode: str, errors: Errors, 
     errors.check("loss of the next window", abs(session.result().loss - truth) / truth, ROUNDING)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_denominator_divides_the_loss_too(backend: Harness, mode: str, errors: Errors, reduction: str) -> None:
+    session = start(backend, MLP, steps=None, reduction=reduction, loss_scale=8.0, mode=mode)
+    for number in (7.0, None):
+        total = true_loss(session, BATCH, "sum")
+        feed(session, cut(BATCH, SIZES), reduction)
+        session.flush(denominator=number)
+        truth = total / (number or (1 if reduction == "sum" else BATCH.items))
+        errors.check("loss", abs(session.result().loss - truth) / truth, ROUNDING)
+
+
 def test_loss_leaves_out_what_the_window_does(backend: Harness, mode: str, errors: Errors) -> None:
     """A dropped micro-batch, one of weight 0, and a discarded window."""
     bad = Batch(BATCH.x[:4].copy(), BATCH.y[:4])
