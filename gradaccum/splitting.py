@@ -29,8 +29,8 @@ class AutoMicroBatchSize:
     ``micro_batch_size="auto"`` uses an instance shared by the process. An instance of your own has its own sizes and may have a limit.
 
     Args:
-        memory_limit: the most bytes that the call may use; None asks the device. A CPU has no limit to ask for. Not in torch, where the
-            device's own limit holds.
+        memory_limit: the most bytes that the call may use; None asks the device. A CPU has no limit to ask for. For JAX alone: in
+            torch and MindSpore the device's own limit holds.
 
     Raises:
         ArgumentTypeError: `memory_limit` is no int.
