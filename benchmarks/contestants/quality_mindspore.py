@@ -48,7 +48,7 @@ class Step(nn.Cell):  # type: ignore[misc]
     def construct(self, x: Any, y: Any, weight: Any) -> Any:
         _, gradients = self.gradient(x, y)
         if self.weighted:
-            return self.take(gradients, weight)
+            return self.take(gradients, weight=weight)
         return self.take(gradients)
 
 

@@ -17,10 +17,10 @@ def driver(mode, steps, loss_scale, dtype=None, **options):
 
     @ms.jit
     def jitted(gradient, weight):
-        return optimizer((gradient,), weight)
+        return optimizer((gradient,), weight=weight)
 
     def call(value, weight=1.0):
         gradient, amount = Tensor(np.array([0.0, value, 0.0]), parameter.dtype), Tensor(weight, ms.float32)
-        return jitted(gradient, amount) if mode == "jit" else optimizer((gradient,), amount)
+        return jitted(gradient, amount) if mode == "jit" else optimizer((gradient,), weight=amount)
 
     return optimizer, call, parameter

@@ -25,7 +25,7 @@ def compiled(request):
 
     @ms.jit
     def one_by_one(weight, *gradients):
-        return optimizer(gradients, weight)
+        return optimizer(gradients, weight=weight)
 
     @ms.jit
     def whole(gradients):
@@ -99,7 +99,7 @@ def test_bad_weights_and_options_raise():
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
     for weight in (Tensor([1.0, 2.0]), Tensor(-1.0)):
         with pytest.raises(gradaccum.GradAccumError, match="weight"):
-            optimizer(ones(), weight)
+            optimizer(ones(), weight=weight)
     with pytest.raises(gradaccum.UsageError, match="steps"):
         optimizer.steps = 3
     with pytest.raises(gradaccum.ArgumentTypeError, match="optimizer"):
