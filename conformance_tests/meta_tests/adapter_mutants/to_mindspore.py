@@ -166,4 +166,22 @@ MUTANTS = (
         "        pass\n",
         OWN + "test_mindspore_schedule.py::test_gate_takes_no_checkpoint_for_an_update",
     ),
+    Mutant(
+        "let_the_inner_optimizer_be_called",
+        "        guard(inner, self)\n",
+        "",
+        OWN + "test_mindspore_everyday.py::test_inner_optimizer_is_not_called",
+    ),
+    Mutant(
+        "leave_the_loader_s_last_window_open",
+        "        return kit.epoch(loader, self.flush, carry=carry, progress=progress)\n",
+        "        return kit.epoch(loader, self.flush, carry=True, progress=progress)\n",
+        OWN + "test_mindspore_everyday.py::test_epoch_of_a_dataset",
+    ),
+    Mutant(
+        "take_the_loss_for_the_weight_in_compiled_code",
+        "        compiled_told_apart(len(counted), dtype, weight is None, loss is None)\n",
+        "",
+        OWN + "test_mindspore_everyday.py::test_loss_in_the_weight_s_place",
+    ),
 )
