@@ -19,6 +19,8 @@ DOORS: Mapping[str, str] = {
     "gradaccum.kit": "gradaccum/kit.py",
     "gradaccum_conformance": "conformance_tests/gradaccum_conformance/__init__.py",
 }
+INTERNALS = ("gradaccum.kit", "gradaccum_conformance")
+"""Packages for those who write a backend, apart from what users call."""
 
 
 def packages() -> dict[str, str]:

@@ -50,6 +50,11 @@ def all_pages() -> list[str]:
     return [page for section in SECTIONS for page in pages_of(section)]
 
 
+def weighed(text: str, boost: float) -> str:
+    """Return `text` with its weight in the site's search; 0 leaves it out."""
+    return f"---\nsearch:\n  {f'boost: {boost}' if boost else 'exclude: true'}\n---\n\n{text}"
+
+
 def place_on_site(page: str) -> str:
     """Where a page or a picture of the repository is on the site, which has no hidden folder."""
     return page.removeprefix(".github/")
