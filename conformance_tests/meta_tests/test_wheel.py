@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 import zipfile
@@ -40,6 +42,27 @@ def test_wheel_holds_every_package_file(wheel) -> None:
 def test_wheel_holds_nothing_else(wheel) -> None:
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert not [name for name in wheel.namelist() if "mutant" in name or "planted" in name]
+
+
+def test_front_page_of_the_package_leads_to_the_repository() -> None:
+    """Once there is one: pictures as they are, other files as pages."""
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel and is not installed")
+    spec = importlib.util.spec_from_file_location("package", ROOT / ".docs/package.py")
+    assert spec is not None
+    assert spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert package.absolute(page, "") == page
+    links = re.findall(
+        r"(!?)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)#]+)", re.sub(r"^```.*?^```", "", package.absolute(page, "https://h/p"), flags=re.M | re.S)
+    )
+    assert ("!", "https://h/p/raw/HEAD/gradaccum/figures/window.svg") in links
+    assert ("", "https://h/p/blob/HEAD/gradaccum/CONCEPTS.md") in links
+    assert not [target for _, target in links if not target.startswith("https://")]
+    assert package.addresses("https://h/p")["Issues"] == "https://h/p/issues"
+    assert package.addresses("") == {}
 
 
 def test_wheel_holds_the_declared_gaps(wheel) -> None:
