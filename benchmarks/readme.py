@@ -13,7 +13,7 @@ from benchmarks.plots import OURS, write_summary
 ROOT = Path(__file__).parents[1]
 PLOT = Path("benchmarks/figures/summary.png")
 MARKED = re.compile(r"(<!-- benchmarks: begin -->\n).*(<!-- benchmarks: end -->)", re.DOTALL)
-HEAD = ("case", "baseline", "baseline's time", "gradaccum / baseline", "quartiles", "counted, gradaccum", "counted, baseline")
+HEAD = ("case", "baseline", "baseline's time", "gradaccum / baseline", "quartiles")
 
 
 def write_readme(answers: Sequence[Answers], root: Path = ROOT) -> None:
@@ -52,15 +52,11 @@ def _cells(case: Record) -> list[str]:
     ours, theirs = _row(case, OURS)[0], _row(case, case["baseline"])[0]
     spread = f"{ours['ratio_low']:.2f} to {ours['ratio_high']:.2f}"
     time = duration(theirs["median_ms"])
-    return [case["case"], case["baseline"], time, f"**{ours['ratio']:.2f}**", spread, _counts(ours), _counts(theirs)]
+    return [case["case"], case["baseline"], time, f"**{ours['ratio']:.2f}**", spread]
 
 
 def _row(case: Record, contestant: str) -> list[Record]:
     return [row for row in case["rows"] if row["contestant"] == contestant]
-
-
-def _counts(row: Record) -> str:
-    return ", ".join(f"{name} {value:.2g}" for name, value in row["counts"].items())
 
 
 def _line(cells: Sequence[str]) -> str:
