@@ -43,7 +43,7 @@ def _table(answers: Sequence[Answers]) -> Iterator[str]:
     for answer in answers:
         cases = [case for case in answer.cases if case["x"] is None and _row(case, OURS)]
         if cases:
-            yield from ("", f"**{answer.title}**", "", _line(HEAD), _line(["---"] * len(HEAD)))
+            yield from ("", f"**{answer.title}**", "", _line(HEAD), "|---" * len(HEAD) + "|")
         for case in cases:
             yield _line(_cells(case))
 
