@@ -114,9 +114,11 @@ class Strategy(ABC):
     def require_true_gradient(self, *, first: bool, flushing: bool) -> None:
         """Raise unless a changed ``.grad`` was the whole gradient of the window, which the user may change.
 
-        `first`: the last micro-batch is the first of its window; `flushing`: no micro-batch is under way.
+        `first`: the last micro-batch is the first of its window; `flushing`: no micro-batch is under way. A flush of a cleared gradient
+        would lose the micro-batch without a word.
         """
-        if not self._is_all_in_grad(first, flushing) or (self.watch.known.changed and not first):
+        cleared = flushing and self.watch.found_change() is Change.CLEARED
+        if cleared or not self._is_all_in_grad(first, flushing) or (self.watch.known.changed and not first):
             raise self.changed_error()
 
     @abstractmethod
