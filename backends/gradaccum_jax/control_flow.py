@@ -1,8 +1,11 @@
 """Functions that run once or not at all, as the device decides; functions traced once; jitted calls with traceable arguments.
 
 Masking would run the inner optimizer at full price in every micro-batch. `lax.cond` avoids that, but `jax.vmap` turns it into both branches
-and a select once the predicate is batched. So `once` is a `lax.cond` with its own rule under `jax.vmap`: if any member of the batch wants
-the function, it runs on the whole batch, and a select leaves out the members that do not want it.
+and a select once the predicate is batched. So `once` is a `lax.cond` with its own rule under `jax.vmap`:
+
+- If all members of the batch want the function, it runs on the whole batch; if only some do, on each of them alone.
+- If XLA partitions the batch over devices, either way would make devices wait for one another. There each call computes every member and
+  selects, as `optax.MultiSteps` does.
 
 The derivative is that of a select between the function's result and its argument, as it is once `jax.vmap` batches the predicate.
 """
@@ -23,7 +26,7 @@ from jax.extend import core
 
 from gradaccum.kit import Scalar
 from gradaccum_jax.arrays import Array, Axes, DType, Leaves, Tree
-from gradaccum_jax.sharding import traced_with_axes, vary
+from gradaccum_jax.sharding import partitioned, traced_with_axes, vary
 
 # Call the jitted form of a function where its arguments can be traced, else the function itself.
 #
@@ -140,12 +143,31 @@ def _with_derivative(decided: Callable[..., Leaves], run: Run) -> Callable[..., 
 
 
 def _members(run: Run, wanted: Array, axes: Batched, constants: Leaves, leaves: Leaves) -> Leaves:
-    def masked(given: Leaves, leaves: Leaves) -> Leaves:
-        *constants, wanted = given
-        made = jax.vmap(run, (axes, 0))(constants, leaves)
+    whole = jax.vmap(run, (axes, 0))
+
+    def masked(wanted: Array, constants: Leaves, leaves: Leaves) -> Leaves:
+        made = whole(constants, leaves)
         return [jnp.where(wanted.reshape(-1, *[1] * (leaf.ndim - 1)), new, leaf) for new, leaf in zip(made, leaves, strict=True)]
 
-    return _batchable(masked, jnp.any(wanted), [*constants, wanted], leaves)
+    def looped(wanted: Array, constants: Leaves, leaves: Leaves) -> Leaves:
+        leaves = _batchable(whole, jnp.all(wanted), constants, leaves)
+        return _one_by_one(run, wanted & ~jnp.all(wanted), axes, constants, leaves)
+
+    return cast(Leaves, lax.cond(partitioned(), masked, looped, wanted, constants, leaves))
+
+
+def _one_by_one(run: Run, wanted: Array, axes: Batched, constants: Leaves, leaves: Leaves) -> Leaves:
+    def all_members(given: Leaves, leaves: Leaves) -> Leaves:
+        *constants, wanted = given
+
+        def member(index: Scalar, leaves: Leaves) -> Leaves:
+            own = [constant if axis is None else _take(constant, index) for constant, axis in zip(constants, axes, strict=True)]
+            made = _batchable(run, wanted[index], own, [_take(leaf, index) for leaf in leaves])
+            return [lax.dynamic_update_index_in_dim(leaf, new, index, 0) for leaf, new in zip(leaves, made, strict=True)]
+
+        return cast(Leaves, lax.fori_loop(0, wanted.shape[0], member, leaves))
+
+    return _batchable(all_members, jnp.any(wanted), [*constants, wanted], leaves)
 
 
 def _happens_in_order(closed: Traced) -> bool:
@@ -156,3 +178,7 @@ def _happens_in_order(closed: Traced) -> bool:
 def _typed(value: Array, dtype: DType) -> Array:
     """Return an array: JAX passes some constants to a rule as Python numbers."""
     return value if hasattr(value, "dtype") else jnp.asarray(value, dtype)
+
+
+def _take(leaf: Array, index: Scalar) -> Array:
+    return lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False)

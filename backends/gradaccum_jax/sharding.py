@@ -7,6 +7,7 @@ added before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -108,6 +109,39 @@ KNOWS_AXES = hasattr(jax, "shard_map")
 def explicitly_sharded(leaf: Array) -> bool:
     """True if the type of `leaf` says how it is sharded (``AxisType.Explicit``): JAX then refuses reshapes that would gather it."""
     return any(axis is not None for axis in typeof(leaf).sharding.spec)
+
+
+# Programs that XLA partitions over several devices. JAX knows them only when it lowers them.
+#
+# `jax.jit` traces a function without knowing how its arguments are sharded, and XLA partitions the program afterwards. Inside
+# `jax.shard_map` and `jax.pmap` each device has a program of its own, and nothing is partitioned.
+
+
+_partitioned: Any = core.Primitive("partitioned")
+
+
+def partitioned() -> Scalar:
+    """Return a bool scalar that is a constant of the lowered program: a conditional on it costs nothing at run time."""
+    return _partitioned.bind()
+
+
+def _lowered(context: mlir.LoweringRuleContext) -> Any:
+    value = _is_partitioned(context.module_context.axis_context)
+    lower: Any = mlir.lower_fun
+    return lower(lambda: jnp.asarray(value), multiple_results=False)(context)
+
+
+def _is_partitioned(axes: object) -> bool:
+    if isinstance(axes, mlir.ShardingContext):
+        return bool(axes.num_devices > 1)
+    if isinstance(axes, mlir.SPMDAxisContext):
+        return bool(math.prod(size for name, size in axes.mesh.shape.items() if name not in axes.manual_axes) > 1)
+    return False
+
+
+_partitioned.def_impl(lambda: jnp.asarray(jax.device_count() > 1))
+_partitioned.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.dtype(bool)))
+mlir.register_lowering(_partitioned, _lowered)
 
 
 # Types of an explicit mesh that say that devices' parts are not added up yet.

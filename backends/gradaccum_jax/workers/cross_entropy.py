@@ -169,6 +169,9 @@ def require_arrays(logits_shard: Any, labels: Any) -> None:
         found = f"shape {labels.shape} for logits of shape {logits_shard.shape}"
         fix = "Put the classes last: jnp.moveaxis(logits_shard, 1, -1). Every device passes the labels of all items."
         raise explain(ArgumentValueError, "labels", expected=expected, found=found, fix=fix)
+    if logits_shard.shape[-1] == 0:
+        fix = "Pad the class weights to a multiple of the devices, and say num_classes=."
+        raise explain(ArgumentValueError, "logits_shard", expected="one class at least", found=f"shape {logits_shard.shape}", fix=fix)
 
 
 def require_axis(axis_name: Any, logits_shard: Any) -> int:
