@@ -103,6 +103,7 @@ class MicroBatch(OwnPhase):
         super().__init__(auto_prefix=False)
         self.compiled_window = compiled_window
         self.update = update
+        self.enable_tuple_broaden = True  # As in `nn.Optimizer`. Else MindSpore takes the gradients for constants, and compiles each time.
 
     def construct(self, gradients: Gradients | NamedGradients, weight: Weight, loss: Loss) -> Tensor:
         require_read(self.compiled_window.storage.scaled)
