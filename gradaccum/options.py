@@ -9,7 +9,16 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
-from gradaccum.errors import ArgumentTypeError, ArgumentValueError, explain, require_bool, require_choice, require_int, require_number
+from gradaccum.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    UsageError,
+    explain,
+    require_bool,
+    require_choice,
+    require_int,
+    require_number,
+)
 from gradaccum.state import Scalar
 
 # How long a window is: so many micro-batches, or until a weight is reached; a constant, pairs, a function, or the caller's decision.
@@ -374,9 +383,18 @@ def require_denominator_allowed(options: Options) -> None:
         raise explain(ArgumentValueError, argument, expected=f"{expected} noise_scale", found="both of them", fix=fix)
 
 
-def require_denominator(denominator: object, options: Options) -> float:
-    """Raise unless ``flush(denominator=...)`` is allowed and has a finite number > 0; return the number as a float."""
+def require_denominator(denominator: object, options: Options, *, several: bool = False) -> float:
+    """Raise unless ``flush(denominator=...)`` is allowed and has a finite number > 0; return the number as a float.
+
+    `several`: workers share the window, each of which has a `denominator` of its own.
+    """
     require_denominator_allowed(options)
+    if several:
+        expected, fix = (
+            "to be left out where several workers share the window",
+            "Give each micro-batch its weight: all are added up.",
+        )
+        raise explain(UsageError, "denominator", expected=expected, got=denominator, fix=fix)
     return require_number("denominator", denominator, above=0)
 
 

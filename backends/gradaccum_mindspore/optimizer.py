@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
-from gradaccum import StepResult, UsageError, kit
+from gradaccum import StepResult, UsageError, kit, updates_in
 from gradaccum.kit import Handle, Listener, Options, Schedule, State, UntilWeight, explain
 from gradaccum_mindspore.checks import (
     Loss,
@@ -61,13 +61,14 @@ class Flush(nn.Cell):  # type: ignore[misc]
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `denominator` is no finite number > 0, or windows close by themselves.
+            UsageError: `denominator` where several workers share the window.
         """
         refuse_trace()
         self.pynative_window.require_whole()
         storage, divides = self.compiled_window.storage, None
         if denominator is not None:
             plain = denominator.item() if isinstance(denominator, Tensor) else denominator
-            divides = kit.require_denominator(plain, storage.options)
+            divides = kit.require_denominator(plain, storage.options, several=self.compiled_window.workers is not None)
         flush = partial(self.pynative_window.flush, self.update, divides)
         if is_graph_mode() and self.compiled_window.workers is None:
             flush = partial(super().__call__, *(() if divides is None else (Tensor(divides, storage.float_dtype),)))
@@ -289,7 +290,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             ArgumentTypeError: `loader` has no length; or windows end by weight or by ``flush``, so that nobody knows their number.
             ArgumentValueError: a number is below 0.
         """
-        return kit.updates_in(loader, self.options.steps, epochs=epochs, optimizer_step=self.storage.optimizer_step.item())
+        return updates_in(loader, self.options.steps, epochs=epochs, optimizer_step=self.storage.optimizer_step.item())
 
     def add_listener(self, listener: Listener) -> Handle:
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradaccum import StepResult, UsageError
-from gradaccum.kit import Handle, Listener, Options, described, epoch, explain, require_weight, updates_in
+from gradaccum import StepResult, UsageError, updates_in
+from gradaccum.kit import Handle, Listener, Options, described, epoch, explain, require_weight
 from gradaccum_torch.checks import known_window_size, require_loss
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
 from gradaccum_torch.parameters import Group, Parameters
@@ -207,8 +207,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: `denominator` is no such number, or windows close by themselves.
-            UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``; or another worker did
-                not come before the process group's timeout.
+            UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``; another worker did not
+                come before the process group's timeout; or `denominator` where several workers share the window.
         """
         self._window.listening.after(partial(self._window.flush, denominator))
 

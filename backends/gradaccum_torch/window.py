@@ -275,7 +275,7 @@ class Window:
 
     def flush(self, denominator: float | None = None) -> None:
         if denominator is not None:
-            self._require_denominator(denominator)
+            require_denominator(denominator, self._options, several=self._workers.several)
         self._require_whole()
         if self._known.given or (self._fields.micro_step and self.strategy.begun):
             raise unfinished_error("flush()")
@@ -384,15 +384,6 @@ class Window:
             self.strategy.load(joined.sums)
         self._set(joined.fields, self._event)
 
-    def _require_denominator(self, denominator: float) -> None:
-        """Raise unless this worker alone closes each window by `denominator`, a finite number > 0."""
-        require_denominator(denominator, self._options)
-        if self._workers.several:
-            fix = "Give each micro-batch its weight: opt.weigh(n). The weights of all workers are added up."
-            raise explain(
-                UsageError, "denominator", expected="to be left out where several workers share the window", got=denominator, fix=fix
-            )
-
     def _verdict(self, fields: State, denominator: float | None) -> Verdict:
         if self._statistics.measures_noise and not self._plan.holds():
             self._statistics.groups_changed()
@@ -480,7 +471,7 @@ class Plan:
         self.largest = largest_number(float64_weight=self.float64_weight)
         """The largest finite number of the dtype in which the sums are divided."""
         self._kind, self._drops = _kind(self._dtypes, self.sum_dtypes, options), options.on_overflow == "drop_micro_batch"
-        if workers.keeps_sum and self._kind is not GradStrategy:
+        if workers.strategy is not None and self._kind is not GradStrategy:
             fix = "Wrap the optimizer after the cast."
             expected, found = "parameters in the dtype of their sums beside gradient_sync=", "parameters that were cast"
             raise explain(UsageError, "model.to(dtype)", expected=expected, found=found, fix=fix)
@@ -496,12 +487,12 @@ class Plan:
         return torch.zeros_like(self._parameters.positions()[position], dtype=self.sum_dtypes[position])
 
     def strategy(self) -> Strategy:
-        if self._workers.keeps_sum:
+        if self._workers.strategy is not None:
             return self._workers.strategy(self._parameters, self._accumulate_dtype)
         return self._kind(self._parameters, self._accumulate_dtype, self._drops)
 
     def carried_over(self, old: Strategy) -> Strategy:
-        if self._workers.keeps_sum or type(old) is self._kind:
+        if self._workers.strategy is not None or type(old) is self._kind:
             old.groups_changed()
             return old
         known = old.watch.known

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
+
+import gradaccum
 
 X = torch.arange(24, dtype=torch.float32).reshape(8, 3) / 8
 Y = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
@@ -37,3 +42,19 @@ MAKERS = {
     "adam_weight_decay": lambda ps: torch.optim.Adam(ps, lr=0.1, weight_decay=0.1),
     "sgd_momentum": lambda ps: torch.optim.SGD(ps, lr=0.5, momentum=0.9, nesterov=True),
 }
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "in .grad": {},
+    "in float64": {"accumulate_dtype": "float64"},
+    "kept apart": {"on_overflow": "drop_micro_batch"},
+    "separate": {"separate_sums": True},
+}
+"""The options that put a window's sum there."""
+by_place = pytest.mark.parametrize("place", PLACES)
+
+
+def make(place: str = "in .grad", **options: Any) -> tuple[nn.Module, Any]:
+    """The model, and its optimizer, wrapped with its sum in one of `PLACES`."""
+    model = make_model()
+    return model, gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), **{"steps": 4, **PLACES[place], **options})

@@ -29,6 +29,7 @@ from gradaccum.kit import (
     make_options,
     rate_bits,
     redistributed,
+    require_denominator,
     require_denominator_allowed,
     require_same_rates,
     require_steps,
@@ -148,6 +149,8 @@ def test_denominator_is_for_windows_that_the_caller_closes(options: Any) -> None
     require_denominator_allowed(make_options(None))
     with pytest.raises(gradaccum.ArgumentValueError, match="denominator: expected to be left out beside"):
         require_denominator_allowed(make_options(**options))
+    with pytest.raises(gradaccum.UsageError, match="denominator: expected to be left out where several workers"):
+        require_denominator(3.0, make_options(None), several=True)
 
 
 def test_clipping_divisor_beyond_float32_overflows() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import final
 
 import torch
@@ -18,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import State, explain, joined, missing_worker_error, rate_bits, require_same_rates
-from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private import Unit, units_holding
 from gradaccum_torch.sums import multiply
 from gradaccum_torch.watch import delivering_zeros
@@ -34,7 +34,7 @@ class ShardGroup(Workers):
 
     def __init__(self, mesh: DeviceMesh, shards: Shards, undivided: bool, deferred: Deferred | None = None) -> None:
         self._mesh, self._shards, self._undivided, self._deferred = mesh, shards, undivided, deferred
-        self.keeps_sum = deferred is not None
+        self.strategy = None if deferred is None else partial(DeferredStrategy, deferred=deferred)
         self.not_own, self._index = False, _index(mesh)
         self.place = self._index, mesh.size()
 
@@ -51,10 +51,6 @@ class ShardGroup(Workers):
         whole = [average * (self._shards.workers if self._undivided else 1) for average in averages]
         return Joined(joined(fields, weight, overflow), list(sums), whole)
 
-    def strategy(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> DeferredStrategy:
-        assert self._deferred is not None
-        return DeferredStrategy(parameters, accumulate_dtype, self._deferred)
-
     def taking_part(self) -> AbstractContextManager[None] | None:
         return self._delivering_zeros() if self._shards.workers > 1 else None
 
@@ -69,7 +65,7 @@ class ShardGroup(Workers):
         self.not_own = False
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
-        self._shards.add(parameters, waiting=self.keeps_sum)
+        self._shards.add(parameters, waiting=self._deferred is not None)
 
     def require_own_sum(self, call: str) -> None:
         if self.not_own:

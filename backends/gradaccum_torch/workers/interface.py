@@ -51,8 +51,8 @@ class Workers(ABC):
     """The rank of this worker and their number, which its part of a saved sum belongs to; None: any worker can load any part."""
     group: dist.ProcessGroup | None = None
     """The process group that they make; None: this worker is alone, or a mesh of several groups shares its parameters."""
-    keeps_sum = False
-    """The workers' engine keeps the sum until the window ends; see `strategy`."""
+    strategy: Callable[[Parameters, torch.dtype | None], Strategy] | None = None
+    """Makes the place of the sum, where the workers' engine keeps it until the window ends; None: the engine does not."""
 
     @abstractmethod
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
@@ -63,10 +63,6 @@ class Workers(ABC):
         Returns:
             The state with the weight and the overflow flag of all, the sums, None where no worker has one, and the numbers of all.
         """
-
-    def strategy(self, parameters: Parameters, accumulate_dtype: torch.dtype | None) -> Strategy:
-        """Return the place of the sum that the engine keeps; only with `keeps_sum`."""
-        raise NotImplementedError
 
     def require_one_weight(self, fields: State) -> None:  # noqa: B027
         """Raise unless all workers that nothing joins have this one's weight; collective there."""

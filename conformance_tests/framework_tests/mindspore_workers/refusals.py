@@ -44,6 +44,18 @@ def workers_that_differ_are_refused(rank: int) -> None:
 
 
 @check
+def denominator_of_one_worker_is_refused(rank: int) -> None:
+    """Each worker would divide the sum of all by its own, and the copies of the model would part."""
+    inner = sgd()
+    opt = gradaccum.wrap(inner, steps=None, data_parallel=True)
+    opt((Tensor(np.ones(3), ms.float32),))
+    with refused(gradaccum.UsageError, "denominator", "several workers"):
+        opt.flush(denominator=3.0 + rank)
+    opt.flush()
+    assert inner.parameters[0].asnumpy().tolist() == [0.0] * 3
+
+
+@check
 def workers_may_stay_apart(rank: int) -> None:
     """With False each has windows of its own."""
     inner = sgd()

@@ -37,6 +37,19 @@ def plain_loop_without_the_module_names_it(rank: int) -> None:
 
 
 @check
+def denominator_of_one_worker_is_refused(rank: int) -> None:
+    """Each worker would divide the sum of all by its own, and the copies of the model would part."""
+    model = build()
+    opt = gradaccum.wrap(sgd(model), steps=None, process_group=dist.group.WORLD)
+    opt.backward(sum(p.sum() for p in model.parameters()))
+    opt.step()
+    with refused(gradaccum.UsageError, "denominator", "several workers"):
+        opt.flush(denominator=3.0 + rank)
+    opt.flush()
+    assert opt.result.applied
+
+
+@check
 def wrong_modules_are_refused(rank: int) -> None:
     model, other = build(), build()
     parallel = DistributedDataParallel(model)

@@ -291,19 +291,19 @@ MUTANTS = (
         "let_item_mean_divide_by_ones",
         '        if not known.weighed and self._options.reduction == "item_mean":\n',
         "        if False:\n",
-        OWN + "test_torch_everyday.py::test_item_mean_asks_for_a_weight_of_every_loop",
+        OWN + "test_torch_weigh.py::test_item_mean_asks_for_a_weight_of_every_loop",
     ),
     Mutant(
         "forget_a_weight_at_zero_grad",
         "self.watch.reset(self.watch.known.cleared())",
         "self.watch.reset()",
-        OWN + "test_torch_everyday.py::test_weigh_is_the_weight_of_a_loss_too",
+        OWN + "test_torch_weigh.py::test_weigh_is_the_weight_of_a_loss_too",
     ),
     Mutant(
         "add_a_mean_unweighed",
         "        if not self.given and self.arrived and factor != 1:\n",
         "        if False:\n",
-        OWN + "test_torch_everyday.py::test_weigh_beside_a_plain_mean_is_refused",
+        OWN + "test_torch_weigh.py::test_weigh_beside_a_plain_mean_is_refused",
     ),
     Mutant(
         "let_the_rates_move",
@@ -327,6 +327,6 @@ MUTANTS = (
         "keep_a_denominator_after_an_error",
         "        return Verdict(fields, decision,",
         "        return Verdict(divided, decision,",
-        OWN + "test_torch_everyday.py::test_update_that_raised_keeps_the_weight_beside_a_denominator",
+        OWN + "test_torch_weigh.py::test_update_that_raised_keeps_the_weight_beside_a_denominator",
     ),
 )
