@@ -23,8 +23,8 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
-    "gradaccum": Limits(26, 3_290, 9),
-    "backends/gradaccum_torch": Limits(43, 6_445, 11),
+    "gradaccum": Limits(26, 3_305, 9),
+    "backends/gradaccum_torch": Limits(43, 6_435, 11),
     "backends/gradaccum_jax": Limits(35, 3_570, 9),
     "backends/gradaccum_mindspore": Limits(39, 4_655, 9),
 }
