@@ -11,6 +11,8 @@ Record = Mapping[str, Any]
 
 TIMED = ("case", "contestant", "median", "ratio", "quartiles", "counted")
 DRAWN = ("case", "contestant", "last", "counted")
+TEXTS = ("case", "contestant", "counted", "told")
+"""The columns that are no numbers."""
 
 
 class Answers(NamedTuple):
@@ -38,12 +40,20 @@ class Answers(NamedTuple):
         return [record["curve"] for record in self.records if "curve" in record]
 
     @property
+    def loops(self) -> list[Record]:
+        """The loops whose distances were measured."""
+        return [record["loop"] for record in self.records if "loop" in record]
+
+    @property
     def columns(self) -> tuple[str, ...]:
+        if self.loops:
+            return "case", "contestant", *self.loops[0]["distances"], "told"
         return TIMED if self.cases else DRAWN
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table's cells, as texts."""
-        return [_timed(case, row) for case in self.cases for row in case["rows"]] + [_drawn(curve) for curve in self.curves]
+        timed = [_timed(case, row) for case in self.cases for row in case["rows"]]
+        return timed + [_drawn(curve) for curve in self.curves] + [_looped(loop) for loop in self.loops]
 
 
 def duration(milliseconds: float) -> str:
@@ -60,6 +70,11 @@ def _timed(case: Record, row: Record) -> tuple[str, ...]:
 
 def _drawn(curve: Record) -> tuple[str, ...]:
     return curve["name"], curve["contestant"], f"{curve['ys'][-1]:.4g}", _counts(curve)
+
+
+def _looped(loop: Record) -> tuple[str, ...]:
+    distances = ("-" if value is None else f"{value:.1e}" for value in loop["distances"].values())
+    return loop["name"], loop["contestant"], *distances, loop["told"]
 
 
 def _counts(row: Record) -> str:

@@ -1,4 +1,4 @@
-"""The contestants of a question, which do the same work, one of them the baseline; or curves, where nothing is timed."""
+"""The contestants of a question, which do the same work, one of them the baseline; or curves and distances, where nothing is timed."""
 
 from __future__ import annotations
 
@@ -41,10 +41,22 @@ class Curve(NamedTuple):
     """What the line comes to: its last value, its distance to another."""
 
 
+class Distances(NamedTuple):
+    """One loop's distances to the large batch; nothing is timed."""
+
+    name: str
+    """The framework."""
+    contestant: str
+    distances: Mapping[str, float | None]
+    """By job; None where the loop was refused."""
+    told: str
+    """silent, warned or refused."""
+
+
 class Question(Protocol):
     """A module of `benchmarks.questions`."""
 
-    def cases(self, quick: bool) -> Iterator[Case | Curve]:
+    def cases(self, quick: bool) -> Iterator[Case | Curve | Distances]:
         """The comparisons, one after another; `quick` leaves out the large ones."""
         ...
 
@@ -91,6 +103,7 @@ QUESTIONS = {
     "mindspore_split": Entry("MindSpore: the gradient of a large batch in 8 micro-batches, float32, GRAPH_MODE", ("mindspore",)),
     "torch_memory": Entry("torch: memory and time of one gradient of a BERT-like encoder", ("torch",)),
     "jax_memory": Entry("JAX: memory and time of one gradient of a BERT-like encoder", ("jax",)),
+    "everyday": Entry("The loops that people have: their distance to the large batch, in float64", ("sklearn",)),
     "quality": Entry("Held-out accuracy and loss on digits, where an epoch's last window is short and uneven", ("sklearn",)),
 }
 

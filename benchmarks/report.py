@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.table import Table
 
-from benchmarks.answers import Answers
+from benchmarks.answers import TEXTS, Answers
 from benchmarks.machine import machine
 from benchmarks.plots import write_plots
 from gradaccum_conformance.output import write_json
@@ -21,7 +21,7 @@ def make_table(answers: Answers) -> Table:
     """The answers for the terminal."""
     table = Table(title=answers.title)
     for column in answers.columns:
-        table.add_column(column, justify="left" if column in ("case", "contestant", "counted") else "right")
+        table.add_column(column, justify="left" if column in TEXTS else "right")
     for row in answers.rows():
         table.add_row(*row)
     return table

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case import Case, Curve, load_question
+from benchmarks.case import Case, Curve, Distances, load_question
 from benchmarks.rounds import Plan, measure
 
 PLAN = Plan(rounds=40, least=7, seconds=15.0, turn=0.005)
@@ -25,7 +25,7 @@ def main() -> None:
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     with arguments.results.open("w", encoding="utf-8") as file:
         for case in load_question(arguments.name).cases(arguments.quick):
-            record = _timed(case, plan) if isinstance(case, Case) else _drawn(case)
+            record = _timed(case, plan) if isinstance(case, Case) else _untimed(case)
             print(json.dumps({"kind": "case", "question": arguments.name} | record), file=file, flush=True)
             del case
             gc.collect()
@@ -39,6 +39,10 @@ def _timed(case: Case, plan: Plan) -> dict[str, Any]:
         seconds = row["median_ms"] / 1e3
         row["counts"] |= {unit: work / seconds for unit, work in case.rates.get(name, {}).items()}
     return {"case": case.name, "baseline": case.baseline, "x": case.x, "rows": rows}
+
+
+def _untimed(case: Curve | Distances) -> dict[str, Any]:
+    return _drawn(case) if isinstance(case, Curve) else {"case": case.name, "loop": case._asdict()}
 
 
 def _drawn(curve: Curve) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The common parts of the quality question's frameworks."""
+"""The common parts of the frameworks in the questions about exactness: quality and everyday."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from benchmarks.contestants.digits import Parameters, Window
 
 LARGE = "large batch"
 GRADACCUM = "gradaccum"
+
+STEPS, EPOCHS, RATE, CLIP = 4, 3, 1e-2, 1.0
+UPDATES = 9
+"""Of everyday's ten micro-batches in three epochs: the schedule's length."""
 
 
 class Run(Protocol):

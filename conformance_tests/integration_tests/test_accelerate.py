@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.integration_tests.regression import Items, Regressor, distance, loss_of
+from conformance_tests.meta_tests.test_benchmark_quality import require_as_measured, rows_measured, rows_of_page
 from gradaccum import UsageError
 from gradaccum_torch.optimizer import AccumulatingOptimizer
 
@@ -226,3 +227,10 @@ def own_accumulation(count: int, dtype: torch.dtype) -> nn.Module:
             scheduler.step()
             opt.zero_grad()
     return model
+
+
+def test_everyday_loops_end_as_the_page_says() -> None:
+    """The benchmarks' page has Accelerate's loops by its guide beside ours."""
+    measured = rows_measured("torch")
+    assert any("Accelerate" in row.loop for row in measured)
+    require_as_measured([row for row in rows_of_page() if row.framework == "torch"], measured)

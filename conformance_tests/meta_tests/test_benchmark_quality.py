@@ -1,19 +1,25 @@
-"""The quality question: every contestant learns, and only gradaccum equals the large batch up to rounding."""
+"""The questions about exactness.
+
+quality: every contestant learns, and only gradaccum equals the large batch up to rounding.
+everyday: the page's table of loops is what is measured.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from benchmarks.contestants import digits
 from benchmarks.contestants.runs import GRADACCUM, LARGE
+from benchmarks.questions import everyday
 from benchmarks.questions.quality import FRAMEWORKS, curves
 from gradaccum_conformance.deep import deep_but
 
@@ -68,3 +74,57 @@ def test_only_gradaccum_matches_large_batch(framework: str) -> None:
     assert far.pop(GRADACCUM) < ROUNDING
     assert far
     assert all(distance > 100 * ROUNDING for distance in far.values())
+
+
+class Row(NamedTuple):
+    """One loop of the table in ``benchmarks/README.md``."""
+
+    framework: str
+    loop: str
+    distances: tuple[float | None, ...]
+    told: str
+
+
+def rows_of_page() -> list[Row]:
+    """The table of everyday loops; the framework stands in the first of its rows."""
+    section = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8").partition("## Everyday loops")[2].partition("\n## ")[0]
+    lines = [re.split(r" *\| *", line.strip("| ")) for line in section.splitlines() if line.startswith("|")][2:]
+    return [Row(framework, loop, (number(short), number(counts)), told) for framework, loop, short, counts, told in lines]
+
+
+def number(cell: str) -> float | None:
+    return None if cell == "-" else float(cell)
+
+
+def rows_measured(framework: str) -> list[Row]:
+    """The same rows from a process of its own: JAX's float64 is of the whole process."""
+    code = (
+        "import json; from importlib import import_module; from benchmarks.questions.everyday import FRAMEWORKS, distances; "
+        f"found = distances({framework!r}, import_module(FRAMEWORKS[{framework!r}]).loops()); "
+        "print(json.dumps([[each.name, each.contestant, list(each.distances.values()), each.told] for each in found]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [Row(name, loop, tuple(ends), told) for name, loop, ends, told in json.loads(done.stdout.splitlines()[-1])]
+
+
+def require_as_measured(page: list[Row], measured: list[Row]) -> None:
+    """Raise unless the page tells of each measured loop, in its order, what was measured: to a fifth, or as rounding in float64."""
+    assert [row.loop for row in page] == [row.loop for row in measured]
+    for told, found in zip(page, measured, strict=True):
+        assert told.told == found.told, told.loop
+        for a, b in zip(told.distances, found.distances, strict=True):
+            assert a == b is None or (a and b and (abs(a - b) < 0.2 * b or max(a, b) < 1e-14)), (told, found)
+
+
+@pytest.mark.parametrize("framework", everyday.FRAMEWORKS)
+def test_everyday_loops_end_as_the_page_says(framework: str) -> None:
+    """What is careful is the large batch; what is not is far from it. Accelerate's rows are held where Accelerate is installed."""
+    pytest.importorskip(framework.lower())
+    page, measured = [row for row in rows_of_page() if row.framework == framework], rows_measured(framework)
+    if not any("Accelerate" in row.loop for row in measured):
+        page = [row for row in page if "Accelerate" not in row.loop]
+    require_as_measured(page, measured)
+    exact = {row.loop for row in page if row.distances[0] and max(row.distances) < 1e-14}
+    assert "gradaccum, `epoch` and weights" in exact
+    assert all(min(row.distances) > 1e-3 for row in page if row.loop not in exact and row.told != "refused")
