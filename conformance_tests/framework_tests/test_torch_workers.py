@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,33 @@ def test_two_workers(name: str, reports: list[dict[str, str]]) -> None:
 
 def test_numbers_are_exact_in_float32() -> None:
     """Also where a bucket of float32 brings float64 weights of many workers, added up in any order."""
-    weights = [0.1, 1e17, 3.0, 1e-300, 2.0**53 - 1, math.pi]
+    weights = [0.1, 1e17, 3.0, 1e-300, 2.0**53 - 1, math.pi, -5e-324, 1e300]
     states = [initial_state(1.0)._replace(weight=weight, overflow=rank == 2, micro_step=rank) for rank, weight in enumerate(weights)]
-    sent = [encode(state, rank > 3, [False, rank == 1], rank, len(weights), (), (1, rank)) for rank, state in enumerate(states)]
+    sent = [encode(state, rank > 3, [False, rank == 1], (), (1, rank)) for rank, state in enumerate(states)]
     for order in (sent, sent[::-1]):
-        total = torch.zeros(len(sent[0]))
-        for numbers in order:
-            total += torch.tensor(numbers)
-        assert decode(total.tolist(), len(weights), 0, 2) == (math.fsum(weights), True, 15, 2, [False, True], [], [6, 15])
+        assert decode(added(order), 0, 2) == (math.fsum(weights), True, 28, 4, [False, True], [], [8, 28])
+
+
+def added(sent: list[list[float]]) -> list[int]:
+    """What all workers have after a reduction in float32."""
+    total = torch.zeros(len(sent[0]))
+    for numbers in sent:
+        total += torch.tensor(numbers)
+    return total.long().tolist()
+
+
+@pytest.mark.parametrize("weight", [0.1, -1 / 3, 1.5e304])
+def test_the_most_workers_are_exact(weight: float) -> None:
+    """Each has the largest byte somewhere, and the sum of all is still exact in float32, or as large as a float64 can be."""
+    numbers = torch.tensor(encode(initial_state(1.0)._replace(weight=weight), False, [])) * 65_793
+    assert decode(numbers.long().tolist()).weight == float(65_793 * Fraction(weight)) if weight < 1 else math.inf
 
 
 @pytest.mark.parametrize("losses", [(0.1, 1e-300, -3.0), (math.inf, 1.0, 2.0), (math.inf, -math.inf, 1.0), (math.nan, 1.0, 2.0)])
 def test_losses_travel_as_they_are(losses: tuple[float, ...]) -> None:
     """Also those that are not finite, which float32 arithmetic beside the other numbers would spread."""
     state = initial_state(1.0)._replace(weight=2.0)
-    sent = [encode(state, False, [True], rank, 3, [loss, 7.5 * rank]) for rank, loss in enumerate(losses)]
-    found = decode(torch.tensor(sent).sum(0).tolist(), 3, 2)
+    found = decode(added([encode(state, False, [True], [loss, 7.5 * rank]) for rank, loss in enumerate(losses)]), 2)
     assert found[:5] == (6.0, False, 0, 0, [True])
     assert found.others[1] == 22.5
     assert repr(found.others[0]) == repr(sum(losses))

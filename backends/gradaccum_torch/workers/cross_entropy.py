@@ -56,7 +56,7 @@ def sharded_cross_entropy(
         logits_shard: shape ``(*batch, own classes)``, any floating dtype. It may have no class, but has to take part.
         labels: shape ``(*batch)``, an integer dtype, numbered over all classes, the same on every worker.
         group: the process group of the workers that hold the classes; None: all processes.
-        shard_sizes: the number of classes of each worker, by its rank in the group. None: each call asks for them, by an all-reduce of one
+        shard_sizes: the number of classes of each worker, by its rank in the group. None: each call asks for them, by an all-gather of one
             int a worker.
         ignore_index: items with this label have no loss and no gradient.
         label_smoothing: in [0, 1]: this share of the target is spread evenly over all classes.
@@ -91,15 +91,15 @@ def _place(shard: Tensor, group: Group, shard_sizes: Sequence[int] | None) -> tu
     """Return the number of this worker's first class, and the number of all classes."""
     rank, workers = require_group(group)
     own = shard.shape[-1]
-    sizes = _asked(shard, group, rank, workers) if shard_sizes is None else require_shard_sizes(shard_sizes, own, rank, workers)
+    sizes = _asked(shard, group, workers) if shard_sizes is None else require_shard_sizes(shard_sizes, own, rank, workers)
     return sum(sizes[:rank]), require_classes(sum(sizes))
 
 
-def _asked(shard: Tensor, group: Group, rank: int, workers: int) -> Sequence[int]:
-    sizes = torch.zeros(workers, dtype=torch.int64, device=shard.device)
-    sizes[rank] = shard.shape[-1]
-    dist.all_reduce(sizes, group=group)
-    return list(map(int, sizes.tolist()))
+def _asked(shard: Tensor, group: Group, workers: int) -> Sequence[int]:
+    own = torch.tensor([shard.shape[-1]], device=shard.device)
+    sizes = [torch.empty_like(own) for _ in range(workers)]
+    dist.all_gather(sizes, own, group=group)
+    return list(map(int, torch.cat(sizes).tolist()))
 
 
 def _seen(labels: Tensor, ignored: Tensor, classes: int, shard: Tensor) -> list[Tensor]:

@@ -35,8 +35,8 @@ class ShardGroup(Workers):
     def __init__(self, mesh: DeviceMesh, shards: Shards, undivided: bool, deferred: Deferred | None = None) -> None:
         self._mesh, self._shards, self._undivided, self._deferred = mesh, shards, undivided, deferred
         self.strategy = None if deferred is None else partial(DeferredStrategy, deferred=deferred)
-        self.not_own, self._index = False, _index(mesh)
-        self.place = self._index, mesh.size()
+        self.not_own = False
+        self.place = int((mesh.mesh.flatten() == dist.get_rank()).int().argmax()), mesh.size()
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         if self.not_own:
@@ -93,13 +93,6 @@ class ShardGroup(Workers):
         bits = len(rest) - len(others)
         require_same_rates(rates, rest[:bits], size, rank)
         return weight / size, overflows > 0, [total / size for total in rest[bits:]]
-
-
-def _index(mesh: DeviceMesh) -> int:
-    index = 0
-    for place, size in zip(mesh.get_coordinate() or (), mesh.shape, strict=True):
-        index = index * size + place
-    return index
 
 
 def _unequal_error(fields: State, rank: int) -> UsageError:

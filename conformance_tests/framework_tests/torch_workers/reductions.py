@@ -28,6 +28,8 @@ from conformance_tests.framework_tests.torch_workers.common import (
 )
 from gradaccum_torch.workers.group import all_reduce
 
+PARTS = 271
+"""The elements of a weight or a loss, however many workers there are."""
 COUNTED = 33
 """Sparse sums, and the bits of the learning rates."""
 
@@ -56,7 +58,7 @@ def one_reduction_per_window(rank: int) -> None:
         together(rank)
     size = sum(p.numel() for p in Branches().parameters())
     rare = sum(p.numel() for p in Branches().rare.parameters())
-    numbers = 2 * 4 * WORLD + 3 + COUNTED + 6  # The weight and the loss of each worker, in four parts.
+    numbers = 2 * PARTS + 3 + COUNTED + 6  # The weight and the loss.
     assert called == [numbers, numbers + size, numbers + size, numbers + size - rare]
     model = build()
     opt = gradaccum.wrap(sgd(model), steps=3, module=DistributedDataParallel(model, find_unused_parameters=True))
@@ -71,7 +73,7 @@ def numbers_ride_with_every_dtype(rank: int) -> None:
     """A bucket of bfloat16 could not hold a count, so there the numbers travel alone."""
     expected, _ = alone(all_windows(torch.float32), torch.float32)
     size = sum(p.numel() for p in Branches().parameters())
-    numbers = 2 * 4 * WORLD + 3 + COUNTED + 6  # The weight and the loss of each worker, in four parts.
+    numbers = 2 * PARTS + 3 + COUNTED + 6  # The weight and the loss.
     for dtype, rides, off in (("float64", True, 1e-6), ("bfloat16", False, 2**-5)):
         with counted() as called:
             model, opt, _ = together(rank, torch.float32, accumulate_dtype=dtype)
@@ -143,7 +145,7 @@ def large_sums_follow_the_numbers(rank: int) -> None:
             reference(torch.full((1, 4), 1.0 + each + first).double()).square().mean().backward()
             other.step()
             other.zero_grad()
-    assert called == [2 * 4 * WORLD + 3 + COUNTED + 4 + 15 + 500_000, 1_500_000]
+    assert called == [2 * PARTS + 3 + COUNTED + 4 + 15 + 500_000, 1_500_000]
     require_equal(model, reference)
 
 
