@@ -1,8 +1,8 @@
 """The inner optimizer's call, which is the update's alone; the rounding of masters after it; and its own loss scale.
 
-While a wrapper lives, a call of its inner optimizer from Python is refused: a loop that goes on calling it would accumulate nothing.
-MindSpore's hooks are compiled too, so the inner optimizer gets a class of its own, with another ``__call__``. Compiled code calls
-``construct``: there nobody notices.
+While a wrapper lives, a call of its inner optimizer is refused: a loop that goes on calling it would accumulate nothing. Both Python and
+MindSpore's compiler look up ``construct`` on the object, and find one there that raises. `Update` calls the class's own. A function that
+was compiled before the optimizer was wrapped is not compiled again, and calls the inner optimizer unnoticed.
 
 `mindspore.nn.SGD(..., loss_scale=1024.0)` divides each gradient it is handed by 1024. That is one half of MindSpore's pair for a static
 scale; the other half, `mindspore.amp.FixedLossScaleManager` or ``sens=``, multiplies the loss. So it counts as the loss scale here, and
@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import gc
 from functools import cache
+from types import MethodType
 from typing import Any
-from weakref import ref
+from weakref import finalize
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
+from mindspore.ops import constexpr
 
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Options, ScaleRule, explain
 from gradaccum_mindspore.parameters import Masters, Optimizer
+from gradaccum_mindspore.private import is_graph_mode
 from gradaccum_mindspore.sums import Gradients
 
 
@@ -45,48 +48,33 @@ IN_PLACE = ("mindspore.mint.optim.sgd.SGD", "mindspore.mint.optim.adam.Adam")
 """They write parameters by ``Parameter.add_``."""
 
 
-GUARD = "_gradaccum_guard"
-
-
-class Guard:
-    """The wrapper's hold on its inner optimizer."""
-
-    def __init__(self, inner: Optimizer, update: Update) -> None:
-        self.inner, self.update = ref(inner), ref(update)
-
-
 def require_unwrapped(inner: Optimizer) -> None:
     """Raise unless no living wrapper has `inner`."""
-    for search in (lambda: None, gc.collect):  # Cells are in cycles.
-        search()
-        if update_of(inner) is None:
-            return
-    expected, found = "one that no living wrapper has", f"{type(inner).__name__}, which an earlier gradaccum.wrap has wrapped"
-    fix = "Use the optimizer that gradaccum.wrap returned first, or delete it (del opt) before you wrap again."
-    raise explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix)
+    if is_guarded(inner):
+        gc.collect()  # Cells are in cycles.
+    if is_guarded(inner):
+        expected, found = "one that no living wrapper has", f"{type(inner).__name__}, which an earlier gradaccum.wrap has wrapped"
+        fix = "Use the optimizer that gradaccum.wrap returned first, or delete it (del opt) before you wrap again."
+        raise explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix)
 
 
-def update_of(inner: Optimizer) -> Update | None:
-    """Return the update of the living wrapper of `inner`, if it has one; a copy of an inner optimizer has none."""
-    guard = vars(inner).get(GUARD)
-    return guard.update() if guard is not None and guard.inner() is inner else None
+def is_guarded(inner: Optimizer) -> bool:
+    """True if `inner` refuses to be called, because its wrapper lives."""
+    return getattr(vars(inner).get("construct"), "__func__", None) is _guarded
 
 
-def guard(inner: Optimizer, update: Update) -> None:
-    kind = type(inner)
-    if GUARD not in vars(inner):
-        names = {"__call__": _call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        object.__setattr__(inner, "__class__", type(kind.__name__, (kind,), names))
-    object.__setattr__(inner, GUARD, Guard(inner, update))
+def _guarded(self: Optimizer, *gradients: Any, **named: Any) -> bool:
+    """Stand in for an inner optimizer's ``construct``, which Python calls and the compiler follows."""
+    refuse_call(self.cls_name)
+    return True
 
 
-def _call(inner: Optimizer, *gradients: Any, **named: Any) -> Any:
-    update, name = update_of(inner), type(inner).__name__
-    if update is not None and not update.runs:
-        expected, found = "a call of the wrapped optimizer, which alone knows when a window ends", f"one of the inner {name}"
-        fix = f"Write optimizer = gradaccum.wrap(nn.{name}(...), ...), so that one name is left, and call that."
-        raise explain(UsageError, "optimizer(gradients)", expected=expected, found=found, fix=fix)
-    return super(type(inner), inner).__call__(*gradients, **named)
+@constexpr  # type: ignore[untyped-decorator]
+def refuse_call(name: str) -> None:
+    """Raise `UsageError`: somebody called the inner optimizer, of class `name`."""
+    expected, found = "a call of the wrapped optimizer, which alone knows when a window ends", f"one of the inner {name}"
+    fix = f"Write optimizer = gradaccum.wrap(nn.{name}(...), ...), so that one name is left, and call that."
+    raise explain(UsageError, "optimizer(gradients)", expected=expected, found=found, fix=fix)
 
 
 class Update(nn.Cell):  # type: ignore[misc]
@@ -97,19 +85,23 @@ class Update(nn.Cell):  # type: ignore[misc]
         self.inner = inner
         self.masters = masters
         self.rounds = len(masters.masters) > 0
-        self.runs = False
-        """True while the inner optimizer is called here, from Python."""
-        guard(inner, self)
+        self.inner_construct = inner.construct
+        self.own, self.guard = vars(inner), MethodType(_guarded, inner)
+        self.own["construct"] = self.guard
+        inner.compile_cache.clear()  # In graph mode Python would call what was compiled before.
+        finalize(self, self.own.pop, "construct", None)
         self.in_place = any(f"{kind.__module__}.{kind.__name__}" in IN_PLACE for kind in type(inner).__mro__)
 
     def __call__(self, gradients: Gradients) -> bool:
         """Make the update, from Python."""
-        object.__setattr__(self, "runs", True)
+        del self.own["construct"]  # MindSpore compiles most constructs, also in PyNative, and looks them up by this name.
         try:
-            made: bool = super().__call__(gradients)
+            if is_graph_mode():
+                return bool(super().__call__(gradients))
+            self.inner(gradients)
+            return self.round()
         finally:
-            object.__setattr__(self, "runs", False)
-        return made
+            self.own["construct"] = self.guard
 
     def require_in_place(self) -> None:
         if self.in_place and not adds_in_place(ms.get_context("device_target")):
@@ -119,9 +111,8 @@ class Update(nn.Cell):  # type: ignore[misc]
             raise explain(UsageError, "optimizer", expected=expected, found=f"{name}, which adds in place", fix=fix)
 
     def construct(self, gradients: Gradients) -> bool:
-        self.inner(gradients)
-        self.round()
-        return True
+        self.inner_construct(gradients)
+        return self.round()
 
     def round(self) -> bool:
         if self.rounds:

@@ -168,8 +168,8 @@ MUTANTS = (
     ),
     Mutant(
         "let_the_inner_optimizer_be_called",
-        "        guard(inner, self)\n",
-        "",
+        '        self.own["construct"] = self.guard\n        inner.',
+        "        inner.",
         OWN + "test_mindspore_everyday.py::test_inner_optimizer_is_not_called",
     ),
     Mutant(
