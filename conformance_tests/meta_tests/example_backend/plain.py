@@ -2,7 +2,7 @@
 
 
 class Optimizer:
-    """Updates a dict of NumPy arrays, ``parameters``, in place by some rule; keeps a dict of arrays, ``state``."""
+    """Updates the NumPy arrays in ``parameters`` by a rule that keeps ``state``."""
 
     def __init__(self, rule):
         self.rule = rule

@@ -47,20 +47,30 @@ from gradaccum_conformance.reference.backend import with_numpy_dtype
 
 
 class Accumulation:
-    """An optimizer that runs once per window. The machine decides; this class adds, measures, divides and clears."""
+    """An optimizer that runs once per window: it adds, measures, divides and clears."""
 
     def __init__(self, optimizer, options, workers=None):
         self.optimizer, self.options, self.workers = optimizer, options, workers
-        self.sums = {name: np.zeros(p.shape, self._dtype(p)) for name, p in optimizer.parameters.items()}
+        self.sums = {
+            name: np.zeros(p.shape, self._dtype(p))
+            for name, p in optimizer.parameters.items()
+        }
         self.machine = at_rest(initial_state(options.scale_rule.init_scale))
-        self.grad_norm, self.loss, self.window_loss, self.noise = 0.0, 0.0, math.nan, no_noise()
+        self.grad_norm, self.loss, self.window_loss = 0.0, 0.0, math.nan
+        self.noise = no_noise()
         self._note()
 
     def step(self, gradient, weight=None, loss=math.nan):
         steps, weight = self._steps(), given_weight(weight, self.options.reduction)
         factor = contribution(weight, self.options)
-        terms = {name: self.sums[name].dtype.type(factor) * g for name, g in gradient.items() if g is not None and weight > 0}
-        finite = self.options.on_overflow != "drop_micro_batch" or all(np.isfinite(term).all() for term in terms.values())
+        terms = {
+            name: self.sums[name].dtype.type(factor) * g
+            for name, g in gradient.items()
+            if g is not None and weight > 0
+        }
+        finite = self.options.on_overflow != "drop_micro_batch" or all(
+            np.isfinite(term).all() for term in terms.values()
+        )
         adds = usable(self.machine, weight, finite)
         if adds:
             for name, term in terms.items():
@@ -68,31 +78,40 @@ class Accumulation:
         self.loss = add_loss(self.loss, loss, weight, adds, self.options, select)
         self._move(accumulate(self.machine, weight, finite, select))
         if self.options.noise_decay is not None and is_first(self.noise, self.machine):
-            self.noise = Noise(*first_seen(self.noise, self.machine, measure(self.sums)[0], select))
+            norm, _ = measure(self.sums)
+            self.noise = Noise(*first_seen(self.noise, self.machine, norm, select))
         self._note(overflow=not finite)
         if ends(self.machine, steps, select):
             self.flush()
 
     def flush(self, denominator=None):
-        divides = None if denominator is None else require_denominator(denominator, self.options)
+        if denominator is not None:
+            denominator = require_denominator(denominator, self.options)
         firsts = self._join() if self.workers else 1
         if self.machine.micro_step == 0:
             return None
         machine, options = self.machine, self.options
-        if divides is not None:
-            machine, options = with_denominator(machine, divides, options, select)
-        norm, finite = measure(self.sums) if measures(self.options) else (math.nan, True)
+        if denominator is not None:
+            machine, options = with_denominator(machine, denominator, options, select)
+        measured = measures(self.options)
+        norm, finite = measure(self.sums) if measured else (math.nan, True)
         largest = largest_number(float64_weight=self._double())
         decision = Decision(*decide(machine, norm, finite, options, select, largest))
         if decision.apply:
-            parameters = self.optimizer.parameters
-            self.optimizer.step({name: (total / decision.divisor).astype(parameters[name].dtype) for name, total in self.sums.items()})
+            gradient = {
+                name: (self.sums[name] / decision.divisor).astype(p.dtype)
+                for name, p in self.optimizer.parameters.items()
+            }
+            self.optimizer.step(gradient)
         clear(self.sums)
         self.grad_norm = decision.grad_norm
-        self.window_loss, self.loss = window_loss(self.loss, machine, options, select), 0.0
-        self.noise = Noise(*window_seen(self.noise, self.machine, decision.grad_norm, self.options, select, firsts))
-        self._move(close(self.machine, decision.apply, decision.overflow, self.options, select))
-        return self._note(applied=decision.apply, skipped=not decision.apply, overflow=decision.overflow)
+        self.window_loss = window_loss(self.loss, machine, options, select)
+        self.loss = 0.0
+        seen = self.machine, decision.grad_norm, self.options, select, firsts
+        self.noise = Noise(*window_seen(self.noise, *seen))
+        applied, overflow = decision.apply, decision.overflow
+        self._move(close(self.machine, applied, overflow, self.options, select))
+        return self._note(applied, not applied, overflow)
 
     def discard(self):
         clear(self.sums)
@@ -101,7 +120,7 @@ class Accumulation:
         self._note()
 
     def resume(self, fields, options):
-        """Go on from a saved state with the fields that `gradaccum.kit.resumed` made of it."""
+        """Resume with the fields that `gradaccum.kit.resumed` made of a saved state."""
         self.options = options
         self._move(fields)
         self._note()
@@ -113,22 +132,32 @@ class Accumulation:
         return {name: total.copy() for name, total in self.sums.items()}
 
     def _join(self):
-        """Make this window that of all workers, who all come here: the one exchange of a window. How many had a first micro-batch?"""
-        machines, sums, losses, noises = zip(*self.workers.gather((self.machine, self.sums, self.loss, self.noise)), strict=True)
-        weight, overflow = sum(machine.weight for machine in machines), any(machine.overflow for machine in machines)
-        micro_step = max(machine.micro_step for machine in machines)
-        self._move(joined(self.machine._replace(micro_step=micro_step), weight, overflow))
-        self.sums, self.loss = {name: sum(own[name] for own in sums) for name in self.sums}, sum(losses)
-        items, squares, firsts = map(sum, zip(*(noise_shares(noise, select) for noise in noises), strict=True))
+        """Make one window of all workers'; return how many had a first micro-batch."""
+        machines, sums, losses, noises = zip(
+            *self.workers.gather((self.machine, self.sums, self.loss, self.noise)),
+            strict=True,
+        )
+        weight = sum(machine.weight for machine in machines)
+        overflow = any(machine.overflow for machine in machines)
+        longest = max(machine.micro_step for machine in machines)
+        machine = self.machine._replace(micro_step=longest)
+        self._move(joined(machine, weight, overflow))
+        self.sums = {name: sum(own[name] for own in sums) for name in self.sums}
+        self.loss = sum(losses)
+        shares = (noise_shares(noise, select) for noise in noises)
+        items, squares, firsts = map(sum, zip(*shares, strict=True))
         self.noise = Noise(*joined_noise(self.noise, items, squares, select))
         return firsts
 
     def _dtype(self, p):
-        return np.dtype(self.options.accumulate_dtype or (np.float32 if p.dtype.itemsize == 2 else p.dtype))
+        own = np.float32 if p.dtype.itemsize == 2 else p.dtype
+        return np.dtype(self.options.accumulate_dtype or own)
 
     def _steps(self):
         steps, step = self.options.steps, self.machine.optimizer_step
-        return steps if is_known(steps) else require_steps(steps_at(steps, step, select), step, steps)
+        if is_known(steps):
+            return steps
+        return require_steps(steps_at(steps, step, select), step, steps)
 
     def _double(self):
         return any(total.dtype == np.float64 for total in self.sums.values())
@@ -139,16 +168,20 @@ class Accumulation:
     def _note(self, applied=False, skipped=False, overflow=False):
         machine = self.machine
         counted = (machine.loss_scale, machine.micro_step, machine.optimizer_step)
-        last = (self.grad_norm, *counted, self.window_loss, noise_scale(self.noise, select))
+        noise = noise_scale(self.noise, select)
+        last = self.grad_norm, *counted, self.window_loss, noise
         self.result = StepResult(applied, skipped, overflow, *last)
 
 
 def measure(sums):
-    """Global 2-norm, and whether every element is finite; scaled by the largest element, so that no square overflows."""
+    """Global 2-norm, without squares that overflow; and is every element finite?"""
     if not all(np.isfinite(total).all() for total in sums.values()):
         return float("inf"), False
     largest = max(float(np.abs(total).max()) for total in sums.values())
-    squares = sum(float(np.square(total.astype(np.float64) / (largest or 1.0)).sum()) for total in sums.values())
+    squares = sum(
+        float(np.square(total.astype(np.float64) / (largest or 1.0)).sum())
+        for total in sums.values()
+    )
     return largest * squares**0.5, True
 
 

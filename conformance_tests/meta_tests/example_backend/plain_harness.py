@@ -1,4 +1,4 @@
-"""The example's harness: the one for NumPy models, with this framework's optimizers in them."""
+"""The example's harness: NumPy models with this framework's optimizers."""
 
 import plain_large_batch
 from plain import Optimizer

@@ -1,4 +1,4 @@
-"""The large batch in one call, for the framework in plain.py: a loss function gives its gradient along with the loss."""
+"""The large batch in one call: a loss function gives its gradient with the loss."""
 
 import numpy as np
 
@@ -43,40 +43,54 @@ class Total:
     """The sum over micro-batches, by a reduction, of the loss and the gradient."""
 
     def __init__(self, reduction):
-        self.options, self.machine, self.loss, self.sums = make_options(None, reduction=reduction), initial_state(1.0), 0.0, {}
+        self.options = make_options(None, reduction=reduction)
+        self.machine = initial_state(1.0)
+        self.loss, self.sums = 0.0, {}
 
     def add(self, loss, gradient, weight):
         factor = contribution(weight, self.options)
         self.loss += factor * loss if weight else 0
         for name, g in gradient.items():
-            self.sums[name] = self.sums.get(name, 0) + (g.dtype.type(factor) * g if weight else np.zeros_like(g))
+            term = g.dtype.type(factor) * g if weight else np.zeros_like(g)
+            self.sums[name] = self.sums.get(name, 0) + term
         self.machine = accumulate(self.machine, weight, True, select)
 
     def mean(self):
         by = divisor(self.machine, self.options, select)
-        return self.loss / by, {name: total / total.dtype.type(by) for name, total in self.sums.items()}
+        sums = {name: total / total.dtype.type(by) for name, total in self.sums.items()}
+        return self.loss / by, sums
 
 
 def micro_batches(batch, weight, axes=0, split=None, **how):
     """Each micro-batch with its number of items and its weight."""
-    division, (batch, lists) = make_division(**how, own_split=split is not None), mark_lists(batch, axes)
+    division = make_division(**how, own_split=split is not None)
+    batch, lists = mark_lists(batch, axes)
     if split is not None:
         for part in own_parts(split, batch, division.steps):
             yield part, len(part[0]), weight_of(part, weight)
         return
     leaves = leaves_of(batch, "batch")
-    placed = zip(leaves, spread(axes, batch, "axes"), strict=True)
-    sizes = [None if axis is None else length_along(leaf.value, axis, leaf.path) for leaf, axis in placed]
-    items = require_one_size([(leaf.path, size) for leaf, size in zip(leaves, sizes, strict=True) if size is not None], lists)
-    each = None if weight is None or callable(weight) else require_item_weights(weight, items)
+    placed = list(zip(leaves, spread(axes, batch, "axes"), strict=True))
+    sizes = [
+        (leaf.path, length_along(leaf.value, axis, leaf.path))
+        for leaf, axis in placed
+        if axis is not None
+    ]
+    items = require_one_size(sizes, lists)
+    of_part = weight is None or callable(weight)
+    each = None if of_part else require_item_weights(weight, items)
     for cut in divided(division, items, each):
-        values = [leaf.value if size is None else leaf.value[cut.start : cut.stop] for leaf, size in zip(leaves, sizes, strict=True)]
-        part = with_leaves(batch, iter(values))
-        yield part, cut.items, weight_of(part[:2], weight) if each is None else sum(each[cut.start : cut.stop])
+        own = slice(cut.start, cut.stop)
+        values = (
+            leaf.value if axis is None else leaf.value[own] for leaf, axis in placed
+        )
+        part = with_leaves(batch, values)
+        counted = weight_of(part[:2], weight) if of_part else sum(each[own])
+        yield part, cut.items, counted
 
 
 def value_and_grad(loss_fn, batch, *, reduction="mean", weight=None, aux=None, **how):
-    """Of ``loss_fn(micro_batch)``, which gives (loss, gradient, aux): those of the large batch."""
+    """Return the loss, gradient and aux of the large batch from those of its parts."""
     total, outputs = Total(reduction), Outputs(aux)
     for part, items, w in micro_batches(batch, weight, **how):
         loss, gradient, given = checked(loss_fn(part), aux)
@@ -86,29 +100,43 @@ def value_and_grad(loss_fn, batch, *, reduction="mean", weight=None, aux=None, *
 
 
 class Outputs:
-    """The other outputs of a loss function, merged by the kinds that the user declares."""
+    """The other outputs of a loss function, merged by the declared kinds."""
 
     def __init__(self, declared):
-        self.declared, self.kinds, self.values, self.items, self.weight = declared or {}, [], [], 0, 0.0
+        self.declared, self.kinds, self.values = declared or {}, [], []
+        self.items, self.weight = 0, 0.0
 
     def add(self, given, items, weight):
         given = {} if given is None else given
         self.kinds, self.like = kinds_of(self.declared, given), given
-        if "concatenate" in self.kinds and not all(np.ndim(leaf.value) for leaf in leaves_of(given)):
+        values = [leaf.value for leaf in leaves_of(given)]
+        if "concatenate" in self.kinds and not all(map(np.ndim, values)):
             raise concatenate_error("aux", "a scalar")
-        values = [np.zeros_like(leaf.value) if kind == "weighted_mean" and not weight else leaf.value for kind, leaf in self.placed(given)]
-        shares = [share(kind, value, items, weight, Ops) for kind, value in zip(self.kinds, values, strict=True)]
-        self.values = [self.joined(*pair) for pair in zip(self.kinds, self.values, shares, strict=True)] if self.items else shares
+        shares = [
+            self.share(kind, value, items, weight)
+            for kind, value in zip(self.kinds, values, strict=True)
+        ]
+        if self.items:
+            pairs = zip(self.kinds, self.values, shares, strict=True)
+            shares = [self.joined(*pair) for pair in pairs]
+        self.values = shares
         self.items, self.weight = self.items + items, self.weight + weight
 
-    def placed(self, given):
-        return zip(self.kinds, leaves_of(given), strict=True)
+    def share(self, kind, value, items, weight):
+        if kind == "weighted_mean" and not weight:
+            value = np.zeros_like(value)
+        return share(kind, value, items, weight, Ops)
 
     def joined(self, kind, so_far, more):
-        return np.concatenate([so_far, more]) if kind == "concatenate" else merged(kind, so_far, more, Ops)
+        if kind == "concatenate":
+            return np.concatenate([so_far, more])
+        return merged(kind, so_far, more, Ops)
 
     def whole(self):
-        values = [finished(kind, value, self.items, self.weight or 1) for kind, value in zip(self.kinds, self.values, strict=True)]
+        values = [
+            finished(kind, value, self.items, self.weight or 1)
+            for kind, value in zip(self.kinds, self.values, strict=True)
+        ]
         return with_leaves(self.like, iter(values))
 
 
@@ -116,7 +144,10 @@ def update(optimizer, loss_fn, batch, *, weight=None, **how):
     """A whole window of a wrapped optimizer, and its loss."""
     require_closed_by_caller(optimizer.options)
     total = Total(optimizer.options.reduction)
-    given = [(checked(loss_fn(part), None), w) for part, _, w in list(micro_batches(batch, weight, **how))]
+    given = [
+        (checked(loss_fn(part), None), w)
+        for part, _, w in list(micro_batches(batch, weight, **how))
+    ]
     for (loss, gradient, _), w in given:
         total.add(loss, {}, w)
         optimizer.step(gradient, w, loss)
@@ -125,10 +156,11 @@ def update(optimizer, loss_fn, batch, *, weight=None, **how):
 
 
 def coupled_value_and_grad(outputs_fn, loss_fn, batch, **how):
-    """Two passes: all outputs first; then their gradients, made at once, go back one micro-batch at a time.
+    """Compute all outputs, then send each micro-batch the gradient of its own.
 
-    ``outputs_fn(micro_batch)`` gives the outputs and what maps their gradients to the parameters'. ``loss_fn(outputs)`` gives the loss,
-    the gradients of the outputs and that of its own parameters, which is there once.
+    ``outputs_fn(micro_batch)`` gives the outputs and a map from their gradients to
+    the parameters'. ``loss_fn(outputs)`` gives the loss, the outputs' gradients and
+    those of its own parameters, which count once.
     """
     parts = [part for part, *_ in micro_batches(batch, None, **how)]
     outputs = Outputs("concatenate")
@@ -139,6 +171,7 @@ def coupled_value_and_grad(outputs_fn, loss_fn, batch, **how):
     sums, start = Total("sum"), 0
     for part in parts:
         stop = start + len(leaves_of(part)[0].value)
-        sums.add(0.0, outputs_fn(part)[1]({name: gradient[start:stop] for name, gradient in gradients.items()}), 1)
+        own_part = {name: g[start:stop] for name, g in gradients.items()}
+        sums.add(0.0, outputs_fn(part)[1](own_part), 1)
         start = stop
     return loss, sums.mean()[1] | own
