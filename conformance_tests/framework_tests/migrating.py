@@ -21,6 +21,11 @@ class Program(NamedTuple):
     blocks: tuple[str, ...]
     """Before and after."""
 
+    @property
+    def of_neighbour(self) -> bool:
+        """True if it imports a package that the framework's own tests do not have."""
+        return "from transformers" in self.blocks[0]
+
     def run_here(self) -> None:
         """Run it in this process."""
         names = {"__name__": "__main__"}

@@ -18,6 +18,7 @@ from transformers import IntervalStrategy, Trainer, TrainerCallback
 from transformers.optimization import GreedyLR
 
 import gradaccum
+from conformance_tests.framework_tests.migrating import programs_of
 from conformance_tests.integration_tests.regression import Items, Regressor, distance
 from conformance_tests.integration_tests.transformers_runs import COUNT, EPOCHS, MICRO, STEPS, bare, large, logged, trained, wrapped
 
@@ -166,3 +167,12 @@ def test_scheduler_of_a_metric(tmp_path: Path, kind: Any, monkeypatch: pytest.Mo
     trainer.add_callback(ShortEpochs())
     assert trained(trainer).optimizer.optimizer.result.optimizer_step == 2
     assert len(metrics) == EPOCHS
+
+
+def test_program_of_the_page_on_moving() -> None:
+    """Before and after; after, a callback flushes before the validation that cuts a window."""
+    (program,) = [each for each in programs_of("torch") if each.of_neighbour]
+    program.run_here()
+    unflushed = program.blocks[1].replace("            optimizer.flush()\n", "")
+    with pytest.raises(AssertionError):
+        program._replace(blocks=(program.blocks[0], unflushed)).run_here()
