@@ -1,0 +1,288 @@
+"""Every way to train on several workers, at 2, 8, 64 and 1024 of them, in one process: a group whose ranks bring what this one brings.
+
+The large batch is that of all workers: their items are equal, and so are their shards, as the parameters repeat. What a window sends is
+counted too: collectives and bytes as a function of the parameters, the workers and the micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+if not torch.distributed.is_available():
+    pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
+
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU  # noqa: E402
+from conformance_tests.framework_tests.torch_mirror import mirror  # noqa: E402
+from gradaccum_torch import sharded_cross_entropy  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
+"""Of an older torch, about random numbers on a CPU, which no program here asks for."""
+WORKERS = (2, 8, 64, 1024)
+STEPS, OWN = 3, 4
+"""Micro-batches of a window, and the items of a micro-batch on each worker."""
+WINDOWS = ((0, 3), (3, 6), (6, 7))
+CLIP = 0.5
+
+
+class Scale(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight[:, 0]
+
+
+def repeating(model: nn.Module, workers: int) -> nn.Module:
+    """Give every worker's part of each parameter the same values."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        block = [size // gcd(size, workers) for size in parameter.shape]
+        values = torch.randn(block, generator=generator, dtype=torch.float64) * (
+            block[1] / parameter.shape[1] if parameter.ndim == 2 else 1
+        )
+        parameter.data = values.repeat([size // part for size, part in zip(parameter.shape, block, strict=True)])
+    return model
+
+
+class Job(NamedTuple):
+    """One worker's part in a training."""
+
+    model: nn.Module
+    loss: Callable[[Tensor], Tensor]
+    """The summed loss of this worker's items."""
+    times: int
+    """How often the items are there, as many workers have them."""
+    options: dict[str, Any]
+    groups: list[dict[str, Any]] | None = None
+
+
+def two_layers(workers: int) -> nn.Module:
+    return repeating(nn.Sequential(nn.Linear(3, 2 * workers), nn.Tanh(), Scale(2 * workers)), workers)
+
+
+def squares(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x).square().mean(1).sum()
+
+
+def parallel(workers: int) -> Job:
+    model = two_layers(workers)
+    module = DistributedDataParallel(model)
+    return Job(model, squares(module), workers, {"module": module})
+
+
+def copies(workers: int) -> Job:
+    model = two_layers(workers)
+    return Job(model, squares(model), workers, {"process_group": dist.group.WORLD})
+
+
+def fsdp(workers: int, sync: str, mesh: tuple[int, ...] = ()) -> Job:
+    model = two_layers(workers)
+    shape = mesh or (workers,)
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
+    for each in (model[0], model[2], model):
+        fully_shard(each, mesh=device_mesh)
+    return Job(model, squares(model), workers, {"module": model, "gradient_sync": sync})
+
+
+def hsdp(workers: int, sync: str) -> Job:
+    return fsdp(workers, sync, (2, workers // 2))
+
+
+def two_linear(workers: int) -> nn.Module:
+    return repeating(nn.Sequential(nn.Linear(3, 2 * workers), nn.Tanh(), nn.Linear(2 * workers, 2), nn.Tanh()), workers)
+
+
+TENSOR = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def tensor_parallel(workers: int) -> Job:
+    model = parallelize_module(two_linear(workers), init_device_mesh("cpu", (workers,)), TENSOR)
+    return Job(model, squares(model), 1, {})
+
+
+def tensor_parallel_in_fsdp(workers: int) -> Job:
+    mesh = init_device_mesh("cpu", (2, workers // 2), mesh_dim_names=("data", "tensor"))
+    model = fully_shard(parallelize_module(two_linear(workers), mesh["tensor"], TENSOR), mesh=mesh["data"])
+    return Job(model, squares(model), 2, {"module": model})
+
+
+class Attention(nn.Module):
+    """Over a sequence of which each worker has a part, if there is a mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.mesh = nn.Linear(1, 9), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, *others = self.inputs(x.unsqueeze(-1)).chunk(3, -1)
+        return scaled_dot_product_attention(query, *map(self.whole, others)).mean(-1)
+
+    def whole(self, part: Tensor) -> Tensor:
+        if self.mesh is None:
+            return part
+        return DTensor.from_local(part, self.mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
+
+
+def attention(workers: int) -> nn.Module:
+    return repeating(Attention(), 1)
+
+
+def context_parallel(workers: int) -> Job:
+    model = attention(workers)
+    model.mesh = init_device_mesh("cpu", (workers,))
+    module = DistributedDataParallel(model)
+    return Job(model, squares(module), workers, {"module": module})
+
+
+class Classes(nn.Module):
+    """A backbone, and a head whose loss asks for all classes alike: a label's own class would be on one worker alone."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(3, 4), nn.Parameter(torch.empty(3 * workers, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = torch.full([len(x)], len(self.head) - 1)
+        return cross_entropy(self.backbone(x) @ self.head.T, labels, reduction="sum", label_smoothing=1.0)
+
+
+def classes(workers: int) -> nn.Module:
+    return repeating(Classes(workers), workers)
+
+
+def class_sharded_head(workers: int) -> Job:
+    model, mesh = classes(workers), init_device_mesh("cpu", (workers,))
+    module = DistributedDataParallel(model.backbone)
+    model.head = nn.Parameter(distribute_tensor(model.head.data, mesh, [Shard(0)]))
+
+    def loss(x: Tensor) -> Tensor:
+        features = DTensor.from_local(module(x), mesh, [Shard(0)]).full_tensor(grad_placements=[Partial()])
+        labels = torch.full([len(features)], len(model.head) - 1)
+        return sharded_cross_entropy(features @ model.head.to_local().T, labels, reduction="sum", label_smoothing=1.0)
+
+    groups = [{"params": list(model.backbone.parameters())}, {"params": [model.head]}]
+    return Job(model, loss, workers, {"module": module}, groups)
+
+
+PROGRAMS: dict[str, tuple[Callable[[int], Job], Callable[[int], nn.Module]]] = {
+    "DistributedDataParallel": (parallel, two_layers),
+    "process_group": (copies, two_layers),
+    "FSDP2, micro_batch": (lambda workers: fsdp(workers, "micro_batch"), two_layers),
+    "FSDP2, window": (lambda workers: fsdp(workers, "window"), two_layers),
+    "HSDP, micro_batch": (lambda workers: hsdp(workers, "micro_batch"), two_layers),
+    "HSDP, window": (lambda workers: hsdp(workers, "window"), two_layers),
+    "HSDP, all_reduce_per_window": (lambda workers: hsdp(workers, "all_reduce_per_window"), two_layers),
+    "tensor parallel": (tensor_parallel, two_linear),
+    "tensor parallel in FSDP2": (tensor_parallel_in_fsdp, two_linear),
+    "context parallel": (context_parallel, attention),
+    "class-sharded head": (class_sharded_head, classes),
+}
+REDUCTIONS = {"class-sharded head": ("item_mean",)}
+
+
+def test_the_mirror_gives_what_equal_workers_would() -> None:
+    """As rank 1 of 2; objects travel by the same collectives."""
+    two, three = torch.tensor([1.0, 2.0]), torch.tensor([5.0])
+    for run, brings, expected in (
+        (lambda out: dist.all_reduce(out), two, [2, 4]),
+        (lambda out: dist.all_reduce(out, dist.ReduceOp.MAX), two, [1, 2]),
+        (lambda out: dist.all_reduce(out, dist.ReduceOp.AVG), two, [1, 2]),
+        (lambda out: dist.reduce(out, 0), two, [2, 4]),
+        (lambda out: dist.broadcast(out, 0), two, [1, 2]),
+        (lambda out: dist.all_gather(list(out.split(1)), three), torch.empty(2), [5, 5]),
+        (lambda out: dist.all_to_all(list(out.split(1)), list(two.split(1))), torch.empty(2), [2, 2]),
+        (lambda out: dist.all_to_all_single(out, two), torch.empty(2), [2, 2]),
+        (lambda out: dist.reduce_scatter(out, list(two.split(1))), torch.empty(1), [4]),
+        (lambda out: dist.scatter(out, [three, 2 * three], src=1), torch.empty(1), [10]),
+        (lambda out: dist.gather(three, list(out.split(1)), dst=1), torch.empty(2), [5, 5]),
+        (lambda out: all_gather_into(out, three), torch.empty(2), [5, 5]),
+        (lambda out: reduce_scatter_into(out, two), torch.empty(1), [4]),
+    ):
+        with mirror(2, rank=1) as calls:
+            run(out := brings.clone())
+            assert out.tolist() == expected
+            assert len(calls) == 1
+    with mirror(3, rank=1):
+        everyone: list[Any] = [None] * 3
+        dist.all_gather_object(everyone, {"weight": 3})
+        dist.barrier()
+    assert everyone == [{"weight": 3}] * 3
+
+
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The newer name, since torch 2.13 warns of the older."""
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_way_is_exact(program: str, workers: int) -> None:
+    """Two full windows and a short one, of unequal micro-batches; the norm, which a scale would change, is compared too."""
+    if not RUNS_ON_CPU and ("FSDP" in program or "HSDP" in program):
+        pytest.skip(REASON)
+    prepare, build = PROGRAMS[program]
+    for reduction in REDUCTIONS.get(program, ("mean", "sum", "item_mean")):
+        with mirror(workers):
+            job = prepare(workers)
+            opt = gradaccum.wrap(sgd(job.groups or job.model.parameters()), steps=STEPS, clip_norm=CLIP, reduction=reduction, **job.options)
+            norms = []
+            for first, last in WINDOWS:
+                train(job, opt, ITEMS[first:last], reduction)
+                norms.append(opt.result.grad_norm)
+            found = [whole(parameter) for parameter in job.model.parameters()]
+        assert opt.result.optimizer_step == len(WINDOWS)
+        expected, large_norms = large_batches(build(workers), job.times, reduction)
+        torch.testing.assert_close(norms, large_norms, rtol=1e-12, atol=0)
+        for p, q in zip(found, expected.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
+ITEMS = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).split((4, 2, 3, 4, 1, 3, 3))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def train(job: Job, opt: Any, micro_batches: Any, reduction: str = "mean") -> None:
+    for x in micro_batches:
+        opt.backward(job.loss(x) / (1 if reduction == "item_mean" else len(x)), weight=len(x))
+        opt.step()
+        opt.zero_grad()
+    opt.flush()
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def large_batches(model: nn.Module, times: int, reduction: str) -> tuple[nn.Module, list[float]]:
+    """The bare optimizer with the items of all workers."""
+    optimizer, loss, norms = sgd(model.parameters()), model if isinstance(model, Classes) else squares(model), []
+    for first, last in WINDOWS:
+        window = ITEMS[first:last]
+        summed = sum(times * loss(x) / (len(x) if reduction == "sum" else 1) for x in window)
+        (summed if reduction == "sum" else summed / (times * sum(map(len, window)))).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        norms.append(float(nn.utils.get_total_norm(gradients)))
+        for gradient in gradients:
+            gradient *= min(1, CLIP / norms[-1])
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, norms
