@@ -13,7 +13,7 @@ from benchmarks.plots import OURS, write_summary
 ROOT = Path(__file__).parents[1]
 PLOT = Path("benchmarks/figures/summary.png")
 MARKED = re.compile(r"(<!-- benchmarks: begin -->\n).*(<!-- benchmarks: end -->)", re.DOTALL)
-HEAD = ("case", "baseline", "baseline's time", "gradaccum / baseline", "quartiles")
+HEAD = ("case", "baseline's time", "gradaccum / baseline", "quartiles")
 
 
 def write_readme(answers: Sequence[Answers], root: Path = ROOT) -> None:
@@ -42,17 +42,16 @@ def _machine_line(found: Mapping[str, str]) -> str:
 def _table(answers: Sequence[Answers]) -> Iterator[str]:
     for answer in answers:
         cases = [case for case in answer.cases if case["x"] is None and _row(case, OURS)]
-        if cases:
-            yield from ("", f"**{answer.title}**", "", _line(HEAD), "|---" * len(HEAD) + "|")
-        for case in cases:
-            yield _line(_cells(case))
+        for baseline in dict.fromkeys(case["baseline"] for case in cases):
+            yield from ("", f"**{answer.title}; baseline: {baseline}**", "", _line(HEAD), "|---" * len(HEAD) + "|")
+            yield from (_line(_cells(case)) for case in cases if case["baseline"] == baseline)
 
 
 def _cells(case: Record) -> list[str]:
     ours, theirs = _row(case, OURS)[0], _row(case, case["baseline"])[0]
     spread = f"{ours['ratio_low']:.2f} to {ours['ratio_high']:.2f}"
     time = duration(theirs["median_ms"])
-    return [case["case"], case["baseline"], time, f"**{ours['ratio']:.2f}**", spread]
+    return [case["case"], time, f"**{ours['ratio']:.2f}**", spread]
 
 
 def _row(case: Record, contestant: str) -> list[Record]:

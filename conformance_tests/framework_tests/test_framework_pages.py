@@ -1,18 +1,15 @@
-"""Each framework's own page: its program runs, and its options are those that only its backend has."""
+"""Each framework's own page: its programs run."""
 
 from __future__ import annotations
 
 import re
-from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
 
-import gradaccum
 from conformance_tests.framework_tests.recipes import Recipe, run_recipe
 
 BACKENDS = Path(__file__).parents[2] / "backends"
-FRAMEWORKS = ("torch", "jax", "mindspore")
 ELIMINATED = "side effect nodes were eliminated by mistake"
 JITTED = """
 import mindspore as ms
@@ -85,12 +82,3 @@ def test_compiled_code_warns_of_nothing(tmp_path: Path) -> None:
     """MindSpore warns of each value that code with side effects leaves unused, and names the code."""
     pytest.importorskip("mindspore", reason="mindspore is not installed")
     assert ELIMINATED not in run_recipe(Recipe("jit", JITTED), tmp_path, GLOG_v="2")
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_options_of_the_page(framework: str) -> None:
-    pytest.importorskip(framework, reason=f"{framework} is not installed")
-    parameters = signature(gradaccum.load_backend(framework).wrap).parameters
-    own = {name for name, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY}
-    table = page_of(framework).split("## Options that only")[1]
-    assert set(re.findall(r"^\| `(\w+)=", table, flags=re.MULTILINE)) == own

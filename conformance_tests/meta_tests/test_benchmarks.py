@@ -112,7 +112,8 @@ def test_readme_gets_table_and_plot(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| 4 x <256>^2 | theirs | 1.5 ms | **0.50** | 0.45 to 0.55 |" in text
+    assert "; baseline: theirs**" in text
+    assert "| 4 x <256>^2 | 1.5 ms | **0.50** | 0.45 to 0.55 |" in text
     assert "0.25" not in text, "a point of a line is no row of the table"
     assert (tmp_path / PLOT).read_bytes().startswith(PNG)
 

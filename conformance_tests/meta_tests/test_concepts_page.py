@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from inspect import signature
 from pathlib import Path
 
-import gradaccum
+from conformance_tests.meta_tests.test_readme import PAGES
 from gradaccum.kit import State, make_options
 from gradaccum.options import ON_OVERFLOW, REDUCTIONS
 
-PAGE = (Path(gradaccum.__file__).parent / "CONCEPTS.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "gradaccum" / "CONCEPTS.md").read_text(encoding="utf-8")
 
 
 def test_program_runs() -> None:
@@ -23,7 +25,22 @@ def test_fields_of_the_state() -> None:
     assert tuple(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == State._fields
 
 
-def test_options() -> None:
-    names = set(signature(make_options).parameters) - {"driver"}
-    assert names <= set(re.findall(r"(\w+)=", PAGE))
+def options_of(backend: Path) -> set[str]:
+    """The options that only one framework has: the keyword-only parameters of its backend's ``wrap``."""
+    functions = [node for node in ast.walk(ast.parse(backend.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
+    return {each.arg for node in functions if node.name == "wrap" for each in node.args.kwonlyargs}
+
+
+def test_each_option_stands_once() -> None:
+    """One table has every option of every framework; no other page has a row for one."""
+    common = set(signature(make_options).parameters) - {"driver"}
+    own = set().union(*(options_of(file) for file in ROOT.glob("backends/gradaccum_*/backend.py")))
+    table = PAGE.split("## What the options change")[1].split("\n## ")[0]
+    rows = [row.split(" | ")[1] for row in table.splitlines() if row.startswith("| ")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)=", row)]
+    assert set(named) == common | own
+    assert {name for name in named if named.count(name) > 1} == {"steps", "on_overflow"}, "each with its several values"
+    pages = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    rows_of = {page: re.findall(r"^\| `(\w+)=[^|]*\|.*\n(?!\|---)", text, flags=re.MULTILINE) for page, text in pages.items()}
+    assert not {page: again for page, found in rows_of.items() if (again := set(found) & set(named))}
     assert {*REDUCTIONS, ON_OVERFLOW[1]} <= set(re.findall(r'"(\w+)"', PAGE))
