@@ -136,16 +136,16 @@ def _sparse_error(name: str) -> GradientError:
 
 
 def require_told_apart(places: int, dtype: DType | None, no_weight: bool, no_loss: bool) -> bool:
-    """Raise unless weight and loss are given once each, and by name where one floating Tensor alone may be either.
+    """Raise unless weight and loss are given once each, and by name where one floating Tensor or array alone may be either.
 
-    `places`: how many are given without a name; `dtype`: the first one's, if it is a Tensor.
+    `places`: how many are given without a name; `dtype`: the first one's, if it has one.
     """
     fix = "Write optimizer(gradients, weight=n), optimizer(gradients, loss=loss), or optimizer(gradients, n, loss)."
     if places > 2 or (places > 0 and not no_weight) or (places > 1 and not no_loss):
         raise explain(ArgumentTypeError, "weight", expected="weight and loss, each once", found=f"{places} of them without a name", fix=fix)
-    if places == 1 and no_loss and "Float" in str(dtype):
+    if places == 1 and no_loss and "float" in str(dtype).lower():
         expected = "to be named where a floating Tensor stands alone, because it may be the loss"
-        raise explain(ArgumentTypeError, "weight", expected=expected, found=f"a Tensor of {dtype}", fix=fix)
+        raise explain(ArgumentTypeError, "weight", expected=expected, found=f"one of {dtype}", fix=fix)
     return True
 
 

@@ -197,7 +197,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         Args:
             gradients: a tuple or list in the order of ``self.parameters``, or a dict by parameter name; None for a parameter that took
                 no part. Multiplied by the loss scale, if there is one.
-            counted: weight, or weight and loss. A floating Tensor alone needs its name, because it may be the loss.
+            counted: weight, or weight and loss. A floating Tensor or array alone needs its name: it may be the loss.
             weight: number or Tensor of one element, >= 0: how many items the micro-batch has; 1 if left out.
             loss: its loss, not scaled, a number or Tensor of one element; if all are passed, ``result.loss`` is the window's.
 

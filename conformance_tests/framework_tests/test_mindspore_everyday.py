@@ -175,9 +175,12 @@ def test_wrong_denominator(mode, steps, flush):
 
 @pytest.mark.parametrize("mode", ["pynative", "graph", "jit"])
 def test_loss_in_the_weight_s_place(mode):
-    """A floating Tensor alone may be either; a number, an integer Tensor, or both in their order, may not."""
+    """A floating Tensor or array alone may be either; a number, an integer Tensor, or both in their order, may not."""
     set_mode("graph" if mode == "graph" else "pynative")
     opt = gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=None)
+
+    def loss_of_it(g, number):
+        return opt((g,), ((g * number) ** 2).mean())
 
     def by_place(g, number):
         return opt((g,), number)
@@ -194,9 +197,11 @@ def test_loss_in_the_weight_s_place(mode):
     def take(call, number):
         (ms.jit(call) if mode == "jit" else call)(*gradient(1.0), number)
 
-    for call, words in ((by_place, "to be named"), (twice, "weight and loss, each once")):
+    for call, words in ((by_place, "to be named"), (loss_of_it, "to be named"), (twice, "weight and loss, each once")):
         with pytest.raises(gradaccum.ArgumentTypeError, match=f"weight: expected {words}"):
             take(call, Tensor(2.5, ms.float32))
+    with pytest.raises(gradaccum.ArgumentTypeError, match="to be named"):
+        opt(gradient(1.0), np.float32(2.5))
     assert opt.result.micro_step == 0
     take(by_place, Tensor(3, ms.int32))
     take(by_place, 2.0)
