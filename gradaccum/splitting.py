@@ -30,7 +30,7 @@ class AutoMicroBatchSize:
 
     Args:
         memory_limit: the most bytes that the call may use; None asks the device. A CPU has no limit to ask for. For JAX alone: in
-            torch and MindSpore the device's own limit holds.
+            torch the device's own limit holds. MindSpore has no automatic size.
 
     Raises:
         ArgumentTypeError: `memory_limit` is no int.

@@ -36,6 +36,7 @@ def made(forward=None, has_aux=False, **options):
         ({"has_aux": True, "aux": ("mean", {"a": "average"})}, ArgumentValueError, "aux: expected one of sum"),
         ({"split": lambda x: [x]}, ArgumentTypeError, "split: expected a function that takes steps="),
         ({"accumulate_dtype": int}, ArgumentTypeError, "accumulate_dtype"),
+        ({"steps": None, "micro_batch_size": "auto"}, ArgumentValueError, "micro_batch_size: expected a number of items"),
     ],
 )
 def test_options(options, kind, words):
@@ -77,7 +78,6 @@ def test_negative_weight_in_compiled_code():
     [
         ({"steps": None, "split": lambda x: [(x,)]}, "split"),
         ({"steps": None, "micro_batch_weight": 3, "weight": [1.0] * 5}, "micro_batch_weight"),
-        ({"steps": None, "micro_batch_size": "auto"}, "micro_batch_size"),
         ({"has_aux": True, "aux": "mean"}, "has_aux"),
     ],
 )

@@ -127,6 +127,9 @@ def split_options(
     accumulate_dtype: object = None,
 ) -> SplitOptions:
     division = kit.make_division(steps, micro_batch_size, micro_batch_weight, own_split=split is not None)
+    if not isinstance(division.micro_batch_size, int | None):
+        expected, fix = "a number of items, because MindSpore's errors do not tell that memory ran out", "Write micro_batch_size=8."
+        raise explain(ArgumentValueError, "micro_batch_size", expected=expected, got=micro_batch_size, fix=fix)
     if split is not None:
         require_split(split, division)
     if weight is not None and not callable(weight):
@@ -206,12 +209,12 @@ class MicroBatch(NamedTuple):
     """Where it was cut; None where the user's own split made it."""
 
 
-def micro_batches(batch: Batch, options: SplitOptions, division: Division) -> Iterator[MicroBatch]:
+def micro_batches(batch: Batch, options: SplitOptions) -> Iterator[MicroBatch]:
     if options.split is not None:
         return _own_micro_batches(batch, options)
     items = items_of(batch, options.axes)
     batch, _ = kit.mark_lists(batch, options.axes)
-    made = kit.divided(division, items, _packing_weights(batch, options, division, items))
+    made = kit.divided(options.division, items, _packing_weights(batch, options, items))
     return (MicroBatch(part(batch, options.axes, cut), cut.items, cut) for cut in made)
 
 
@@ -272,9 +275,9 @@ def sliced(value: Any, axis: Any, cut: Cut) -> Any:
     return value[(*before, slice(cut.start, cut.stop))]
 
 
-def _packing_weights(batch: Batch, options: SplitOptions, division: Division, items: int) -> list[float] | None:
+def _packing_weights(batch: Batch, options: SplitOptions, items: int) -> list[float] | None:
     """Return each item's weight where the batch is packed by weight: from the array, or from the callable, asked about each item alone."""
-    if division.micro_batch_weight is None or options.weight is None:
+    if options.division.micro_batch_weight is None or options.weight is None:
         return None
     singles = (part(batch, options.axes, Cut(place, place + 1)) for place in range(items))
     return item_weights(options.weight, singles, items)

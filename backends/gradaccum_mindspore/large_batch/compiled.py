@@ -163,13 +163,11 @@ def weights_of(options: SplitOptions) -> Any:
 
 
 def require_compilable(whole: bool, options: SplitOptions) -> None:
-    division = options.division
     found = {
         "grad_position": whole,
         "has_aux": options.aux is not None,
         "split": options.split is not None,
-        "micro_batch_weight": division.micro_batch_weight is not None,
-        "micro_batch_size": not isinstance(division.micro_batch_size, int | None),
+        "micro_batch_weight": options.division.micro_batch_weight is not None,
     }
     for name, given in found.items():
         if given:

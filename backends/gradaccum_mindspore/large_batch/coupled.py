@@ -19,9 +19,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import _no_grad
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentValueError, AutoMicroBatchSize
-from gradaccum.kit import Division, Nest, concatenate_error, explain, leaves_of, mapped, with_leaves
-from gradaccum_mindspore.large_batch.auto import fitted
+from gradaccum import ArgumentValueError
+from gradaccum.kit import Nest, concatenate_error, explain, leaves_of, mapped, with_leaves
 from gradaccum_mindspore.large_batch.batch import (
     Batch,
     SplitOptions,
@@ -53,16 +52,7 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
     def __call__(self, *batch: Nest) -> tuple[Tensor, Any]:
         refuse_trace()
         require_replayable(self.outputs_fn)
-        division = self.options.division
-        if isinstance(division.micro_batch_size, AutoMicroBatchSize):
-            return fitted(self.run, self.outputs_fn, division.micro_batch_size, batch, self.options)  # type: ignore[no-any-return]
-        return self.run(batch, division)
-
-    def construct(self, *batch: Nest) -> None:
-        refuse_compiled_call()
-
-    def run(self, batch: Batch, division: Division) -> tuple[Tensor, Any]:
-        parts = [part.arguments for part in micro_batches(batch, self.options, division)]
+        parts = [part.arguments for part in micro_batches(batch, self.options)]
         with Replay(self.outputs_fn) as replay:
             structure, pieces = self.outputs_of(parts, replay)
             loss, cotangents, own = self.loss_of(structure, pieces)
@@ -79,6 +69,9 @@ class CoupledGradient(nn.Cell):  # type: ignore[misc]
                 sums.add(gradients, 1.0)
                 del again, gradients  # They would live beside the next ones.
             return loss, sums.finished(1.0)
+
+    def construct(self, *batch: Nest) -> None:
+        refuse_compiled_call()
 
     def outputs_of(self, parts: Sequence[Batch], replay: Replay) -> tuple[Nest, Pieces]:
         """Run the first pass: the structure of the outputs, and for each leaf its part of each micro-batch."""
@@ -133,7 +126,7 @@ def coupled_value_and_grad(
     weights: Parameter | Sequence[Parameter],
     *,
     steps: int | None = None,
-    micro_batch_size: int | str | AutoMicroBatchSize | None = None,
+    micro_batch_size: int | None = None,
     axes: Nest = 0,
     split: Callable[..., Any] | None = None,
     accumulate_dtype: object = None,
@@ -149,7 +142,7 @@ def coupled_value_and_grad(
         loss_fn: a function of the outputs of the whole batch that returns a scalar. Its own parameters are differentiated once.
         weights: the Parameters to differentiate by, of both functions.
         steps: as for `value_and_grad`, with the four that follow.
-        micro_batch_size: an int, "auto" or an `AutoMicroBatchSize`.
+        micro_batch_size: items of a micro-batch.
         axes: the axis of the items, for each leaf of the batch; None for a leaf that is given whole.
         split: a function of the batch that yields micro-batches; the outputs are concatenated in their order.
         accumulate_dtype: the dtype of the sums of gradients.

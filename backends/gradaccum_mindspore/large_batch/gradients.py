@@ -18,7 +18,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from gradaccum import ArgumentValueError, kit
-from gradaccum.kit import Division, Nest, explain, leaves_of
+from gradaccum.kit import Nest, explain, leaves_of
 from gradaccum_mindspore.large_batch.batch import Batch, MicroBatch, SplitOptions, items_of, micro_batches, weight_of
 from gradaccum_mindspore.large_batch.replay import Replay, require_one_stream
 from gradaccum_mindspore.sums import FLOATS, HALF, DType, divided, scaled, sum_dtype, working_dtype
@@ -215,17 +215,17 @@ class PythonLoop:
     def __init__(self, fn: Function, backward: Function, positions: tuple[int, ...], options: SplitOptions) -> None:
         self.fn, self.backward, self.positions, self.options = fn, backward, positions, options
 
-    def run(self, batch: Batch, division: Division) -> tuple[Any, Any]:
+    def run(self, batch: Batch) -> tuple[Any, Any]:
         """Run one pass over the batch; if it raises, statistics are as before."""
         with Replay(self.fn, lends=False) as replay:
-            return self.passed(batch, division, replay)
+            return self.passed(batch, replay)
 
-    def passed(self, batch: Batch, division: Division, replay: Replay) -> tuple[Any, Any]:
+    def passed(self, batch: Batch, replay: Replay) -> tuple[Any, Any]:
         options = self.options
         sums = GradientSums(options.accumulate_dtype, self.joins(batch))
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
         items, weight, unit = 0, 0.0, None
-        for place, (part, amount) in enumerate(weighed(self.fn, batch, options, division)):
+        for place, (part, amount) in enumerate(weighed(self.fn, batch, options)):
             replay.begin(place)
             unit = unit or unit_of(amount, options)
             value, gradients = differentiated(self.backward, part.arguments, options.aux is not None)
@@ -254,11 +254,11 @@ class PythonLoop:
         return of_arguments[place][0]
 
 
-def weighed(fn: object, batch: Batch, options: SplitOptions, division: Division) -> Iterator[tuple[MicroBatch, float]]:
+def weighed(fn: object, batch: Batch, options: SplitOptions) -> Iterator[tuple[MicroBatch, float]]:
     per_item = options.weight is not None and not callable(options.weight) and options.split is None
     total = items_of(batch, options.axes) if per_item else None
     sizes: set[int | None] = set()
-    for part in micro_batches(batch, options, division):
+    for part in micro_batches(batch, options):
         known = part if options.split is None else part._replace(items=_counted(part.arguments, options.axes))
         require_one_stream(fn, sizes, known.items)
         yield known, weight_of(options.weight, known.arguments, known.items, known.cut, total)

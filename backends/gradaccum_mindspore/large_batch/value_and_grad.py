@@ -12,9 +12,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
-from gradaccum import AutoMicroBatchSize
 from gradaccum.kit import Nest
-from gradaccum_mindspore.large_batch.auto import fitted
 from gradaccum_mindspore.large_batch.batch import SplitOptions, plain_reduction, require_function, split_options, with_constant_weight
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import Function, PythonLoop
@@ -34,10 +32,7 @@ class LargeBatchGradient(nn.Cell):  # type: ignore[misc]
 
     def __call__(self, *batch: Nest) -> tuple[Any, Any]:
         refuse_trace()
-        division, run = self.options.division, self.python_loop.run
-        if isinstance(division.micro_batch_size, AutoMicroBatchSize):
-            return fitted(run, self.python_loop.fn, division.micro_batch_size, batch, self.options)  # type: ignore[no-any-return]
-        return run(batch, division)
+        return self.python_loop.run(batch)
 
     def construct(self, *batch: Nest) -> tuple[Any, Any]:
         return self.loop.run(batch)  # type: ignore[no-any-return]
@@ -50,7 +45,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     steps: int | None = None,
-    micro_batch_size: int | str | AutoMicroBatchSize | None = None,
+    micro_batch_size: int | None = None,
     micro_batch_weight: float | None = None,
     reduction: str = "mean",
     weight: Callable[..., Any] | Sequence[float] | Tensor | None = None,
@@ -71,7 +66,7 @@ def value_and_grad(
         weights: the Parameters to differentiate by.
         has_aux: `fn` returns other outputs too, declared by `aux`. ``value`` is then the tuple of the loss and the merged outputs.
         steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
-        micro_batch_size: items of a micro-batch; "auto" or an `AutoMicroBatchSize`: as many as fit.
+        micro_batch_size: items of a micro-batch.
         micro_batch_weight: consecutive items are packed up to this weight, by `weight`; a callable is asked about each item alone.
         reduction: "mean": `fn` returns a mean, weighed by `weight`. "sum": it returns a sum. "item_mean": it returns a sum, and the sum
             over the batch is divided by the sum of the weights.

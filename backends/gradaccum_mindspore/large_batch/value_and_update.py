@@ -12,9 +12,8 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, AutoMicroBatchSize, UsageError
-from gradaccum.kit import Division, Nest, aux_shape_error, explain
-from gradaccum_mindspore.large_batch.auto import fitted
+from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum.kit import Nest, aux_shape_error, explain
 from gradaccum_mindspore.large_batch.batch import Batch, SplitOptions, require_function, split_options, with_constant_weight
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import Function, MergedOutputs, differentiated, divisor_of, loss_kind, weighed
@@ -36,24 +35,17 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
         self.loop = CompiledUpdateLoop(fn, backward, optimizer, options)
 
     def __call__(self, *batch: Nest) -> Any:
-        """Make one update, from Python; return the large batch's loss, or the tuple of it and the merged outputs."""
+        """Make one update, from Python; return the large batch's loss, or the tuple of it and the merged outputs.
+
+        If it raises before the update was made, the optimizer is as before.
+        """
         refuse_trace()
         require_no_window(self.optimizer)
-        division = self.options.division
-        if isinstance(division.micro_batch_size, AutoMicroBatchSize):
-            return fitted(self.run, self.user_function, division.micro_batch_size, batch, self.options)
-        return self.run(batch, division)
-
-    def construct(self, *batch: Nest) -> Any:
-        return self.loop.run(batch)
-
-    def run(self, batch: Batch, division: Division) -> Any:
-        """Run the window and its update; if it raises before the update was made, the optimizer is as before."""
         storage = self.optimizer.storage
         event, closed = storage.last_event.value().copy(), windows_of(self.optimizer)
         with Replay(self.user_function, lends=False) as replay:
             try:
-                outputs = self.accumulated(batch, division, replay)
+                outputs = self.accumulated(batch, replay)
                 self.optimizer.flush()
             except BaseException:
                 replay.keeps = windows_of(self.optimizer) != closed
@@ -63,12 +55,15 @@ class LargeBatchUpdate(nn.Cell):  # type: ignore[misc]
                 raise
             return outputs
 
-    def accumulated(self, batch: Batch, division: Division, replay: Replay) -> Any:
+    def construct(self, *batch: Nest) -> Any:
+        return self.loop.run(batch)
+
+    def accumulated(self, batch: Batch, replay: Replay) -> Any:
         """Return the merged outputs of a window whose micro-batches the optimizer has taken in."""
         options = self.options
         outputs = MergedOutputs(options.aux, loss_kind(options.reduction.reduction))
         items, weight = 0, 0.0
-        for place, (part, amount) in enumerate(weighed(self.user_function, batch, options, division)):
+        for place, (part, amount) in enumerate(weighed(self.user_function, batch, options)):
             replay.begin(place)
             value, gradients = differentiated(self.backward, part.arguments, options.aux is not None, scaled=True)
             self.optimizer(gradients, amount, loss_in(value, options.aux is not None))
@@ -116,7 +111,7 @@ def value_and_update(
     has_aux: bool = False,
     *,
     steps: int | None = None,
-    micro_batch_size: int | str | AutoMicroBatchSize | None = None,
+    micro_batch_size: int | None = None,
     micro_batch_weight: float | None = None,
     weight: Callable[..., Any] | Sequence[float] | Tensor | None = None,
     axes: Nest = 0,
@@ -133,7 +128,7 @@ def value_and_update(
         optimizer: what `gradaccum.wrap` returned with ``steps=None``; its ``reduction`` holds.
         has_aux: `fn` returns other outputs too, declared by `aux`.
         steps: as for `value_and_grad`, with the options that follow.
-        micro_batch_size: items of a micro-batch; "auto" or an `AutoMicroBatchSize`.
+        micro_batch_size: items of a micro-batch.
         micro_batch_weight: the weight up to which items are packed.
         weight: a callable of the micro-batch, or one number per item; the number of items unless given.
         axes: the axis of the items, for each leaf of the batch.
