@@ -4,7 +4,7 @@ from gradaccum_mindspore.backend import backend, wrap
 from gradaccum_mindspore.large_batch.coupled import coupled_value_and_grad
 from gradaccum_mindspore.large_batch.value_and_grad import value_and_grad
 from gradaccum_mindspore.large_batch.value_and_update import value_and_update
-from gradaccum_mindspore.optimizer import AccumulatingExperimentalOptimizer, AccumulatingOptimizer
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer
 from gradaccum_mindspore.recomputation.module import recompute
 from gradaccum_mindspore.saving import load_checkpoint_into
 from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell, WatchWindows
@@ -13,7 +13,6 @@ from gradaccum_mindspore.workers.cross_entropy import sharded_cross_entropy
 from gradaccum_mindspore.workers.layout import redistributed
 
 __all__ = [
-    "AccumulatingExperimentalOptimizer",
     "AccumulatingOptimizer",
     "FlushAtEpochEnd",
     "TrainOneStepCell",
