@@ -19,8 +19,8 @@ from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.checks import Size
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private import is_sharded, untraced, version
-from gradaccum_torch.strategy import Strategy
+from gradaccum_torch.private import untraced, version
+from gradaccum_torch.strategy import Strategy, Undivided
 from gradaccum_torch.sums import GRAD, REQUIRES_GRAD, add, coalesced, divide, fits, gradient_dtype, is_finite, multiply, narrowed, sum_dtype
 from gradaccum_torch.watch import NOTHING_SEEN, Allowed, Event, Hook, Watched, can_be_hooked, seen
 
@@ -35,9 +35,6 @@ class BufferStrategy(Strategy):
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         self._held: dict[Tensor, Tensor] = {}
-        self._undivided: dict[Tensor, int] = {}
-        """The version of each sum before it was divided."""
-        self._divided = False
         super().__init__(parameters, accumulate_dtype, drops)
 
     def take(self) -> bool:
@@ -77,11 +74,13 @@ class BufferStrategy(Strategy):
     def hands_over_whole(self) -> bool:
         return not any(map(self._is_narrowed, self._held))
 
-    def hand_over(self, divisor: float, unclipped: float) -> None:
-        self._undivided = {parameter: version(held) for parameter, held in self._held.items()}
-        self._divided = False
-        divide([held for parameter, held in self._held.items() if not self._is_narrowed(parameter)], divisor)
-        self._divided = True
+    def undivided(self) -> Undivided:
+        return Undivided(list(self._held), list(map(version, self._held.values())), [], [])
+
+    def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
+        whole = [held for parameter, held in self._held.items() if not self._is_narrowed(parameter)]
+        divide(whole, divisor)
+        undivided.divided.extend(whole)
         for parameter, held in self._held.items():
             own = self._parameters.worked_on(parameter)
             if self._is_narrowed(parameter):
@@ -89,15 +88,14 @@ class BufferStrategy(Strategy):
                 held = self._held[parameter] = narrowed(held, divisor, gradient_dtype(own))
             own.grad = held
 
-    def take_back(self, divisor: float, spoiled: bool) -> None:
-        for parameter, noted in self._undivided.items():
+    def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
+        for parameter, noted in zip(undivided.parameters, undivided.versions, strict=True):
             held, dtype = self._held[parameter], sum_dtype(parameter, self._accumulate_dtype)
-            divided = held.dtype != dtype or version(held) != noted or (self._divided and is_sharded(held))
+            divided = held.dtype != dtype or undivided.is_divided(held, noted)
             self._parameters.worked_on(parameter).grad = None
             self._held[parameter] = held = held.to(dtype)
             if divided:
                 multiply([held], divisor)
-        self._undivided = {}
         self.watch.reset(seen(NOTHING_SEEN, Event.CHANGED) if spoiled else NOTHING_SEEN)
 
     def sums(self) -> list[Tensor | None]:
@@ -276,15 +274,15 @@ class SeparateStrategy(BufferStrategy):
         self._took(filled)
         return finite
 
-    def hand_over(self, divisor: float, unclipped: float) -> None:
+    def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
         if self._users is None:
             pairs = [(parameter, parameter.grad) for parameter in self._parameters.unique()]
             self._users = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
             self._parameters.free_gradients()
-        super().hand_over(divisor, unclipped)
+        super().hand_over(undivided, divisor, unclipped)
 
-    def take_back(self, divisor: float, spoiled: bool) -> None:
-        super().take_back(divisor, spoiled)
+    def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
+        super().take_back(undivided, divisor, spoiled)
         self._give_users_back()
 
     def window_ended(self) -> None:

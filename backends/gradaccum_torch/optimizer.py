@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradaccum import StepResult, UsageError, updates_in
-from gradaccum.kit import Handle, Listener, Options, described, epoch, explain, require_weight
+from gradaccum.kit import Handle, Listener, Listeners, Options, described, epoch, explain, require_weight
 from gradaccum_torch.checks import known_window_size, require_loss
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
 from gradaccum_torch.parameters import Group, Parameters
@@ -33,8 +33,7 @@ from gradaccum_torch.private import (
     units_holding,
     unscaling_caller,
 )
-from gradaccum_torch.saving import Loads, StateDict, load, require_no_open_window, save
-from gradaccum_torch.statistics import NOBODY, Listening
+from gradaccum_torch.saving import StateDict, load, require_no_open_window, save
 from gradaccum_torch.update import (
     Loss,
     Update,
@@ -69,26 +68,21 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         inner: the optimizer to run once per window.
         options: those of `gradaccum.wrap`, with ``accumulate_dtype`` as a torch dtype or None.
         workers: the workers that share a window.
+        masters: the master weights by position, of a copied inner optimizer that has worked on them already.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, options: Options, workers: Workers) -> None:
-        self._delegate(inner)
-        self._workers = workers
-        self._build(options)
-
-    def _delegate(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, options: Options, workers: Workers, masters: Mapping[int, Tensor] | None = None
+    ) -> None:
+        require_unwrapped(inner)
         # The base class would build groups and state of its own; of its attributes only the tables of hooks are needed.
         self.__dict__.update(hook_tables())
-        self._inner = inner
-
-    def _build(self, options: Options, masters: Mapping[int, Tensor] | None = None) -> None:
-        """Begin anew; `masters`: the master weights by position, of a copied inner optimizer that has worked on them already."""
-        require_unwrapped(self._inner)
-        self._options = options
-        self._parameters = Parameters(self._inner, options.master_weights, masters)
+        self._inner, self._options, self._workers = inner, options, workers
+        self._parameters = Parameters(inner, options.master_weights, masters)
         self._scaler = link_scaler(options, self._parameters.device())
-        self._window = Window(self._parameters, options, Update(self, self._inner, self._parameters), self._scaler, self._workers)
-        self._loads = Loads()
+        self._window = Window(self._parameters, options, Update(self, inner, self._parameters), self._scaler, workers)
+        self._loads: list[int] = []
+        """The updates that each loaded state had. A list that grows: Lightning's proxies keep what is set on ``self``."""
 
     @property
     def result(self) -> StepResult:
@@ -102,7 +96,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     @property
     def master_weights(self) -> dict[int, Tensor]:
         """The float32 master of each half-precision parameter by its index, with ``master_weights=True``; the tensors themselves."""
-        return self._parameters.masters()
+        return self._parameters.masters_by_position()
 
     def add_listener(self, listener: Listener) -> Handle:
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
@@ -119,10 +113,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentTypeError: `listener` cannot be called.
         """
-        listening = Listening() if self._window.listening is NOBODY else self._window.listening
-        handle = listening.add(listener)
-        self._window.listening = listening
-        return handle
+        if self._window.listeners is None:
+            self._window.listeners = Listeners()
+        return self._window.listeners.add(listener)
 
     def backward(self, loss: Tensor, weight: float | None = None, **kwargs: Argument) -> None:
         """Run ``loss.backward(**kwargs)`` with the weight and the loss scale multiplied in.
@@ -190,7 +183,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             return self._step_for_scaler()
         if window.add():
             try:
-                window.listening.after(window.close)
+                window.reported(window.close)
             except Exception as error:
                 if closure is not None:
                     note_missing_closure(error)
@@ -210,7 +203,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             UsageError: a micro-batch is under way (``backward`` without ``step``), or something changed ``.grad``; another worker did not
                 come before the process group's timeout; or `denominator` where several workers share the window.
         """
-        self._window.listening.after(partial(self._window.flush, denominator))
+        self._window.reported(partial(self._window.flush, denominator))
 
     def epoch(self, loader: Iterable[M], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
         """Iterate over the micro-batches of a loader, and flush when it ends: ``for x, y in opt.epoch(loader):``.
@@ -302,7 +295,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if replaced is None else replaced
         window = self._window
         window.restore(load(state_dict, window.sum_dtypes, self._parameters, self._inner, window.resumed))
-        self._loads.note(window.updates)
+        self._loads.append(window.updates)
         for after in load_post_hooks(self).values():
             after(self)
 
@@ -361,15 +354,14 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._workers.require_no_copy()
-        state = {"inner": self._inner, "options": self._options, "loads": self._loads.pair}
-        return {**state, "masters": self._parameters.masters(), "window": self._window.pickled()}
+        state = {"inner": self._inner, "options": self._options, "loads": self._loads}
+        return {**state, "masters": self._parameters.masters_by_position(), "window": self._window.pickled()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._delegate(state["inner"])
-        self._workers = workers_of(self._inner, None, state["options"])
-        self._build(state["options"], state["masters"])
+        inner, options = state["inner"], state["options"]
+        AccumulatingOptimizer.__init__(self, inner, options, workers_of(inner, None, options), state["masters"])
         self._window.unpickle(state["window"])
-        self._loads.pair = state["loads"]
+        self._loads.extend(state["loads"])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -382,7 +374,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         self._window.note_scaled()
         with self._scaler.stepping(self):
             if self._window.add():
-                self._window.listening.after(self._window.close)
+                self._window.reported(self._window.close)
 
     def _groups_for_scaler(self, caller: LocalVariables) -> list[Group]:
         if self._scaler is None:
@@ -419,7 +411,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, method: str, window: Window, parameters: Parameters) -> None:
         super().__init__()
         self._method, self._window = method, window
-        self._ids = {id(tensor) for tensor in (*parameters.unique(), *parameters.masters().values())}
+        self._ids = {id(tensor) for tensor in (*parameters.unique(), *parameters.masters_by_position().values())}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

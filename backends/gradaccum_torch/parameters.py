@@ -39,14 +39,16 @@ class Parameters:
     """The parameters of a wrapped optimizer, by group and by position."""
 
     def __init__(self, inner: torch.optim.Optimizer, master_weights: bool, masters: Mapping[int, Tensor] | None = None) -> None:
-        self._inner, self._wanted, self._in_place = inner, master_weights, False
+        self._inner, self._wanted = inner, master_weights
         if _MASTERS.get(inner) and not master_weights:
             raise _has_masters_error()
-        self._masters = _MASTERS.setdefault(inner, {}) if master_weights else {}
-        self._models = {master: parameter for parameter, master in self._masters.items()}
+        self.masters = _MASTERS.setdefault(inner, {}) if master_weights else {}
+        """The masters by their half-precision parameter."""
+        self._models = {master: parameter for parameter, master in self.masters.items()}
         for index, master in (masters or {}).items():
             self._pair(self.positions()[index], master)
-        self._had_gradients: list[Tensor] = []
+        self.had_gradients: list[Tensor] = []
+        """The parameters that have a gradient as their window ends."""
         self._complete()
 
     def groups(self) -> list[Group]:
@@ -64,62 +66,59 @@ class Parameters:
     def device(self) -> torch.device:
         return next((parameter.device for parameter in self.positions()), torch.device("cpu"))
 
-    @property
-    def has_masters(self) -> bool:
-        return bool(self._masters)
-
     def worked_on(self, parameter: Tensor) -> Tensor:
         """Return the tensor that the inner optimizer has in the parameter's place: its master, or itself."""
-        return self._masters.get(parameter, parameter)
+        return self.masters.get(parameter, parameter)
 
-    def masters(self) -> dict[int, Tensor]:
-        return {index: self._masters[parameter] for index, parameter in enumerate(self.positions()) if parameter in self._masters}
+    def masters_by_position(self) -> dict[int, Tensor]:
+        return {index: self.masters[parameter] for index, parameter in enumerate(self.positions()) if parameter in self.masters}
 
     def groups_changed(self) -> None:
         self._complete()
 
     def masters_in_place(self) -> AbstractContextManager[None]:
         """Put the masters into the inner optimizer's groups and state inside the block."""
-        return self._swapped() if self._masters and not self._in_place else _NO_SWAP
+        return self._swapped() if self.masters and not self._are_in_place() else _NO_SWAP
+
+    def _are_in_place(self) -> bool:
+        return any(own in self._models for group in self._inner.param_groups for own in group["params"])
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
         try:
-            self._put(self._masters)
-            self._in_place = True
+            self._put(self.masters)
             yield
         finally:
             self._put(self._models)
-            self._in_place = False
 
     @torch.no_grad()
     def round(self) -> None:
-        if self._masters:
+        if self.masters:
             # torch copies many sharded tensors at a time by their parts only.
-            foreach_copy_(list(map(local, self._masters)), list(map(local, self._masters.values())))
+            foreach_copy_(list(map(local, self.masters)), list(map(local, self.masters.values())))
 
     def strayed(self) -> tuple[Tensor, ...]:
         """Return whether the model differs from the rounded masters: one bool, shape ``()``; nothing without masters."""
-        found = apart(list(self._masters.items())) if self._masters else None
+        found = apart(list(self.masters.items())) if self.masters else None
         return () if found is None else (found,)
 
     def may_have_strayed(self) -> bool:
         """True if the model may differ from the rounded masters; on an accelerator always, without a wait."""
-        if not self._masters:
+        if not self.masters:
             return False
         return any(self.strayed()) if self.device().type == "cpu" else True
 
     @torch.no_grad()
     def take_over(self) -> None:
         """Copy into the masters what something else wrote into the model, element by element."""
-        for parameter, master in self._masters.items():
+        for parameter, master in self.masters.items():
             master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter))
 
     @contextmanager
     def published(self) -> Iterator[None]:
         """Let a method of the inner optimizer work on the masters inside the block, then round them into the model."""
         # In the midst of an update the masters are ahead of the model.
-        if not self._in_place and any(self.strayed()):
+        if not self._are_in_place() and any(self.strayed()):
             self.take_over()
         try:
             with self.masters_in_place():
@@ -134,7 +133,7 @@ class Parameters:
         """Load the masters by position; the next update still prefers the model's values where they differ."""
         for index, parameter in enumerate(self.positions()):
             if index in masters:
-                self._masters[parameter].copy_(masters[index])
+                self.masters[parameter].copy_(masters[index])
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear ``.grad`` of the model; a master has one only during an update."""
@@ -146,31 +145,31 @@ class Parameters:
             self._zero_those_freed()
 
     def free_gradients(self) -> None:
-        for tensor in (*self.positions(), *self._masters.values()):
+        for tensor in (*self.positions(), *self.masters.values()):
             tensor.grad = None
 
     def note_gradients(self, parameters: Iterable[Tensor]) -> None:
-        self._had_gradients = list(parameters)
+        self.had_gradients = list(parameters)
 
     def _zero_those_freed(self) -> None:
         """Leave zeros, as ``zero_grad(set_to_none=False)`` does, so that momentum and weight decay still move the parameters."""
         known = set(map(id, self.positions()))
-        for parameter in self._had_gradients:
+        for parameter in self.had_gradients:
             if parameter.grad is None and id(parameter) in known:
                 parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
 
     def _complete(self) -> None:
         """Make missing masters, and forget those of parameters that were replaced or cast."""
         half = [parameter for parameter in self.positions() if parameter.dtype in HALF] if self._wanted else []
-        for parameter in set(self._masters).difference(half):
-            del self._models[self._masters.pop(parameter)]
+        for parameter in set(self.masters).difference(half):
+            del self._models[self.masters.pop(parameter)]
         for parameter in half:
-            if parameter not in self._masters:
+            if parameter not in self.masters:
                 self._pair(parameter, torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad))
                 self._widen_state(parameter)
 
     def _pair(self, parameter: Tensor, master: Tensor) -> None:
-        self._masters[parameter], self._models[master] = master, parameter
+        self.masters[parameter], self._models[master] = master, parameter
 
     def _put(self, others: Mapping[Tensor, Tensor]) -> None:
         """Replace parameters in the list itself, since an optimizer may keep the list."""

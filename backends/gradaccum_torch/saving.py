@@ -20,21 +20,6 @@ from gradaccum_torch.private import LocalVariables, is_sharded
 from gradaccum_torch.statistics import NOTHING_KNOWN, Known
 
 
-class Loads:
-    """The record of the states that a wrapped optimizer has loaded.
-
-    It is one object that is changed, not attributes that are set: Lightning and Fabric put proxies in the optimizer's place, and what their
-    methods set on ``self`` stays on the proxy.
-    """
-
-    def __init__(self) -> None:
-        self.pair = 0, 0
-        """How often a saved state was loaded, and the updates that the last one had."""
-
-    def note(self, updates: int) -> None:
-        self.pair = self.pair[0] + 1, updates
-
-
 def save(saved: Saved, parameters: Parameters, inner: torch.optim.Optimizer, caller: LocalVariables | None) -> StateDict:
     """Return the state of `inner` with the window's entry beside it; the tensors are the live ones.
 
@@ -203,7 +188,7 @@ def decode(entry: Entry, own: Parameters, sum_dtypes: Sequence[torch.dtype]) -> 
     for index, total in entry["sums"].items():
         _require_sum(index, total, own.positions(), sum_dtypes)
     masters = entry.get("masters", {})
-    _require_masters(masters, own.masters())
+    _require_masters(masters, own.masters_by_position())
     return Saved(fields, _terms(entry["terms"]), float(entry["grad_norm"]), entry["sums"], masters, entry.get("worker"), _known_of(entry))
 
 
@@ -291,7 +276,7 @@ def gather(state_dict: StateDict, parameters: Parameters) -> StateDict:
     names = list(chain(*(group["params"] for group in groups)))
     found = ((index, state.get(name, {}).pop(MASTER, None)) for index, name in enumerate(names))
     masters = {index: master for index, master in found if isinstance(master, Tensor)}
-    own = parameters.masters()
+    own = parameters.masters_by_position()
     return {
         **state_dict,
         "state": {name: entries for name, entries in state.items() if entries},

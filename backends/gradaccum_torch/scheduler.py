@@ -8,7 +8,7 @@ number to its ``step_update``, and leaves its ``step``, which takes an epoch, al
 from __future__ import annotations
 
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ Scheduler = Any
 Argument = Any
 """What a scheduler's method takes, or the value of one of its attributes: handed through, whatever it is."""
 
-_OWN = frozenset({"_scheduler", "_stepped_at", "_loads", "_was_loaded"})
+_OWN = frozenset({"_scheduler", "_moved"})
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _STEPPED_AT = "gradaccum_optimizer_step"
 
@@ -33,6 +33,16 @@ def is_scheduler(candidate: object) -> bool:
         return True
     of_an_optimizer = isinstance(getattr(candidate, "optimizer", None), torch.optim.Optimizer) and not hasattr(candidate, "zero_grad")
     return of_an_optimizer and any(callable(getattr(candidate, name, None)) for name in ("step", "step_update"))
+
+
+class Moved(NamedTuple):
+    """The updates at which a gate has last looked whether to move its scheduler."""
+
+    updates: int
+    loads: int
+    """How often the optimizer had loaded a saved state by then."""
+    was_loaded: bool = False
+    """The gate itself has loaded one since. The optimizer's, if it is loaded after that, belongs to it."""
 
 
 class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
@@ -47,11 +57,7 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """
 
     _scheduler: Scheduler
-    _stepped_at: int
-    _loads: int
-    """How often the optimizer had been given a saved state when the gate last looked."""
-    _was_loaded: bool
-    """The gate itself was given one since its last step. The optimizer's, if it is loaded after that, belongs to it."""
+    _moved: Moved
 
     def __init__(self, scheduler: Scheduler) -> None:
         if not isinstance(getattr(scheduler, "optimizer", None), AccumulatingOptimizer):
@@ -63,18 +69,17 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
                 fix="Wrap the optimizer first: opt = gradaccum.wrap(optimizer, steps=4); scheduler = StepLR(opt, 10).",
             )
         self._scheduler = scheduler
-        self._stepped_at, (self._loads, _), self._was_loaded = self._updates(), scheduler.optimizer._loads.pair, False
+        self._moved = Moved(self._updates(), len(scheduler.optimizer._loads))
         scheduler.optimizer._window.schedulers.add(self)
 
     def step(self, *args: Argument, **kwargs: Argument) -> None:
         """Call ``scheduler.step(...)`` with the given arguments if an update was applied since the last call."""
         if hasattr(self._scheduler, "step_update"):
             return self._move(*args, **kwargs)
-        self._follow_loads()
-        updates = self._updates()
-        if updates > self._stepped_at:
+        moved, updates = self._followed(), self._updates()
+        if updates > moved.updates:
             self._move(*args, **kwargs)
-        self._stepped_at = updates
+        self._moved = moved._replace(updates=updates)
 
     def follow(self) -> None:
         """Move the scheduler as `step` does, unless its ``step`` needs an argument, such as a loss."""
@@ -97,13 +102,13 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's ``state_dict``, and the update at which it last moved."""
-        self._follow_loads()
-        return {**self._scheduler.state_dict(), _STEPPED_AT: self._stepped_at}
+        self._moved = self._followed()
+        return {**self._scheduler.state_dict(), _STEPPED_AT: self._moved.updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved state; a bare scheduler's state counts as having moved at the last update."""
         state_dict = dict(state_dict)
-        self._stepped_at, self._was_loaded = state_dict.pop(_STEPPED_AT, self._updates()), True
+        self._moved = self._moved._replace(updates=state_dict.pop(_STEPPED_AT, self._updates()), was_loaded=True)
         self._scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -133,11 +138,11 @@ class GatedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def _updates(self) -> int:
         return int(self._scheduler.optimizer._window.updates)
 
-    def _follow_loads(self) -> None:
-        loads, updates = self._scheduler.optimizer._loads.pair
-        if loads != self._loads and not self._was_loaded:
-            self._stepped_at = updates
-        self._loads, self._was_loaded = loads, False
+    def _followed(self) -> Moved:
+        """Return when the scheduler has last moved; a state that the optimizer alone has loaded counts as a move at its updates."""
+        loads = self._scheduler.optimizer._loads
+        new = len(loads) != self._moved.loads and not self._moved.was_loaded
+        return Moved(loads[-1] if new else self._moved.updates, len(loads))
 
 
 def _require_no_sequence() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,24 @@ from torch import Tensor
 from gradaccum import UsageError
 from gradaccum_torch.checks import Change, Size, changed_gradients_error, interrupted_error, unfinished_error
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private import module_averaging
-from gradaccum_torch.sums import GRAD, IS_SPARSE, REQUIRES_GRAD, Measured, Versions, coalesced, divide, measure, multiply, narrowed
+from gradaccum_torch.private import is_sharded, module_averaging, version
+from gradaccum_torch.sums import GRAD, IS_SPARSE, REQUIRES_GRAD, Measured, coalesced, divide, measure, multiply, narrowed
 from gradaccum_torch.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, can_be_hooked, seen
+
+
+class Undivided(NamedTuple):
+    """The record of a window's sum before it is divided, in place where that can be."""
+
+    parameters: list[Tensor]
+    """Those that have a sum. Not the sums themselves: each may be freed as it is cast."""
+    versions: list[int]
+    graphs: list[Tensor]
+    """The sums, if some have a graph: these are divided in it, out of place."""
+    divided: list[Tensor]
+    """What has been divided in place: a `DTensor` does not count what torch writes."""
+
+    def is_divided(self, total: Tensor, before: int) -> bool:
+        return version(total) != before or (is_sharded(total) and any(total is each for each in self.divided))
 
 
 class Strategy(ABC):
@@ -151,11 +166,15 @@ class Strategy(ABC):
         return True
 
     @abstractmethod
-    def hand_over(self, divisor: float, unclipped: float) -> None:
+    def undivided(self) -> Undivided:
+        """Return the record of the sum before `hand_over`."""
+
+    @abstractmethod
+    def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
         """Put the sum divided by `divisor` into ``.grad`` for the inner optimizer; `unclipped` is the divisor without clipping."""
 
     @abstractmethod
-    def take_back(self, divisor: float, spoiled: bool) -> None:
+    def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
         """Undo `hand_over`, which may have raised anywhere; `spoiled`: something wrote into what was handed over."""
 
     @abstractmethod
@@ -187,7 +206,9 @@ class Strategy(ABC):
         self.watch.reset(self.watch.known.cleared())
 
     def window_ended(self) -> None:
+        """Clear the sum of a window that is closed."""
         self.clear()
+        self.watch.window_ended()
 
     def clear(self) -> None:
         self._parameters.free_gradients()
@@ -199,27 +220,17 @@ class Strategy(ABC):
 # It is the default wherever the sum has the gradient's own dtype.
 
 
-_NOTHING = Versions()
-"""Nothing was handed over, or nothing of this kind."""
-
-
 class GradStrategy(Strategy):
     """The sum is ``.grad``."""
 
     keeps_micro_batch_apart = False
-
-    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
-        super().__init__(parameters, accumulate_dtype, drops)
-        self._settled: list[Tensor] = []
-        """The parameters that have a gradient as their window ends."""
-        self._forget_handed_over()
 
     def take(self) -> bool:
         self.watch.known = NOTHING_SEEN
         return True
 
     def settle(self) -> list[Tensor]:
-        parameters = self._settled = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
+        parameters = [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
         self._parameters.note_gradients(parameters)
         gradients: list[Tensor] = list(map(GRAD, parameters))
         if any(map(IS_SPARSE, gradients)):
@@ -227,36 +238,42 @@ class GradStrategy(Strategy):
             return list(map(GRAD, parameters))
         return gradients
 
-    def hand_over(self, divisor: float, unclipped: float) -> None:
-        self._forget_handed_over()
-        masters = self._parameters.has_masters
+    def undivided(self) -> Undivided:
+        parameters = self._parameters.had_gradients
+        gradients: list[Tensor] = list(map(GRAD, parameters))
+        graphs = list(gradients) if any(map(REQUIRES_GRAD, gradients)) else []
+        return Undivided(parameters, list(map(version, gradients)), graphs, [])
+
+    def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
+        masters = self._parameters.masters
         if divisor == 1 and not masters:
             return
-        parameters = self._settled
+        parameters = self._parameters.had_gradients
         divided = [parameter for parameter in parameters if not self._is_narrowed(parameter)] if masters else parameters
         gradients: list[Tensor] = list(map(GRAD, divided))
         graphs = any(map(REQUIRES_GRAD, gradients))
         if graphs:
             self._divide_graphs(divided, unclipped)
             gradients = list(map(GRAD, divided))
-        self._undivided, self._uncast = Versions(gradients), Versions(map(GRAD, parameters)) if masters else _NOTHING
         divide([gradient for gradient in gradients if not gradient.requires_grad] if graphs else gradients, divisor)
         if graphs:
             divide([gradient for gradient in gradients if gradient.requires_grad], divisor / unclipped)
-        self._undivided.all_written = True
+        undivided.divided.extend(gradients)
         if masters:
             self._give_masters(parameters, divisor)
 
-    def take_back(self, divisor: float, spoiled: bool) -> None:
-        divided = {id(each): each for each in (*self._undivided.moved(), *self._uncast.moved()) if not each.requires_grad}
-        multiply(list(divided.values()), divisor)
-        for parameter, gradient in self._graphs.items():
-            parameter.grad = gradient
+    def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
+        for parameter, before in zip(undivided.parameters, undivided.versions, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and not gradient.requires_grad and undivided.is_divided(gradient, before):
+                multiply([gradient], divisor)
+        for parameter, graph in zip(undivided.parameters, undivided.graphs, strict=False):
+            if graph.requires_grad:
+                parameter.grad = graph
         for parameter in self._parameters.unique():
             master = self._parameters.worked_on(parameter)
             if master is not parameter:
                 master.grad = None
-        self._forget_handed_over()
         self.watch.reset(seen(NOTHING_SEEN, Event.CHANGED) if spoiled else NOTHING_SEEN)
 
     def sums(self) -> list[Tensor | None]:
@@ -266,10 +283,6 @@ class GradStrategy(Strategy):
         for parameter, gradient in zip(self._parameters.positions(), sums, strict=True):
             parameter.grad = gradient
         self.watch.reset()
-
-    def clear(self) -> None:
-        self._forget_handed_over()
-        super().clear()
 
     def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:
         return True
@@ -285,7 +298,6 @@ class GradStrategy(Strategy):
         with torch.enable_grad():
             for parameter in parameters:
                 if parameter.grad is not None and parameter.grad.requires_grad:
-                    self._graphs[parameter] = parameter.grad
                     parameter.grad = parameter.grad / divisor
 
     def _give_masters(self, parameters: Sequence[Tensor], divisor: float) -> None:
@@ -299,8 +311,3 @@ class GradStrategy(Strategy):
         """True if the inner optimizer has a master of another dtype than the sum's in its place."""
         master = self._parameters.worked_on(parameter)
         return master is not parameter and parameter.grad is not None and parameter.grad.dtype != master.dtype
-
-    def _forget_handed_over(self) -> None:
-        self._undivided = self._uncast = _NOTHING
-        self._graphs: dict[Tensor, Tensor] = {}
-        """The undivided sums that have a graph, while the inner optimizer has divided ones."""

@@ -298,12 +298,8 @@ class Versions:
     """The versions of `tensors` as they are now."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self.tensors = list(tensors)
-        self._noted = list(map(version, self.tensors))
-        self.all_written = False
-        """All have been written into. The caller that wrote sets it, for the tensors that do not count a write."""
+        self._noted = [(tensor, version(tensor)) for tensor in tensors]
 
-    def moved(self) -> list[Tensor]:
-        """Return the tensors that something wrote into since."""
-        pairs = zip(self.tensors, self._noted, strict=True)
-        return [tensor for tensor, noted in pairs if version(tensor) != noted or (self.all_written and is_sharded(tensor))]
+    def moved(self) -> bool:
+        """True if something wrote into one of them since."""
+        return any(version(tensor) != noted for tensor, noted in self._noted)

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from operator import is_not
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -34,37 +35,50 @@ def _rate(rate: object) -> object:
     return (id(rate), version(rate)) if isinstance(rate, Tensor) else rate
 
 
+class Progress(Enum):
+    """The progress of the inner optimizer's last call."""
+
+    NOT_BEGUN = 0
+    RUNS = 1
+    HALF_MADE = 2
+    """Its ``step`` raised, and may have written a part of the update."""
+    MADE = 3
+    """The update was made, even if something raised after it."""
+
+
 class Update:
     """The updates of one wrapped optimizer. Holds no strong reference to the wrapper, which owns this object."""
 
     def __init__(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, parameters: Parameters) -> None:
         self._wrapper, self._inner, self._parameters = weakref.ref(wrapper), inner, parameters
-        self.made = False
-        """The last one was made, even if something raised after it."""
-        self.half_made = False
-        """The inner optimizer's ``step`` raised last, and may have written a part of its update."""
-        self.runs = False
-        """The wrapper is running the inner optimizer's ``step``."""
+        self._before, self._after = step_pre_hooks(wrapper), step_post_hooks(wrapper)
+        self.progress = Progress.NOT_BEGUN
         _guard(self, inner)
 
     def make(self, strategy: Strategy, divisor: float, unclipped: float, strayed: bool) -> None:
         """Run the inner optimizer once on the sum divided by `divisor`.
 
-        If something raises before the inner optimizer's ``step``, the sum is as it was; inside of it `half_made` is True; after it `made`.
-        `unclipped` is the divisor without clipping; `strayed`: the masters must first take over what something else wrote into the model.
+        If something raises before the inner optimizer's ``step``, the sum is as it was. `unclipped` is the divisor without clipping;
+        `strayed`: the masters must first take over what something else wrote into the model.
         """
-        self.made = False
+        self.progress = Progress.NOT_BEGUN
         if strayed:
             self._parameters.take_over()
         with self._parameters.masters_in_place():
-            if self._kernel_can_divide(strategy, divisor):
+            # A fused kernel divides the sum as it reads it, if nothing else reads it before.
+            fused = getattr(self._inner, DIVIDES_BY_GRAD_SCALE, False)
+            if fused and can_divide(self._inner, divisor) and strategy.hands_over_whole() and not self._before:
                 with Dividing(self._inner, divisor):
                     self._step(strategy, 1.0, 1.0)
             else:
                 self._step(strategy, divisor, unclipped)
 
+    def forget(self) -> None:
+        """Forget an update that raised: its window was discarded, or a state was loaded."""
+        self.progress = Progress.NOT_BEGUN
+
     def require_whole(self) -> None:
-        if self.half_made:
+        if self.progress is Progress.HALF_MADE:
             raise half_made_error()
 
     def rates(self) -> Rates:
@@ -76,45 +90,36 @@ class Update:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let the inner optimizer step inside the block."""
-        self.runs = True
+        before, self.progress = self.progress, Progress.RUNS
         try:
             yield
         finally:
-            self.runs = False
-
-    def _kernel_can_divide(self, strategy: Strategy, divisor: float) -> bool:
-        """True if a fused kernel can divide the sum as it reads it, because nothing else reads the sum before."""
-        return can_divide(self._inner, divisor) and strategy.hands_over_whole() and not step_pre_hooks(self._owner())
+            self.progress = before
 
     def _step(self, strategy: Strategy, divisor: float, unclipped: float) -> None:
         """Run the inner optimizer's step between the wrapper's hooks; it runs its own hooks itself."""
-        wrapper, entered, hooked = self._owner(), False, None
+        undivided, hooked, wrapper = strategy.undivided(), None, self._wrapper()
+        assert wrapper is not None
         args: tuple[Any, ...] = (wrapper,)
         kwargs: dict[str, Any] = {}
         try:
-            strategy.hand_over(divisor, unclipped)
-            if step_pre_hooks(wrapper):
+            strategy.hand_over(undivided, divisor, unclipped)
+            if self._before:
                 hooked = _Gradients(self._inner)
-                args, kwargs = _run_pre_hooks(wrapper, args, kwargs)
-            entered = self.runs = True
+                args, kwargs = _run_pre_hooks(wrapper, self._before, args, kwargs)
+            self.progress = Progress.RUNS
             self._inner.step(*args[1:], **kwargs)
-            self.runs = False
-            if self._parameters.has_masters:
+            if self._parameters.masters:
                 through(self._parameters.round)
-            self.made = True
-            for after in tuple(step_post_hooks(wrapper).values()):
+            self.progress = Progress.MADE
+            for after in tuple(self._after.values()):
                 after(wrapper, args, kwargs)
         except BaseException:
-            self.runs = False
-            if not entered:
-                strategy.take_back(divisor, spoiled=hooked is not None and hooked.changed())
-            self.half_made = entered and not self.made
+            if self.progress is Progress.NOT_BEGUN:
+                strategy.take_back(undivided, divisor, spoiled=hooked is not None and hooked.changed())
+            elif self.progress is Progress.RUNS:
+                self.progress = Progress.HALF_MADE
             raise
-
-    def _owner(self) -> torch.optim.Optimizer:
-        wrapper = self._wrapper()
-        assert wrapper is not None
-        return wrapper
 
 
 # One wrapper for each inner optimizer, which makes all its steps for as long as the wrapper lives.
@@ -132,7 +137,7 @@ class _Guard:
 
     def __call__(self, inner: torch.optim.Optimizer, *_: object) -> None:
         update = None if self._update is None else self._update()
-        if update is not None and not update.runs:
+        if update is not None and update.progress is not Progress.RUNS:
             raise _bypassed_error(inner)
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
@@ -186,8 +191,8 @@ def through(action: Callable[[], None]) -> None:
         raise
 
 
-def _run_pre_hooks(wrapper: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    for before in tuple(step_pre_hooks(wrapper).values()):
+def _run_pre_hooks(wrapper: object, hooks: Table, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    for before in tuple(hooks.values()):
         result = before(wrapper, args, kwargs)
         if isinstance(result, tuple) and len(result) == 2:
             args, kwargs = result
@@ -204,7 +209,7 @@ class _Gradients:
         self._written = Versions(gradient for gradient in self._gradients if gradient is not None)
 
     def changed(self) -> bool:
-        return bool(self._written.moved()) or any(map(is_not, map(GRAD, self._parameters), self._gradients))
+        return self._written.moved() or any(map(is_not, map(GRAD, self._parameters), self._gradients))
 
 
 # ``step(closure)``: a loop that puts the forward and the backward pass into a function, as Lightning's does. The closure is run once, and
@@ -242,8 +247,6 @@ _WIDE = {torch.float32, torch.float64}
 
 def can_divide(inner: torch.optim.Optimizer, divisor: float) -> bool:
     """True if ``inner.step()`` itself can divide ``.grad``, exactly, and before any Python code reads it."""
-    if not getattr(inner, DIVIDES_BY_GRAD_SCALE, False):
-        return False
     return _is_torchs(inner) and not _is_hooked(inner) and all(_takes(group, divisor) for group in inner.param_groups)
 
 

@@ -162,13 +162,14 @@ class GradWatch:
         """The norms to compare with, shape ``(2, number)``; None: no comparison is to be made."""
         self.change: Change | None = None
         """The change that autograd has added to."""
-        self.places: list[Place] | None = []
-        """The place of each backward pass of this micro-batch in the user's program; None: nobody asks any more."""
+        self.places: list[list[Place]] | None = [[]]
+        """By micro-batch, the place of each backward pass in the user's program; None: nobody asks any more."""
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Watch these parameters and no others; what is known of the former stays."""
-        known = self._watched
-        self._watched = {id(each): known.get(id(each)) or Watched(each, self) for each in parameters}
+        known = dict(self._watched)
+        self._watched.clear()
+        self._watched.update((id(each), known.get(id(each)) or Watched(each, self)) for each in parameters)
 
     def of(self, parameter: Tensor) -> Watched:
         return self._watched[id(parameter)]
@@ -188,7 +189,7 @@ class GradWatch:
         self.known, self._norms = seen(self.known, event), None
         PASSES[0] += 1
         if self.places is not None:
-            self.places.append(_place_of_pass())
+            self.places[-1].append(_place_of_pass())
         if not at_the_end_of_backward(self._end):  # Then each gradient looks like a pass.
             self.known, self.places = seen(self.known, Event.PASS_ENDED), None
 
@@ -255,7 +256,7 @@ class GradWatch:
     def reset(self, known: MicroBatch = NOTHING_SEEN) -> None:
         self.known, self._norms, self.change = known, None, None
         if self.places:
-            self.places = []
+            self.places[-1].clear()
         for watched in self._watched.values():
             gradient = watched.gradient = watched.parameter.grad
             watched.version = -1 if gradient is None else gradient._version
@@ -393,15 +394,12 @@ class Hooks:
         if watching:
             _WATCHING.add(self)
         self._handles: dict[int, RemovableHandle] = {}
-        self._finalizer: weakref.finalize[..., Hooks] | None = None
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._handles
 
     def add(self, parameter: Tensor, hook: Hook) -> None:
-        if self._finalizer is None:
-            self._finalizer = weakref.finalize(self, _remove_all, self._handles)
-            self._finalizer.atexit = False
         self._handles[id(parameter)] = cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def shared(self) -> bool:

@@ -16,6 +16,7 @@ from gradaccum import GradAccumWarning, StepResult, UsageError
 from gradaccum.kit import (
     Decision,
     Fields,
+    Listeners,
     Options,
     ScaleRule,
     State,
@@ -49,16 +50,12 @@ from gradaccum_torch.checks import (
 from gradaccum_torch.grad_scaler import ScalerLink
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.saving import Saved, own_copy
-from gradaccum_torch.statistics import NOBODY, Known, Statistics, Told, as_told
+from gradaccum_torch.statistics import Known, Statistics, Told, as_told
 from gradaccum_torch.strategy import GradStrategy, Strategy
 from gradaccum_torch.sums import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, sum_dtype
-from gradaccum_torch.update import Loss, Rates, Update, through
+from gradaccum_torch.update import Loss, Progress, Rates, Update, through
 from gradaccum_torch.watch import PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
 from gradaccum_torch.workers.interface import Workers
-
-NOTHING_CLOSED = (False, False, False)
-_DROPPED = (False, False, True)
-
 
 _LEFTOVERS = (
     "gradaccum: each step() came after {passes} backward passes of its loop, which count as one micro-batch. Most likely two lines of the "
@@ -69,6 +66,27 @@ _MOVED = (
     "gradaccum: a learning rate moved inside a window; most likely a scheduler steps with each micro-batch. Build it on the wrapped "
     "optimizer and write scheduler = gradaccum.wrap(scheduler), which moves once per update; opt.updates_in(loader) is its length."
 )
+
+
+class Last(NamedTuple):
+    """The outcome of the last ``step``, ``flush`` or ``discard``, and the norm of the last window that closed."""
+
+    applied: bool
+    skipped: bool
+    overflow: bool
+    grad_norm: float
+
+
+_NOTHING_CLOSED = Last(False, False, False, 0.0)
+
+
+class Begun(NamedTuple):
+    """The facts about the open window that hold until its end."""
+
+    size: Size
+    """Looked up once, so that a schedule cannot change it under way."""
+    rates: Rates | None
+    """The learning rates with which it began; None: it may have any."""
 
 
 class Follower(Protocol):
@@ -101,7 +119,7 @@ class Window:
     def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
         self._parameters, self._options, self.update = parameters, options, update
         self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
-        self._grad_norm, self.listening = 0.0, NOBODY
+        self.listeners: Listeners | None = None
         self.schedulers: WeakSet[Follower] = WeakSet()
         """Those that follow the updates."""
         self._statistics = Statistics(options)
@@ -109,13 +127,9 @@ class Window:
         """The norm of a window's sum is needed."""
         self._plan = Plan(parameters, options, workers)
         self.strategy = self._plan.strategy()
-        self._size: Size = None
-        self._passes, self._places = PASSES[0], list[Place]()
-        self._rates: Rates | None = None
-        """The learning rates with which the window began; None: it may have any."""
-        self._watches_rates = True
-        self._fields: State
-        self._set(initial_state(options.scale_rule.init_scale))
+        self._begun, self._passes, self._warns_of_rates = Begun(None, None), PASSES[0], True
+        self._fields = at_rest(initial_state(options.scale_rule.init_scale), float64_weight=self._plan.float64_weight)
+        self._last = _NOTHING_CLOSED
         self._expect()
 
     @property
@@ -123,7 +137,7 @@ class Window:
         """The result of the last event; may wait for a loss on the device."""
         fields, known = self._fields, self._statistics
         counted = fields.loss_scale, fields.micro_step, fields.optimizer_step
-        return StepResult(*self._event, self._grad_norm, *counted, known.loss, known.noise_scale)
+        return StepResult(*self._last, *counted, known.loss, known.noise_scale)
 
     @property
     def updates(self) -> int:
@@ -133,7 +147,7 @@ class Window:
     @property
     def size(self) -> Size:
         """The size of the open window, or between two windows the schedule's for the next."""
-        return self._size if self._fields.micro_step else window_size(self._options, self._fields.optimizer_step)
+        return self._begun.size if self._fields.micro_step else window_size(self._options, self._fields.optimizer_step)
 
     @property
     def sum_dtypes(self) -> list[torch.dtype]:
@@ -148,12 +162,12 @@ class Window:
     def _known(self) -> MicroBatch:
         return self.strategy.watch.known
 
-    @_known.setter
-    def _known(self, known: MicroBatch) -> None:
-        self.strategy.watch.known = known
+    def _tell(self, weight: float, given: Given, *losses: Told, weighed: bool = False) -> None:
+        watch = self.strategy.watch
+        watch.known = watch.known.told(weight, given, *losses, weighed=weighed)
 
     def weigh(self, weight: float) -> None:
-        self._known = self._known.told(weight, Given.NOT, weighed=True)
+        self._tell(weight, Given.NOT, weighed=True)
 
     def _weight(self, weight: float | None) -> float:
         """Return the weight of a loss that was passed with `weight`."""
@@ -177,26 +191,26 @@ class Window:
 
     def begin_weightless(self) -> None:
         """Prepare for a loss, scaled already, that adds no weight."""
-        self._known = self._known.told(0.0, Given.SCALED, weighed=True)
+        self._tell(0.0, Given.SCALED, weighed=True)
 
     def scale(self, loss: Tensor) -> Tensor:
         weight = self._weight(None)
-        self._known = self._known.told(weight, Given.SCALED, as_told(loss))
+        self._tell(weight, Given.SCALED, as_told(loss))
         return scaled(loss, weight, self._fields, self._options, self._scaler)
 
     def note_scaled(self) -> None:
         """Note that the user has scaled the loss of the micro-batch with the `torch.amp.GradScaler` itself."""
-        self._known = self._known.told(self._known.weight, Given.SCALED)
+        self._tell(self._known.weight, Given.SCALED)
 
     def evaluate(self, closure: Callable[[], Loss]) -> Loss:
         """Run `closure`, and count the loss that it returns unless it was passed already, or a gradient had arrived before."""
-        arrived = self._known.arrived
+        watch, arrived = self.strategy.watch, self._known.arrived
         with torch.enable_grad():  # The user may have switched gradients off around step().
             loss = closure()
         if not self._known.given:
             if loss is None and not self._known.arrived and not self._holds_users():
-                self._known = self._known.told(0.0, Given.TO_BACKWARD, weighed=True)  # A trainer's way to leave a micro-batch out.
-            self._known = self._known._replace(losses=() if arrived else (as_told(loss),))
+                self._tell(0.0, Given.TO_BACKWARD, weighed=True)  # A trainer's way to leave a micro-batch out.
+            watch.known = watch.known._replace(losses=() if arrived else (as_told(loss),))
         return loss
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -214,14 +228,14 @@ class Window:
 
     def add(self) -> bool:
         """End the micro-batch under way: check it, add it to the sum, count it. Return whether the window is full."""
-        if first := self._fields.micro_step == 0:
-            self._size = self.size  # Looked up once, so that a schedule cannot change it under way.
-            if self._size != 1 and self.strategy.expects:  # A callable may have said 1 when the last window ended.
-                self.strategy.expect(self._size)
         fields, watch = self._fields, self.strategy.watch
+        if first := fields.micro_step == 0:
+            self._begun = Begun(window_size(self._options, fields.optimizer_step), self.update.rates())
+            if self._begun.size != 1 and self.strategy.expects:  # A callable may have said 1 when the last window ended.
+                self.strategy.expect(self._begun.size)
         known = watch.known
         weight = known.weight
-        if self.update.half_made or known.under_way or self._workers.not_own:
+        if self.update.progress is Progress.HALF_MADE or known.under_way or self._workers.not_own:
             self._require_whole("step()")
         if not known.weighed and self._options.reduction == "item_mean":
             given_weight(None, "item_mean")
@@ -234,23 +248,21 @@ class Window:
             self._require_backward(known)
         if watch.places is not None:
             self._look_for_leftovers(watch.places, place_of(sys._getframe(1)))
-        rates = self.update.rates()
-        if first:
-            self._rates = rates
-        elif rates != self._rates and self._rates is not None:
+        if not first and self._begun.rates not in (None, self.update.rates()):
             self._rates_moved()
         if first and not self._plan.holds():
             self.groups_changed()
-        losses = () if known.losses and known.is_plain else known.losses
+        losses = () if known.losses and known.arrived >= Event.PLAIN_PASS and known.is_plain else known.losses
         finite, self._passes = self.strategy.take(), PASSES[0]
         if self._scaler is not None:
             self._scaler.count(first=first)
         self._fields = at_rest(accumulate(fields, weight, finite, select), float64_weight=self._plan.float64_weight)
-        self._event = NOTHING_CLOSED if finite else _DROPPED
+        if not finite or any(self._last[:3]):
+            self._last = Last(False, False, not finite, self._last.grad_norm)
         self._statistics.counted(fields, weight, finite, losses)
         if self._statistics.measures_noise and self._statistics.is_first(self._fields):
             self._statistics.first_seen(self.fields_to_save(), self.strategy.norm_so_far())
-        return bool(ends(self._fields, self._size, select))
+        return bool(ends(self._fields, self._begun.size, select))
 
     def close(self, denominator: float | None = None) -> None:
         """End a window of at least one micro-batch: measure, decide, make the update, finish.
@@ -270,8 +282,15 @@ class Window:
             if decision.apply:
                 self.update.make(self.strategy, decision.divisor, verdict.unclipped, verdict.strayed)
         finally:
-            if self.update.made or not decision.apply:
+            if self.update.progress is Progress.MADE or not decision.apply:
                 self._finish(verdict)
+
+    def reported(self, close: Callable[[], None]) -> None:
+        """Call `close`, and then the listeners with each window that it closed."""
+        if not self.listeners:
+            return close()
+        with self.listeners.settled():
+            close()
 
     def flush(self, denominator: float | None = None) -> None:
         if denominator is not None:
@@ -285,9 +304,9 @@ class Window:
 
     def discard(self) -> None:
         self.strategy.clear()
-        self.update.half_made = False
+        self.update.forget()
         self._workers.window_ended()
-        self._set(discard(self._fields))
+        self._set(discard(self._fields), self._last.grad_norm)
         self._statistics.discard()
 
     def save(self) -> Saved:
@@ -297,10 +316,10 @@ class Window:
             self.strategy.require_counted("state_dict()")
         fields = self.fields_to_save()
         # Between two windows the schedule, which may have come to its end, is not asked.
-        terms = terms_of(self._options._replace(steps=self._size if fields.micro_step else None), fields.optimizer_step)
+        terms = terms_of(self._options._replace(steps=self._begun.size if fields.micro_step else None), fields.optimizer_step)
         held = {index: total for index, total in enumerate(self.strategy.sums() if fields.micro_step else ()) if total is not None}
         known = self._statistics.saved(fields.micro_step)
-        return Saved(fields, terms, self._grad_norm, held, self._parameters.masters(), self._workers.place, known)
+        return Saved(fields, terms, self._last.grad_norm, held, self._parameters.masters_by_position(), self._workers.place, known)
 
     def resumed(self, saved: Saved) -> State:
         """Return the state to resume with; refuse an open window under other options, or of another worker."""
@@ -317,7 +336,7 @@ class Window:
 
     def pickled(self) -> dict[str, Any]:
         """Return the state for `unpickle` of a copy, in the midst of a micro-batch too."""
-        state = {"fields": self.fields_to_save(), "grad_norm": self._grad_norm}
+        state = {"fields": self.fields_to_save(), "grad_norm": self._last.grad_norm}
         return {**state, "strategy": self.strategy.pickled(), "known": self._statistics.saved(self._fields.micro_step)}
 
     def unpickle(self, pickled: Mapping[str, Any]) -> None:
@@ -330,27 +349,28 @@ class Window:
 
     def forget_rates(self) -> None:
         """Let the learning rates move before the next micro-batch: a gated scheduler, a new group or a loaded state moves them."""
-        self._rates = None
+        self._begun = self._begun._replace(rates=None)
 
     def _rates_moved(self) -> None:
         """Warn, once, that a learning rate has moved since the window began."""
-        if self._watches_rates:
-            self._watches_rates = False
+        if self._warns_of_rates:
+            self._warns_of_rates = False
             warnings.warn(_MOVED, GradAccumWarning, stacklevel=4)
 
-    def _look_for_leftovers(self, places: list[Place], step: Place) -> None:
+    def _look_for_leftovers(self, places: list[list[Place]], step: Place) -> None:
         """Warn if the first two micro-batches had equally many backward passes, all from one place in the loop that makes the `step`.
 
         Several losses of one micro-batch have places of their own in the program, or a loop of their own, which makes no step.
         """
-        watch, before = self.strategy.watch, self._places
-        self._places, watch.places = places, None
-        if len(places) < 2 or len(set(places)) > 1 or self._size in (1, None):
-            return
-        if not before:
-            watch.places = []
-        elif places == before and share_loop(places[0], step):
-            warnings.warn(_LEFTOVERS.format(passes=len(places)), GradAccumWarning, stacklevel=4)
+        first, *second = places
+        if len(set(places[-1])) != 1 or len(places[-1]) < 2 or self._begun.size in (1, None):
+            self.strategy.watch.places = None
+        elif not second:
+            places.append([])
+        else:
+            self.strategy.watch.places = None
+            if second == [first] and share_loop(first[0], step):
+                warnings.warn(_LEFTOVERS.format(passes=len(first)), GradAccumWarning, stacklevel=4)
 
     def _require_backward(self, known: MicroBatch) -> None:
         """Raise unless a loss, a weight, a pass through other parameters or the user's own gradients stand for a backward pass."""
@@ -364,7 +384,8 @@ class Window:
 
     def _between_windows(self) -> None:
         """Repeat between two windows of one call what the user's loop does after each window on the other workers."""
-        self.listening.tell()
+        if self.listeners is not None:
+            self.listeners.tell()
         for scheduler in self.schedulers:
             scheduler.follow()
 
@@ -382,7 +403,7 @@ class Window:
         self._statistics.join(joined.numbers)
         if joined.sums is not own:
             self.strategy.load(joined.sums)
-        self._set(joined.fields, self._event)
+        self._fields = self._at_rest(joined.fields)
 
     def _verdict(self, fields: State, denominator: float | None) -> Verdict:
         if self._statistics.measures_noise and not self._plan.holds():
@@ -413,32 +434,32 @@ class Window:
         return fields, measured, any(measured.notes[of_scale + len(losses) :])
 
     def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
-        if divisor(after, self._options, select) != 1 or not (flushing or ends(after, self._size, select)):
+        if divisor(after, self._options, select) != 1 or not (flushing or ends(after, self._begun.size, select)):
             raise self.strategy.changed_error()
         self.strategy.require_true_gradient(first=after.micro_step == 1, flushing=flushing)
 
     def _finish(self, verdict: Verdict) -> None:
         ended, decision = self._fields, verdict.decision
-        self._grad_norm = decision.grad_norm
         self._statistics.window_ended(*verdict.divided, decision.grad_norm)
         # A `torch.amp.GradScaler` moves the loss scale by its own rule.
         options = self._options if self._scaler is None else self._options._replace(scale_rule=self._scaler.rule)
         after = close(ended, decision.apply, decision.overflow, options, select)
-        self._set(after, (decision.apply, not decision.apply, decision.overflow))
+        self._fields, self._last = self._at_rest(after), Last(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
         through(self.strategy.window_ended)
         self._workers.window_ended()
-        self.strategy.watch.window_ended()
-        self._expect()
+        if self.strategy.expects:
+            self._expect()
         if self._scaler is not None:
             self._scaler.window_ended(self._fields, decision.overflow)
-        self.listening.window_ended(ended, self)
+        if self.listeners:
+            self.listeners.note(self.result, weight=ended.weight, micro_batches=ended.micro_step)
 
     def _start_with(self, fields: State, grad_norm: float, known: Known) -> None:
-        self._size = window_size(self._options, fields.optimizer_step) if fields.micro_step else None
-        self.update.half_made, self._grad_norm, self._rates = False, grad_norm, None
+        self._begun = Begun(window_size(self._options, fields.optimizer_step) if fields.micro_step else None, None)
+        self.update.forget()
         self._statistics.restore(known, fields.micro_step)
         self._workers.window_ended()
-        self._set(fields)
+        self._set(fields, grad_norm)
         self._expect()
         if self._scaler is not None:
             self._scaler.write(fields)
@@ -447,8 +468,11 @@ class Window:
         if self.strategy.expects:
             self.strategy.expect(known_window_size(self._options, self._fields.optimizer_step))
 
-    def _set(self, fields: Fields, event: tuple[bool, bool, bool] = NOTHING_CLOSED) -> None:
-        self._fields, self._event = at_rest(fields, float64_weight=self._plan.float64_weight), event
+    def _set(self, fields: Fields, grad_norm: float) -> None:
+        self._fields, self._last = self._at_rest(fields), _NOTHING_CLOSED._replace(grad_norm=grad_norm)
+
+    def _at_rest(self, fields: Fields) -> State:
+        return at_rest(fields, float64_weight=self._plan.float64_weight)
 
     def _require_whole(self, call: str | None = None) -> None:
         """Raise unless backward pass and update were made as a whole, and before `call` the sum is this worker's own."""
@@ -464,7 +488,7 @@ class Plan:
     def __init__(self, parameters: Parameters, options: Options, workers: Workers) -> None:
         self._parameters, self._accumulate_dtype, self._workers = parameters, options.accumulate_dtype, workers
         seen = parameters.positions()
-        self._seen, self._dtypes = _seen(seen), list(map(DTYPE, seen))
+        self._ids, self._dtypes, self._trained = list(map(id, seen)), list(map(DTYPE, seen)), list(map(REQUIRES_GRAD, seen))
         self.sum_dtypes = [sum_dtype(parameter, options.accumulate_dtype) for parameter in seen]
         """The dtype of each parameter's sum."""
         self.float64_weight = torch.float64 in self.sum_dtypes
@@ -478,7 +502,10 @@ class Plan:
 
     def holds(self) -> bool:
         """True if nothing has changed since: ``model.to(dtype)``, freezing and replaced parameters call nothing here."""
-        return _seen(self._parameters.positions()) == self._seen
+        seen = self._parameters.positions()
+        return (
+            list(map(id, seen)) == self._ids and list(map(DTYPE, seen)) == self._dtypes and list(map(REQUIRES_GRAD, seen)) == self._trained
+        )
 
     def holds_dtypes(self) -> bool:
         return list(map(DTYPE, self._parameters.positions())) == self._dtypes
@@ -500,10 +527,6 @@ class Plan:
         new.load([None if total is None else total.to(dtype) for total, dtype in zip(sums, self.sum_dtypes, strict=True)])
         new.watch.reset(known)
         return new
-
-
-def _seen(parameters: Sequence[Tensor]) -> tuple[list[int], list[torch.dtype], list[bool]]:
-    return list(map(id, parameters)), list(map(DTYPE, parameters)), list(map(REQUIRES_GRAD, parameters))
 
 
 def _kind(dtypes: Sequence[torch.dtype], sum_dtypes: Sequence[torch.dtype], options: Options) -> type[Strategy]:

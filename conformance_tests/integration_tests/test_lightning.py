@@ -249,4 +249,4 @@ def test_proxy_loads_a_state(module: type[Automatic]) -> None:
     proxy, opt = model.optimizers(), run.optimizers[0]
     assert proxy is not opt
     proxy.load_state_dict(opt.state_dict())
-    assert opt._loads.pair == (1, 3)
+    assert opt._loads == [3]

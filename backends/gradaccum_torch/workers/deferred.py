@@ -25,7 +25,7 @@ from gradaccum.kit import Options, explain, torn_window_error
 from gradaccum_torch.checks import Change, changed_gradients_error
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private import Private, Sync, Unit, drop, keep_own, local, reduce, unreduced, untraced, version
-from gradaccum_torch.strategy import GradStrategy
+from gradaccum_torch.strategy import GradStrategy, Undivided
 from gradaccum_torch.sums import sum_dtype
 from gradaccum_torch.watch import GradWatch
 
@@ -255,8 +255,8 @@ class DeferredStrategy(GradStrategy):
         super().load(sums)
         self._deferred.note()
 
-    def take_back(self, divisor: float, spoiled: bool) -> None:
-        super().take_back(divisor, spoiled)
+    def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
+        super().take_back(undivided, divisor, spoiled)
         self._deferred.note()
 
     def forget_micro_batch(self) -> None:

@@ -13,8 +13,8 @@ MUTANTS = (
     ),
     Mutant(
         "keep_the_sum_of_all_workers",
-        "        self._workers.window_ended()\n        self.strategy.watch.window_ended()\n",
-        "        self.strategy.watch.window_ended()\n",
+        "        through(self.strategy.window_ended)\n        self._workers.window_ended()\n",
+        "        through(self.strategy.window_ended)\n",
         SUITE + "test_workers_windows.py::test_full_windows_need_no_flush",
     ),
     Mutant(
@@ -55,19 +55,19 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_counter_at_discard",
-        "        self._set(discard(self._fields))\n",
+        "        self._set(discard(self._fields), self._last.grad_norm)\n",
         "",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
         "leave_the_sum_at_discard",
-        "        self.strategy.clear()\n        self.update.half_made",
-        "        self.update.half_made",
+        "        self.strategy.clear()\n        self.update.forget",
+        "        self.update.forget",
         SUITE + "test_windows.py::test_discard_forgets_the_window",
     ),
     Mutant(
         "leave_the_model_behind_its_masters",
-        "            if self._parameters.has_masters:\n                through(self._parameters.round)\n",
+        "            if self._parameters.masters:\n                through(self._parameters.round)\n",
         "",
         SUITE + "test_master_weights.py::test_small_updates_add_up",
     ),
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "move_the_scheduler_each_micro_batch",
-        "        if updates > self._stepped_at:\n",
+        "        if updates > moved.updates:\n",
         "        if True:\n",
         OWN + "test_torch_scheduler.py::test_gated_scheduler_moves_once_per_update",
     ),
@@ -121,8 +121,8 @@ MUTANTS = (
     ),
     Mutant(
         "hide_a_dropped_micro_batch",
-        "self._event = NOTHING_CLOSED if finite else _DROPPED",
-        "self._event = NOTHING_CLOSED",
+        "self._last = Last(False, False, not finite,",
+        "self._last = Last(False, False, False,",
         SUITE + "test_lockstep.py::test_every_event_in_every_state",
     ),
     Mutant(
@@ -169,8 +169,8 @@ MUTANTS = (
     ),
     Mutant(
         "count_one_first_micro_batch",
-        "            self._firsts = int(count)\n",
-        "",
+        "joined=True, firsts=int(firsts))",
+        "joined=True)",
         SUITE + "test_workers_knowledge.py::test_noise_scale_is_that_of_all_workers",
     ),
     Mutant(
@@ -235,7 +235,7 @@ MUTANTS = (
     ),
     Mutant(
         "let_the_inner_optimizer_step",
-        "        if update is not None and not update.runs:\n",
+        "        if update is not None and update.progress is not Progress.RUNS:\n",
         "        if False:\n",
         OWN + "test_torch_everyday.py::test_inner_step_is_refused",
     ),
@@ -277,14 +277,14 @@ MUTANTS = (
     ),
     Mutant(
         "say_nothing_of_leftovers",
-        "        elif places == before and share_loop(places[0], step):\n",
-        "        elif False:\n",
+        "            if second == [first] and share_loop(first[0], step):\n",
+        "            if False:\n",
         OWN + "test_torch_everyday.py::test_leftovers_are_said_once",
     ),
     Mutant(
         "take_losses_in_a_loop_for_leftovers",
-        "        elif places == before and share_loop(places[0], step):\n",
-        "        elif places == before:\n",
+        "            if second == [first] and share_loop(first[0], step):\n",
+        "            if second == [first]:\n",
         OWN + "test_torch_everyday.py::test_several_losses_of_a_micro_batch_say_nothing",
     ),
     Mutant(
@@ -307,8 +307,8 @@ MUTANTS = (
     ),
     Mutant(
         "let_the_rates_move",
-        "        elif rates != self._rates and self._rates is not None:\n",
-        "        elif False:\n",
+        "        if not first and self._begun.rates not in (None, self.update.rates()):\n",
+        "        if False:\n",
         OWN + "test_torch_everyday.py::test_ungated_scheduler_is_said_once",
     ),
     Mutant(
