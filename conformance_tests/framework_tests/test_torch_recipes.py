@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="needs PyTorch")
 
 import gradaccum_torch
 from conformance_tests.framework_tests.preloaded import Preloaded
-from conformance_tests.framework_tests.recipes import Recipe, cases, recipes_of, run_preloaded, run_recipe
+from conformance_tests.framework_tests.recipes import PORT, Recipe, cases, recipes_of, run_preloaded, run_recipe
 
 RECIPES = recipes_of(gradaccum_torch)
 WRONG = Recipe("wrong", 'assert 1 == 2, "not the large batch\'s"')
@@ -28,6 +28,22 @@ def framework() -> Iterator[Preloaded]:
 def test_recipe(recipe: Recipe, tmp_path: Path, framework: Preloaded) -> None:
     assert "assert " in recipe.code
     run_preloaded(recipe, tmp_path, framework)
+
+
+SRUN = """for rank in 0 1; do
+    SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NTASKS=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$1 python "$2" &
+done
+wait -n && wait -n
+"""
+
+
+@pytest.mark.deep
+def test_recipe_of_a_restart_under_slurm(tmp_path: Path) -> None:
+    """SLURM sets its own variables, and none of torchrun's; nobody is killed there."""
+    (recipe,) = (each for each in RECIPES if "SLURM" in each.title)
+    (tmp_path / "srun").write_text(SRUN, encoding="utf-8")
+    run_recipe(recipe._replace(command=f"bash srun {PORT} train.py"), tmp_path)
+    assert (tmp_path / "6-1.pt").exists()
 
 
 def test_wrong_recipe_fails(tmp_path: Path, framework: Preloaded) -> None:
