@@ -201,6 +201,10 @@ def comm_hook_error() -> UsageError:
 
 
 def _require_parallel(module: object) -> DistributedDataParallel:
+    # Fabric's module holds the parallel one.
+    held = [each for each in module.modules() if isinstance(each, DistributedDataParallel)] if isinstance(module, torch.nn.Module) else []
+    if len(held) == 1 and isinstance(module, torch.nn.Module) and len([*module.parameters()]) == len([*held[0].parameters()]):
+        module = held[0]
     if not isinstance(module, DistributedDataParallel):
         found = f"an object of type {type(module).__name__}"
         raise kit.explain(ArgumentTypeError, "module", expected="a DistributedDataParallel or fully_shard module", found=found, fix=FIX)
