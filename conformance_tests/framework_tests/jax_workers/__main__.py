@@ -1,4 +1,4 @@
-"""Checks on four devices that the CPU stands for: ``python -m conformance_tests.framework_tests.jax_workers FILE NAME...``."""
+"""Checks on devices that the CPU stands for: ``python -m conformance_tests.framework_tests.jax_workers FILE DEVICES NAME...``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[2]}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 
@@ -32,4 +32,4 @@ def main(file: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[3:])

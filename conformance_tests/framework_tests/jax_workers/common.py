@@ -1,4 +1,4 @@
-"""A run of events on four devices, and the same run on one device that has all micro-batches in its window."""
+"""A run of events on several devices, and the same run on one device that has all micro-batches in its window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import optax
 import gradaccum
 import gradaccum_jax
 
-DEVICES = 4
+DEVICES = jax.device_count()
+"""Four, and 64 in some checks."""
 P: Any = jax.sharding.PartitionSpec
 MESH = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
 SHAPES = {"w": (3, 5), "b": (5,), "c": ()}

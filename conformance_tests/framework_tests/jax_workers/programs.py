@@ -11,7 +11,8 @@ import numpy as np
 import optax
 
 import gradaccum
-from conformance_tests.framework_tests.jax_workers.common import MESH, P, over
+from benchmarks.questions.jax_workers import reductions
+from conformance_tests.framework_tests.jax_workers.common import DEVICES, MESH, P, over
 
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\(")
 
@@ -30,7 +31,7 @@ def collectives(text: str) -> tuple[list[str], list[str]]:
 
 
 def compiled(params: Any, **options: Any) -> Any:
-    """A step on four devices, or on one without ``axis_name``, with everything donated."""
+    """A step on all devices, or on one without ``axis_name``, with everything donated."""
     tx = gradaccum.wrap(optax.adamw(0.1), **options)
     lift = over if "axis_name" in options else jax.jit
 
@@ -40,16 +41,17 @@ def compiled(params: Any, **options: Any) -> Any:
         return optax.apply_updates(params, updates), state
 
     held = jax.device_put(params, jax.sharding.NamedSharding(MESH, P())) if "axis_name" in options else params
-    return jax.jit(lift(step), donate_argnums=(0, 1)).lower(held, lift(tx.init)(held), jnp.ones(8, jnp.float32)).compile()
+    return jax.jit(lift(step), donate_argnums=(0, 1)).lower(held, lift(tx.init)(held), jnp.ones(2 * DEVICES, jnp.float32)).compile()
 
 
 def one_reduction_per_window() -> None:
-    """However long the window is, and with every option that looks at the gradient."""
+    """However long the window is, with every option that looks at the gradient: the sums, the weight, the flag and the loss."""
     params = {f"p{index}": jnp.ones((8, 16), jnp.float32) for index in range(5)}
     looking = {"clip_norm": 1.0, "skip_norm": 9.0, "on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale()}
     for options in ({"steps": 1}, {"steps": 16}, {"steps": 4, **looking}):
         text = compiled(params, axis_name="data", **options).as_text()
         assert collectives(text) == ([], ["all-reduce"]), (options, collectives(text))
+        assert reductions(text, 0) == (1, sum(leaf.nbytes for leaf in params.values()) + 12)
     assert collectives(compiled(params, axis_name="data", steps=None).as_text()) == ([], [])
 
 
