@@ -26,8 +26,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention  # n
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import gradaccum  # noqa: E402
+from benchmarks.cost_law import WAYS, Sent, Window  # noqa: E402
 from conformance_tests.framework_tests.torch_fsdp import REASON, RUNS_ON_CPU  # noqa: E402
-from conformance_tests.framework_tests.torch_mirror import mirror  # noqa: E402
+from conformance_tests.framework_tests.torch_mirror import Call, mirror  # noqa: E402
 from gradaccum_torch import sharded_cross_entropy  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
@@ -234,7 +235,7 @@ reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_way_is_exact(program: str, workers: int) -> None:
     """Two full windows and a short one, of unequal micro-batches; the norm, which a scale would change, is compared too."""
-    if not RUNS_ON_CPU and ("FSDP" in program or "HSDP" in program):
+    if not RUNS_ON_CPU and "SDP" in program:
         pytest.skip(REASON)
     prepare, build = PROGRAMS[program]
     for reduction in REDUCTIONS.get(program, ("mean", "sum", "item_mean")):
@@ -286,3 +287,64 @@ def large_batches(model: nn.Module, times: int, reduction: str) -> tuple[nn.Modu
         optimizer.step()
         optimizer.zero_grad()
     return model, norms
+
+
+LAWS = {
+    "DistributedDataParallel": ("DistributedDataParallel", 1),
+    "process_group": ("DistributedDataParallel", 1),
+    "FSDP2, micro_batch": ("FSDP2, micro_batch", 1),
+    "FSDP2, window": ("FSDP2, window", 1),
+    "HSDP, micro_batch": ("FSDP2, micro_batch", 2),
+    "HSDP, window": ("FSDP2, window", 2),
+    "HSDP, all_reduce_per_window": ("HSDP, all_reduce_per_window", 2),
+}
+"""The programs by the law that holds for them, and their copies of the model."""
+
+
+@pytest.mark.parametrize("workers", WORKERS[1:])
+@pytest.mark.parametrize("program", LAWS)
+def test_a_window_sends_what_the_law_says(program: str, workers: int) -> None:
+    """In whatever number of micro-batches: gradients, and a few numbers. What gathers parameters and items is the engine's own."""
+    if not RUNS_ON_CPU and "SDP" in program:
+        pytest.skip(REASON)
+    way, copies = LAWS[program]
+    for steps in (1, 4):
+        with mirror(workers) as calls:
+            job = PROGRAMS[program][0](workers)
+            opt = gradaccum.wrap(sgd(job.model.parameters()), steps=steps, **job.options)
+            for _ in range(2):  # The first window has to find out which sums there are.
+                calls.clear()
+                for _ in range(steps):
+                    opt.backward(job.loss(ITEMS[0]))
+                    opt.step()
+                    opt.zero_grad()
+            found = {kind: counted(calls, *kind) for kind in {(call.name, call.workers) for call in calls} if kind[0] in REDUCES}
+        parameters = [whole(parameter) for parameter in PROGRAMS[program][1](workers).parameters()]
+        size = sum(parameter.nbytes for parameter in parameters)
+        window = Window(size, workers, steps, len(parameters), element=8, copies=copies, units=2)
+        assert found == WAYS[way].law(window)
+
+
+@pytest.mark.parametrize(("tensors", "elements", "collectives"), [(30, 2**19, 3), (2, 2**20, 3), (1, 1, 1)])
+def test_large_models_send_more_messages(tensors: int, elements: int, collectives: int) -> None:
+    """Tensors of 2 MiB in buckets of 25, larger ones alone."""
+    with mirror(64) as calls:
+        parameters = [nn.Parameter(torch.zeros(elements)) for _ in range(tensors)]
+        opt = gradaccum.wrap(torch.optim.SGD(parameters, lr=0.1), steps=1, process_group=dist.group.WORLD)
+        for _ in range(2):
+            calls.clear()
+            opt.backward(sum(parameter.sum() for parameter in parameters))
+            opt.step()
+            opt.zero_grad()
+        found = {("allreduce", 64): counted(calls, "allreduce", 64)}
+    law = WAYS["DistributedDataParallel"].law(Window(4 * tensors * elements, 64, 1, tensors))
+    assert found == law
+    assert law["allreduce", 64].collectives == collectives
+
+
+REDUCES = ("allreduce", "reduce_scatter")
+
+
+def counted(calls: list[Call], name: str, workers: int) -> Sent:
+    sizes = [call.bytes for call in calls if (call.name, call.workers) == (name, workers)]
+    return Sent(len(sizes), sum(sizes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from conformance_tests.framework_tests.mindspore_workers.checks import check
 from conformance_tests.framework_tests.mindspore_workers.common import (
     SIZE,
+    WORLD,
     Truth,
     Worker,
     micro_batches,
@@ -28,7 +29,7 @@ def discarded_window_is_one_worker_s_own(rank: int) -> None:
 
 @check
 def two_reductions_per_window(rank: int) -> None:
-    """One of a few numbers and one of the sums. A worker that flushes sends the few numbers once more, to see whether all do."""
+    """One of six numbers and all learning rates, and one of the sums. A flush sends the former once more, to see whether all do."""
     with called() as calls:
         for steps in (1, 3):
             worker = Worker(steps=steps)
@@ -36,9 +37,8 @@ def two_reductions_per_window(rank: int) -> None:
             for index in range(3):
                 worker.learn(micro_batches(rank)[index])
                 assert len(calls) == 2 * ((index + 1) // steps), "nothing within a window"
-            assert [size for _, size in calls if size >= SIZE] == [SIZE] * (3 // steps)
-            assert max(size for _, size in calls) == SIZE
+            assert [size for _, size in calls] == [6 + WORLD, SIZE] * (3 // steps)
             calls.clear()
             worker.opt.flush()
-            assert [size < SIZE for _, size in calls] == [True]
+            assert [size for _, size in calls] == [6 + WORLD]
         assert {name for name, _ in calls} == {"AllReduce"}
