@@ -93,7 +93,7 @@ def check_shape_and_dtype(name: str, shape: Shape, dtype: str, expected_shape: S
 
 def weight_as_number(weight: Number) -> float:
     if isinstance(weight, Tensor):
-        require_one_number(weight.size, weight.shape)
+        require_one_number("weight", weight.shape)
         weight = weight.asnumpy().item()
     return require_weight(weight)
 
@@ -101,23 +101,18 @@ def weight_as_number(weight: Number) -> float:
 def loss_as_number(loss: object) -> float:
     """Return the loss of a micro-batch as a float; it may be inf or NaN."""
     if isinstance(loss, Tensor):
-        require_one_loss(loss.size, loss.shape)
+        require_one_number("loss", loss.shape)
         return float(loss.astype(ms.float64).asnumpy().item())
     if isinstance(loss, (bool, str)) or not hasattr(loss, "__float__"):
         raise explain(ArgumentTypeError, "loss", expected="a number or a Tensor of one element", got=loss, fix=LOSS_FIX)
-    shape = getattr(loss, "shape", ())
-    require_one_loss(prod(shape), shape)
+    require_one_number("loss", getattr(loss, "shape", ()))
     return float(loss.item() if isinstance(loss, np.ndarray) else loss)
 
 
-def require_one_loss(size: int, shape: Shape) -> None:
-    if size != 1:
-        raise explain(ArgumentValueError, "loss", expected="one number", found=f"shape {shape}", fix=LOSS_FIX)
-
-
-def require_one_number(size: int, shape: Shape) -> None:
-    if size != 1:
-        raise explain(ArgumentValueError, "weight", expected="one number", found=f"shape {shape}", fix="Write weight.sum().")
+def require_one_number(argument: str, shape: Shape) -> None:
+    if prod(shape) != 1:
+        fix = LOSS_FIX if argument == "loss" else "Write weight.sum()."
+        raise explain(ArgumentValueError, argument, expected="one number", found=f"shape {shape}", fix=fix)
 
 
 def _structure_error(found: str, expected: str) -> GradientError:
@@ -191,20 +186,8 @@ def check_compiled_denominator(denominator: object, by_caller: bool, has_noise: 
         require_denominator(denominator, options)
 
 
-@constexpr  # type: ignore[untyped-decorator]
-def check_compiled_loss(loss: object) -> None:
-    """Check a loss that is a number, a constant of compiled code."""
-    loss_as_number(loss)
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def check_compiled_loss_shape(shape: Shape) -> None:
-    require_one_loss(prod(shape), shape)
-
-
-@constexpr  # type: ignore[untyped-decorator]
-def check_compiled_weight_shape(shape: Shape) -> None:
-    require_one_number(prod(shape), shape)
+check_compiled_loss: Callable[[object], float] = constexpr(loss_as_number)
+check_compiled_shape: Callable[[str, Shape], None] = constexpr(require_one_number)
 
 
 @constexpr  # type: ignore[untyped-decorator]

@@ -135,7 +135,7 @@ def exact_in(dtype: DType, options: Options) -> Options:
 def number_of(weight: Number) -> Number:
     """Return a weight as a number or a scalar Tensor; raises while compiling if it is neither."""
     if isinstance(weight, Tensor):
-        checks.check_compiled_weight_shape(weight.shape)
+        checks.check_compiled_shape("weight", weight.shape)
         return weight.reshape(())
     checks.check_compiled_weight(weight)
     return weight
@@ -324,7 +324,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
 
     def loss_number(self, loss: Number) -> Tensor:
         if isinstance(loss, Tensor):
-            checks.check_compiled_loss_shape(loss.shape)
+            checks.check_compiled_shape("loss", loss.shape)
             return self.scalar(loss.reshape(()))
         checks.check_compiled_loss(loss)
         return self.scalar(loss)

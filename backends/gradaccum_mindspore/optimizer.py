@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
-from gradaccum import StepResult, UsageError, kit, updates_in
+from gradaccum import ArgumentTypeError, StepResult, UsageError, kit, updates_in
 from gradaccum.kit import Handle, Listener, Options, Schedule, State, UntilWeight, explain
 from gradaccum_mindspore.checks import (
     Loss,
@@ -354,3 +354,11 @@ class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):
         """Raise `UsageError`: only the parameters at the time of wrapping have sums."""
         expected, found = "all groups before the optimizer is wrapped, because each parameter gets its sum then", "a group more"
         raise explain(UsageError, "param_group", expected=expected, found=found, fix="Write gradaccum.wrap(optimizer, steps=4) after it.")
+
+
+def wrapped(optimizer: object) -> AccumulatingOptimizer:
+    """Return `optimizer`; raise `ArgumentTypeError` if it is not wrapped."""
+    if isinstance(optimizer, AccumulatingOptimizer):
+        return optimizer
+    found, fix = f"an object of type {type(optimizer).__name__}", "Pass what gradaccum.wrap(optimizer, steps=4) returned."
+    raise explain(ArgumentTypeError, "optimizer", expected="a wrapped optimizer", found=found, fix=fix)

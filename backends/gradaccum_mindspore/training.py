@@ -27,7 +27,7 @@ from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Decision, Fields, Handle, Listener, Listeners, State, close, explain, has_exact_inverse, select
 from gradaccum_mindspore.checks import Weight
 from gradaccum_mindspore.compiled_window import CompiledWindow
-from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
 from gradaccum_mindspore.private import OwnPhase, decides_on_host
 from gradaccum_mindspore.state import NUMPY_DTYPES
 from gradaccum_mindspore.statistics import Known
@@ -208,9 +208,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     """
 
     def __init__(self, network: nn.Cell, optimizer: AccumulatingOptimizer, weight: WeightFunction | None = items) -> None:
-        if not isinstance(optimizer, AccumulatingOptimizer):
-            expected, found = "a wrapped optimizer", f"an object of type {type(optimizer).__name__}"
-            raise explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix="Write gradaccum.wrap(optimizer, steps=4).")
+        wrapped(optimizer)
         if weight is not None and not callable(weight):
             expected = "a function of the network's inputs, or None"
             raise explain(ArgumentTypeError, "weight", expected=expected, got=weight, fix="Leave it out.")
@@ -351,11 +349,3 @@ class WatchWindows(Callback):  # type: ignore[misc]
         """Listen no more."""
         for handle in self.handles:
             handle.remove()
-
-
-def wrapped(optimizer: object) -> AccumulatingOptimizer:
-    """Return `optimizer`; raise `ArgumentTypeError` if it is not wrapped."""
-    if isinstance(optimizer, AccumulatingOptimizer):
-        return optimizer
-    found, fix = f"an object of type {type(optimizer).__name__}", "Pass what gradaccum.wrap(optimizer, steps=4) returned."
-    raise explain(ArgumentTypeError, "optimizer", expected="the wrapped optimizer", found=found, fix=fix)

@@ -153,7 +153,7 @@ def test_what_cannot_be_heard_is_refused():
     sink = RunContext(_InternalCallbackParam(list_callback=[callback], dataset_sink_mode=True))  # on a CPU MindSpore turns the sink off
     with pytest.raises(UsageError, match="dataset_sink_mode=False"):
         callback.on_train_begin(sink)
-    with pytest.raises(ArgumentTypeError, match="the wrapped optimizer"):
+    with pytest.raises(ArgumentTypeError, match="a wrapped optimizer"):
         WatchWindows(optimizer.inner, print)
 
 

@@ -12,13 +12,13 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
+from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Nest, aux_shape_error, explain
 from gradaccum_mindspore.large_batch.batch import Batch, SplitOptions, require_function, split_options, with_constant_weight
 from gradaccum_mindspore.large_batch.compiled import CompiledLoop
 from gradaccum_mindspore.large_batch.gradients import Function, MergedOutputs, differentiated, divisor_of, loss_kind, weighed
 from gradaccum_mindspore.large_batch.replay import Replay
-from gradaccum_mindspore.optimizer import AccumulatingOptimizer
+from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
 from gradaccum_mindspore.private import refuse_trace
 from gradaccum_mindspore.sums import where
 
@@ -156,7 +156,7 @@ def value_and_update(
         [0.7, 0.6]
     """
     require_function("fn", fn)
-    require_wrapped(optimizer)
+    require_open_steps(optimizer)
     options = split_options(
         has_aux,
         optimizer.options,
@@ -196,14 +196,12 @@ def check_outputs(several: bool, has_aux: bool) -> None:
         raise aux_shape_error("several outputs" if several else "the loss alone", declared=has_aux)
 
 
-def require_wrapped(optimizer: object) -> None:
-    fix = "Write gradaccum.wrap(optimizer, steps=None)."
-    if not isinstance(optimizer, AccumulatingOptimizer):
-        found = f"an object of type {type(optimizer).__name__}"
-        raise explain(ArgumentTypeError, "optimizer", expected="a wrapped optimizer", found=found, fix=fix)
-    if optimizer.options.steps is not None:
+def require_open_steps(optimizer: object) -> None:
+    steps = wrapped(optimizer).options.steps
+    if steps is not None:
         expected = "an optimizer wrapped with steps=None, because the call closes the window"
-        raise explain(ArgumentValueError, "optimizer", expected=expected, found=f"steps={optimizer.options.steps!r}", fix=fix)
+        fix = "Write gradaccum.wrap(optimizer, steps=None)."
+        raise explain(ArgumentValueError, "optimizer", expected=expected, found=f"steps={steps!r}", fix=fix)
 
 
 def require_no_window(optimizer: AccumulatingOptimizer) -> None:
