@@ -1,10 +1,7 @@
-"""`gradaccum_jax.sharded_cross_entropy`: the dense loss and gradient on four devices, in a process of their own; what it refuses."""
+"""`gradaccum_jax.sharded_cross_entropy`: what it refuses on one device."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +14,6 @@ import gradaccum
 from conformance_tests.framework_tests.jax_versions import needs_shard_map
 from gradaccum_jax import sharded_cross_entropy
 
-SCRIPT = Path(__file__).with_name("jax_sharded_cross_entropy.py")
-SECONDS = 300
-"""A deadlock would last for ever; the script takes a few seconds."""
-
-
-@needs_shard_map
-def test_four_devices() -> None:
-    run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-
-
 LOGITS, LABELS = jnp.zeros((2, 3)), jnp.asarray([0, 1])
 
 
@@ -38,13 +24,7 @@ LOGITS, LABELS = jnp.zeros((2, 3)), jnp.asarray([0, 1])
         ("logits_shard", (LABELS[:, None], LABELS), {}),
         ("logits_shard", (LOGITS[:, :0], LABELS), {}),
         ("labels", (LOGITS, [0, 1]), {}),
-        ("labels", (LOGITS, LOGITS), {}),
-        ("labels", (LOGITS, LABELS[:1]), {}),
         ("labels", (LOGITS[0, 0], LABELS), {}),
-        ("ignore_index", (LOGITS, LABELS), {"ignore_index": None}),
-        ("label_smoothing", (LOGITS, LABELS), {"label_smoothing": -0.1}),
-        ("label_smoothing", (LOGITS, LABELS), {"label_smoothing": "much"}),
-        ("reduction", (LOGITS, LABELS), {"reduction": "median"}),
         ("axis_name", (LOGITS, LABELS), {"axis_name": None}),
     ],
 )

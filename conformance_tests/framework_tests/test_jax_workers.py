@@ -29,6 +29,11 @@ NEWEST_ALONE = (
     "checked_state",
     "explicit_axes",
     "one_device",
+    "inside_and_around",
+    "two_reductions_and_no_copy",
+    "sharded_loss_is_linear",
+    "labels_of_any_integers",
+    "sharded_loss_refusals",
 )
 """The checks that the oldest JAX leaves out: see this folder's conftest."""
 

@@ -47,12 +47,6 @@ def test_loss_scaling(cell, culprits, monkeypatch):
     [
         ("logits_shard", (LOGITS.astype(ms.int32), LABELS), {}),
         ("logits_shard", (LOGITS[:, :0], LABELS), {}),
-        ("labels", (LOGITS, LABELS.astype(ms.float32)), {}),
-        ("labels", (LOGITS, LABELS[:1]), {}),
-        ("ignore_index", (LOGITS, LABELS), {"ignore_index": 1.5}),
-        ("label_smoothing", (LOGITS, LABELS), {"label_smoothing": 1.5}),
-        ("label_smoothing", (LOGITS, LABELS), {"label_smoothing": "much"}),
-        ("reduction", (LOGITS, LABELS), {"reduction": "median"}),
         ("group", (LOGITS, LABELS), {"group": 3}),
         ("shard_sizes", (LOGITS, LABELS), {"shard_sizes": (3,)}),
         ("shard_sizes", (LOGITS, LABELS), {"shard_sizes": "four"}),

@@ -1,13 +1,9 @@
-"""`gradaccum_torch.sharded_cross_entropy`: the dense loss and gradient, in two processes and over four threads; its peak of memory."""
+"""`gradaccum_torch.sharded_cross_entropy`: its peak of memory, and what it refuses in one process."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,7 +12,6 @@ pytest.importorskip("torch.distributed.fsdp", reason="needs a torch with distrib
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,50 +20,7 @@ from gradaccum_torch import sharded_cross_entropy
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch was built without gloo")
 
-SCRIPT = Path(__file__).with_name("torch_sharded_cross_entropy.py")
-SECONDS = 500
 MEBI = 2**20
-
-
-def test_two_processes(tmp_path: Path) -> None:
-    commands = [[sys.executable, str(SCRIPT), str(rank), str(tmp_path / "store")] for rank in range(2)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
-    try:
-        said = [process.communicate(timeout=SECONDS)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
-
-
-def test_four_workers_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uneven and empty shards that two workers do not have."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    from torch_sharded_cross_entropy import check
-
-    store, failures = dist.HashStore(), []
-
-    def work(rank: int) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=4, store=store)
-            check(rank, 4)
-        except BaseException as error:
-            failures.append(error)
-            threaded.ProcessLocalGroup.exception_handle(error)
-
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    threaded._install_threaded_pg()
-    try:
-        threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
-        assert not any(thread.is_alive() for thread in threads)
-    finally:
-        threaded._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    assert not [error for error in failures if not isinstance(error, SystemExit)], failures
 
 
 @pytest.fixture
@@ -136,18 +88,10 @@ LOGITS, LABELS = torch.zeros(2, 3), torch.tensor([0, 1])
         ("logits_shard", ([[0.0]], LABELS), {}),
         ("logits_shard", (LOGITS.int(), LABELS), {}),
         ("labels", (LOGITS, [0, 1]), {}),
-        ("labels", (LOGITS, LABELS.float()), {}),
         ("labels", (LOGITS, torch.zeros(2, 3)), {}),
-        ("labels", (LOGITS, LABELS[:1]), {}),
         ("labels", (torch.zeros(()), LABELS), {}),
         ("labels", (LOGITS.T, LABELS), {}),
         ("labels", (LOGITS, LABELS.to("meta")), {}),
-        ("ignore_index", (LOGITS, LABELS), {"ignore_index": 1.5}),
-        ("label_smoothing", (LOGITS, LABELS), {"label_smoothing": 1.5}),
-        ("label_smoothing", (LOGITS, LABELS), {"label_smoothing": float("nan")}),
-        ("label_smoothing", (LOGITS, LABELS), {"label_smoothing": "much"}),
-        ("reduction", (LOGITS, LABELS), {"reduction": "median"}),
-        ("reduction", (LOGITS, LABELS), {"reduction": None}),
     ],
 )
 def test_bad_input(one_worker: None, name: str, arguments: tuple[Any, Any], options: dict[str, Any]) -> None:

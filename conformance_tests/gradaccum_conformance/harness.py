@@ -284,3 +284,32 @@ class WorkersHarness(Harness):
 
         Every worker makes the same calls in the same order, this one and those of the session; `idle` stands for a micro-batch.
         """
+
+
+class ShardedLossCall(NamedTuple):
+    """A cross-entropy whose classes are shared out over workers, as one of them calls it."""
+
+    logits: Array
+    """This worker's, shape (*batch, own classes); the first worker has the first classes."""
+    labels: Array
+    """Shape (*batch), numbered over all classes."""
+    upstream: Array
+    """The gradient that the loss is handed, of the loss's shape."""
+    sizes: tuple[int, ...]
+    """The number of classes of each worker."""
+    dtype: Dtype
+    """The logits'."""
+    mode: str
+    options: Mapping[str, Option] = MappingProxyType({})
+    """The call's own: ``reduction``, ``label_smoothing`` and ``ignore_index``."""
+
+
+class ShardedLossHarness(WorkersHarness):
+    """A backend with a cross-entropy of logits that are sharded by class."""
+
+    uneven_shards: ClassVar[bool] = True
+    """False: all workers hold equally many classes, the last of which may be padding. Then sizes are even but for the last workers'."""
+
+    @abstractmethod
+    def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
+        """The loss and its gradient by the worker's own logits; every worker of those that joined makes the call."""

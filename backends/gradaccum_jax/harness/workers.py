@@ -18,10 +18,10 @@ import optax
 
 from gradaccum import StepResult
 from gradaccum.kit import FIELD_DTYPES, State
-from gradaccum_conformance import Captured, Dtype, Loss, Model, Optimizer, Setup, WorkersHarness
+from gradaccum_conformance import Array, Captured, Dtype, Loss, Model, Optimizer, Setup, ShardedLossCall, ShardedLossHarness
 from gradaccum_conformance.harness import GradientTree
 from gradaccum_conformance.specs import Arrays, Batch
-from gradaccum_jax import data_parallel
+from gradaccum_jax import data_parallel, sharded_cross_entropy
 from gradaccum_jax.harness.files import read, write
 from gradaccum_jax.harness.models import forward
 from gradaccum_jax.harness.program import Program, needs_x64, x64
@@ -43,8 +43,7 @@ class SharedProgram(Program):
 
     def __init__(self, model: Model, optimizer: Optimizer, options: Mapping[str, Any], mode: str) -> None:
         super().__init__(model, optimizer, {**options, "axis_name": AXIS}, mode)
-        first = {device.process_index: device for device in reversed(jax.devices())}
-        self.mesh = jax.sharding.Mesh(np.array([first[rank] for rank in sorted(first)]), (AXIS,))
+        self.mesh = _mesh()
 
     @cached_property
     def event(self) -> Any:
@@ -160,14 +159,14 @@ class SharedSession(JaxSession):
 
     def _put(self, tree: Any, spec: Any) -> Any:
         sharding = jax.sharding.NamedSharding(self.program.mesh, spec)
-        put: Any = jax.make_array_from_process_local_data
-        return jax.tree.map(lambda leaf: put(sharding, np.asarray(leaf)), tree)
+        return jax.tree.map(lambda leaf: _global(np.asarray(leaf), sharding), tree)
 
 
-class JaxWorkers(JaxHarness, WorkersHarness):
+class JaxWorkers(JaxHarness, ShardedLossHarness):
     """The harness, with processes that `join`."""
 
     worker_modes = ("jit",)
+    uneven_shards = False
 
     def join(self, rank: int, workers: int, folder: Path, port: int) -> None:
         config: Any = jax.config
@@ -178,6 +177,41 @@ class JaxWorkers(JaxHarness, WorkersHarness):
     def start_shared(self, setup: Setup) -> SharedSession:
         program = SharedProgram(setup.model, setup.optimizer, setup.options or {}, setup.mode or "jit")
         return SharedSession(setup.model, setup.weights, program, setup.dtype, needs_x64(setup.dtype, setup.options))
+
+    def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
+        spec: Any = jax.sharding.PartitionSpec
+        own, sharded = max(call.sizes), spec(*[None] * (call.logits.ndim - 1), AXIS)
+        padding = [(0, 0)] * (call.logits.ndim - 1) + [(0, own - call.logits.shape[-1])]
+        both = [jax.sharding.NamedSharding(_mesh(), each) for each in (spec(), sharded)]
+
+        def loss_of(logits: Any, labels: Any) -> Any:
+            return sharded_cross_entropy(logits, labels, axis_name=AXIS, num_classes=sum(call.sizes), **call.options)
+
+        @partial(jax.jit, out_shardings=tuple(both))
+        def run(logits: Any, labels: Any, upstream: Any) -> Any:
+            mapped: Any = jax.shard_map(loss_of, mesh=_mesh(), in_specs=(sharded, spec()), out_specs=spec())
+            loss, pull_back = jax.vjp(lambda logits: mapped(logits, labels), logits)
+            return loss, pull_back(jnp.broadcast_to(upstream.astype(loss.dtype), loss.shape))[0]
+
+        with x64(call.dtype == "float64"):
+            logits = np.pad(call.logits, padding, constant_values=50.0).astype(getattr(jnp, call.dtype))
+            arrays = (_global(logits, both[1]), *(_global(np.asarray(each), both[0]) for each in (call.labels, call.upstream)))
+            made = to_numpy(_local(dict(zip(("loss", "gradient"), run(*arrays), strict=True))))
+        width = call.logits.shape[-1]
+        assert not made["gradient"][..., width:].any(), "padding has a gradient"
+        return made["loss"], made["gradient"][..., :width]
+
+
+def _mesh() -> jax.sharding.Mesh:
+    """Return one device of each process, in one axis."""
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    return jax.sharding.Mesh(np.array([first[rank] for rank in sorted(first)]), (AXIS,))
+
+
+def _global(array: Any, sharding: Any) -> Any:
+    """Return the array of all processes of which `array` is this one's part."""
+    put: Any = jax.make_array_from_process_local_data
+    return put(sharding, array)
 
 
 def _gradient_of(tree: GradientTree, name: str, shape: tuple[int, ...]) -> Any:

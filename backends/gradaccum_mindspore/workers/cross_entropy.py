@@ -127,6 +127,8 @@ def sharded_cross_entropy(
     index = ops.select(ignored, ops.full_like(labels, -1), labels - first).astype(ms.int32)
     own = _own_statistics(ops.stop_gradient(logits_shard), index, ignored)
     maximum, total, target, even, votes = _merged(_gathered(own, group, len(sizes)), sizes)
+    if label_smoothing == 0:
+        even = ops.zeros_like(even)  # A logit of -inf, which masks a class, would make it NaN.
     losses = CLASS_SHARDED_LOSSES(logits_shard, index, maximum, total, target, even, share, uniform)
     return _reduced(losses, votes, 2 * len(sizes), reduction)
 
@@ -223,9 +225,10 @@ CLASS_SHARDED_LOSSES = ClassShardedLosses()
 def _gradient(
     shard: Tensor, index: Tensor, maximum: Tensor, total: Tensor, target: Tensor, share: Tensor, uniform: Tensor, upstream: Tensor
 ) -> Tensor:
-    if shard.shape[-1] == 0:
-        return ops.zeros_like(shard)
     scale = upstream / total
+    if shard.shape[-1] == 0:
+        # Compiled code gathers again in the backward pass, unless nothing there depends on it: then the other workers would wait.
+        return ops.zeros_like(shard) * scale.expand_dims(-1).astype(shard.dtype)
     others = ops.exp(shard.astype(maximum.dtype) - maximum.expand_dims(-1)) * scale.expand_dims(-1) - (upstream * uniform).expand_dims(-1)
     here, place = _here(shard, index)
     axis = others.ndim - 1

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
-from gradaccum_conformance import Session, Setup, WorkersHarness
-from gradaccum_torch.harness.session import SpecModel, TorchHarness, TorchSession, make_optimizer
+from gradaccum_conformance import Array, Session, Setup, ShardedLossCall, ShardedLossHarness
+from gradaccum_torch import sharded_cross_entropy
+from gradaccum_torch.harness.session import SpecModel, TorchHarness, TorchSession, make_optimizer, to_numpy
 
 TIMEOUT = datetime.timedelta(seconds=60)
 """For a worker that another one waits for."""
 
 
-class TorchWorkers(TorchHarness, WorkersHarness):
+class TorchWorkers(TorchHarness, ShardedLossHarness):
     """The harness, with processes that `join`."""
 
     worker_modes: ClassVar[tuple[str, ...]] = ("eager",)
@@ -34,3 +35,9 @@ class TorchWorkers(TorchHarness, WorkersHarness):
         parallel = DistributedDataParallel(module, find_unused_parameters=True)
         inner = make_optimizer(module, setup.optimizer)
         return TorchSession(module, inner, gradaccum.wrap(inner, **(setup.options or {}), module=parallel), forward=parallel)
+
+    def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
+        logits = torch.tensor(call.logits, dtype=getattr(torch, call.dtype), requires_grad=True)
+        loss = sharded_cross_entropy(logits, torch.tensor(call.labels), shard_sizes=call.sizes, **call.options)
+        (gradient,) = torch.autograd.grad(loss, logits, torch.tensor(call.upstream, dtype=loss.dtype).expand(loss.shape))
+        return to_numpy(loss), to_numpy(gradient)

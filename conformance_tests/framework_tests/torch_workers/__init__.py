@@ -10,6 +10,7 @@ from conformance_tests.framework_tests.torch_workers import (
     reductions,
     refusals,
     schedules,
+    sharded_losses,
     taken_windows,
 )
 from conformance_tests.framework_tests.torch_workers.checks import CHECKS
@@ -27,5 +28,6 @@ __all__ = [
     "reductions",
     "refusals",
     "schedules",
+    "sharded_losses",
     "taken_windows",
 ]

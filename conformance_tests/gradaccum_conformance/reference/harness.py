@@ -15,7 +15,7 @@ import numpy as np
 
 import gradaccum
 from gradaccum import GradientError, StepResult
-from gradaccum.kit import State, explain, require_weight, resumed, terms_of
+from gradaccum.kit import State, explain, require_loss_options, require_weight, resumed, terms_of
 from gradaccum_conformance import oracle
 from gradaccum_conformance.couplings import COUPLINGS, TEMPERATURE, Coupling, mirrored
 from gradaccum_conformance.harness import (
@@ -31,15 +31,17 @@ from gradaccum_conformance.harness import (
     Returns,
     Session,
     Setup,
+    ShardedLossCall,
+    ShardedLossHarness,
     Snapshot,
     View,
-    WorkersHarness,
     WrapOptions,
     outputs_of,
 )
 from gradaccum_conformance.reference import large_batch
 from gradaccum_conformance.reference.accumulation import ReferenceAccumulation
 from gradaccum_conformance.reference.optimizers import NumpyOptimizer, make_optimizer
+from gradaccum_conformance.reference.sharded import sharded_cross_entropy
 from gradaccum_conformance.reference.workers import Workers, meet
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
 
@@ -131,7 +133,7 @@ class NumpySession(Session):
         self.weights, self.inner, self.wrapped = weights, inner, wrapped
 
 
-class NumpyHarness(WorkersHarness, LargeBatchHarness):
+class NumpyHarness(ShardedLossHarness, LargeBatchHarness):
     """Drives the reference."""
 
     name = "numpy"
@@ -150,6 +152,11 @@ class NumpyHarness(WorkersHarness, LargeBatchHarness):
 
     def start_shared(self, setup: Setup) -> NumpySession:
         return self.start(setup._replace(options={**(setup.options or {}), "workers": self.workers}))
+
+    def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
+        require_loss_options(**{"ignore_index": -100, "label_smoothing": 0.0, "reduction": "mean", **call.options})
+        assert self.workers is not None, "this process joined no other"
+        return sharded_cross_entropy(self.workers, call)
 
     def make_inner(self, spec: Optimizer, parameters: Arrays) -> NumpyOptimizer:
         """The inner optimizer; another NumPy backend's harness overrides this alone."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradaccum_conformance.harness import Harness, WorkersHarness
+from gradaccum_conformance.harness import Harness, ShardedLossHarness, WorkersHarness
 from gradaccum_conformance.workers.pools import Crews, Pools
 
 ARGUMENTS = ("backend", "worker_mode", "workers")
@@ -19,9 +19,18 @@ DEEP_WORKERS = 4
 
 
 def parametrize_crews(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -> None:
-    """A case for each backend, mode and number of workers."""
-    sharing = [harness for harness in harnesses if isinstance(harness, WorkersHarness)]
-    cases = [_case(harness, mode, WORKERS) for harness in sharing for mode in harness.worker_modes]
+    """A case for each backend, mode and number of workers.
+
+    A test of a sharded loss says so by the type of its backend. It runs in one mode unless marked ``every_mode``; deep, in all.
+    """
+    sharded = metafunc.function.__annotations__.get("backend") is ShardedLossHarness
+    brief = sharded and metafunc.definition.get_closest_marker("every_mode") is None
+    sharing = [harness for harness in harnesses if isinstance(harness, ShardedLossHarness if sharded else WorkersHarness)]
+    cases = [
+        _case(harness, mode, WORKERS, *[pytest.mark.deep] * (brief and mode != harness.worker_modes[0]))
+        for harness in sharing
+        for mode in harness.worker_modes
+    ]
     cases += [_case(harness, harness.worker_modes[0], DEEP_WORKERS, pytest.mark.deep) for harness in sharing]
     metafunc.parametrize(ARGUMENTS, cases or [pytest.param(None, "", 0, marks=pytest.mark.no_such_backend)], scope="session")
 

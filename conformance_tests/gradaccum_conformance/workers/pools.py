@@ -78,6 +78,11 @@ class Crews(NamedTuple):
     mode: str
     workers: int
 
+    @property
+    def pool(self) -> Pool:
+        """The workers."""
+        return self.pools.pool(self.backend.name, self.workers)
+
     def __call__(
         self,
         model: Model = MLP,
@@ -87,5 +92,4 @@ class Crews(NamedTuple):
         **options: Option,
     ) -> Crew:
         """The crew with these options of `gradaccum.wrap`, as new; without ``steps``, the caller closes each window."""
-        pool = self.pools.pool(self.backend.name, self.workers)
-        return self.pools.crew(pool, Setup(model, make_weights(model), optimizer, dtype, self.mode, {"steps": None, **options}))
+        return self.pools.crew(self.pool, Setup(model, make_weights(model), optimizer, dtype, self.mode, {"steps": None, **options}))

@@ -11,8 +11,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from gradaccum_conformance.harness import Session, Setup, Snapshot, WorkersHarness
+from gradaccum_conformance.harness import Session, Setup, ShardedLossCall, ShardedLossHarness, Snapshot, WorkersHarness
 from gradaccum_conformance.loading import load_harness
+from gradaccum_conformance.specs import Array
 from gradaccum_conformance.workers.messages import Answered, Raised, Request
 
 ENDED_BY_TEST = 3
@@ -40,6 +41,9 @@ class Worker:
 
     def call(self, session: int, method: str, *arguments: Any, **options: Any) -> Any:
         return getattr(self._sessions[session], method)(*arguments, **options)
+
+    def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
+        return cast(ShardedLossHarness, self.harness).sharded_cross_entropy(call)
 
     def snapshot(self, session: int) -> int:
         """Only its number travels: a snapshot is the framework's own."""

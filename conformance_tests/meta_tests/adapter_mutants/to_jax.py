@@ -270,4 +270,10 @@ MUTANTS = (
         "starts.append(0 * lengths)",
         SUITE + "test_coupled.py::test_gradient_of_the_large_batch",
     ),
+    Mutant(
+        "take_padding_for_a_class",
+        "    width = None if classes == own * devices else jnp.clip(classes - first, 0, own)\n",
+        "    width = None\n",
+        SUITE + "test_workers_classes.py::test_loss_is_that_of_all_classes",
+    ),
 )

@@ -329,4 +329,10 @@ MUTANTS = (
         "        return Verdict(divided, decision,",
         OWN + "test_torch_weigh.py::test_update_that_raised_keeps_the_weight_beside_a_denominator",
     ),
+    Mutant(
+        "scale_no_sharded_loss",
+        "        scale = upstream / sums[0]\n",
+        "        upstream = torch.ones_like(upstream)\n        scale = upstream / sums[0]\n",
+        SUITE + "test_workers_classes.py::test_loss_is_that_of_all_classes",
+    ),
 )
