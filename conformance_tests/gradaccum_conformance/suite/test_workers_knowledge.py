@@ -33,6 +33,33 @@ def test_loss_is_that_of_all_workers(crews: Crews, errors: Errors, reduction: st
     errors.check("loss", abs(require_equal(crew).loss - truth) / truth, ROUNDING)
 
 
+def test_listeners_hear_the_window_of_all(crews: Crews, errors: Errors) -> None:
+    """Once on every worker. A worker knows the number of its own micro-batches; the last one has one more than the others."""
+    crew = crews()
+    listening = crew.listen()
+    own = [make_batch(MLP, 3 + rank, seed=10 + rank) for rank in range(crew.workers)]
+    crew.micro_batch(own, [batch.items for batch in own])
+    assert not any(crew.heard())
+    more = make_batch(MLP, 4, seed=9)
+    crew.micro_batch([None] * (crew.workers - 1) + [more], [None] * (crew.workers - 1) + [4])
+    for _ in range(2):
+        crew.flush()
+    everything = Batch(np.concatenate([b.x for b in (*own, more)]), np.concatenate([b.y for b in (*own, more)]))
+    truth, gradient = oracle.loss_and_gradient(MLP, make_weights(MLP), everything)
+    heard = crew.heard()
+    if not listening:
+        heard = [[] for _ in heard]
+        for result, windows in zip(crew.results(), heard, strict=True):
+            gradaccum.Watch(windows.append)(result)
+    for rank, windows in enumerate(heard):
+        (window,) = windows
+        assert (window.applied, window.optimizer_step) == (True, 1)
+        errors.check("loss", abs(window.loss - truth) / truth, ROUNDING)
+        errors.check("norm", abs(window.grad_norm / global_norm(gradient) - 1), gamma(2000, "float32"))
+        if listening:
+            assert (window.weight, window.micro_batches) == (everything.items, 1 + (rank == crew.workers - 1))
+
+
 def test_noise_scale_is_that_of_all_workers(crews: Crews, errors: Errors) -> None:
     """Uneven first micro-batches, and in the second window a worker without any."""
     crew, truth = crews(noise_scale=0.5), Noise(0.5)

@@ -55,6 +55,26 @@ def test_window_leaves_nothing_to_the_next(crews: Crews) -> None:
     assert require_equal(crew).optimizer_step == 3
 
 
+def test_two_optimizers_of_the_same_workers(crews: Crews, errors: Errors) -> None:
+    """A window of one is open while the other's ends, is discarded, or overflows."""
+    first, second = crews(), crews(**FULL)
+    shares, full = (
+        unequal(first.workers),
+        [[Share(random_tree(MLP, 50 + 10 * rank + index)) for index in range(2)] for rank in range(first.workers)],
+    )
+    for window in range(2):
+        feed(first, [own[:1] for own in shares])
+        feed(second, full)
+        check_update(errors, second, full, calls=window + 1)
+        feed(second, [[Share(poisoned(random_tree(MLP, 9), math.nan))]] * first.workers)
+        second.discard()
+        feed(first, [own[1:] for own in shares])
+        first.flush()
+        check_update(errors, first, shares, calls=window + 1)
+    assert second.results()[0].loss_scale == 2 * SCALE.init_scale
+    assert first.results()[0].loss_scale == 1
+
+
 def begin_and_save(crew: Crew, directory: Path) -> tuple[StepResult, Arrays]:
     """Save after three of six micro-batches, in mid-window; the result and the parameters at the end."""
     go_on(crew, 0, 3)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from gradaccum import StepResult
 from gradaccum.kit import State
+from gradaccum.watching import ClosedWindow
 from gradaccum_conformance.harness import Captured, GradientTree, Loss
 from gradaccum_conformance.specs import Arrays, Batch
 from gradaccum_conformance.workers.messages import Raised, Request
@@ -74,6 +75,14 @@ class Crew:
     def accumulators(self) -> list[Arrays]:
         """Second door: the sum as each worker stores it now."""
         return cast(list[Arrays], self._all("accumulator"))
+
+    def heard(self) -> list[list[ClosedWindow]]:
+        """The windows that each worker has heard of since the last call; see `listen`."""
+        return cast(list[list[ClosedWindow]], self.pool.ask([Request("heard")] * self.workers))
+
+    def listen(self) -> bool:
+        """Have each worker's optimizer tell of each window that closes; False if it has no listeners."""
+        return bool(self.pool.ask([Request("hear", (self._session,))] * self.workers)[0])
 
     def snapshot(self) -> int:
         """The number of a copy of each worker's session; the copies stay there."""

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+from gradaccum.watching import ClosedWindow
 from gradaccum_conformance.harness import Session, Setup, ShardedLossCall, ShardedLossHarness, Snapshot, WorkersHarness
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.specs import Array
@@ -27,6 +28,7 @@ class Worker:
         self._backend = backend
         self._sessions: list[Session] = []
         self._snapshots: list[Snapshot] = []
+        self._heard: list[ClosedWindow] = []
 
     @property
     def harness(self) -> WorkersHarness:
@@ -41,6 +43,16 @@ class Worker:
 
     def call(self, session: int, method: str, *arguments: Any, **options: Any) -> Any:
         return getattr(self._sessions[session], method)(*arguments, **options)
+
+    def hear(self, session: int) -> bool:
+        """False if the optimizer of the session has no listeners."""
+        self._heard = []  # A listener of an earlier test may still be there, with a list of its own.
+        return self._sessions[session].listen(self._heard.append)
+
+    def heard(self) -> list[ClosedWindow]:
+        """The windows that were heard of since the last call."""
+        heard, self._heard[:] = list(self._heard), []
+        return heard
 
     def sharded_cross_entropy(self, call: ShardedLossCall) -> tuple[Array, Array]:
         return cast(ShardedLossHarness, self.harness).sharded_cross_entropy(call)
