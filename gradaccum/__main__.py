@@ -31,8 +31,10 @@ def main() -> None:
         if arguments in ([], ["--help"]):
             print(HELP)
             return
+        if arguments[0] not in ("demo", "conformance"):
+            sys.exit(f"gradaccum: no command {arguments[0]!r}. {HELP}")
         brought = ", ".join(need.package for need in doctor.requirements_of("gradaccum") if need.extra == "conformance")
-        sys.exit(f"gradaccum: its commands need {error.name!r}. Run: pip install 'gradaccum[conformance]', which brings {brought}")
+        sys.exit(f"gradaccum: {arguments[0]} needs {error.name!r}. Run: pip install 'gradaccum[conformance]', which brings {brought}")
     cli.main()
 
 

@@ -82,9 +82,18 @@ def test_version_and_help_need_no_package(
     assert words in capsys.readouterr().out
 
 
-def test_command_names_the_missing_extra(without_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["gradaccum", "demo"])
-    with pytest.raises(SystemExit, match=r"'typer'.*gradaccum\[conformance\].*jinja2, matplotlib.*pytest.*typer$"):
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("demo", r"demo needs 'typer'.*gradaccum\[conformance\].*jinja2, matplotlib.*pytest.*typer$"),
+        ("dmeo", r"no command 'dmeo'\. Usage: gradaccum(.|\n)*conformance "),
+    ],
+)
+def test_without_packages_a_command_says_what_it_needs(
+    without_packages: None, monkeypatch: pytest.MonkeyPatch, command: str, words: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gradaccum", command])
+    with pytest.raises(SystemExit, match=words):
         command_line.main()
 
 
