@@ -1,6 +1,6 @@
 """The ``gradaccum doctor`` command, which looks for what is missing or broken in an environment.
 
-The doctor needs the standard library only and imports each framework in a child process, since an import can end its process or hang.
+It needs the standard library only and imports each framework in a child process, since an import can end its process or hang.
 Exit codes: 0, nothing is wrong; 1, something is; 2, an argument is wrong.
 """
 
@@ -30,10 +30,10 @@ from gradaccum.registry import BACKENDS, TYPES, DeviceBackend, load
 
 THIS = "gradaccum"
 LIMIT = 120.0
-"""Seconds for the import of one backend: a cold import of a framework from a slow disk takes tens of seconds."""
+"""Seconds for the import of one backend, cold, from a slow disk."""
 
 NEEDED_FOR = {"torch": "torch", "jax": "jax", "mindspore": "mindspore", "conformance": "pytest-xdist"}
-"""By extra of this package, the package without which nobody uses the extra, so that its bounds bind nobody."""
+"""By extra, the package without which nobody uses it, so that its bounds bind nobody."""
 
 REASONS = {
     ("mindspore", "numpy"): (
@@ -65,22 +65,22 @@ class Probe(NamedTuple):
 
     backend: str
     outcome: str
-    """``"works"``, ``"fails"`` (it raised), ``"crashes"`` (its process ended), ``"hangs"`` (past the time limit) or ``"missing"``."""
+    """``"works"``, ``"fails"`` (it raised), ``"crashes"`` (its process ended), ``"hangs"`` or ``"missing"``."""
     detail: str = ""
-    """The error, the process's last words, or the package that is missing."""
+    """The error, the process's last words, or the missing package."""
     devices: tuple[str, ...] = ()
     """The devices that its framework sees, as it calls them."""
     lacking: tuple[tuple[str, str], ...] = ()
-    """Private names that the backend uses where its framework has them, and what this framework's user loses without each."""
+    """Private names that this framework does not have, and what its user loses without each."""
 
 
 class Environment(NamedTuple):
-    """Everything that the doctor looks at, as plain values, so that tests can make up an environment."""
+    """Everything that the doctor looks at, as plain values."""
 
     running: str
     """The version of the code that runs."""
     versions: dict[str, str]
-    """Installed versions of this package and of what its extras and the frameworks ask for."""
+    """Installed versions of this package and of what is asked for."""
     requirements: dict[str, tuple[Requirement, ...]]
     """What this package and each framework ask for."""
     probes: tuple[Probe, ...]
@@ -144,7 +144,7 @@ def _state(one: Probe) -> str:
     return f"{one.outcome}; see below"
 
 
-# What is installed, as pip's metadata tells it. The bounds themselves stand once, there: the doctor repeats none of them.
+# What is installed, as pip's metadata tells it. The bounds stand there alone.
 
 
 def examine(backends: Iterable[str], limit: float) -> Environment:

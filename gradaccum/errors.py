@@ -53,11 +53,11 @@ def explain(kind: type[E], argument: str, *, expected: str, fix: str, got: objec
 
     Args:
         kind: the class of the error.
-        argument: the name of what is wrong, as the user writes it.
-        expected: what would have been right, as a noun phrase.
+        argument: what is wrong, as the user writes it.
+        expected: a noun phrase.
         fix: what to write instead, as a sentence.
-        got: the value that was given; the error shows its `repr` and its type.
-        found: in place of `got`, a description in words.
+        got: the given value; the error shows its `repr` and its type.
+        found: in place of `got`, words.
     """
     given = f"{got!r} ({type(got).__name__})" if found is None else found
     return kind(f"{argument}: expected {expected}; got {given}. {fix}")

@@ -1,7 +1,6 @@
 """Linearity of a loss in its scale, grad(s x loss) = s x grad(loss), which loss scaling relies on.
 
-A custom backward that ignores its incoming gradient breaks this silently. An adapter differentiates at several scales and names the
-culprit; this module says how far two gradients may be apart.
+A custom backward that ignores its incoming gradient breaks this silently. An adapter differentiates at several scales.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 SCALES = tuple(2.0**power for power in range(17))
-"""2^0 to 2^16, the initial scale of `torch.amp.GradScaler`: powers of two multiply a float exactly unless it leaves its range."""
+"""2^0 to 2^16, the initial scale of `torch.amp.GradScaler`; powers of two multiply a float exactly."""
 
 FLOAT16_SCALES = 4
-"""How many scales are compared where float16's narrow range is in the way."""
+"""How many scales are compared under float16."""
 
 ROUNDINGS = 16
-"""Units in the last place that gradients may be apart. A power of two scales every step exactly; only a sum that threads or atomics add up
-in another order differs, or a constant that was rounded."""
+"""Units in the last place that gradients may be apart: threads or atomics add up in another order, or a constant was rounded."""
 
 T = TypeVar("T")
 Gradient = Any
@@ -32,7 +30,7 @@ class LinearityReport(NamedTuple):
     """The findings of a check of a loss function."""
 
     linear: bool
-    """Whether every gradient scaled with the loss."""
+    """Every gradient scaled with the loss."""
     errors: dict[str, float]
     """Largest ||g(s) / s - g(1)|| / ||g(1)|| over the scales, by parameter name; inf where g(1) is zero and g(s) is not, or is NaN."""
     culprits: tuple[str, ...]
@@ -56,15 +54,9 @@ def relative_error(gradient: Gradient, reference: Gradient, norm: Norm) -> float
 
 
 def comparable(measured: Iterable[T], finite: Callable[[T], bool], *, float16: bool) -> Iterator[T]:
-    """Yield the measurements to compare, of those at each of `SCALES`; the first one is the reference.
+    """Yield the measurements to compare, of one per scale in the order of `SCALES`; the first one is the reference.
 
-    With float16 in the program these are the last `FLOAT16_SCALES` finite ones: at smaller scales gradients may underflow, at larger ones
-    overflow.
-
-    Args:
-        measured: a measurement per scale, in the order of `SCALES`.
-        finite: tells whether all gradients of a measurement are finite.
-        float16: whether the program computes in float16.
+    If the program computes in `float16`, these are the last `FLOAT16_SCALES` that are `finite`: gradients may underflow at smaller scales.
     """
     every = iter(measured)
     if not float16:
@@ -78,8 +70,8 @@ def linearity_report(gradients: Iterable[Mapping[str, Gradient]], culprits: Iter
 
     Args:
         gradients: the `comparable` ones by parameter name.
-        culprits: names of functions that do not carry their incoming gradient, read after all gradients; repeats are allowed.
-        epsilon: machine epsilon of the coarsest dtype in the program.
+        culprits: names of functions that do not carry their incoming gradient, read after all gradients.
+        epsilon: the machine epsilon of the program's coarsest dtype.
         norm: the backend's 2-norm.
     """
     compared = iter(gradients)

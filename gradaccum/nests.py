@@ -1,11 +1,11 @@
 """Nests of arrays: the containers that a batch comes in.
 
 A nest is a tuple, list, mapping or dataclass of nests, or a leaf. A list or tuple of plain values (texts, numbers) is one leaf with one
-value per item. JAX has trees of its own; the other adapters walk nests by this module, and every adapter spells a path as `paths` does.
+value per item. JAX has trees of its own.
 
 Any other list or tuple is a container whose elements each hold a part of all items, such as two views of a batch. A list of items (one
-dict per image) looks the same, so `require_one_size` refuses an ambiguous list until the user's ``axes`` say "items", an axis per
-element, or None. Only a tuple of arrays of one length other than the tuple's own, ``(x, y)``, needs no ``axes``.
+dict per image) looks the same, so `require_one_size` refuses an ambiguous list until the user's ``axes`` say what it is. Only a tuple of
+arrays of one length other than the tuple's own, ``(x, y)``, needs no ``axes``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def spread(prefix: Nest, nest: Nest, argument: str) -> list[object]:
     """Return one value of `prefix` for each leaf of `nest`.
 
     Args:
-        prefix: a nest whose leaves stand for everything below their place in `nest`: ``{"ids": 0, "flags": None}``, or one value for all.
+        prefix: one value for all, or a nest whose leaves stand for everything below their place: ``{"ids": 0, "flags": None}``.
         nest: what the values are for.
         argument: the name of `prefix`, for the error.
 
@@ -171,7 +171,7 @@ def _is_dataclass(nest: Nest) -> bool:
 
 
 def _rebuilt(nest: Nest, children: list[Nest]) -> Nest:
-    """Copy a container with other children, without its constructor where possible: a constructor may check lengths or derive values."""
+    """Copy a container with other children, where possible without its constructor, which may check lengths or derive values."""
     if _is_dataclass(nest):
         made = copy.copy(nest)
         for field, child in zip(dataclasses.fields(nest), children, strict=True):  # type: ignore[arg-type]
@@ -199,8 +199,8 @@ def _rebuilt_mapping(nest: Mapping[object, Nest], content: dict[object, Nest]) -
 
 
 KINDS = ("sum", "mean", "weighted_mean", "max", "min", "concatenate")
-"""sum: over micro-batches. mean: over items (each micro-batch's value is a mean of its items). weighted_mean: by the micro-batch's weight.
-max, min: element by element. concatenate: along the leading axis, in the order of the items."""
+"""sum: over micro-batches. mean: over items. weighted_mean: by the micro-batch's weight. max, min: element by element. concatenate: along
+the leading axis, in the order of the items."""
 
 A = TypeVar("A", bound=Any)
 

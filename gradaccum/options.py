@@ -70,12 +70,11 @@ _WEIGHT = _Argument(
 def until_weight(weight: object) -> UntilWeight:
     """Make windows end by weight: ``steps=until_weight(524_288)`` ends a window when it holds that many items or tokens.
 
-    The weights are those passed to the optimizer with each micro-batch (default 1). A window may exceed the number by less than its last
-    micro-batch; the gradient is divided by the weight that the window holds. That weight is a float32 (float64 beside float64 sums): beyond
-    2^24 it counts in steps of 2, 4, ..., and loses a micro-batch lighter than half a step.
+    A window may exceed the number by less than its last micro-batch; the gradient is divided by the weight that the window holds. That
+    weight is a float32 (float64 beside float64 sums), which beyond 2^24 counts in steps of 2, 4, ...
 
     Args:
-        weight: an int >= 1 and < 2^31; or, as for ``steps``, pairs ``(first optimizer_step, weight)`` or a callable of the optimizer step.
+        weight: an int >= 1 and < 2^31; or pairs ``(first optimizer_step, weight)`` or a callable of the optimizer step.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: `weight` is none of these.
@@ -93,27 +92,20 @@ def is_known(schedule: Schedule) -> bool:
 
 
 def make_schedule(steps: object) -> Schedule:
-    """Check the user's ``steps=``.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: it is none of the five forms.
-    """
+    """Raise unless the user's ``steps=`` has one of the five forms; return the schedule."""
     return steps if steps is None or isinstance(steps, UntilWeight) else _make_sizes(steps, _STEPS)
 
 
 def require_steps(size: object, optimizer_step: int, schedule: Schedule) -> int | UntilWeight:
     """Raise unless a callable returned an int >= 1 and < 2^31, or an `UntilWeight` of one.
 
-    A backend calls this when it wraps, for step 0, and for each window outside compiled code. Compiled code cannot raise: there a size
-    below 1 makes every micro-batch count as not finite, so that no update is made and the result says so.
+    A backend calls this when it wraps, for step 0, and for each window outside compiled code. Compiled code cannot raise: there each window
+    of a size below 1 is an overflow.
 
     Args:
         size: as `gradaccum.kit.steps_at` returns it.
         optimizer_step: updates before the window.
         schedule: the schedule that was asked. Only an `UntilWeight` schedule may return an `UntilWeight`.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: `size` is no such size.
     """
     if isinstance(schedule, UntilWeight):
         argument, fix = f"until_weight(...)({optimizer_step})", "Return the weight of that window, in whole items."
@@ -158,10 +150,8 @@ def _make_pairs(sizes: Iterable[object], argument: _Argument) -> tuple[tuple[int
     return tuple(pairs)
 
 
-# Loss scaling: how the scale starts and by which rule it moves. `gradaccum.transitions` moves it.
-#
-# Defaults are `torch.amp.GradScaler`'s (init 2^16, growth 2, backoff 0.5, interval 2000); the floor of 1 is
-# `jmp.DynamicLossScale`'s (`min_loss_scale`).
+# Loss scaling: how the scale starts and by which rule it moves. Defaults are `torch.amp.GradScaler`'s; the floor of 1 is
+# `jmp.DynamicLossScale`'s.
 
 
 class ScaleRule(NamedTuple):
@@ -226,23 +216,13 @@ class DynamicLossScale:
         require_number("min_scale", self.min_scale, above=0)
         require_number("max_scale", self.max_scale, above=0, allow_infinity=True)
         if not self.min_scale <= self.init_scale <= self.max_scale:
-            raise explain(
-                ArgumentValueError,
-                "init_scale",
-                expected=f"a number between min_scale={self.min_scale} and max_scale={self.max_scale}",
-                got=self.init_scale,
-                fix="Move the limit or the initial scale.",
-            )
+            expected = f"a number between min_scale={self.min_scale} and max_scale={self.max_scale}"
+            fix = "Move the limit or the initial scale."
+            raise explain(ArgumentValueError, "init_scale", expected=expected, got=self.init_scale, fix=fix)
 
     def rule(self) -> ScaleRule:
-        return ScaleRule(
-            float(self.init_scale),
-            float(self.growth_factor),
-            float(self.backoff_factor),
-            self.growth_interval,
-            float(self.min_scale),
-            float(self.max_scale),
-        )
+        floats: dict[str, Any] = {name: float(value) for name, value in vars(self).items()}
+        return ScaleRule(**floats | {"growth_interval": self.growth_interval})
 
 
 LossScale = StaticLossScale | DynamicLossScale
@@ -265,8 +245,7 @@ def scale_rule(loss_scale: object, driver: ScalerDriver | None = None) -> tuple[
     """Return the rule of the user's ``loss_scale=``, and the framework's own scaler if it is one, else None.
 
     Raises:
-        ArgumentTypeError: it is neither None, a number, a rule of gradaccum nor a scaler that `driver` takes.
-        ArgumentValueError: a number that is not finite or not above 0.
+        ArgumentTypeError, ArgumentValueError: it is neither None, a finite number > 0, a rule nor a scaler that `driver` takes.
     """
     if loss_scale is None:
         return ScaleRule(), None
@@ -292,7 +271,7 @@ OnOverflow = Literal["skip_window", "drop_micro_batch", "ignore"]
 REDUCTIONS = ("mean", "sum", "item_mean")
 ON_OVERFLOW = ("skip_window", "drop_micro_batch", "ignore")
 DECAY = 0.99
-"""The default of the noise scale's running means: half of what they hold is from the last 69 windows."""
+"""The default of the noise scale's running means: half of them is from the last 69 windows."""
 
 
 class Options(NamedTuple):
@@ -304,17 +283,16 @@ class Options(NamedTuple):
     clip_norm: float | None
     skip_norm: float | None
     accumulate_dtype: Any
-    """The framework's own dtype or its name; None: float32 for half-precision gradients, else the gradient's own."""
+    """The framework's dtype or its name; None: float32 for half-precision gradients, else the gradient's own."""
     scale_rule: ScaleRule
     on_overflow: OnOverflow
     master_weights: bool = False
-    """Keep float32 masters of half-precision parameters; the inner optimizer works on those."""
     scaler: Any = None
-    """The framework's own loss scaler, if that was given as the loss scale: the backend drives it."""
+    """The framework's loss scaler, if given as the loss scale: the backend drives it."""
     noise_decay: float | None = None
     """The decay of the noise scale's running means; None: it is not measured."""
     separate_sums: bool = False
-    """Leave the place where the framework puts gradients to the user. A backend whose parameters hold their gradients sets it."""
+    """Leave the place where the framework puts gradients to the user."""
 
 
 def make_options(
@@ -330,11 +308,7 @@ def make_options(
     noise_scale: bool | float = False,
     driver: ScalerDriver | None = None,
 ) -> Options:
-    """Check the options of `gradaccum.wrap`; `driver` is the backend if it drives loss scalers of its framework.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: naming the argument that is wrong.
-    """
+    """Check the options of `gradaccum.wrap`; `driver` is the backend if it drives loss scalers of its framework."""
     rule, scaler = scale_rule(loss_scale, driver)
     if on_overflow == "ignore" and rule.backoff_factor != 1:  # A disabled torch.amp.GradScaler passes: its scale is 1.
         fix = "Give a number, or leave on_overflow out."
@@ -390,10 +364,8 @@ def require_denominator(denominator: object, options: Options, *, several: bool 
     """
     require_denominator_allowed(options)
     if several:
-        expected, fix = (
-            "to be left out where several workers share the window",
-            "Give each micro-batch its weight: all are added up.",
-        )
+        expected = "to be left out where several workers share the window"
+        fix = "Give each micro-batch its weight: all are added up."
         raise explain(UsageError, "denominator", expected=expected, got=denominator, fix=fix)
     return require_number("denominator", denominator, above=0)
 

@@ -18,9 +18,8 @@ def optimizer_error(expected: str, got: object, fix: str) -> GradAccumError:
 def wrapped_twice_error(got: object) -> GradAccumError:
     """Return the error for an optimizer that is wrapped already."""
     fix = "Wrap it once: steps multiply, so that one wrap with their product does the same."
-    return explain(
-        ArgumentTypeError, "optimizer", expected="one that is not wrapped", found=f"a wrapped one: {type(got).__name__}", fix=fix
-    )
+    found = f"a wrapped one: {type(got).__name__}"
+    return explain(ArgumentTypeError, "optimizer", expected="one that is not wrapped", found=found, fix=fix)
 
 
 def accumulate_dtype_error(got: object) -> GradAccumError:
@@ -32,36 +31,22 @@ def accumulate_dtype_error(got: object) -> GradAccumError:
 
 def half_made_error() -> UsageError:
     """Return the error for resuming after an inner optimizer that raised during its update."""
-    return explain(
-        UsageError,
-        "optimizer",
-        expected="an update that was made or was not",
-        found="an inner optimizer that raised, and may have written a part of its parameters or of its state",
-        fix="Load the last checkpoint. To go on from what is there, which holds a part of the update, call discard().",
-    )
+    found = "an inner optimizer that raised, and may have written a part of its parameters or of its state"
+    fix = "Load the last checkpoint. To go on from what is there, which holds a part of the update, call discard()."
+    return explain(UsageError, "optimizer", expected="an update that was made or was not", found=found, fix=fix)
 
 
 def missing_worker_error(state: State, rank: int, more_time: str = "") -> UsageError:
-    """Return the error for a failed reduction at a window's end; most often another worker did not come.
-
-    Args:
-        state: this worker's.
-        rank: its place among the workers.
-        more_time: how to wait for slow workers, as a sentence.
-    """
-    here = f"{state.micro_step} micro-batches of update {state.optimizer_step + 1}"
+    """Return the error for a failed reduction at a window's end; `more_time` says how to wait for slow workers."""
+    expected = "every worker to end its window too, by a micro-batch or by flush()"
+    found = f"a reduction that failed or timed out, with {state.micro_step} micro-batches of update {state.optimizer_step + 1} here"
     fix = "Call flush() on every worker when its data end: it takes part in the windows of the others until they flush too."
-    return explain(
-        UsageError,
-        f"the end of a window on rank {rank}",
-        expected="every worker to end its window too, by a micro-batch or by flush()",
-        found=f"a reduction that failed or timed out, with {here} here",
-        fix=f"{fix} {more_time}".rstrip(),
-    )
+    fix = f"{fix} {more_time}".rstrip()
+    return explain(UsageError, f"the end of a window on rank {rank}", expected=expected, found=found, fix=fix)
 
 
 def update_due_error(call: str) -> UsageError:
-    """Return the error for a `call` that needs this worker's own sum after the sums of all workers were added up and the update raised."""
+    """Return the error for a `call` that needs this worker's own sum after all sums were added up and the update raised."""
     fix = "Call flush() on every worker to make the update that is due, or discard() on every worker."
     found = "a window that is added up over all workers, whose update raised"
     return explain(UsageError, call, expected="to be called before the window's end", found=found, fix=fix)
@@ -75,13 +60,9 @@ def torn_window_error(call: str) -> UsageError:
 
 def shared_until_weight_error(steps: object) -> UsageError:
     """Return the error for windows that end by weight where each worker sees only its own weight."""
-    return explain(
-        UsageError,
-        "steps",
-        expected="a number of micro-batches, or None, where several workers share the window, so that they end it together",
-        got=steps,
-        fix="Write steps=None, take windows from gradaccum.windows(loader, until_weight(...), reduce=...), and call flush() after each.",
-    )
+    expected = "a number of micro-batches, or None, where several workers share the window, so that they end it together"
+    fix = "Write steps=None, take windows from gradaccum.windows(loader, until_weight(...), reduce=...), and call flush() after each."
+    return explain(UsageError, "steps", expected=expected, got=steps, fix=fix)
 
 
 def moving_weight_error(fix: str) -> ArgumentValueError:
@@ -100,10 +81,10 @@ def require_same_rates(rates: Sequence[float], added: Sequence[float], workers: 
     """Raise unless all workers have the same learning rates.
 
     Args:
-        rates: the learning rate of each group on this worker.
+        rates: of each group on this worker.
         added: the `rate_bits` of all workers, summed.
-        workers: the number of workers.
-        rank: this worker's place among them.
+        workers: their number.
+        rank: this worker's.
 
     Raises:
         UsageError: two workers have different rates; every worker raises it.

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from inspect import Parameter, isroutine, signature
@@ -123,17 +122,17 @@ def available_backends() -> tuple[str, ...]:
 
 
 def backend_of(optimizer: object) -> Backend:
-    """Find the backend whose package defines the type of `optimizer`, a base of it, or the optimizer that it holds (a scheduler of timm).
+    """Find the backend whose package defines the type of `optimizer`, a base of it, or of the optimizer that it holds (timm's schedulers).
 
     Raises:
-        ArgumentTypeError: no backend's package does.
+        ArgumentTypeError: there is none.
     """
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         try:
             entry = _entry_of(type(candidate).__mro__)
         except LookupError:
             continue
-        return cast(Backend, _load_entry(entry))
+        return cast(Backend, entry.load())
     raise _not_an_optimizer(optimizer)
 
 
@@ -141,11 +140,8 @@ def _not_an_optimizer(given: object) -> ArgumentTypeError:
     expected = f"an optimizer of {', '.join(map(_describe, registered_backends())) or 'a backend, but none is registered'}"
     found, fix = f"an object of type {type(given).__name__}", "Build the framework's own optimizer and pass it."
     if isinstance(given, type) or isroutine(given):
-        name = given.__name__
-        found, fix = (
-            f"{'the class' if isinstance(given, type) else 'the function'} {name}",
-            f"Call it: gradaccum.wrap({name}(...), steps=4).",
-        )
+        found = f"the {'class' if isinstance(given, type) else 'function'} {given.__name__}"
+        fix = f"Call it: gradaccum.wrap({given.__name__}(...), steps=4)."
     elif isinstance(given, list | tuple):
         found, fix = f"a {type(given).__name__} of {len(given)}", "Wrap each optimizer by itself."
     return explain(ArgumentTypeError, "optimizer", expected=expected, found=found, fix=fix)
@@ -153,22 +149,13 @@ def _not_an_optimizer(given: object) -> ArgumentTypeError:
 
 @cache
 def _entry_of(bases: tuple[type, ...]) -> EntryPoint:
-    """Find the backend whose package defines one of `bases`; cached, since reading entry points takes milliseconds.
-
-    Raises:
-        LookupError: there is none. A failure is not cached.
-    """
+    """Find the backend whose package defines one of `bases`; cached, since reading entry points takes milliseconds."""
     types = owners(TYPES)
     for base in bases:
         package = base.__module__.partition(".")[0]
         if package in types:
             return types[package]
     raise LookupError(bases)
-
-
-def _load_entry(entry: EntryPoint) -> Any:
-    module, _, attribute = entry.value.partition(":")
-    return getattr(import_module(module), attribute)
 
 
 def _describe(name: str) -> str:
@@ -192,7 +179,7 @@ Steps = int | Sequence[tuple[int, int]] | Callable[[Any], Any] | UntilWeight | N
 
 
 class WrapOptions(TypedDict, total=False):
-    """The options of `wrap` that every backend has; see there. A backend's own options inherit from it."""
+    """The options of `wrap` that every backend has. A backend's own options inherit from it."""
 
     reduction: Reduction
     clip_norm: float | None
@@ -255,11 +242,9 @@ def wrap(
 
     Args:
         optimizer: a `torch.optim.Optimizer`, an `optax.GradientTransformation`, a `mindspore.nn.Optimizer` or an optimizer of any
-            installed backend. Or a torch learning-rate scheduler built on a wrapped optimizer, then without other arguments:
-            it moves only when an update was applied.
+            installed backend. Or a learning-rate scheduler built on a wrapped optimizer, alone: it moves only when an update was applied.
         steps: micro-batches per window: an int >= 1; a callable of the optimizer step; pairs ``(first optimizer_step, steps)``;
-            or None, and the caller closes every window with ``flush``. Or ``gradaccum.until_weight(n)`` of these: the window ends
-            when its weight reaches n.
+            ``gradaccum.until_weight(n)``: the window ends when its weight reaches n; None: the caller closes every window with ``flush``.
         reduction: ``"mean"``: sum(w_i g_i) / sum(w_i), g_i the gradient of a mean loss and w_i its number of items (default 1);
             ``"sum"``: sum(g_i); ``"item_mean"``: sum(g_i) / sum(w_i), g_i the gradient of a summed loss.
         clip_norm: clip the window's gradient to this global 2-norm, once, at its end.
@@ -268,22 +253,20 @@ def wrap(
         loss_scale: factor of the loss before differentiation: a number, `StaticLossScale`, `DynamicLossScale`, or the framework's
             scaler (`torch.amp.GradScaler`, `mindspore.amp.DynamicLossScaler`), which then moves once per window.
         on_overflow: ``"skip_window"``: a non-finite gradient makes the window end without an update; ``"drop_micro_batch"``: such a
-            micro-batch adds nothing; ``"ignore"``: it is applied as the bare optimizer would, and no norm is measured unless `clip_norm`,
-            `skip_norm` or `noise_scale` asks for it. ``"ignore"`` beside a loss scale that moves is refused.
+            micro-batch adds nothing; ``"ignore"``: it is applied as the bare optimizer would, and no norm is measured unless another
+            option needs it. Refused beside a loss scale that moves.
         master_weights: keep float32 masters of float16 and bfloat16 parameters: the inner optimizer works on the masters, the model holds
-            the rounded copy (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1).
-        noise_scale: measure the gradient noise scale, ``result.noise_scale``, at the cost of one norm per window (McCandlish et al., "An
-            Empirical Model of Large-Batch Training", 2018, appendix A.1). A number in [0, 1) is the decay of its running means, True
-            is 0.99.
-        backend_options: options of one backend, listed in its documentation.
+            the rounded copy.
+        noise_scale: measure the gradient noise scale, ``result.noise_scale``, by one norm more per window. A number in [0, 1) is the decay
+            of its running means, True is 0.99.
+        backend_options: options of one framework.
 
     Returns:
-        An optimizer of the same framework: a `torch.optim.Optimizer`, an `optax.GradientTransformationExtraArgs`, a
-        `mindspore.nn.Optimizer`.
+        An optimizer of the same framework; in JAX an `optax.GradientTransformationExtraArgs`.
 
     Raises:
-        ArgumentTypeError: `optimizer` belongs to no installed backend, or is already wrapped; an option has the wrong type, is unknown
-            to the backend, or stands beside a scheduler.
+        ArgumentTypeError: `optimizer` belongs to no installed backend, or is already wrapped; an option has the wrong type, is unknown,
+            or stands beside a scheduler.
         ArgumentValueError: an option has a value that makes no sense.
     """
     shared: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The terms of an open window, saved beside its state and checked when it resumes.
 
-A partial sum has a meaning only under the options that made it: its weighting, its scale, the length of its window. So an open window
-resumes under the same terms or is refused. Between two windows there is no sum, and every option may change.
+A partial sum has a meaning only under the options that made it, so an open window resumes under the same terms or is refused. Between two
+windows every option may change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradaccum.transitions import select, steps_at
 
 SCALES_IN_USE = ("unused", "static", "dynamic")
 FORMAT = 1
-"""The number of what a checkpoint holds of a window. A release that changes what an entry means, or drops one, counts it up."""
+"""The format of a window in a checkpoint. A release that drops an entry, or changes its meaning, counts it up."""
 
 
 class Terms(NamedTuple):
@@ -31,11 +31,7 @@ class Terms(NamedTuple):
 
 
 def terms_of(options: Options, optimizer_step: Scalar) -> Terms:
-    """Return the terms of the window that follows update number `optimizer_step`, an int or an integer scalar.
-
-    Raises:
-        ArgumentTypeError, ArgumentValueError: a callable ``steps`` returned no int >= 1.
-    """
+    """Return the terms of the window that follows update number `optimizer_step`, an int or an integer scalar."""
     step = int(optimizer_step)
     steps = None if options.steps is None else require_steps(steps_at(options.steps, step, select), step, options.steps)
     return Terms(options.reduction, options.on_overflow, _scale_in_use(options.scale_rule), steps)
@@ -83,7 +79,7 @@ def resumed(fields: State, saved: Terms, options: Options) -> State:
     """Return the state with which a saved run resumes under `options`.
 
     An open window resumes as it is; a full one, whose update was interrupted, counts as open. If no window is open, the saved loss scale
-    and growth tracker are kept only when both runs use a dynamic scale. Otherwise both start from `options`.
+    and growth tracker are kept only when both runs use a dynamic scale.
 
     Args:
         fields: the saved state, in Python numbers.
@@ -102,14 +98,14 @@ def resumed(fields: State, saved: Terms, options: Options) -> State:
 
 
 def redistributed(states: Sequence[State], workers: int) -> list[State]:
-    """Return the states of `workers` workers that resume an open window, whose number may differ from the workers that saved it.
+    """Return the states of `workers` workers that resume an open window, whatever the number that saved it.
 
-    The first worker takes the sum of all sums, and so their weight and overflow flag; the others hold nothing. All count the micro-batches
-    of the worker that had most, so that their windows end together.
+    The first worker takes the sum of all sums, their weight and overflow flag; the others hold nothing. All count the micro-batches of the
+    worker that had most, so that their windows end together.
 
     Args:
         states: one per worker that saved, in Python numbers.
-        workers: the number of workers that resume, >= 1.
+        workers: how many resume, >= 1.
 
     Raises:
         ArgumentValueError: there is no state, or no worker.
@@ -147,13 +143,9 @@ def _require_same_window(fields: State, saved: Terms, own: Terms, rule: ScaleRul
 
 
 def _another_window(argument: str, expected: str, found: str) -> CheckpointError:
-    return explain(
-        CheckpointError,
-        argument,
-        expected=f"an open window under {expected}",
-        found=f"one that was saved under {found}",
-        fix="Wrap with the options it was saved with, or save between two windows, where the options may change.",
-    )
+    expected, found = f"an open window under {expected}", f"one that was saved under {found}"
+    fix = "Wrap with the options it was saved with, or save between two windows, where the options may change."
+    return explain(CheckpointError, argument, expected=expected, found=found, fix=fix)
 
 
 # The state of an accumulation in one line, in the same words in every backend.
@@ -186,14 +178,7 @@ def status(state: State, steps: Schedule) -> str:
 def described(wrapper: str, inner: str, options: Options, state: State, steps: Schedule) -> str:
     """Return one line for ``repr``: ``AccumulatingOptimizer(SGD, steps=4, clip_norm=1.0 | micro-batch 2 of 4, update 17)``.
 
-    Shows the options of `gradaccum.wrap` that are not at their defaults.
-
-    Args:
-        wrapper: the name of the wrapped optimizer's class.
-        inner: the name of the inner optimizer's.
-        options: the checked options.
-        state: as for `status`.
-        steps: as for `status`.
+    Shows the options that are not at their defaults. `wrapper` and `inner` are the names of the classes; the rest is as for `status`.
     """
     names = [name for name in Options._fields if name not in _TOLD_OTHERWISE and getattr(options, name) != getattr(_DEFAULTS, name)]
     given = [f"steps={_in_a_word(options.steps)}", *(f"{_AS_WRITTEN.get(name, name)}={getattr(options, name)!r}" for name in names)]

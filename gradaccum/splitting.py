@@ -1,7 +1,4 @@
-"""The cuts of a large batch into micro-batches of consecutive items.
-
-All of it is arithmetic of plain numbers, so that all frameworks cut a batch at the same places and refuse the same batches.
-"""
+"""The cuts of a large batch into micro-batches of consecutive items, in plain numbers: all frameworks cut and refuse the same."""
 
 from __future__ import annotations
 
@@ -14,10 +11,8 @@ from typing import NamedTuple, SupportsFloat
 
 from gradaccum.errors import ArgumentValueError, GradAccumError, UsageError, explain, require_int, require_number
 
-# The largest micro-batch that fits, found once and remembered: what ``micro_batch_size="auto"`` means in every backend.
-#
-# The backend knows when memory runs out; the rule is here. The first try is the whole batch, or what fitted last time; after a failure the
-# size is halved, rounded up, and 1 is the last.
+# The largest micro-batch that fits, found once and remembered. The backend knows when memory runs out. The first try is the whole batch, or
+# what fitted last time; after a failure the size is halved, rounded up, and 1 is the last.
 
 
 _BYTES = "Write bytes: memory_limit=2 * 1024**3 is 2 GiB."
@@ -29,17 +24,11 @@ class AutoMicroBatchSize:
     ``micro_batch_size="auto"`` uses an instance shared by the process. An instance of your own has its own sizes and may have a limit.
 
     Args:
-        memory_limit: the most bytes that the call may use; None asks the device. A CPU has no limit to ask for. For JAX alone: in
-            torch the device's own limit holds. MindSpore has no automatic size.
+        memory_limit: JAX alone: the most bytes that the call may use; None asks the device. A CPU has no limit to ask for.
+            MindSpore has no automatic size.
 
     Raises:
-        ArgumentTypeError: `memory_limit` is no int.
-        ArgumentValueError: `memory_limit` is below 1.
-
-    Examples:
-        >>> sizes = AutoMicroBatchSize(memory_limit=2 * 1024**3)
-        >>> sizes.size is None  # nothing has run yet
-        True
+        ArgumentTypeError, ArgumentValueError: `memory_limit` is no int >= 1.
     """
 
     def __init__(self, memory_limit: int | None = None) -> None:
@@ -49,7 +38,7 @@ class AutoMicroBatchSize:
 
     @property
     def size(self) -> int | None:
-        """The size of micro-batch, in items, of the last call; None before the first."""
+        """The last call's items in a micro-batch; None before the first."""
         return self._last
 
     @property
@@ -160,11 +149,10 @@ def make_division(
         steps: an int >= 1.
         micro_batch_size: an int >= 1, "auto" or an `AutoMicroBatchSize`.
         micro_batch_weight: a finite number > 0.
-        own_split: whether the user passes a `split` function, alone or beside `steps`.
+        own_split: the user passes a `split` function, alone or beside `steps`.
 
     Raises:
-        ArgumentValueError: none or several are given, or one has a value that makes no sense.
-        ArgumentTypeError: one has another type.
+        ArgumentTypeError, ArgumentValueError: none or several are given, or one is not as above.
     """
     given = {"steps": steps, "micro_batch_size": micro_batch_size, "micro_batch_weight": micro_batch_weight}
     names = [name for name, value in given.items() if value is not None]
@@ -188,9 +176,7 @@ def cuts(items: int, size: int) -> tuple[Cut, ...]:
 
 
 def size_for(items: int, steps: int) -> int:
-    """Return ceil(items / steps), the smallest size with at most `steps` micro-batches.
-
-    The call never runs more than `steps` micro-batches: nine items in four steps are three micro-batches of three.
+    """Return ceil(items / steps), the smallest size with at most `steps` micro-batches: nine items in four steps are three of three.
 
     Raises:
         ArgumentValueError: there is no item.
@@ -203,8 +189,8 @@ def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
     """Pack consecutive items into micro-batches of at most `budget` each, in order.
 
     Args:
-        weights: each item's, finite and >= 0: its number of tokens.
-        budget: the most that a micro-batch may hold, in the same unit.
+        weights: each item's, finite and >= 0.
+        budget: the most that a micro-batch may hold.
 
     Raises:
         ArgumentValueError: one item alone is heavier than the budget, or there is no item.
@@ -228,13 +214,8 @@ def packed(weights: Sequence[float], budget: float) -> tuple[Cut, ...]:
 def divided(division: Division, items: int, weights: Sequence[float] | None) -> tuple[Cut, ...]:
     """Return the cuts of `items` by a `division`, whose automatic size is an int by now.
 
-    Args:
-        division: how to divide.
-        items: the number of items in the batch.
-        weights: each item's, where known.
-
     Raises:
-        ArgumentValueError: the batch is empty, or is to be packed without weights.
+        ArgumentValueError: the batch is empty, or is to be packed without each item's `weights`.
     """
     require_items(items)
     if division.micro_batch_weight is not None:
@@ -250,11 +231,11 @@ def require_one_size(sizes: Iterable[tuple[str, int]], lists: Sequence[tuple[str
 
     Args:
         sizes: path and length along the batch axis of each leaf that is split.
-        lists: path, length and brackets of each list that may be one of items, from `mark_lists`.
+        lists: from `mark_lists`.
         by_item: what the user writes where the elements of a list are the items.
 
     Raises:
-        ArgumentValueError: no leaf is split, a leaf has another length than the first, or a list may be as long as the batch; names it.
+        ArgumentValueError: no leaf is split, a leaf has another length than the first, or a list may be as long as the batch.
     """
     known = list(sizes)
     # Beside a list, or an array, that is as long, a record may be one of items: eight images of three channels, and their eight targets.
@@ -357,11 +338,8 @@ def _heavy_item_error(place: int, weight: float, budget: float) -> GradAccumErro
     return explain(ArgumentValueError, "weight", expected=expected, found=f"{weight:g} for item {place}", fix=fix)
 
 
-# Where a chain of layers is cut for recomputation: the rule, its default and its errors, alike in every backend.
-#
-# With s segments of a chain of n layers, a step keeps the inputs of the s segments and, at any one time, the activations of the n / s
-# layers that are being recomputed. The sum s + n / s is least at s = sqrt(n): Chen et al., "Training Deep Nets with Sublinear Memory Cost",
-# 2016.
+# Where a chain of layers is cut for recomputation. With s segments of n layers, a step keeps the inputs of the segments and, at any one
+# time, the activations of n / s layers. s + n / s is least at s = sqrt(n): Chen et al., "Training Deep Nets with Sublinear Memory Cost".
 
 
 def segment_cuts(depth: int, segments: object = None) -> list[Cut]:
@@ -372,8 +350,7 @@ def segment_cuts(depth: int, segments: object = None) -> list[Cut]:
         segments: an int from 1 to `depth`; None takes sqrt(depth), rounded.
 
     Raises:
-        ArgumentTypeError: `segments` is no int.
-        ArgumentValueError: there is no layer, or `segments` is below 1 or above `depth`.
+        ArgumentTypeError, ArgumentValueError: there is no layer, or `segments` is not as above.
     """
     if depth < 1:
         fix = "Pass the layers in the order in which they run."

@@ -38,11 +38,8 @@ class State(NamedTuple):
     weight: Scalar
     """float32 (float64 with float64 accumulators): sum of the weights in the open window."""
     overflow: Scalar
-    """bool: some micro-batch of the open window is known to have had a non-finite gradient.
-
-    With ``on_overflow="skip_window"`` the flag is raised at the window's end: an inf or NaN stays in the sum, and the norm finds it there.
-    With ``"drop_micro_batch"`` it is raised at once.
-    """
+    """bool: some micro-batch of the open window is known to have had a non-finite gradient; under ``"skip_window"`` only the norm at the
+    window's end finds it."""
     loss_scale: Scalar
     """float32: the factor of the loss before differentiation; 1 when unused."""
     growth_tracker: Scalar
@@ -57,8 +54,8 @@ def initial_state(loss_scale: float = 1.0) -> State:
 def round_to_float32(value: float) -> float:
     """Round `value` to the nearest float32, as a Python float.
 
-    One float64 operation on float32 operands followed by this equals the float32 operation bit for bit
-    (53 >= 2 x 24 + 2: S. Figueroa, "When is double rounding innocuous?", 1995).
+    One float64 operation on float32 operands, then this, is the float32 operation bit for bit (S. Figueroa, "When is double rounding
+    innocuous?", 1995).
     """
     return ctypes.c_float(value).value
 
@@ -107,9 +104,8 @@ class StepResult(NamedTuple):
     loss: Scalar = math.nan
     """float: the last closed window's loss as one large batch, by its reduction, unscaled; NaN unless all of its losses were told."""
     noise_scale: Scalar = math.nan
-    """float: the gradient noise scale in items, see `gradaccum.wrap`; inf where the gradient cannot be told from noise; NaN before any
-    window of several micro-batches whose norms are between 1e-15 and 1e15, the range of their squares in float32, and where it is not
-    measured."""
+    """float: the gradient noise scale in items; inf where the gradient cannot be told from noise; NaN before any window of several
+    micro-batches whose norms are between 1e-15 and 1e15, and where it is not measured."""
 
     @property
     def closed(self) -> Scalar:

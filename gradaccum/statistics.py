@@ -1,7 +1,7 @@
 """Numbers beside an update: the window's loss, the gradient noise scale, and the learning rate of a larger batch.
 
-Losses of micro-batches are combined as their gradients are. The functions are transitions in the sense of `gradaccum.transitions`. A
-loss that was not passed is NaN, and makes the window's loss NaN.
+Losses of micro-batches are combined as their gradients are. The functions are transitions, as in `gradaccum.transitions`, with the same
+``options`` and ``where``. A loss that was not passed is NaN, and makes the window's loss NaN.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ if TYPE_CHECKING:
 
 
 def add_loss(total: Scalar, loss: Scalar, weight: Scalar, adds: Scalar, options: Options, where: Where) -> Scalar:
-    """Return the sum of the open window's losses after a micro-batch. Dropped micro-batches and those of weight 0 add nothing.
+    """Return the sum of the open window's losses, `total`, after a micro-batch. It adds nothing if dropped, or of weight 0.
 
-    Args:
-        total: the sum before it; 0 at the window's start.
-        loss: the micro-batch's, a scalar, not scaled; NaN if none was passed.
-        weight: its weight, a scalar.
-        adds: bool: `gradaccum.kit.usable` of it.
-        options: the checked options.
-        where: the backend's `Where`.
+    - `total`: 0 at the window's start.
+    - `loss`: the micro-batch's, a scalar, not scaled; NaN if none was passed.
+    - `weight`: its weight, a scalar.
+    - `adds`: bool: `gradaccum.kit.usable`.
     """
     return where(adds, total + contribution(weight, options) * loss, total)
 
@@ -36,11 +33,8 @@ def add_loss(total: Scalar, loss: Scalar, weight: Scalar, adds: Scalar, options:
 def window_loss(total: Scalar, state: Fields, options: Options, where: Where) -> Scalar:
     """Return the loss of the ending window: weighted mean, sum or item mean by `reduction`; NaN for a window of weight 0.
 
-    Args:
-        total: from `add_loss`; summed over all workers that share the window.
-        state: the state that was decided on.
-        options: the checked options.
-        where: the backend's `Where`.
+    - `total`: from `add_loss`; summed over all workers that share the window.
+    - `state`: the state that was decided on.
     """
     weight = state[3]
     one = 0 * weight + 1
@@ -61,7 +55,7 @@ def window_loss(total: Scalar, state: Fields, options: Options, where: Where) ->
 
 
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
-"""Squared norms beyond these, and what is computed from them, may leave float32's range. A window that has such a one is left out."""
+"""Squared norms beyond these may leave float32's range: such a window is left out."""
 
 NoiseFields = tuple[Scalar, Scalar, Scalar, Scalar]
 """A `Noise` as a plain tuple, for the same reason as `gradaccum.transitions.Fields`."""
@@ -88,21 +82,15 @@ def no_noise() -> Noise:
 def is_first(noise: NoiseFields, state: Fields) -> Scalar:
     """True if the last micro-batch is the first of its window that added something, so that its norm must be measured.
 
-    Args:
-        noise: before the micro-batch.
-        state: after it.
+    `noise` is from before the micro-batch, `state` from after it.
     """
     return (noise[0] == 0) & (state[3] > 0)
 
 
 def first_seen(noise: NoiseFields, state: Fields, norm: Scalar, where: Where) -> NoiseFields:
-    """Return the noise after the micro-batch for which `is_first` holds.
+    """Return the noise after the micro-batch for which `is_first` holds, of the same arguments.
 
-    Args:
-        noise: before the micro-batch.
-        state: after it.
-        norm: 2-norm of the sum, which holds this micro-batch alone, weighted and scaled.
-        where: the backend's `Where`.
+    `norm` is the 2-norm of the sum, which holds this micro-batch alone, weighted and scaled.
     """
     first, weight, loss_scale = is_first(noise, state), state[3], state[5]
     one = 0 * weight + 1
@@ -115,13 +103,10 @@ def window_seen(noise: NoiseFields, state: Fields, grad_norm: Scalar, options: O
 
     A window of one micro-batch, or one whose gradient is not finite, moves nothing.
 
-    Args:
-        noise: with the first micro-batch; `joined_noise`, if several workers share the window.
-        state: the state that was decided on, of all workers.
-        grad_norm: `Decision.grad_norm`.
-        options: the checked options.
-        where: the backend's `Where`.
-        workers: how many of them had a first micro-batch.
+    - `noise`: with the first micro-batch; `joined_noise`, if several workers share the window.
+    - `state`: what was decided on, of all workers.
+    - `grad_norm`: `Decision.grad_norm`.
+    - `workers`: how many of them had a first micro-batch.
     """
     small, first_square, trace, square = noise
     large = state[3]
@@ -155,11 +140,9 @@ def noise_shares(noise: NoiseFields, where: Where) -> tuple[Scalar, Scalar, Scal
 def joined_noise(noise: NoiseFields, weight: Scalar, squares: Scalar, where: Where) -> NoiseFields:
     """Return the noise of a window that several workers share, for `window_seen`.
 
-    Args:
-        noise: one worker's.
-        weight: the sum of the first of their `noise_shares`.
-        squares: the sum of the second. The sum of the third is `window_seen`'s ``workers``.
-        where: the backend's `Where`.
+    - `noise`: one worker's.
+    - `weight`: the sum of their first `noise_shares`.
+    - `squares`: the sum of the second ones. The sum of the third is `window_seen`'s ``workers``.
     """
     return weight, squares / where(weight > 0, weight, 0 * weight + 1), noise[2], noise[3]
 
@@ -167,7 +150,7 @@ def joined_noise(noise: NoiseFields, weight: Scalar, squares: Scalar, where: Whe
 def forget_window(noise: NoiseFields) -> NoiseFields:
     """Return the noise after a discard: only the running means stay.
 
-    Also used when other workers resume a window: all that its sum holds then counts as the first micro-batch, which is as good a part.
+    Where other workers resume a window, all that its sum holds then counts as the first micro-batch.
     """
     return 0 * noise[0], 0 * noise[0], noise[2], noise[3]
 
@@ -213,10 +196,10 @@ def scaled_learning_rate(base: float, effective: int, reference: int = 256, rule
     Args:
         base: the learning rate for the reference batch, > 0.
         effective: items in one update; see `effective_batch_size`.
-        reference: items in one update of the recipe that `base` comes from, 256 in Goyal et al.
-        rule: ``"linear"``: ``base * effective / reference`` (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1, for SGD with
-            a warmup); ``"sqrt"``: ``base * sqrt(effective / reference)``, which keeps the variance of an update (Krizhevsky, "One weird
-            trick for parallelizing convolutional neural networks", 2014, section 5), usual for Adam.
+        reference: items in one update of the recipe that `base` comes from.
+        rule: ``"linear"``: ``base * effective / reference`` (Goyal et al., "Accurate, Large Minibatch SGD", 2017, for SGD with a warmup);
+            ``"sqrt"``: ``base * sqrt(effective / reference)`` (Krizhevsky, "One weird trick for parallelizing convolutional neural
+            networks", 2014), usual for Adam.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is not as above.

@@ -1,18 +1,12 @@
 """The state machine: how a micro-batch, the end of a window and a discard change the state.
 
-Everything here is arithmetic, comparison, ``&``, ``|`` and one passed-in ``where``; no Python ``if`` looks at a value of the state. So
-the same source runs on Python numbers (torch), is traced by JAX and compiled by MindSpore. Hence ``x == False`` in place of ``not x``,
-and constants derived from a field, ``0 * micro_step``: MindSpore's compiler must not turn a field into a Python number. A state is passed
-as a plain tuple in the order of `State`'s fields, since MindSpore cannot compile a named tuple. ``if`` on an option is fine: options are
-constants of the program.
+Everything here is arithmetic, comparison, ``&``, ``|`` and the backend's `Where`; no Python ``if`` looks at a value of the state. So the
+same source runs on Python numbers (torch), is traced by JAX and compiled by MindSpore. Hence ``x == False`` in place of ``not x``, and
+constants derived from a field, ``0 * micro_step``: MindSpore's compiler must not turn a field into a Python number. A state is a plain
+tuple, since MindSpore cannot compile a named tuple. ``if`` on one of the checked ``options`` is fine: they are constants of the program.
 
-A backend calls, in this order:
-
-- for each micro-batch ``usable`` (is its gradient added?), ``contribution`` (multiplied by what?), ``accumulate``, and ``ends`` (does the
-  window end here?);
-- at its end ``decide`` with the norm it measured, then acts on the `Decision`, then ``close``;
-- ``discard`` to forget an open window;
-- ``joined`` before ``decide``, if several workers share the window.
+A backend calls, in this order: for each micro-batch ``usable``, ``contribution``, ``accumulate`` and ``ends``; at the window's end
+``joined``, if several workers share it, ``decide`` with the norm it measured, and ``close``. ``discard`` forgets an open window.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ if TYPE_CHECKING:
     from gradaccum.options import Options, ScaleRule, Schedule
 
 Fields = tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Scalar, Scalar]
-"""A state as a plain tuple, in the order of the fields of `State` (which is one)."""
+"""A state as a plain tuple, in the order of the fields of `State`."""
 
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY, FLOAT64_TINY = 2.0**-126, 2.0**-1022
@@ -41,12 +35,12 @@ class Where(Protocol):
 
 
 class Decision(NamedTuple):
-    """The backend's orders at a window's end: ``Decision(*decide(...))``. Every field is a scalar."""
+    """The decision at a window's end: ``Decision(*decide(...))``. Every field is a scalar."""
 
     apply: Scalar
-    """bool: run the inner optimizer, once; otherwise not at all."""
+    """bool: run the inner optimizer, once."""
     overflow: Scalar
-    """bool: the window held a non-finite gradient (or a dropped micro-batch did)."""
+    """bool: the window, or a dropped micro-batch, held a non-finite gradient."""
     divisor: Scalar
     """float: accumulator / divisor is the gradient for the inner optimizer: loss scale, denominator and clipping in one."""
     grad_norm: Scalar
@@ -61,12 +55,8 @@ def select(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
 def accumulate(state: Fields, weight: Scalar, finite: Scalar, where: Where) -> Fields:
     """Count one micro-batch.
 
-    Args:
-        state: the state before it.
-        weight: its weight, a scalar >= 0. A negative or non-finite weight, which only compiled code can let through, counts as a
-            non-finite gradient.
-        finite: bool, False if its gradient is known to hold an inf or NaN; its weight is then left out.
-        where: the backend's `Where`.
+    - `weight`: a scalar >= 0. Another one, which only compiled code lets through, counts as a non-finite gradient.
+    - `finite`: bool, False if its gradient is known to hold an inf or NaN; its weight is then left out.
     """
     micro_step, optimizer_step, skipped_windows, total, overflow, loss_scale, growth_tracker = state
     # A weight of 0 is added as well: the total changes with the weight there too, and the user may differentiate by it.
@@ -86,12 +76,7 @@ def usable(state: Fields, weight: Scalar, finite: Scalar) -> Scalar:
     """True if the micro-batch adds its gradient to the sum and its weight to the total.
 
     A micro-batch of weight 0 adds nothing, whatever its gradient. Nor does a weight that is negative, not finite, or makes the total
-    infinite; then `accumulate` raises the overflow flag.
-
-    Args:
-        state: the state before the micro-batch.
-        weight: its weight, a scalar.
-        finite: bool, as for `accumulate`.
+    infinite; then `accumulate` raises the overflow flag. The arguments are `accumulate`'s.
     """
     return finite & (weight > 0) & (state[3] + weight < INFINITY)
 
@@ -104,10 +89,8 @@ def contribution(weight: Scalar, options: Options) -> Scalar:
 def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar:
     """Return the size of the window that follows update number `optimizer_step`; None if the caller closes it.
 
-    Args:
-        schedule: `Options.steps`. A callable's result is not checked here; see `gradaccum.kit.require_steps`.
-        optimizer_step: int scalar.
-        where: the backend's `Where`.
+    - `schedule`: `Options.steps`. `gradaccum.kit.require_steps` checks what a callable returned.
+    - `optimizer_step`: int scalar.
     """
     if isinstance(schedule, UntilWeight):
         return UntilWeight(steps_at(schedule.weight, optimizer_step, where))
@@ -124,10 +107,8 @@ def steps_at(schedule: Schedule, optimizer_step: Scalar, where: Where) -> Scalar
 def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
     """True if the window ends with the last micro-batch; never where the caller closes it.
 
-    Args:
-        state: the state after the micro-batch.
-        steps: the size of this window, or the schedule for `steps_at`.
-        where: the backend's `Where`.
+    - `state`: the state after the micro-batch.
+    - `steps`: the size of this window, or the schedule for `steps_at`.
     """
     size = steps_at(steps, state[1], where)
     if isinstance(size, UntilWeight):
@@ -136,13 +117,7 @@ def ends(state: Fields, steps: Schedule | Scalar, where: Where) -> Scalar:
 
 
 def joined(state: Fields, weight: Scalar, overflow: Scalar) -> Fields:
-    """Return one worker's state with the weight and overflow flag of all workers that share the window.
-
-    Args:
-        state: this worker's.
-        weight: the sum of the weights of all workers.
-        overflow: bool: the flag of one of them is up.
-    """
+    """Return one worker's state with the `weight` and `overflow` flag of all workers that share the window."""
     micro_step, optimizer_step, skipped_windows, _, _, loss_scale, growth_tracker = state
     return micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker
 
@@ -162,11 +137,8 @@ def with_denominator(state: Fields, denominator: Scalar, options: Options, where
 
     `divisor`, `decide` and `gradaccum.kit.window_loss` take them; a window of weight 0 stays one.
 
-    Args:
-        state: the state after its last micro-batch, of all workers.
-        denominator: a finite scalar > 0; with any other one `decide` makes no update.
-        options: the checked options.
-        where: the backend's `Where`.
+    - `state`: after its last micro-batch, of all workers.
+    - `denominator`: a finite scalar > 0; with any other one `decide` makes no update.
     """
     micro_step, optimizer_step, skipped_windows, weight, overflow, loss_scale, growth_tracker = state
     weight = where(weight > 0, denominator + 0 * weight, weight)
@@ -179,17 +151,14 @@ def decide(
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
     """Decide on the window that ends here: the fields of a `Decision`.
 
-    A divisor outside the sums' dtype would silently make the gradient 0 or inf. So such a window is an overflow: no update is made, and the
-    loss scale backs off. With ``on_overflow="ignore"`` a sum that is not finite is applied as it is, unclipped.
+    A divisor outside the sums' dtype would silently make the gradient 0 or inf: such a window is an overflow. With
+    ``on_overflow="ignore"`` a sum that is not finite is applied as it is, unclipped.
 
-    Args:
-        state: the state after its last micro-batch.
-        norm: global 2-norm of the accumulator as it is (scaled, not yet divided); NaN if it was not measured.
-        finite: bool, whether every element of the accumulator is finite; True if not measured. Not derived from `norm`: the squares of
-            large finite gradients may overflow.
-        options: the checked options.
-        where: the backend's `Where`.
-        largest: the largest finite number of the dtype of the sums' division: float32's, or float64's where `weight` is float64.
+    - `state`: after the window's last micro-batch.
+    - `norm`: global 2-norm of the accumulator (scaled, not yet divided); NaN if not measured.
+    - `finite`: bool, every element of the accumulator is finite; True if not measured. `norm` does not tell: squares of large finite
+      gradients may overflow.
+    - `largest`: the largest number of the dtype in which sums are divided; float64's where `weight` is float64.
     """
     weight, overflow = state[3], state[4]
     one = 0 * weight + 1
@@ -225,12 +194,9 @@ def measures(options: Options) -> bool:
 def close(state: Fields, apply: Scalar, overflow: Scalar, options: Options, where: Where) -> Fields:
     """Return the state after the window: counters moved, the window empty, the loss scale adjusted.
 
-    Args:
-        state: the state that was decided on.
-        apply: bool, the decision's: whether the update was made.
-        overflow: bool, the decision's.
-        options: the checked options.
-        where: the backend's `Where`.
+    - `state`: the state that was decided on.
+    - `apply`: the decision's.
+    - `overflow`: the decision's.
     """
     micro_step, optimizer_step, skipped_windows, weight, _, loss_scale, growth_tracker = state
     applied = where(apply, 0 * micro_step + 1, 0 * micro_step)

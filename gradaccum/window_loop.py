@@ -1,8 +1,7 @@
 """Passes over a loader: the updates in one, the flush at its end, and windows with totals that are known before the first forward pass.
 
-A loss with one denominator needs none of this: pass each micro-batch's weight. A loss of several terms, each divided by its own total
-(tokens, sequences, masked tokens), has no such weight. So the user divides each term by the window's total of it, and sums the window
-with ``reduction="sum"``.
+A loss with one denominator needs no totals: pass each micro-batch's weight. A loss of several terms, each divided by its own total, has no
+such weight: divide each term by the window's total of it, and sum the window with ``reduction="sum"``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Reduce = Callable[[list[float]], Iterable[SupportsFloat]]
 
 _EXAMPLE = 'Write count={"tokens": lambda batch: batch.mask.sum()}.'
 _ROUNDING = 1e-5
-"""A reduction may round as float32 does. A mean over workers is farther off, unless all have the same."""
+"""A reduction may round as float32 does; a mean over workers is farther off."""
 
 
 class Counts(Generic[M]):
@@ -44,12 +43,8 @@ class Counts(Generic[M]):
 
     Values are a list: 1 for the micro-batch itself, then each count, then the weight if it is a function of its own.
 
-    Args:
-        count: functions of a micro-batch, by name.
-        weight: the name of one of them, or a function of its own; None: nothing is weighed.
-
     Raises:
-        ArgumentTypeError, ArgumentValueError: an argument is not as above.
+        ArgumentTypeError, ArgumentValueError: an argument is not as `windows` asks.
     """
 
     def __init__(self, count: Mapping[str, Count[M]] | None, weight: str | Count[M] | None) -> None:
@@ -78,7 +73,7 @@ class Counts(Generic[M]):
 
         Raises:
             ArgumentTypeError, ArgumentValueError: a count is no finite number >= 0.
-            Exception: whatever a function raises, with a note of its name and of the micro-batch's `place`.
+            Exception: what a function raises, with its name and the micro-batch's `place` as a note.
         """
         values = [1.0]
         for name, function in self._functions.items():
@@ -145,12 +140,12 @@ def updates_in(micro_batches: Sized | int, steps: object, *, epochs: int = 1, op
 
     Args:
         micro_batches: the loader, which has a length, or its number of micro-batches, an int >= 0.
-        steps: as for `gradaccum.wrap`: an int, pairs or a callable of the optimizer step.
+        steps: as for `gradaccum.wrap`: an int, pairs or a callable.
         epochs: passes over the loader, an int >= 0.
         optimizer_step: the updates made before them, for a schedule of steps.
 
     Raises:
-        ArgumentTypeError: `micro_batches` has no length; or windows end by weight or by the caller, so that nobody knows their number.
+        ArgumentTypeError: `micro_batches` has no length; or windows end by weight or by the caller.
         ArgumentValueError: an argument is out of its range.
 
     Examples:
@@ -213,16 +208,13 @@ def _require_iterable(loader: object) -> None:
 
 
 class Window(Generic[M]):
-    """The micro-batches of one window, iterable any number of times until the next window begins.
-
-    Its `number`, `len` and `totals` stay after that.
-    """
+    """The micro-batches of one window, iterable until the next window begins; its `number`, `len` and `totals` stay."""
 
     def __init__(self, number: int, micro_batches: list[M], totals: Mapping[str, float]) -> None:
         self.number = number
         """int: windows before it."""
         self.totals: Mapping[str, float] = MappingProxyType(dict(totals))
-        """The sum of each count over the window, by name: over all workers, if there are several."""
+        """The sum of each count over the window, by name, over all workers."""
         self._micro_batches: list[M] | None = micro_batches
         self._length = len(micro_batches)
 
@@ -265,23 +257,20 @@ class Windows(Generic[M]):
 
 
 class _Reader(Iterator[Window[M]]):
-    """One pass over the loader.
-
-    What was read and not yet returned survives an error of the loader, of a count or of the reduction.
-    """
+    """One pass over the loader. What was read survives an error of the loader, of a count or of the reduction."""
 
     def __init__(self, windows: Windows[M], loader: Iterator[M]) -> None:
         self._windows, self._loader, self._counts = windows, loader, windows.counts
         self._current: Window[M] | None = None
         self._size: int | UntilWeight | None = None
-        """That of the window that is being read; None before it begins."""
+        """The size of the window that is being read; None before it begins."""
         self._uncounted: list[M] = []
         """The micro-batch that was read last, until it is counted."""
         self._micro_batches: list[M] = []
         self._values = self._counts.zeros()
-        """Those of the window that is being read; over all workers, if they agree on its end after each micro-batch."""
+        """The values of the window that is being read; of all workers, if they agree on its end after each micro-batch."""
         self._exhausted = self._over = False
-        """The own loader has ended; that of every worker has."""
+        """This worker's loader has ended; every worker's has."""
 
     def __next__(self) -> Window[M]:
         if self._current is not None:
@@ -312,7 +301,7 @@ class _Reader(Iterator[Window[M]]):
         return self._size is not None and len(self._micro_batches) >= self._size
 
     def _read_one(self) -> None:
-        """Read and count a micro-batch, if there is one; where the workers agree on the end, count those of all."""
+        """Read and count a micro-batch, if there is one; where the workers agree on the end, everyone's."""
         values = self._next_values()
         if self._agrees and self._windows.reduce is not None:
             values = summed(self._windows.reduce, values)
@@ -333,7 +322,7 @@ class _Reader(Iterator[Window[M]]):
         return self._counts.of(self._uncounted[0], place)
 
     def _totals(self) -> list[float]:
-        """Return the values of the read window over all workers. A worker whose loader has ended takes part with zeros."""
+        """Return the values of the read window over all workers."""
         reduce = self._windows.reduce
         return self._values if reduce is None or self._agrees else summed(reduce, self._values)
 
@@ -360,22 +349,20 @@ def windows(
     """Read the micro-batches of a loader window by window, with totals that are known before the first forward pass.
 
     ``for window in windows(loader, 4, count={"tokens": f})``: `window` is iterable over its micro-batches, has `len` and
-    ``window.totals["tokens"]``; the short last one too. Wrap the optimizer with ``steps=None``, and ``flush`` after each window. One window
-    at a time is held in memory.
+    ``window.totals["tokens"]``. Wrap the optimizer with ``steps=None``, and ``flush`` after each window. One window at a time is held in
+    memory.
 
     Args:
-        loader: yields the micro-batches, of any type. A window is read before it is used, so a loader that fills one buffer again and again
-            must yield copies. An error of the loader passes through; the next ``next`` of the same iterator continues.
-        steps: micro-batches per window, as for `gradaccum.wrap`: an int >= 1, pairs ``(first number, steps)`` or a callable of the window's
-            number, 0, 1, ..., which is `optimizer_step` only while no window was skipped. ``until_weight(n)``: a window ends with
-            the micro-batch by which its weight reaches n.
-        count: functions of a micro-batch by name; each returns a finite number >= 0, or a framework's scalar. A scalar on a device makes
-            the loop wait for it: count before the micro-batch is sent there.
+        loader: yields the micro-batches, of any type. A window is read before it is used: a loader that fills one buffer again and again
+            must yield copies. An error of the loader passes through; the next ``next`` continues.
+        steps: micro-batches per window: an int >= 1, pairs ``(first number, steps)`` or a callable of the window's number, 0, 1, ...;
+            or ``until_weight(n)``: a window ends with the micro-batch by which its weight reaches n.
+        count: functions of a micro-batch by name; each returns a finite number >= 0, or a framework's scalar. The loop waits for a
+            scalar on a device.
         weight: with ``until_weight``: the name of a count, or a function as in `count`.
-        reduce: with several workers: a function of a list of floats that returns the list summed over all of them, best in float64: float32
-            holds whole numbers up to 2^24. It is called once per window, and once more at the end; with ``until_weight`` once per
-            micro-batch. Totals and weight are then those of all workers. Every worker must iterate through every window: a worker
-            whose loader ends early gets windows of `len` 0 until all have ended.
+        reduce: with several workers: a function that returns a list of floats summed over all of them, best in float64. It is called
+            once per window, and once more at the end; with ``until_weight`` once per micro-batch. Totals and weight are then those of all
+            workers. Every worker must iterate through every window: if its loader ends early, through windows of `len` 0.
         start: the number of the first window, for a schedule that resumes.
 
     Raises:

@@ -42,7 +42,7 @@ def finite(bench: Bench) -> Finding:
 
 
 def repeatable(bench: Bench) -> Finding:
-    """Test that the same batch gives the same gradient twice, to within the floor: hidden state would also move the units."""
+    """Test that the same batch gives the same gradient twice, to within the floor."""
     again = bench.subject.window([bench.items], TRAINING)[0].gradients
     names = moved(bench.apart_by(bench.floor(TRAINING), again, bench.large(TRAINING).gradients))
     return Finding((causes.hidden_state(names),), None) if names else Finding()
@@ -66,7 +66,7 @@ def fresh_numbers(bench: Bench) -> Finding:
 
 
 def replayed(bench: Bench, conditions: Conditions) -> Finding:
-    """Test that random numbers can be replayed for the same items; if not, compare in evaluation mode, unless they are drawn there too."""
+    """Test that random numbers can be replayed for the same items; if not, compare in evaluation mode."""
     places = bench.subject.unreplayed_draws()
     if not places:
         return Finding((), conditions)
@@ -84,7 +84,7 @@ def _follow_the_seed(bench: Bench, conditions: Conditions) -> tuple[str, ...]:
 
 
 def stateless(bench: Bench, conditions: Conditions) -> Finding:
-    """Test that one micro-batch leaves nothing behind that changes the gradient of the next. Non-finite sums are left out."""
+    """Test that one micro-batch leaves nothing behind that changes the next one's gradient."""
     alone = replace(conditions, carry_state=False)
     changed: dict[str, None] = {}
     found: dict[str, float] = {}
@@ -120,10 +120,7 @@ def infinite_parts(bench: Bench, conditions: Conditions) -> dict[str, str]:
 def separate(bench: Bench, conditions: Conditions, missing: Mapping[str, str]) -> Finding:
     """Test that no layer's output for an item depends on the other items, except through a choice of branch, which is another cause.
 
-    Args:
-        bench: the batch.
-        conditions: those without the causes found so far.
-        missing: parameters without a gradient in some micro-batches.
+    `missing` are the parameters without a gradient in some micro-batches.
     """
     layers = [layer for layer in _mixing(bench, conditions) if not any(_holds(layer, name) for name in missing)]
     if not layers:

@@ -1,10 +1,9 @@
 """The distance of a gradient from one partition of a batch to another, in units of rounding.
 
-No tolerance is picked by hand. A parameter's unit is the largest change of its gradient when all floating-point inputs and parameters are
-perturbed by one rounding, several times, for the large batch and for the first partition. A perturbation crosses the kinks that
-rounding would cross. Under it lies a floor: each micro-batch's gradient is rounded once, and its sum is off by at most log2(terms)
-roundings (pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms", section 4.2). float16 and bfloat16 are summed in
-float32 everywhere.
+A parameter's unit is the largest change of its gradient when all floating-point inputs and parameters are perturbed by one rounding,
+several times, for the large batch and for the first partition. Under it lies a floor: each micro-batch's gradient is rounded once, and its
+sum is off by at most log2(terms) roundings (pairwise summation: Higham, "Accuracy and Stability of Numerical Algorithms", section 4.2).
+float16 and bfloat16 are summed in float32 everywhere.
 """
 
 from __future__ import annotations
@@ -18,26 +17,20 @@ from gradaccum.options import Reduction
 from gradaccum.splitting import size_for
 from gradaccum.verification.subject import Conditions, Gradient, Items, Run, Subject
 
-# The ways in which one batch is divided and ordered. A loss that accumulates does not tell them apart.
-
 
 class Partition(NamedTuple):
     """One way to divide a batch into micro-batches."""
 
     words: str
-    """What it is, for the report."""
+    """For the report."""
     parts: tuple[tuple[int, ...], ...]
     """The items of each micro-batch, in order."""
 
 
 def partitions(items: Sequence[int], steps: int) -> list[Partition]:
-    """Return the partitions to compare with the large batch; the first is the one that training would make.
+    """Return the partitions to compare with the large batch; the first, of `steps` micro-batches, is training's.
 
     No micro-batch has one item unless `steps` asks for it: a batch norm refuses a single item.
-
-    Args:
-        items: the items of the batch, in order.
-        steps: micro-batches of the first partition.
     """
     size = size_for(len(items), steps)
     steps = -(-len(items) // size)
@@ -61,7 +54,7 @@ def cut(items: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
 def item_axis(large: Sequence[int], small: Sequence[int], items: int, part: int) -> int | None:
     """Return the axis with one row, or equally many, per item; None if there is none, or several.
 
-    Inside a model the batch axis is not marked: the shapes in the `large` batch of `items` and in a `small` one of `part` items show it.
+    The shapes in the `large` batch of `items` and in a `small` one of `part` items show it.
     """
     if len(large) != len(small):
         return None
@@ -73,10 +66,9 @@ def item_axis(large: Sequence[int], small: Sequence[int], items: int, part: int)
 
 
 PERTURBATIONS = 4
-"""Of the large batch and of the first partition each: a kink that rounding crosses half of the time is missed once in 2^8 times."""
+"""Of the large batch and of the first partition each."""
 ROUNDING_LIMIT = 4.0
-"""Units that are still rounding: two gradients are compared, each with roundings of its own, and the worst of them may be twice the worst
-of the perturbations. Of thirty sound models the worst came to 2."""
+"""Units that are still rounding: the worst may be twice the worst of the perturbations. Thirty sound models came to 2 at most."""
 SUM_ROUNDOFF = 2.0**-23
 """float32's: the coarsest dtype in which sums are kept."""
 
@@ -89,7 +81,7 @@ class Way(NamedTuple):
 
     reduction: Reduction
     values: Sequence[float] | None = None
-    """A weight per item, to be summed over a micro-batch; None: the weight that the subject gives."""
+    """A weight per item; None: the weight that the subject gives."""
 
     def weight(self, part: Items, run: Run) -> float:
         return run.weight if self.values is None else math.fsum(self.values[item] for item in part)
@@ -106,14 +98,7 @@ class Way(NamedTuple):
 
 
 class Bench:
-    """One batch of a subject under comparison.
-
-    Args:
-        subject: what is run.
-        steps: micro-batches of the first partition.
-        way: how they add up.
-        items: the items of the batch; all of the subject's by default.
-    """
+    """One batch of a subject under comparison: `steps` micro-batches of the first partition, added up by `way`."""
 
     def __init__(self, subject: Subject, steps: int, way: Way, items: Items | None = None) -> None:
         self.subject, self.steps, self.way = subject, steps, way

@@ -25,9 +25,9 @@ class Cause:
     kind: str
     """One word with underscores; `PAGE` has a section of that name."""
     where: str
-    """The layer, state, parameter or part of the batch; "the loss" where no smaller part is known."""
+    """The layer, state, parameter or part of the batch; else "the loss"."""
     explanation: str
-    """What was seen, and why it makes a difference."""
+    """What was seen, and why it matters."""
     fix: str
     """What to write instead."""
 
@@ -40,11 +40,11 @@ class VerificationReport:
     """The findings of `gradaccum.verify`."""
 
     equivalent: bool
-    """Whether accumulation is right for this loss: its gradient did not move, and nothing else was found that breaks it."""
+    """Accumulation is right for this loss."""
     causes: tuple[Cause, ...]
     """Why not, in the order in which they were found; empty if `equivalent`."""
     errors: Mapping[str, float]
-    """By parameter: how far the gradient moved under the worst partition, in its unit; inf if it is not finite under one."""
+    """By parameter: how far the gradient moved under the worst partition, in units; inf if it was not finite."""
     units: Mapping[str, float]
     """By parameter: by how much rounding alone moves the gradient, in the 2-norm."""
     limit: float
@@ -152,13 +152,10 @@ def verify(model_or_params: Any, loss_fn: Callable[..., Any], batch: Any, steps:
             continue
         if isinstance(backend, VerifyingBackend) and backend.verifies(model_or_params):
             return backend.verify(model_or_params, loss_fn, batch, steps, **options)
-    raise explain(
-        ArgumentTypeError,
-        "model_or_params",
-        expected="a torch.nn.Module, a mindspore.nn.Cell or a nest of JAX arrays, of a framework that is installed",
-        found=f"an object of type {type(model_or_params).__name__}",
-        fix=f"Frameworks installed here: {', '.join(available_backends()) or 'none'}.",
-    )
+    expected = "a torch.nn.Module, a mindspore.nn.Cell or a nest of JAX arrays, of a framework that is installed"
+    found = f"an object of type {type(model_or_params).__name__}"
+    fix = f"Frameworks installed here: {', '.join(available_backends()) or 'none'}."
+    raise explain(ArgumentTypeError, "model_or_params", expected=expected, found=found, fix=fix)
 
 
 def _likeliest_first(model: object) -> Iterator[str]:

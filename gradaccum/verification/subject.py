@@ -1,7 +1,7 @@
 """The `Subject` that a framework supplies to `gradaccum.verify`: a model, a loss and one batch, run in parts under conditions.
 
-The core decides what to run. A `Subject` runs it and restores everything of the user's, also if the loss raises. Gradients are opaque
-here: arrays or tensors in float64 that know ``+``, ``-`` and ``* float``.
+The core decides what to run. A `Subject` runs it and restores everything of the user's. Gradients are opaque here: arrays or tensors in
+float64 that know ``+``, ``-`` and ``* float``.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ class Conditions:
     training: bool = True
     """False: the model in evaluation mode. A framework without modes ignores it."""
     carry_state: bool = True
-    """Whether state that the forward pass changes goes on from micro-batch to micro-batch, as in training. False: put back before each."""
+    """State that the forward pass changes goes on to the next micro-batch, as in training. False: put back before each."""
     seed: int = 0
-    """The random numbers. 0: as the user's random state gives them. Another seed: other numbers."""
+    """0: random numbers as the user's random state gives them. Another seed: other numbers."""
     replay: bool = True
-    """Whether each item meets the random numbers that it meets in the batch as a whole. False: each micro-batch draws its own."""
+    """Each item meets the random numbers that it meets in the whole batch. False: each micro-batch draws its own."""
     scale: float = 1.0
-    """The loss is multiplied by it before it is differentiated; gradients and loss come back undivided."""
+    """A factor of the loss before it is differentiated; gradients and loss come back undivided."""
     perturbation: int | None = None
     """None, or the number of a perturbation: floating-point inputs and parameters move by one rounding, up or down, as that number has it.
 
-    A value that is an integer (a mask, a label, a padding) is left alone in the inputs. One rounding is that of the coarsest floating
-    dtype in the program: under autocast that of the narrow one."""
+    An integer value (a mask, a label, a padding) in the inputs stays. The rounding is the coarsest floating dtype's in the program."""
 
 
 class Run(NamedTuple):
@@ -53,7 +52,7 @@ class Run(NamedTuple):
     gradients: Mapping[str, Gradient]
     """By parameter name; a parameter that the loss did not reach is left out."""
     weight: float
-    """What ``weight=`` gives for the micro-batch; without it the number of items."""
+    """The micro-batch's ``weight=``, or its number of items."""
     changed: tuple[str, ...] = ()
     """Names of the model's state (buffers, attributes) that the forward pass changed."""
 
@@ -62,13 +61,13 @@ class Precision(NamedTuple):
     """The precision of a parameter's gradient."""
 
     roundoff: float
-    """Distance from 1 to the next number in the coarsest floating dtype of the program."""
+    """Distance from 1 to the next number in the program's coarsest floating dtype."""
     smallest: float
-    """The smallest positive number of the gradient's dtype, subnormal numbers included."""
+    """The smallest positive number of the gradient's dtype, subnormals included."""
     elements: int
     """How many numbers it has."""
     terms: int = 1
-    """About how many numbers are added up into each of them: items times the positions of an item."""
+    """About how many numbers are added up into each: items times the positions of an item."""
 
 
 class Layer(NamedTuple):
@@ -79,7 +78,7 @@ class Layer(NamedTuple):
     kind: str
     """The name of its class."""
     in_evaluation: bool
-    """Whether it does so in evaluation mode too."""
+    """It does so in evaluation mode too."""
 
 
 class Column(NamedTuple):
@@ -90,9 +89,9 @@ class Column(NamedTuple):
     rows: Sequence[Sequence[float]]
     """The numbers of each item, flat."""
     integers: bool
-    """Whether its dtype is one of integers or of booleans."""
+    """Its dtype is one of integers or booleans."""
     sequence: bool
-    """Whether it has two dimensions, the batch axis first: a token per position."""
+    """It has two dimensions, the batch axis first: a token per position."""
 
 
 class Subject(Protocol):
@@ -104,10 +103,7 @@ class Subject(Protocol):
     """The parameters that the loss is differentiated by."""
 
     def window(self, parts: Sequence[Items], conditions: Conditions) -> list[Run]:
-        """Run each of `parts` in order as one micro-batch.
-
-        Model state and random state are the user's at the start of each call, and again after it, even if the loss raises.
-        """
+        """Run each of `parts` in order as one micro-batch, from the user's model and random state, and restore both."""
         ...
 
     def dot(self, a: Gradient, b: Gradient) -> float:
@@ -117,11 +113,11 @@ class Subject(Protocol):
     def precision(self, name: str) -> Precision: ...
 
     def columns(self) -> Sequence[Column]:
-        """Return the leaves of the batch that are split and small enough to be read as plain numbers."""
+        """Return the leaves of the batch that are split and small enough to be read as numbers."""
         ...
 
     def mixing_layers(self) -> Sequence[Layer]:
-        """Find the innermost layers whose output for an item depends on the other items, by running them; () without layers."""
+        """Find the innermost layers whose output for an item depends on the other items, by running them."""
         ...
 
     def fixed_draws(self) -> Sequence[str]:
@@ -139,17 +135,17 @@ class Subject(Protocol):
 
 # A loss function as `verify` calls it, what it refers to, and the random generators of Python and NumPy that it may draw from.
 #
-# One convention holds: ``loss_fn(model, *batch)``. Two others are everybody's habit and are recognised by the number of arguments: the
-# usual criterion, ``criterion(output, *targets)``, and a function that closes over its model, ``loss_fn(*batch)``.
+# Beside ``loss_fn(model, *batch)`` two conventions are recognised by the number of arguments: the usual criterion,
+# ``criterion(output, *targets)``, and a function that closes over its model, ``loss_fn(*batch)``.
 
 
 DEPTH = 3
-"""How far the walk goes from a loss function or a layer: a trainer must not drag in all that it has."""
+"""How far the walk goes from a loss function or a layer."""
 OUTPUTS = ("input", "inputs", "output", "outputs", "out", "logits", "pred", "preds", "prediction", "predictions", "y_pred", "y_hat")
-"""Names that the first argument of a criterion has, where its number of arguments does not tell."""
+"""Names of a criterion's first argument, where the number of arguments does not tell."""
 FRAMEWORKS = ("torch", "torchvision", "mindspore", "jax", "optax")
 NOBODYS = 0x5EED0
-"""Beside the seeds that users write, so that other numbers are drawn than the user's own seed gives."""
+"""Far from the seeds that users write."""
 LossFunction = Callable[..., Any]
 
 
@@ -161,8 +157,8 @@ def as_loss(
     Args:
         loss_fn: in any of the three conventions.
         model: what is verified.
-        batch: the arguments after the model. A list as the only one, as a loader yields it, is taken apart where `loss_fn` asks for that.
-        is_model: tells whether an object is the model, or wraps it; None: the framework's model cannot be called.
+        batch: the arguments after the model. A list as the only one, as a loader yields it, is taken apart where `loss_fn` asks for it.
+        is_model: True for the model, and for what wraps it; None: the framework's model cannot be called.
 
     Raises:
         ArgumentTypeError: `loss_fn` is no function, or takes another number of arguments.
@@ -210,7 +206,7 @@ def _body(loss_fn: Any) -> Any:
 
 
 def _is_criterion(loss_fn: Any) -> bool:
-    """True if a function takes defaults after ``(output, *targets)``, so that the number of arguments decides nothing."""
+    """True if the number of arguments decides nothing, since defaults follow ``(output, *targets)``."""
     return _is_usual(loss_fn) or next(iter(_signature(loss_fn).parameters), "") in OUTPUTS
 
 
@@ -221,7 +217,7 @@ def _is_usual(loss_fn: Any) -> bool:
 
 
 def reached(*roots: object) -> Iterator[tuple[str, object]]:
-    """Yield, once each with its name, what functions close over, read as globals or are bound to, and attributes of objects."""
+    """Yield, once each with its name, what functions close over, read as globals or are bound to, and objects' attributes."""
     seen: dict[int, object] = {}
     waiting = [("loss_fn", root, DEPTH) for root in roots]
     while waiting:
@@ -260,13 +256,9 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 class HostRandom:
-    """The random generators of Python and NumPy: the global ones, and those that the loss or its model refers to.
+    """The random generators of Python and NumPy: the global ones, and those that `roots` (the loss, the model's layers) refer to.
 
-    Their numbers cannot be replayed by item, so each micro-batch gets the same numbers. That is right only for a number drawn once per
-    micro-batch; `per_item` finds the others.
-
-    Args:
-        roots: the loss function and the layers of the model.
+    Each micro-batch gets the same numbers. That is right only for a number drawn once per micro-batch; `per_item` finds the others.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -288,22 +280,12 @@ class HostRandom:
         return [pickle.dumps(_state(generator)) for _, generator in self._generators]
 
     def per_item(self, large: Sequence[bytes], small: Sequence[bytes]) -> list[str]:
-        """Return the generators from which a loss drew more numbers for more items.
-
-        Args:
-            large: the states after the large batch.
-            small: the states after a smaller one, from the same beginning.
-        """
+        """Return the generators from which a loss drew more numbers for more items, by the states after a large and a small batch."""
         pairs = zip(self._generators, large, small, strict=True)
         return [f"{name}, a number for each item" for (name, _), one, other in pairs if one != other]
 
     def seeded(self, one: Sequence[bytes], other: Sequence[bytes]) -> list[str]:
-        """Return the generators that the loss seeds.
-
-        Args:
-            one: the states after the large batch.
-            other: the states after the large batch from another beginning.
-        """
+        """Return the generators that the loss seeds: the states after two runs from different beginnings are equal."""
         pairs = zip(self._generators, one, other, strict=True)
         return [f"{name}, which the loss seeds" for (name, _), a, b in pairs if a == b]
 

@@ -30,18 +30,17 @@ class ClosedWindow(NamedTuple):
     overflow: bool
     """It held a non-finite gradient."""
     grad_norm: float
-    """Global 2-norm of its true gradient, before clipping; inf if it overflowed, NaN if nothing asked for it."""
+    """Global 2-norm of its true gradient, before clipping; inf if it overflowed, NaN if not measured."""
     loss_scale: float
     """The scale for the losses of the next window; 1 when unused."""
     weight: float
-    """Sum of the weights in it, of all workers where the optimizer knows them; NaN where nobody told."""
+    """Sum of the weights in it, of all workers where the optimizer knows them."""
     micro_batches: float
-    """This worker's micro-batches in it, an int; NaN where nobody told."""
+    """This worker's micro-batches in it, an int."""
     seconds: float
     """Time on the clock since the window before it closed; for the first one, since listening began."""
     loss: float = math.nan
-    """Its loss as one large batch, by the reduction; NaN unless those of all micro-batches were told. Where the optimizer was told, of all
-    workers; where the listening loop was, of this worker's items."""
+    """Its loss as one large batch, if all losses were told: to the optimizer, of all workers; to a `Watch`, of this one."""
     noise_scale: float = math.nan
     """The gradient noise scale in items, if the optimizer measures it."""
 
@@ -50,11 +49,9 @@ Listener = Callable[[ClosedWindow], object]
 """Called with each closed window; what it returns is dropped."""
 
 
-# The listeners of one optimizer: they hear of a window after everything about it is settled, and none can undo it.
-#
-# A window that closes is only noted (`note`). The listeners are told when all about it is settled (`tell`), at the latest as the last act
-# of the call that closed it (`settled`), which raises what they raised. So a listener that raises cannot lose an update, the scale's move
-# or another worker's part in a collective; its error still reaches the caller.
+# The listeners of one optimizer. A window that closes is only noted (`note`). The listeners are told when all about it is settled (`tell`),
+# at the latest as the last act of the call that closed it (`settled`), which raises what they raised. So a listener that raises cannot lose
+# an update, the scale's move or another worker's part in a collective.
 
 
 _AFTER = "gradaccum: a listener raised this after the window had closed; the update, if one was due, is made."
@@ -116,7 +113,7 @@ class Listeners:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Report the windows that closed inside the block at its end. An error of the block goes before a listener's."""
+        """Report the windows that closed inside the block at its end. An error of the block comes before a listener's."""
         try:
             yield
         except BaseException as error:
@@ -179,9 +176,9 @@ class Watch:
         self._options = make_options(None, reduction=reduction)
         self._told, self._weight, self._loss = 0, 0.0, 0.0
         self._told_last: str | None = None
-        """The last window's result, if nothing has come since: the flush of an empty window leaves it."""
+        """The last window's result, if nothing has come since; the flush of an empty window leaves it."""
         self._complete = False
-        """All micro-batches of the open window were told. Before the first result is seen, it may be open already."""
+        """All micro-batches of the open window were told. Before the first result it may be open already."""
         self._listeners = Listeners()
         for listener in listeners:
             self._listeners.add(listener)
@@ -191,11 +188,10 @@ class Watch:
     ) -> ClosedWindow | None:
         """Take in the result of one event, and call the listeners if it closed a window.
 
-        A `StepResult` holds neither the number nor the weight of a window's micro-batches. So pass `loss` or `weight` with each
-        micro-batch, and neither with a flush or discard; the window then has its count, weight and loss. These are NaN, never a guess, if
-        some micro-batch passed neither, and in a first window that closes with the first result, since it may have been resumed. Without
-        both, a result equal to the last window's is the flush of an empty window. After an overflow the weight is NaN: the result does not
-        name the dropped micro-batches. A loss that was passed to the optimizer is in the result already.
+        Pass `loss` or `weight` with each micro-batch, and neither with a flush or discard; the window then has its count, weight and loss.
+        These are NaN if some micro-batch passed neither, and in a first window that closes with the first result, since it may have been
+        resumed. Without both, a result equal to the last window's is the flush of an empty window. After an overflow the weight is NaN. A
+        loss that was passed to the optimizer is in the result already.
 
         Args:
             result: of the event, in Python numbers or scalars of the framework.
@@ -206,7 +202,7 @@ class Watch:
             The window that closed; None if none did.
 
         Raises:
-            ArgumentTypeError, ArgumentValueError: `result` is no such result of scalars, or `loss` or `weight` is no such number.
+            ArgumentTypeError, ArgumentValueError: an argument is not as above.
             Exception: what a listener raised, after all of them were called.
         """
         known = _in_numbers(result)
@@ -227,7 +223,6 @@ class Watch:
         self._loss = add_loss(self._loss, math.nan if loss is None else loss, weight, weight > 0, self._options, select)
 
     def _go_on(self, result: StepResult) -> None:
-        """Check that the open window holds just what was passed; an empty one begins anew."""
         self._told_last = self._told_last if result.closed else None
         if not result.micro_step:
             self._begin()
@@ -274,6 +269,5 @@ def _number(name: str, value: SupportsFloat) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         fix = "Give one number per micro-batch, such as the mean over its items."
-        raise explain(
-            ArgumentTypeError, name, expected="a number, or an array of one", found=f"a {type(value).__name__}", fix=fix
-        ) from error
+        found = f"a {type(value).__name__}"
+        raise explain(ArgumentTypeError, name, expected="a number, or an array of one", found=found, fix=fix) from error

@@ -13,15 +13,12 @@ from gradaccum.watching.watch import ClosedWindow
 
 _OTHERWISE = "pass any function of one ClosedWindow"
 
-# One JSON object per closed window, one per line: for pandas, jq, a spreadsheet, or the next program.
-
 
 class JsonLines:
     """Writes each window as a line ``{"optimizer_step": 17, "applied": true, ...}`` with the fields of a `ClosedWindow`.
 
-    Every line is valid JSON: inf and NaN are written as null; ``overflow`` says why. Each line is flushed. A path is appended to, so a
-    resumed run writes into its file. It writes the windows after the last checkpoint again; the later line counts. A last line that a crash
-    broke off is ended first.
+    Every line is valid JSON: inf and NaN are written as null. Each line is flushed. A path is appended to: a resumed run writes the windows
+    after the last checkpoint again, and the later line counts. A last line that a crash broke off is ended first.
 
     Args:
         target: a path, or a text file that is open for writing, which stays the caller's to close.
@@ -40,17 +37,15 @@ class JsonLines:
         elif callable(getattr(target, "write", None)):
             self._file = target
         else:
-            raise explain(
-                ArgumentTypeError, "target", expected="a path or an open text file", got=target, fix='Write JsonLines("run.jsonl").'
-            )
+            fix = 'Write JsonLines("run.jsonl").'
+            raise explain(ArgumentTypeError, "target", expected="a path or an open text file", got=target, fix=fix)
 
     def __call__(self, window: ClosedWindow) -> None:
-        """Write one line."""
         self._file.write(json.dumps({name: _writable(value) for name, value in window._asdict().items()}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file, if this listener opened it."""
+        """Close a file that this listener opened."""
         if self._own:
             self._file.close()
 
@@ -76,9 +71,6 @@ def _ends_in_mid_line(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-# A bar of rich that moves with each update, and tells loss, norm, scale and skipped windows beside it.
-
-
 class RichProgress:
     """A `rich.progress.Progress` over the updates of a run, shown inside its ``with`` block.
 
@@ -86,7 +78,7 @@ class RichProgress:
             opt.add_listener(progress)
             ...
 
-    The bar stands at ``optimizer_step``, so it is right in a resumed run too. Skipped windows do not move it; it counts them.
+    The bar stands at ``optimizer_step``, also in a resumed run. Skipped windows do not move it; it counts them.
 
     Args:
         total_updates: how many updates the run makes, an int >= 1.
@@ -120,7 +112,6 @@ class RichProgress:
         self._progress.update(self._task, completed=window.optimizer_step, said=self._said(window))
 
     def __enter__(self) -> RichProgress:
-        """Begin to draw."""
         self._progress.start()
         self._entered = True
         return self
@@ -136,9 +127,6 @@ class RichProgress:
         return ", ".join(said)
 
 
-# The numbers of each closed window as TensorBoard's curves, over the updates of the run.
-
-
 _CURVES = ("loss", "grad_norm", "loss_scale", "weight", "micro_batches", "seconds", "skipped", "noise_scale")
 
 
@@ -149,8 +137,8 @@ class TensorBoard:
     and ``noise_scale``. A NaN has no point. A skipped window stands at the step of the update before it.
 
     Args:
-        writer: a writer of `torch.utils.tensorboard`, of tensorboardX, or any other object with their ``add_scalar``, which stays the
-            caller's to close; or a directory, for a writer of this listener's own.
+        writer: a writer of `torch.utils.tensorboard` or tensorboardX, or another object with their ``add_scalar``, which stays the caller's
+            to close; or a directory.
         prefix: what each tag begins with.
 
     Raises:
@@ -166,14 +154,13 @@ class TensorBoard:
         self._writer, self._prefix = _opened(os.fspath(writer)) if self._own else writer, prefix
 
     def __call__(self, window: ClosedWindow) -> None:
-        """Write one point of each curve."""
         for name in _CURVES:
             value = float(getattr(window, name))
             if not math.isnan(value):
                 self._writer.add_scalar(f"{self._prefix}{name}", value, window.optimizer_step)
 
     def close(self) -> None:
-        """Write what is left and close the writer, if this listener opened it."""
+        """Close a writer that this listener opened."""
         if self._own:
             self._writer.close()
 
@@ -185,7 +172,6 @@ class TensorBoard:
 
 
 def _opened(directory: str) -> Any:
-    """Open a writer into `directory`."""
     install = "tensorboard torch, or tensorboardX"
     package = imported("TensorBoard", "torch.utils.tensorboard", "tensorboardX", install=install, otherwise=_OTHERWISE)
     return package.SummaryWriter(directory)
