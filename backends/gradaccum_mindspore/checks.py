@@ -1,7 +1,6 @@
 """Checks of arguments: gradients, weights, losses, parameters. Each raises before anything is changed.
 
-The gradient checks look at structure, shape and dtype alone, which are constants of a compiled program. So they run at compile time
-inside `mindspore.jit` and graph mode, and at every call in PyNative.
+The gradient checks look at structure, shape and dtype alone. These are constants of a compiled program, which checks them while compiling.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ def compiled_names_of(specs: Specs, now: Callable[[], tuple[str, ...]]) -> Calla
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_weight(weight: object) -> None:
-    """Check a weight that is a number, a constant of compiled code. A length that only the running program knows comes as None."""
+    """Check a weight that is a constant of compiled code; None stands for no constant."""
     if weight is not None:
         require_weight(weight)
 
@@ -179,7 +178,7 @@ def check_compiled_no_weight(reduction: Any) -> None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_compiled_denominator(denominator: object, by_caller: bool, has_noise: bool) -> None:
-    """Check the denominator of a flush, while compiling. A number that only the running program knows comes as None."""
+    """Check the denominator of a flush, while compiling; None stands for no constant."""
     options = make_options(None if by_caller else 2, noise_scale=has_noise)
     require_denominator_allowed(options)
     if denominator is not None:

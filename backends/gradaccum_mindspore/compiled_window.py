@@ -1,17 +1,15 @@
 """The open window where the state is a Tensor: inside `mindspore.jit` and in graph mode.
 
 The compiler drops operations that it believes to have no effect. So this code computes every new value from values that it read before its
-first write; it reads nothing again after it was written, except at the end of a window, which begins with reading; no branch returns a
-value that was computed in it. Each function returns something: the Python interpreter would compute a None. A kernel costs about the same
-for one number as for a thousand, so a micro-batch assigns only what it changes.
+first write, and reads nothing that it wrote, except at the end of a window, which begins with reading; no branch returns a value that was
+computed in it. Each function returns something: the Python interpreter would compute a None. A kernel costs about the same for one number
+as for a thousand, so a micro-batch assigns only what it changes.
 
-The end of a window has two branches: one for the update, one for a norm whose squares overflow. Each costs about as much as ten scalar
-operators. Each is a method of its own, because the compiler copies the rest of a function after an ``if`` into both branches.
-`Notes` carries values from one part to another.
+The end of a window has two branches: the update, and a norm whose squares overflow. Each is a method of its own, because the compiler
+copies the rest of a function after an ``if`` into both branches. `Notes` carries values from one part to another.
 
-The compiler takes a global function for the method of its name, if that method calls it. So the core's `close` and `discard` are called by
-``kit.`` here. Structure, shapes, dtypes and every Python number of an argument are constants of the program. So a wrong argument raises
-while MindSpore compiles.
+The compiler takes a global function for the method of its name, if that method calls it: so ``kit.close`` and ``kit.discard``. Structure,
+shapes, dtypes and Python numbers of arguments are constants of the program, so a wrong one raises while MindSpore compiles.
 """
 
 from __future__ import annotations
@@ -46,12 +44,9 @@ NUMBERS = count()
 class Notes(nn.Cell):  # type: ignore[misc]
     """The measure and the decision of the window that ends: Parameters that hold a value for the time of one call.
 
-    MindSpore's runtime copies a value that one branch computes and another uses. It frees the copy at the next run of the same branch, but
-    only if an even number of calls lay between: with an even ``steps`` it kept 12 KiB of host memory per window, for good. The runtime does
-    not copy a Parameter. So inside the end of a window no computed value crosses into an inner branch or past it, and each condition there
-    is a bool Parameter. The code reads each note at one place only: the runtime copies a Parameter that is read again after a branch.
-
-    Notes are no state: no checkpoint has them, and a Cell that holds the optimizer does not list or rename them.
+    MindSpore's runtime copies a value that one branch computes and another uses, and with an even ``steps`` never frees the copy: 12 KiB of
+    host memory per window. It does not copy a Parameter that is read at one place. So inside the end of a window no computed value crosses
+    into an inner branch or past it, and each condition there is a bool Parameter. No checkpoint has notes.
     """
 
     weight: Parameter
@@ -119,13 +114,13 @@ class Notes(nn.Cell):  # type: ignore[misc]
 
 
 MICRO_STEP, OPTIMIZER_STEP, SKIPPED_WINDOWS, WEIGHT, OVERFLOW, LOSS_SCALE, GROWTH_TRACKER = range(7)
-"""The places of the state's fields. If code that writes unpacks a state, MindSpore warns of each field that the code does not use."""
+"""The places of the state's fields: MindSpore warns of a field that code unpacks and does not use."""
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-40, 2.0**40
 """Between these a weight, and the sum of a window's weights, are above 0 and finite in float32."""
 
 
 def exact_in(dtype: DType, options: Options) -> Options:
-    """Return `options` with float64 numbers as Tensors, because MindSpore rounds a Python number to float32."""
+    """Return `options` with float64 limits as Tensors: MindSpore rounds a Python number to float32."""
     if dtype != ms.float64:
         return options
     limits = {name: getattr(options, name) for name in ("clip_norm", "skip_norm", "noise_decay")}
@@ -153,19 +148,19 @@ def dtype_of(gradient: Tensor | None) -> DType | None:
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_constant(number: float | None) -> bool:
-    """True if a number is a constant of the program; what only the running program knows comes as None."""
+    """True if a number is a constant of the program; otherwise it comes as None."""
     return number is not None
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def is_certain(weight: float | None) -> bool:
-    """True if a weight is a constant, which otherwise comes as None, and leaves nothing to be decided about its micro-batch."""
+    """True if a weight is a constant, not None, that leaves nothing to be decided about its micro-batch."""
     return weight is not None and bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
 
 
 @constexpr  # type: ignore[untyped-decorator]
 def float64_of(number: float) -> Tensor:
-    """Return a constant as a Tensor, because MindSpore rounds a Python number to float32."""
+    """Return a constant as a Tensor: MindSpore rounds a Python number to float32."""
     return Tensor(number, ms.float64)
 
 
@@ -231,7 +226,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         )
 
     def size(self, optimizer_step: Tensor) -> Tensor:
-        """Return the size of the window that follows this update; below 1 only if the user's function returns that."""
+        """Return the size of the window that follows this update, as the user's function returns it."""
         if self.calls_steps:
             given = self.sizes(optimizer_step)
             if isinstance(given, Tensor):
@@ -268,7 +263,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return True
 
     def write_empty(self, event: Tensor) -> bool:
-        """Assign what an empty window holds. The core's zeros would be operators: the compiler does not see that they are constants."""
+        """Assign what an empty window holds. The core's zeros would be operators."""
         ops.assign(self.storage.micro_step, self.no_step)
         ops.assign(self.storage.weight, self.zero)
         ops.assign(self.storage.overflow, self.false)
@@ -305,7 +300,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return ordered
 
     def adds_certainly(self, weight: Weight) -> bool:
-        """True if the micro-batch is added whatever it holds, and its weight is a constant of the program; so is the answer."""
+        """True if the micro-batch is added whatever it holds, and its weight is a constant of the program."""
         if weight is None:
             checks.check_compiled_no_weight(self.options.reduction)
         if self.options.on_overflow == "drop_micro_batch":
@@ -339,10 +334,9 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     def add(self, gradients: Gradients, weight: Weight, loss: Loss) -> tuple[Fields, Tensor | None, Tensor | None]:
         """Add one micro-batch of ordered gradients to the sums.
 
-        Returns the state after it; the event, if a gradient may be dropped; the value of `Knowledge.loss`, if its loss is passed.
-
-        The caller asks `is_full` of the state, and `needs_first`, and then calls `write_added`, and `see_first` if `measures_noise`. The
-        compiler drops an ``if`` on a flag that comes out of a function that writes, so these are calls of their own.
+        Returns the state after it; the event, if a gradient may be dropped; the value of `Knowledge.loss`, if its loss is passed. The
+        caller then asks `is_full` and `needs_first`, and calls `write_added` and `see_first`: the compiler drops an ``if`` on a flag that
+        comes out of a function that writes.
         """
         before, known, told = self.read(), self.storage.knowledge, None
         if self.adds_certainly(weight):
@@ -391,7 +385,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
     def close(self, update: Update, untold: bool, divided: bool = False) -> bool:
         """End the window: make the `update` with its gradients, or not at all.
 
-        `untold`: certainly some micro-batch of the window did not tell its loss. `divided`: the denominator was noted.
+        `untold`: some micro-batch did not tell its loss. `divided`: the denominator was noted.
         """
         if self.workers is not None:
             self.workers.compiled_join()
@@ -441,7 +435,7 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         return True
 
     def sized(self, state: Fields) -> tuple[Fields, Tensor]:
-        """Return `state`, and whether the user's function gave the window a size of at least 1; else it has no weight and an overflow."""
+        """Return `state`, and whether the user's function gave a size >= 1; otherwise the state has no weight and an overflow."""
         if self.calls_steps and self.workers is None:
             micro_step, optimizer_step, skipped, weight, overflow, loss_scale, tracker = state
             sound = self.size_code[STEPS] * self.notes.terms.value()[STEPS] >= 1

@@ -1,13 +1,12 @@
 """The loss scale: a `mindspore.amp.DynamicLossScaler` that the wrapped optimizer drives, and who has read the scale.
 
-The window's end divides gradients by the loss scale, so the user must have multiplied the loss by it. Stock cells such as
-`mindspore.nn.TrainOneStepCell` cannot: their gradients would be too small by the whole scale, and Adam nearly hides that. So `note_read`
-stands where somebody reads the scale, and `require_read` where a gradient comes in. Both run as Python while MindSpore compiles a program,
-and at each call in PyNative.
+The window's end divides gradients by the loss scale, so the user must have multiplied the loss by it, which stock cells such as
+`mindspore.nn.TrainOneStepCell` cannot. So `note_read` stands where somebody reads the scale, and `require_read` where a gradient comes in.
+Both run as Python while MindSpore compiles a program, and at each call in PyNative.
 
-MindSpore's own loop unscales the gradients and adjusts a scaler in every micro-batch. The wrapped optimizer does both once, at the
-window's end, so that loop would divide twice and move the scale within a window. On a driven scaler `adjust` raises, and so does `unscale`
-of gradients; `unscale` of a loss stays. `drive` replaces the methods on the object, where compiled code finds them too.
+MindSpore's own loop unscales the gradients and adjusts a scaler in every micro-batch; the wrapped optimizer does both once, at the window's
+end. On a driven scaler `adjust` raises, and so does `unscale` of gradients; `unscale` of a loss stays. `drive` replaces the methods on the
+object, where compiled code finds them too.
 """
 
 from __future__ import annotations

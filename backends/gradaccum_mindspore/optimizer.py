@@ -1,10 +1,8 @@
 """The wrapped optimizer: a `mindspore.nn.Optimizer` that runs the one it wraps once per window.
 
-One class serves every mode. The compiler (`mindspore.jit`, graph mode) follows ``construct`` and never sees ``__call__``, so ``__call__``
-can be the PyNative path. `Flush` and `Discard` are Cells for the same reason: a method has one body, a Cell has one for each mode.
-
-The wrapped optimizer calls `mindspore.nn.Cell`'s constructor alone and lends the inner optimizer's attributes. So there is one learning
-rate and one ``global_step``: the inner optimizer's, which moves per update.
+One class serves every mode: the compiler follows ``construct`` and never sees ``__call__``, so ``__call__`` can be the PyNative path.
+`Flush` and `Discard` are Cells for the same reason. The wrapped optimizer calls `mindspore.nn.Cell`'s constructor alone and lends the inner
+optimizer's attributes. So there is one learning rate and one ``global_step``: the inner optimizer's, which moves per update.
 """
 
 from __future__ import annotations
@@ -124,15 +122,15 @@ class MicroBatch(OwnPhase):
 class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     """The optimizer that `gradaccum.wrap` returns for a `mindspore.nn.Optimizer`.
 
-    ``optimizer(gradients, weight, loss)`` takes in one micro-batch, the last two if you like, in PyNative, inside `mindspore.jit`, in
-    graph mode, in `mindspore.nn.TrainOneStepCell` and in `mindspore.train.Model`, and returns whether it closed a window (a bool, or a
-    bool Tensor where compiled).
+    ``optimizer(gradients, weight, loss)`` takes in one micro-batch, in PyNative, inside `mindspore.jit`, in graph mode, in
+    `mindspore.nn.TrainOneStepCell` and in `mindspore.train.Model`, and returns whether it closed a window (a bool, or a bool Tensor where
+    compiled).
 
     Args:
         inner: the optimizer to run once per window.
-        options: the checked options. With ``master_weights`` `inner` works on float32 masters from now on, so differentiate by this
-            object's ``parameters``, not by `inner`'s, and load weights into the model before wrapping.
-        name: part of the names of the Parameters that hold the state; give two wrapped optimizers of one program different ones.
+        options: the checked options. With ``master_weights`` `inner` works on float32 masters from now on: differentiate by this object's
+            ``parameters``, and load weights into the model before wrapping.
+        name: part of the names of the Parameters that hold the state; two wrapped optimizers of one program need different ones.
         data_parallel: a window is that of all workers. Then this call, the end of each window and ``flush`` are collective.
     """
 
@@ -208,8 +206,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             GradientError: another number, shape or dtype than the parameters'.
             ArgumentTypeError, ArgumentValueError: `weight` is no finite number >= 0, or `loss` no number.
             ArgumentTypeError, ArgumentValueError: a callable ``steps`` gave no int >= 1.
-            UsageError: there is a loss scale that nobody has asked for yet; ``jit(capture_mode="trace")`` is recording; or the inner
-                optimizer raised in the last update.
+            UsageError: nobody has asked for the loss scale yet; ``jit(capture_mode="trace")`` is recording; or the inner optimizer raised
+                in the last update.
         """
         refuse_trace()
         self.pynative_window.require_whole()
@@ -237,14 +235,14 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         return full
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, in the loss's dtype: differentiate this. In PyNative and in compiled code."""
+        """Return ``loss`` times the loss scale, in the loss's dtype: differentiate this, in any mode."""
         if self.storage.unscaled:
             return loss
         return loss * ops.cast(self.loss_scale, loss.dtype)
 
     @property
     def loss_scale(self) -> Parameter:
-        """The current loss scale, a float32 Tensor of shape () (a Parameter): in PyNative and in compiled code, for ``sens`` say."""
+        """The current loss scale, a float32 Parameter of shape (), in any mode, for ``sens`` say."""
         note_read(self.storage.scaled)
         return self.storage.loss_scale
 
@@ -252,7 +250,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def result(self) -> StepResult:
         """The result of the last micro-batch, flush or discard, in Python numbers. For Python alone. Reading it calls the listeners.
 
-        A loop that prints it has not scaled its loss, so it does not count as asking for the loss scale; `scale` and `loss_scale` do.
+        It does not count as asking for the loss scale; `scale` and `loss_scale` do.
 
         Raises:
             UsageError: compiled code skipped windows of workers with different learning rates.
@@ -265,8 +263,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def epoch(self, loader: Iterable[M], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
         """Iterate over the micro-batches of a loader, and flush when it ends: ``for x, y in opt.epoch(loader):``, from Python.
 
-        A loop that is left early, by ``break`` or an error, leaves its window open. With several workers each flushes once, when its own
-        loader ends.
+        A loop that is left early leaves its window open. With several workers each flushes once, when its own loader ends.
 
         Args:
             loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
@@ -295,10 +292,9 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def add_listener(self, listener: Listener) -> Handle:
         """Call `listener` with a `gradaccum.watching.ClosedWindow` after each window that closes, applied or skipped.
 
-        It is called from Python: when the call of this optimizer, of ``flush`` or of `gradaccum_mindspore.TrainOneStepCell` that closed the
-        window is through, and between two windows that one ``flush`` closes. In a compiled step of your own read ``result`` after each
-        step, which calls it. There ``weight`` is NaN, and so is ``micro_batches``. What it raises is raised by that call; the window has
-        ended by then, and the update is made.
+        Python calls it when the call of this optimizer, of ``flush`` or of `gradaccum_mindspore.TrainOneStepCell` that closed the window is
+        through, and between two windows that one ``flush`` closes. In a compiled step of your own read ``result`` after each step, which
+        calls it; ``weight`` and ``micro_batches`` are NaN there. That call raises what it raises; the update is made by then.
 
         Args:
             listener: a function of one `gradaccum.watching.ClosedWindow`, such as a `gradaccum.watching.JsonLines`.
@@ -312,7 +308,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         return self.storage.listening.add(listener)
 
     def __repr__(self) -> str:
-        """Return the state in one line; waits for the device, which has it. ``print(optimizer.inner)`` shows the inner optimizer."""
+        """Return the state in one line; waits for the device. ``print(optimizer.inner)`` shows the inner optimizer."""
         state = self.storage.pull()
         return kit.described(type(self).__name__, type(self.inner).__name__, self.options, state, self._steps(state))
 

@@ -1,12 +1,9 @@
 """The float32 master weights of half-precision parameters: the inner optimizer works on them, and the model holds the rounded copies.
 
 A MindSpore optimizer takes the model's Parameters when it is built, and clones its moments from them. So `turn_to_masters` changes it in
-place, before its first call here: it replaces each half-precision Parameter by its master wherever the optimizer and its cells keep it,
-and makes their own half-precision state float32 under its old name. Groups, learning rates and weight decay are positions in lists, and
-stay. MindSpore compiles an old call anew, because the gradients now have another dtype.
-
-Some state starts at a number that the half-precision dtype does not hold, such as `nn.Adagrad`'s ``accum=0.1``. The optimizer rounded it
-when it was built, and it starts from there.
+place: it replaces each half-precision Parameter by its master wherever the optimizer and its cells keep it, and makes their own
+half-precision state float32 under its old name, at its rounded value. Groups, learning rates and weight decay are positions in lists, and
+stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Gates a scheduler of `mindspore.experimental.optim.lr_scheduler`: ``scheduler.step()`` after each micro-batch moves it once per update.
 
-The gate decides only whether ``step`` reaches the scheduler. Where one ``flush()`` closes several windows of several workers, the optimizer
-moves it between these.
+Where one ``flush()`` closes several windows of several workers, the optimizer moves the scheduler between these.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The storage of an accumulation: a `mindspore.Parameter` per field of the state, a sum per parameter of the model, the window's size.
 
-PyNative code, compiled functions and checkpoints see only Parameters alike. The names of these follow from the names of the model's
-parameters and the ``name=`` option alone, so a resumed run finds them in another process. ``grad_sum`` is a suffix, because
-`mindspore.load_param_into_net` would load a Parameter called ``grad_sum.weight`` into a missing ``weight``. A sum is zero unless
-``micro_step > 0``: the end of a window assigns exact zeros, which no inf or NaN survives.
+PyNative code, compiled functions and checkpoints all see Parameters. Their names follow from the names of the model's parameters and the
+``name=`` option alone, so a resumed run finds them in another process. ``grad_sum`` is a suffix, because `mindspore.load_param_into_net`
+would load a Parameter called ``grad_sum.weight`` into a missing ``weight``. A sum is zero unless ``micro_step > 0``.
 
 If a function of the user's gives the size of a window, Python code calls it with an int, compiled code with an int32 Tensor. A wrong value
-raises if it is known: outside compiled code, and inside if it is a constant. A Tensor in compiled code must have an integer dtype, and a
-size below 1 makes the window an overflow.
+raises outside compiled code, and inside if it is a constant. A Tensor in compiled code must have an integer dtype, and a size below 1 makes
+the window an overflow.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def with_known_size(options: Options, optimizer_step: int) -> Options:
 
 @constexpr  # type: ignore[untyped-decorator]
 def check_constant_size(size: int | None, until_weight: bool) -> None:
-    """Check the constant that a function returned while MindSpore compiled it. A number that the running program computes comes as None."""
+    """Check the constant that a function returned while MindSpore compiled it; None stands for no constant."""
     if size is not None:
         asked, schedule = (UntilWeight(size), UntilWeight(1)) if until_weight else (size, 1)
         kit.require_steps(asked, 0, schedule)
@@ -90,7 +89,7 @@ GRAD_NORM = 3
 STEPS = 1 + Terms._fields.index("steps")  # after the format
 """Position of the open window's size in `Storage.terms`."""
 OWN, OF_ALL, TORN = range(3)
-"""The open window's sum is this worker's; or that of all workers, until their update is made; or neither: the reduction failed."""
+"""The open window's sum: this worker's; of all workers, until their update is made; neither, as the reduction failed."""
 
 
 class Storage(nn.Cell):  # type: ignore[misc]
@@ -122,7 +121,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         self.unscaled = options.scale_rule == ScaleRule()
         """True if the loss scale is 1 for good."""
         self.scaled = key_of(options) if inner_scale == 1 else NEVER
-        """A constant: compiled code asks by it whether anyone ever read the loss scale. MindSpore's own pair need not read it."""
+        """A constant by which compiled code asks whether anyone read the loss scale; MindSpore's own pair need not."""
         prefix = state_prefix(name)
         self.suffix, master_suffix = suffixes(prefix)
         self.masters = Masters(parameters if options.master_weights else (), master_suffix)

@@ -1,12 +1,11 @@
 """The statistics of a window, its loss and the noise of its gradient, and the listeners that hear of each window.
 
-A micro-batch whose loss nobody tells must cost nothing. So it writes nothing, and the sum of losses has beside it the weight of the
-micro-batches that told theirs: if that is not the window's weight at its end, some loss is missing, and the window's is NaN. Methods of
-`Knowledge` with ``compiled_`` in their name are for the compiler to follow. They only compute, so that every value can be read before the
-first write, except `compiled_see_first`, the body of a branch of its own.
+A micro-batch whose loss nobody tells writes nothing. Beside the sum of losses stands the weight of the micro-batches that told theirs: if
+that is not the window's weight at its end, the window's loss is NaN. Methods of `Knowledge` with ``compiled_`` in their name are for the
+compiler to follow. They only compute, except `compiled_see_first`, the body of a branch of its own.
 
-Compiled code can call nobody. The counters tell what it closed: the training cell, the optimizer and ``flush`` look at them after each
-call from Python, as does ``result``. One window may close between two looks; its update stands until the next one closes.
+Compiled code can call no listener. The counters tell what it closed: the training cell, the optimizer and ``flush`` look at them after each
+call from Python, as does ``result``. One window may close between two looks.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         self.one, self.zero, self.nan = (Tensor(number, float_dtype) for number in (1.0, 0.0, math.nan))
 
     def starts(self) -> dict[str, Sequence[float]]:
-        """Return the value before the first micro-batch of what a checkpoint lacks that was saved without ``noise_scale=``, by its name."""
+        """Return the first value, by name, of what a checkpoint lacks that was saved without ``noise_scale=``."""
         return {self.noise.name: NO_NOISE} if self.has_noise else {}
 
     def pull(self) -> Known:
@@ -150,7 +149,7 @@ class Knowledge(nn.Cell):  # type: ignore[misc]
         return kit.is_first((seen[0], seen[1], seen[2], seen[3]), state)
 
     def compiled_see_first(self, sums: Sums, weight: Parameter, loss_scale: Parameter) -> bool:
-        """Measure the sum that `needs_first` asked for. Reads Parameters alone: the runtime would keep a copy of any other value."""
+        """Measure the sum that `needs_first` asked for. The runtime would keep a copy of a value that is no Parameter."""
         held, scale, seen = weight.value(), loss_scale.value().astype(self.float_dtype), self.noise.value()
         zero = self.zero
         # Only the weight and the scale of the state are read.
@@ -234,7 +233,7 @@ class Listening:
             self.listeners.note(self.storage.result(), weight=before.weight, micro_batches=before.micro_step)
 
     def look(self, micro_batches: float = math.nan) -> None:
-        """Note the window that compiled code closed since the last look, in which it took in so many micro-batches."""
+        """Note the window that compiled code closed since the last look."""
         if not self.listeners:
             return
         before, self.seen = self.seen, self.storage.pull()

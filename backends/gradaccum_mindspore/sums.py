@@ -1,22 +1,19 @@
 """The sums of a window and their arithmetic: add, check, divide, clear, and the global 2-norm.
 
-Functions with ``compiled_`` in their name run where the state is a Tensor (`mindspore.jit`, graph mode) and choose by select. `scaled`,
-`parts`, `all_finite`, `divided`, `clear` and `measure` run in PyNative. On a CPU NumPy reads a tensor's memory without a copy. MindSpore
-runs ``assign``, ``assign_add`` and ``zeros_like`` where they are called, and hands most other operators to another thread: tenths of a
-millisecond, where NumPy takes microseconds. So these three and NumPy do all the work in PyNative. MindSpore's operators work on tensors of
-another device, and on bfloat16, which NumPy does not have.
+Functions with ``compiled_`` in their name run where the state is a Tensor (`mindspore.jit`, graph mode). `scaled`, `parts`, `all_finite`,
+`divided`, `clear` and `measure` run in PyNative. There MindSpore hands most operators to another thread: tenths of a millisecond, where
+NumPy, which reads a CPU tensor's memory without a copy, takes microseconds. So NumPy does the work, with ``assign``, ``assign_add`` and
+``zeros_like``, which run where they are called. Another device, and bfloat16, have MindSpore's operators.
 
 Only `write` and `add_into` write. In PyNative ``Tensor.add_`` and its like leave a Parameter as it was, and a compiled function does not
-see ``set_data``. A sum is exactly zero while no window is open: the window's end writes zeros, in one pass, so a micro-batch is one
-addition and need not ask whether it is the first. `compiled_clear` makes the zeros when it needs them: ``zeros_like`` would be a constant
-of the graph, a second buffer of the model's size.
+see ``set_data``. A sum is exactly zero while no window is open: the window's end writes zeros, so a micro-batch is one addition.
+`compiled_clear` makes the zeros when it needs them: ``zeros_like`` would be a constant of the graph, of the model's size.
 
 Arithmetic on a half-precision sum runs in float32, and the result is rounded as it is written: MindSpore has few bfloat16 operators on a
-CPU, and float16 does not hold a factor or a divisor such as 2^16.
+CPU, and float16 does not hold a factor such as 2^16.
 
-One pass over the sums squares and adds. If the squares overflow, or are so small that some of them vanish, a second pass divides by the
-largest magnitude first: large finite gradients are no overflow, and tiny ones have a norm. A compiled window takes that pass in a branch
-of its own. MindSpore compiles each operator by itself, and takes several times as long for an operator in a branch inside a branch. For
+One pass over the sums squares and adds. If the squares overflow, or some of them vanish, a second pass divides by the largest magnitude
+first: large finite gradients are no overflow, and tiny ones have a norm. A compiled window takes that pass in a branch of its own. For
 hundreds of sums the norm was half of the time to compile a step, so `Packed` joins the small sums to one.
 """
 
@@ -54,11 +51,10 @@ HALF = (ms.float16, ms.bfloat16)
 FLOATS = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32, "float64": ms.float64}
 
 each: Callable[..., tuple[Any, ...]] = ops.HyperMap()
-"""``each(function, trees...)``: a tuple of `function`'s results for the leaves side by side. No loop: the compiler starts another graph
-at each ``if`` in a loop, inside the graph of the ``if`` before, and took minutes for 200 parameters."""
+"""``each(function, trees...)``: a tuple of `function`'s results for the leaves side by side. A loop with an ``if`` took minutes to compile
+for 200 parameters."""
 cast: Callable[[Tensor, DType], Tensor] = ops.Cast()
-"""``cast(tensor, dtype)``: the tensor itself if it has the dtype. One operator; ``Tensor.astype`` is four graphs for each tensor, which the
-compiler takes apart again."""
+"""``cast(tensor, dtype)``: the tensor itself if it has the dtype. One operator, where ``Tensor.astype`` is four graphs."""
 
 
 def hidden_parameter(value: Tensor, name: str) -> Parameter:
@@ -156,7 +152,7 @@ def _divide(divisor: Tensor, total: Parameter, dtype: DType) -> Tensor:
 
 
 def multiply(sums: Sums, factor: Tensor, dtypes: Sequence[DType]) -> tuple[Tensor, ...]:
-    """Return ``sum * factor``, as `divide` hands out its quotients. MindSpore's division takes four times as long on a CPU."""
+    """Return ``sum * factor``, as `divide`, which takes four times as long on a CPU."""
     return each(ops.partial(_multiply, factor), sums, dtypes)
 
 
@@ -262,8 +258,7 @@ def _tensor(values: Array, dtype: DType) -> Tensor:
 
 
 ROW = 4096
-"""Elements to sum in one go at most, for accuracy and speed: MindSpore's sum over the last axis runs at the speed of memory, its sum over
-all axes takes seven times as long."""
+"""Elements to sum in one go at most: MindSpore's sum over all axes takes seven times as long as over the last one."""
 SMALLEST = {ms.float32: 2.0**-80, ms.float64: 2.0**-918}
 """Below this sum of squares, the squares that vanished may count: the smallest normal number over the square of the rounding."""
 
@@ -335,7 +330,7 @@ def row_length(size: int) -> int:
 def robust_measure(sums: Sums, dtype: DType) -> tuple[Tensor, Tensor]:
     """Global 2-norm and whether every element is finite, in `dtype` and bool, shape (), for elements whose squares overflow or vanish.
 
-    A norm of finite elements beyond the range of `dtype` is reported as its largest number.
+    A norm beyond the range of `dtype` is its largest number.
     """
     largest = ops.stack(each(ops.partial(_largest, dtype), sums)).max()
     divisor = ops.where(largest > 0, largest, ops.ones_like(largest))
@@ -362,7 +357,7 @@ def norm_over(sums: Sums, divisor: Tensor) -> Tensor:
 SMALL = 4 * ROW
 """Elements up to which a sum is small: 64 KiB in float32."""
 JOINED = 2**22
-"""Elements that are joined at most, 16 MiB in float32: the copy and its squares are no buffer of a large model's size."""
+"""Elements that are joined at most, 16 MiB in float32."""
 reshape: Callable[[Tensor, tuple[int, ...]], Tensor] = ops.Reshape()
 concat: Callable[[tuple[Tensor, ...]], Tensor] = ops.Concat()
 """Primitives: the functions of these names are graphs of their own, for each tensor."""

@@ -1,14 +1,12 @@
 """Training steps: the training cell, and callbacks for `mindspore.train.Model.train`.
 
-`mindspore.nn.TrainOneStepCell` hands over gradients only. It can neither scale the loss by a scale that moves nor say how many items a
-micro-batch has. `TrainOneStepCell` here does both.
+`mindspore.nn.TrainOneStepCell` hands over gradients only: it can neither scale the loss by a scale that moves nor weigh a micro-batch.
+`TrainOneStepCell` here does both.
 
-On a CPU in graph mode Python chooses among the cell's compiled programs: one for a micro-batch, `HostWindow`'s for the end of a window. A
-compiled end that decides for itself has a graph for the update, one for a norm whose squares overflow, and dozens of scalar operators. The
+On a CPU in graph mode Python chooses among the cell's compiled programs: one for a micro-batch, `HostWindow`'s for the end of a window. The
 host reads the state without a wait, and NumPy measures the sums in one pass. So the program of the end gets the few numbers that it
-writes, has no branch, and writes everything: an interruption finds the window open or closed. There is one program for all micro-batches,
-the last of a window too: two would compile the network twice, and each would draw the random numbers of its dropout from the start of the
-same sequence.
+writes, has no branch, and writes everything: an interruption finds the window open or closed. All micro-batches have one program: two would
+compile the network twice, and each would draw its dropout's random numbers from the start of the same sequence.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Program(OwnPhase):
 
 
 class Applied(Program):
-    """The end of a window that was decided on. It takes nothing that it does not use: MindSpore runs such a program half as fast."""
+    """The end of a window that was decided on. An input that it does not use would make it half as fast."""
 
     def __init__(self, window: CompiledWindow, update: Update, multiplies: bool) -> None:
         super().__init__()
@@ -124,7 +122,7 @@ class MicroBatch(Program):
         return self.cell.added(*inputs)
 
     def follow(self) -> None:
-        """Train or not as the cell does. `set_train` would say so to the cells below too, some of which the user may have frozen."""
+        """Train or not as the cell does; `set_train` would also change cells that the user froze."""
         self._phase = self.cell._phase
         self.add_flags(training=self.cell.training)
 
@@ -188,16 +186,15 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
     """One micro-batch: the loss, its gradient and the wrapped optimizer's call. The last micro-batch of a window makes the update.
 
     In PyNative, in `mindspore.jit`, in graph mode, and as the network of `mindspore.train.Model`:
-    ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. A checkpoint of this cell holds everything, also the statistics
-    of a normalization, which no optimizer holds. With ``data_parallel=True`` nothing is reduced before a window's end. Without it, in
-    MindSpore's data parallel mode, it takes the mean of the workers' gradients in each micro-batch, and all must have equally many items.
+    ``Model(TrainOneStepCell(nn.WithLossCell(net, loss_fn), optimizer))``. A checkpoint of this cell holds everything, a normalization's
+    statistics too. With ``data_parallel=True`` nothing is reduced before a window's end. Without it, in MindSpore's data parallel mode, it
+    takes the mean of the workers' gradients in each micro-batch, and all must have equally many items.
 
     Args:
         network: a Cell that returns the loss, not scaled.
         optimizer: the wrapped optimizer; its loss scale, if any, is applied here.
         weight: a function of the network's inputs that returns how many items the micro-batch has, a number or a Tensor of one element; the
-            length of the first input's first axis unless given. None: every micro-batch weighs 1. That saves a pass over the gradients, and
-            is the same if all micro-batches have one size.
+            length of the first input's first axis unless given. None: every micro-batch weighs 1, which saves a pass over the gradients.
 
     Returns:
         When called: the loss of the micro-batch, not scaled.
@@ -260,9 +257,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):  # type: ignore[misc]
 class FlushAtEpochEnd(Callback):  # type: ignore[misc]
     """Close the open window in the last step of each epoch, so that no window reaches from one epoch into the next.
 
-    The update divides by the weight that the window holds. Put this callback before callbacks that save checkpoints: they save at the end
-    of a step, where this one flushes. `mindspore.train.Model.fit` validates after it. With a
-    ``sink_size`` MindSpore's epoch is that many steps, where the data goes through a sink; on a CPU it does not, and the epoch is the data.
+    Put this callback before callbacks that save checkpoints: they save at the end of a step, where this one flushes.
+    `mindspore.train.Model.fit` validates after it. Where the data goes through a sink, not on a CPU, an epoch is ``sink_size`` steps.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -277,10 +273,10 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
         self.steps: int | None = None
         """Of an epoch whose data goes through no sink; ``batch_num`` is the ``sink_size`` there too, if one was given."""
         self.flushed = False
-        """In this epoch. Where workers share their windows each flushes once in an epoch, whatever it holds, as `flush` is collective."""
+        """In this epoch. Workers that share windows each flush once in an epoch, whatever they hold."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this callback: it would save without the tail."""
+        """Raise `UsageError` if a `mindspore.train.ModelCheckpoint` stands before this callback."""
         run = run_context.original_args()
         self.steps = None if run.get("dataset_sink_mode") else run.train_dataset.get_dataset_size()
         callbacks = run.list_callback
@@ -309,10 +305,9 @@ class FlushAtEpochEnd(Callback):  # type: ignore[misc]
 class WatchWindows(Callback):  # type: ignore[misc]
     """Call `listeners` with a `gradaccum.watching.ClosedWindow` after each step that closed a window.
 
-    While `Model.train` runs they are listeners of the optimizer, as by its ``add_listener``. The callback looks for a closed window after
-    each step, because the cell that `Model` builds of a network, a loss and an optimizer is compiled whole. Put it before
-    `FlushAtEpochEnd`. In each step it waits for the device. ``weight`` is NaN where compiled code closes the window; so is ``loss``,
-    unless all losses of the window are passed to the optimizer, as by `gradaccum_mindspore.TrainOneStepCell`.
+    While `Model.train` runs they are listeners of the optimizer. The callback looks for a closed window after each step, and waits for the
+    device. Put it before `FlushAtEpochEnd`. ``weight`` is NaN where compiled code closes the window; so is ``loss``, unless all losses are
+    passed to the optimizer, as by `gradaccum_mindspore.TrainOneStepCell`.
 
     Args:
         optimizer: the wrapped optimizer.

@@ -35,8 +35,7 @@ class PyNativeWindow:
     def add(self, gradients: Gradients, weight: float, size: Schedule, loss: float | None = None) -> State:
         """Take in one micro-batch of checked gradients, and its `loss` if one is passed; return the state after it, written.
 
-        If this raises, the caller can try again. The state is the old one; if some sums hold the gradient and some do not, the window is
-        spoilt, and its end skips it.
+        If this raises, the state is the old one; if only some sums hold the gradient, the window is spoilt, and its end skips it.
         """
         state = self.storage.pull()
         require_room(state, size)
@@ -66,7 +65,7 @@ class PyNativeWindow:
         return after
 
     def take_back(self, state: State, known: Known | None) -> None:
-        """Return the state before a micro-batch of which some sums may hold a part, and what was known then, if that may have changed."""
+        """Put back the state before a micro-batch of which some sums may hold a part, and what was known then."""
         if known is not None:
             self.storage.knowledge.push(known)
         (spoil if state.micro_step else clear)(self.storage.sums)
@@ -91,7 +90,7 @@ class PyNativeWindow:
         """End the window: make the `update` with its gradients, divided by `denominator` if one is given, or not at all.
 
         If this raises before the inner optimizer is called, the window is open as before, and ``flush`` makes its update. If the inner
-        optimizer raises, each further call raises until ``discard``, or until a checkpoint is loaded. Otherwise the window is closed.
+        optimizer raises, each further call raises until ``discard``, or until a checkpoint is loaded.
         """
         ending, options = state, self.options
         if denominator is not None:

@@ -1,8 +1,7 @@
 """The large batch and its micro-batches: the options of the call, the leaves that have items, what each micro-batch weighs.
 
-The core says where to cut. What stands here knows that a leaf is a `mindspore.Tensor` or a NumPy array. The core walks nests as Python,
-which MindSpore's compiler cannot follow. So `leaves_in`, `nest_in` and what uses them walk tuples, lists, dicts and leaves in compiled
-code: every ``if`` there asks about a type or a structure, so that it is decided while compiling.
+The core says where to cut, and walks nests as Python, which MindSpore's compiler cannot follow. So `leaves_in`, `nest_in` and what uses
+them walk tuples, lists and dicts in compiled code: every ``if`` there asks about a type or a structure, and is decided while compiling.
 """
 
 from __future__ import annotations
@@ -276,7 +275,7 @@ def sliced(value: Any, axis: Any, cut: Cut) -> Any:
 
 
 def _packing_weights(batch: Batch, options: SplitOptions, items: int) -> list[float] | None:
-    """Return each item's weight where the batch is packed by weight: from the array, or from the callable, asked about each item alone."""
+    """Return each item's weight where the batch is packed by weight; a callable is asked about each item alone."""
     if options.division.micro_batch_weight is None or options.weight is None:
         return None
     singles = (part(batch, options.axes, Cut(place, place + 1)) for place in range(items))

@@ -1,15 +1,12 @@
 """The micro-batches of the large batch as one loop of compiled code: inside `mindspore.jit` and inside a Cell in graph mode.
 
-The loop is a ``while`` on a Tensor, so its body is compiled once, however many micro-batches there are: MindSpore unrolls a loop over
-Python numbers, and 32 copies took four times as long to compile as one body. One body also keeps random numbers apart: each copy of a
-random operator would start at the same seed. A last, smaller micro-batch is a second copy of the body. The sums start as zeros that the
-graph computes, because constant zeros would be a second buffer of the model's size.
+The loop is a ``while`` on a Tensor, so its body is compiled once: MindSpore unrolls a loop over Python numbers, and each copy of a random
+operator would start at the same seed. A last, smaller micro-batch is a second copy of the body. The sums start as zeros that the graph
+computes, because constant zeros would be a second buffer of the model's size.
 
-Such a loop needs the shape of what it carries before it runs. Only a micro-batch tells the shapes of other outputs: these need Python.
-Tuples of Tensors are walked by place: through a loop over a tuple of equal shapes MindSpore takes its length for unknown, and then
-`mindspore.ops.HyperMap` returned shape (1,) for shape ().
-
-A compiled program knows shapes, not values: what depends on values is refused here, and a weight that is a Tensor is not checked.
+Such a loop needs the shape of what it carries before it runs, so other outputs need Python. Tuples of Tensors are walked by place: through
+a loop over a tuple of equal shapes MindSpore takes its length for unknown, and `mindspore.ops.HyperMap` returned shape (1,) for shape ().
+What depends on values is refused here, and a weight that is a Tensor is not checked.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The replay of a micro-batch: a second pass draws the first one's random numbers and moves statistics once.
 
-MindSpore has no state of random numbers that one could save and load. In PyNative it makes each operator with seeds that come from
-counters in `mindspore.common.seed`, so the same counters make the same operators again. `mindspore.nn.Dropout` makes its operator once and
-for all, so it is lent one for each micro-batch. Whatever else draws numbers is noticed: the outputs of both passes are compared.
-Parameters that nobody trains, such as a normalization's statistics, are set back between the passes: they move as in one pass.
+In PyNative MindSpore makes each operator with seeds from counters in `mindspore.common.seed`, so the same counters make the same operators
+again. `mindspore.nn.Dropout` makes its operator once, so it is lent one for each micro-batch. Whatever else draws numbers is noticed: the
+outputs of both passes are compared. Parameters that nobody trains, such as statistics, are set back between the passes.
 
 In compiled code each operator has numbers of its own, and after `mindspore.set_seed` they all start at that seed. So the micro-batches of
 one size have to run through one compiled program, and those of two sizes, which are two programs, would begin with the same numbers.
@@ -74,14 +73,13 @@ def named_by(fn: Any, depth: int) -> Iterator[nn.Cell | Parameter]:
 
 
 SEEDS: Any = sys.modules["mindspore.common.seed"]
-"""Private to MindSpore: ``_GLOBAL_SEED``, ``_KERNEL_SEED`` and ``_get_graph_seed``. Without them nothing could be replayed; if they work in
-another way, the outputs of both passes differ, and `require_same` says so."""
+"""Private to MindSpore: ``_GLOBAL_SEED``, ``_KERNEL_SEED`` and ``_get_graph_seed``. If they change, `require_same` raises."""
 
 
 ROUNDINGS = {ms.float16: 2.0**-5, ms.bfloat16: 2.0**-4, ms.float32: 2.0**-11, ms.float64: 2.0**-26}
-"""How far the outputs of two passes may differ, relative to the largest: about the square root of a rounding. Integers are equal."""
+"""How far the outputs of two passes may differ, relative to the largest. Integers are equal."""
 LARGEST = 2**16
-"""Elements of a Parameter that may be a statistic of a user's own Cell; a larger one that nobody trains counts as a frozen weight."""
+"""Elements of a Parameter that may be a statistic; a larger one that nobody trains is a frozen weight."""
 
 
 class Noted:

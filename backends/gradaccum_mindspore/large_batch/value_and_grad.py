@@ -65,7 +65,7 @@ def value_and_grad(
             is that of the large batch: one part per item.
         weights: the Parameters to differentiate by.
         has_aux: `fn` returns other outputs too, declared by `aux`. ``value`` is then the tuple of the loss and the merged outputs.
-        steps: at most so many micro-batches, of ceil(items / steps) items; the last one may be smaller.
+        steps: at most so many micro-batches, of ceil(items / steps) items.
         micro_batch_size: items of a micro-batch.
         micro_batch_weight: consecutive items are packed up to this weight, by `weight`; a callable is asked about each item alone.
         reduction: "mean": `fn` returns a mean, weighed by `weight`. "sum": it returns a sum. "item_mean": it returns a sum, and the sum
@@ -74,8 +74,8 @@ def value_and_grad(
             of items unless given. A micro-batch of weight 0 adds nothing, whatever its loss is. If all weigh 0, loss and gradients are 0.
             A callable must not depend on what is differentiated: it would raise, or in compiled code make everything NaN.
         axes: the axis of the items, an int, for each leaf of the batch (a prefix nest of the tuple of arguments); None: given whole to
-            each micro-batch, as are numbers, texts and None; "items": a list or tuple of items, as ``(0, "items")`` for images and one
-            dict per image, from Python only. A list that may be as long as the batch needs it, or ``[0, 0]``, an axis per element.
+            each micro-batch, as are numbers and texts; "items": a list or tuple of items, as ``(0, "items")`` for images and one dict per
+            image, from Python only. A list that may be as long as the batch needs it, or ``[0, 0]``, an axis per element.
         split: a function of the batch that yields micro-batches, each a tuple of arguments, in place of cutting; with `steps` it gets
             ``steps=`` too.
         aux: how the other outputs merge, a prefix nest of the second output, or of the tuple of several: "sum", "mean" (over items),
@@ -85,8 +85,8 @@ def value_and_grad(
             their own dtype.
 
     Returns:
-        A Cell to call with the batch. It keeps nothing between calls. If a call raises, the statistics of the Cells that `fn` names are as
-        before. Called from Python, it returns the loss in its own dtype; compiled code, in float32, or in float64 if a sum is float64.
+        A Cell to call with the batch. If a call raises, the statistics of the Cells that `fn` names are as before. Called from Python, it
+        returns the loss in its own dtype; compiled code, in float32, or in float64 if a sum is float64.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; on a call, the batch is empty or has leaves of unequal size, or `fn`

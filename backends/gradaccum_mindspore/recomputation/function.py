@@ -1,21 +1,17 @@
 """Segments whose activations are recomputed: a segment runs without keeping them, and once more when its gradient is asked for.
 
-`mindspore.recompute` frees and repeats. Its way by hooks on saved tensors (``use_reentrant=False``) takes any nest of arguments and finds
-the Parameters by itself; the other way drops the gradients of Tensors in a tuple, and mixes calls up when one is never differentiated.
-``early_stop=False``, because stopping early leaves MindSpore's stack of calls torn when a Cell is among what runs. `Call` does what
-MindSpore does not do in PyNative mode:
+`mindspore.recompute` frees and repeats. ``use_reentrant=False`` takes any nest of arguments and finds the Parameters by itself; the other
+way drops the gradients of Tensors in a tuple. ``early_stop=False``, because stopping early leaves MindSpore's stack of calls torn when a
+Cell is among what runs. `Call` does what MindSpore does not do in PyNative mode:
 
-- The second run draws what the first run drew. The default generator has a state that can be set; functions such as `mindspore.ops.rand`
-  take their seed from a counter in `mindspore.common.seed`, which can be set too; the kernel of `mindspore.ops.Dropout` keeps its state to
-  itself, so `Tape` records its masks, a byte per element on a CPU. Any other kernel with a state of its own draws anew, and the outputs,
-  which are compared, show it.
+- The second run draws what the first run drew. The default generator and the counters in `mindspore.common.seed`, which seed functions such
+  as `mindspore.ops.rand`, can be set; the kernel of `mindspore.ops.Dropout` keeps its state to itself, so `Tape` records its masks, a byte
+  per element on a CPU. Any other kernel with a state of its own draws anew, and the outputs, which are compared, show it.
 - What the forward pass changes moves once: running statistics, counters, any Parameter without a gradient.
-- The second run casts as the first did. A Cell under `to_float` casts the inputs of every operator inside of it. MindSpore replays
-  `mindspore.amp.auto_mixed_precision`, but not `to_float`; and it passes what it hands to the backward pass through `stop_gradient` inside
-  of the Cell, so that a float32 statistic of a normalization would come back in half precision.
+- The second run casts as the first did. MindSpore replays `mindspore.amp.auto_mixed_precision`, but not `to_float`; and it passes what it
+  hands to the backward pass through `stop_gradient` inside of the Cell, so that a float32 statistic would come back in half precision.
 
-Compiled code needs little of this: MindSpore's compiler never repeats an operator that draws or an assignment. `keep_statistics` says what
-it has to be told.
+MindSpore's compiler never repeats an operator that draws or an assignment; `keep_statistics` says what it has to be told.
 """
 
 from __future__ import annotations
@@ -179,7 +175,7 @@ def _dropped(dropout: ops.Dropout, x: Tensor) -> Any:
 
 
 def _mask(tapes: tuple[Tape, ...], draw: Callable[[], Tensor]) -> Tensor:
-    """Return the mask from the innermost tape that replays; those inside of it record the same mask, those outside know it."""
+    """Return the mask from the innermost tape that replays; those inside of it record the same mask."""
     if not tapes:
         return draw()
     return tapes[-1].mask(lambda: _mask(tapes[:-1], draw))

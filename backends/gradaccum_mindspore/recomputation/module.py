@@ -24,10 +24,8 @@ def recompute(cell: nn.Cell, *, segments: int | None = None) -> nn.Cell:
     """Return the same Cell, with the same gradient to the bit, keeping its inputs in place of its activations.
 
     In PyNative mode, under `mindspore.jit` and in GRAPH mode. Dropout repeats its mask and batch normalization moves its statistics once;
-    `Cell.recompute()` alone promises neither. The Cell is changed in place: its Parameters, their names and its layers stay. Nothing is
-    recomputed where no gradient is asked for. Call it once per Cell, when the Cell has all its layers, and not on layers of it as well; to
-    recompute some layers alone, call it on each. A frozen weight is compared after each forward pass in PyNative mode, because it could be
-    a buffer.
+    `Cell.recompute()` alone promises neither. The Cell is changed in place: its Parameters, their names and its layers stay. Call it once
+    per Cell, when the Cell has all its layers, and not on layers of it as well; to recompute some layers alone, call it on each.
 
     Args:
         cell: a `SequentialCell`, cut into segments; or another Cell, recomputed as a whole.

@@ -1,8 +1,8 @@
 """A loss in MindSpore as `gradaccum.verify` runs it: in PyNative mode, in parts, under conditions, with the user's state put back after.
 
-A run may change parameters, statistics, attributes of Cells, modes and random states. Values are compared and kept as NumPy's: one
-operator in PyNative takes a thousand times as long. A parameter is written only if it changed. Operators run one by one: MindSpore's own
-threads, which run ahead of Python, wait for each value that is read here, and take five times the processor time with small models.
+A run may change parameters, statistics, attributes of Cells, modes and random states. Values are compared and kept as NumPy's. A parameter
+is written only if it changed. Operators run one by one: MindSpore's threads, which run ahead of Python, would wait for each value that is
+read here, at five times the processor time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradaccum_mindspore.verification.draws import Lent
 from gradaccum_mindspore.verification.layers import Calls, mixing_layers
 
 SEEDS: Any = sys.modules["mindspore.common.seed"]
-"""Private to MindSpore: ``_GLOBAL_SEED`` and ``_KERNEL_SEED``, a counter per random operator. MindSpore has no public way to read both."""
+"""Private to MindSpore: ``_GLOBAL_SEED`` and ``_KERNEL_SEED``, a counter per random operator."""
 NOBODYS = 1_618_033_988
 """A seed that no loss sets, so that one which sets the user's own seed again is noticed."""
 PLAIN = (int, float, complex, str, bool, type(None), Tensor, np.ndarray, tuple)

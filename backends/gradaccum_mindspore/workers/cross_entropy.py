@@ -93,10 +93,8 @@ def sharded_cross_entropy(
 
     The first worker holds the first classes, the next one those that follow, and so on; slices may differ in size. All workers get the same
     loss, and each gets the gradient of its own logits. The gradient of the features is a sum over the workers: the layer that multiplies
-    them by the class weights has to all-reduce it. For PyNative, `mindspore.jit` and graph mode.
-
-    Half-precision logits are computed with in float32. The backward multiplies by the gradient that it is handed, so loss scaling and
-    accumulation work through it. It cannot be differentiated itself.
+    them by the class weights has to all-reduce it. For PyNative, `mindspore.jit` and graph mode. Half-precision logits are computed with in
+    float32. It cannot be differentiated twice.
 
     Args:
         logits_shard: shape ``(*batch, own classes)``, any floating dtype. It may have no class at all, but has to take part.
@@ -136,8 +134,8 @@ def sharded_cross_entropy(
 def _own_statistics(shard: Tensor, index: Tensor, ignored: Tensor) -> Tensor:
     """Return rows of this worker: its maximum, and less that the sums of exponentials and of logits; the target's logit; its votes.
 
-    A worker has one vote for a target that it holds, and two for an item that is ignored. A sum of one is a target, one of two for each
-    worker is an ignored item, and any other sum is a label that is no class, or that differs between workers.
+    A worker has one vote for a target that it holds, and two for an ignored item. A sum of one is a target, two per worker an ignored item;
+    any other sum is a label that is no class, or that differs between workers.
     """
     wide = ms.float64 if shard.dtype == ms.float64 else ms.float32
     votes = ops.select(ignored, ops.full_like(index, 2), ops.full_like(index, 0)).astype(wide)
@@ -156,7 +154,7 @@ def _own_statistics(shard: Tensor, index: Tensor, ignored: Tensor) -> Tensor:
 def _gathered(own: Tensor, group: str | None, workers: int) -> Tensor:
     """Return the rows of each worker, shape ``(workers, 5, *batch)``.
 
-    On the CPU MindSpore gathers float64 rounded to float32, so each float64 number travels as a sum of three of float32, which is exact.
+    The CPU gathers float64 rounded to float32, so each float64 number travels as a sum of three of float32, which is exact.
     """
     if workers == 1:
         return own.expand_dims(0)
@@ -244,7 +242,7 @@ def _here(shard: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(losses: Tensor, votes: Tensor, ignoring: int, reduction: str) -> Tensor:
-    """Return the reduced losses: zero for items with the votes of an ignored one, NaN for those with neither its votes nor a target's."""
+    """Return the reduced losses: zero for ignored items, NaN for those whose votes are neither an ignored item's nor a target's."""
     ignored = votes == ignoring
     sound = ops.logical_or(ignored, votes == 1)
     factor = ops.select(sound, ops.ones_like(losses), ops.full_like(losses, float("nan")))

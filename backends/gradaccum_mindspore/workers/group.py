@@ -1,20 +1,19 @@
 """The window of several workers: what they agree on before, the end that they make together, and what they send each other.
 
-Whoever starts several workers has to say what a window is. Without ``data_parallel=`` each would update its own copy of the model, and
-nothing would say so. Workers that share windows must start with equal options and equal parameters: they exchange no more than gradients.
+Without ``data_parallel=`` each worker would update its own copy of the model, and nothing would say so. Workers that share windows must
+start with equal options and equal parameters: they exchange no more than gradients.
 
 The end adds up a few numbers, then the sums, once. Workers may hold different numbers of micro-batches, or none. A worker that runs out of
-data calls ``flush`` from Python. It then takes part in the windows of the others, with nothing, until they flush too: so all make the same
-updates. The others may end their windows in compiled code meanwhile. NumPy may round a norm as MindSpore's operators do not, and two
-workers would drift apart. So the numbers say where compiled code is at the end of this window, and then the rest of the end runs as
-compiled code here too. Each worker puts its learning rates in places of its own among the numbers, so each sees all. Compiled code that
-finds different ones cannot raise: all workers skip the window as an overflow, and Python raises afterwards.
+data calls ``flush`` from Python, and takes part in the windows of the others, with nothing, until they flush too: so all make the same
+updates. The others may end their windows in compiled code meanwhile, whose norms NumPy may round otherwise: two workers would drift apart.
+So the numbers say that one of them is in compiled code, and then the rest of the end runs as compiled code on all. Each worker puts its
+learning rates in places of its own among the numbers, so each sees all. Compiled code that finds different ones cannot raise: all workers
+skip the window as an overflow, and Python raises afterwards.
 
-Small sums travel packed together, as a message has a price of its own; a large one travels alone. One message leaves when the one before
-has arrived: so no more than one packed copy lives, and the order is the same on every worker, which the kernels for the CPU match messages
-by. These kernels add up float32 and float16 only, and gather float64 rounded to float32. So half-precision sums travel as float32. A
-float64 number travels as a sum of three of float32, which is exact, and each worker adds up what all of them sent; a number beyond
-float32's range arrives as an inf, and its window is skipped as an overflow.
+Small sums travel packed together; a large one travels alone. One message leaves when the one before has arrived: so one packed copy lives,
+and the order, by which the CPU's kernels match messages, is the same on every worker. These kernels add up float32 and float16 only, and
+gather float64 rounded to float32. So half-precision sums travel as float32, and a float64 number as a sum of three of float32, which is
+exact; a number beyond float32's range arrives as an inf, and its window is skipped as an overflow.
 """
 
 from __future__ import annotations
@@ -137,8 +136,8 @@ def place() -> tuple[int, int]:
 def share(parameters: Sequence[Parameter], options: Options, name: str) -> None:
     """Let this worker share the windows of an optimizer of `parameters`. Collective: all workers call it, in the same order.
 
-    `mindspore.nn.TrainOneStepCell` gets a reducer in MindSpore's data parallel mode, which would reduce every micro-batch. It leaves
-    Parameters alone that are marked as ``layerwise_parallel``, and so they are.
+    The reducer that `mindspore.nn.TrainOneStepCell` has in MindSpore's data parallel mode leaves Parameters alone that are marked as
+    ``layerwise_parallel``, and so they are.
 
     Raises:
         ArgumentValueError: on every worker: a worker's differ.
@@ -165,7 +164,7 @@ def share(parameters: Sequence[Parameter], options: Options, name: str) -> None:
 
 
 def part(parameters: Sequence[Parameter]) -> None:
-    """Undo `share` for parameters that go on in windows of this worker's own: MindSpore's reducer may reduce them again."""
+    """Undo `share` for parameters that go on in windows of this worker's own."""
     for parameter in parameters:
         if getattr(parameter, "shares_windows", False):
             parameter.layerwise_parallel = parameter.shares_windows = False
@@ -297,7 +296,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         self.true, self.false = Tensor(True), Tensor(False)
 
     def join(self, state: State, flushing: bool) -> Joined:
-        """Add up the window of all workers, from Python; collective. The window of a joined one whose update raised is not added again."""
+        """Add up the window of all workers, from Python; collective. One whose update raised is not added again."""
         if self.storage.held() == OF_ALL:
             return Joined(state, True, True, False) if self.last is None else self.last._replace(state=state)
         self.require_own_sum("flush()")
@@ -331,8 +330,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def compiled_join(self) -> bool:
         """Make the sums, the weight and the flag those of all workers, in compiled code.
 
-        In a branch of its own: where one graph reads a Parameter, writes it and reads it again, MindSpore puts copies in, and its copy of
-        float64 is rounded to float32 on the CPU.
+        In a branch of its own: where one graph reads a Parameter again after a write, MindSpore copies it, float64 rounded to float32.
         """
         if self.always:
             self.add_up()
@@ -341,8 +339,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
     def add_up(self) -> bool:
         """Run the branch of `compiled_join`.
 
-        A failure in it leaves the sum marked as torn. A window that is not this worker's own, or that the user's function gave a size below
-        1, gets an infinite weight: compiled code cannot raise, and so all workers skip it.
+        A failure in it leaves the sum marked as torn. Compiled code cannot raise: a window that is not this worker's own, or of a size
+        below 1, gets an infinite weight, and all workers skip it.
         """
         store = self.storage
         sound = (store.shared.value()[0] == OWN) & (store.terms.value()[STEPS] >= 1)
@@ -371,7 +369,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         return ops.assign(self.storage.shared, self.own)
 
     def require_same_rates(self) -> None:
-        """Raise unless compiled code found equal learning rates; only once, as it has skipped windows for that."""
+        """Raise unless compiled code found equal learning rates; once, as it has skipped windows for that."""
         if self.drifted.item():
             ops.assign(self.drifted, self.false)
             kit.require_same_rates([float(rate) for rate in rates_of(self.inner)], [0.5], self.workers, self.rank)
@@ -440,7 +438,7 @@ class SharedWindow(PyNativeWindow):
     def flush(self, update: Update, denominator: float | None = None) -> bool:
         """End windows until all workers flush; returns whether one of them held a micro-batch.
 
-        If the update of the window raised that all workers ended together, this makes it, and takes part in no other one.
+        If the update of a window that all workers ended raised, this makes it, and takes part in no other window.
         """
         if self.storage.held() == OF_ALL:
             joined = self.end(self.storage.pull(), update, denominator)
