@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack, cast
 
 import torch
@@ -50,6 +50,8 @@ class TorchBackend:
         module: object = None,
         gradient_sync: object = "micro_batch",
         process_group: object = None,
+        norm_group: object = None,
+        tied: object = None,
     ) -> AccumulatingOptimizer:
         """Wrap a `torch.optim.Optimizer`.
 
@@ -69,6 +71,10 @@ class TorchBackend:
             process_group: the `torch.distributed.ProcessGroup` of workers that train equal copies of one model without a parallel module.
                 The window's sum is reduced as with ``module=``. An optimizer that averages gradients in its own ``step``, such as a
                 distributed Muon, then averages equal gradients, which has no effect.
+            norm_group: the `torch.distributed.ProcessGroup` of the stages of a pipeline, each with an optimizer of its own. The norm, the
+                clip and the decision on overflow are those of all stages. The end of a window is collective.
+            tied: with `norm_group`, a mapping from the process group of the stages that hold copies of parameters to these parameters, in
+                one order on each stage. Their sums are added up at the window's end.
 
         Raises:
             ArgumentTypeError: `optimizer` is none, is wrapped already, or updates within the backward pass; `module` is no such module.
@@ -85,7 +91,8 @@ class TorchBackend:
         checked = options._replace(accumulate_dtype=require_accumulate_dtype(options.accumulate_dtype), separate_sums=separate)
         require_layouts(optimizer)
         require_update_in_step(optimizer)
-        return AccumulatingOptimizer(optimizer, checked, workers_of(optimizer, module, checked, gradient_sync, process_group))
+        workers = workers_of(optimizer, module, checked, gradient_sync, process_group, norm_group, tied)
+        return AccumulatingOptimizer(optimizer, checked, workers)
 
     def is_scheduler(self, candidate: object) -> bool:
         """True if `candidate` is a learning-rate scheduler, torch's or another library's, gated or not."""
@@ -121,6 +128,8 @@ class TorchOptions(WrapOptions, total=False):
     module: torch.nn.Module | None
     gradient_sync: GradientSync
     process_group: torch.distributed.ProcessGroup | None
+    norm_group: torch.distributed.ProcessGroup | None
+    tied: Mapping[torch.distributed.ProcessGroup, Sequence[torch.Tensor]] | None
 
 
 def wrap(optimizer: torch.optim.Optimizer, steps: Steps, **options: Unpack[TorchOptions]) -> AccumulatingOptimizer:

@@ -56,6 +56,7 @@ from gradaccum_torch.sums import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, sum
 from gradaccum_torch.update import Loss, Progress, Rates, Update, through
 from gradaccum_torch.watch import PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
 from gradaccum_torch.workers.interface import Workers
+from gradaccum_torch.workers.stages import Stages
 
 _LEFTOVERS = (
     "gradaccum: each step() came after {passes} backward passes of its loop, which count as one micro-batch. Most likely two lines of the "
@@ -277,6 +278,8 @@ class Window:
                 return
         else:
             self._workers.require_one_weight(self._fields)
+        if self._workers.stages is not None:
+            self._add_tied(self._workers.stages)
         self._fields, decision, *_ = verdict = self._verdict(self._fields, denominator)
         try:
             if decision.apply:
@@ -305,7 +308,7 @@ class Window:
     def discard(self) -> None:
         self.strategy.clear()
         self.update.forget()
-        self._workers.window_ended()
+        self._workers_ended()
         self._set(discard(self._fields), self._last.grad_norm)
         self._statistics.discard()
 
@@ -405,6 +408,19 @@ class Window:
             self.strategy.load(joined.sums)
         self._fields = self._at_rest(joined.fields)
 
+    def _add_tied(self, stages: Stages) -> None:
+        own = self.strategy.sums()
+        added = stages.add_tied(self._fields, own, self._plan.zeros)
+        if added is not own:
+            self.strategy.load(added)
+            self._workers.not_own = True
+
+    def _workers_ended(self) -> None:
+        self._workers.window_ended()
+        if self._workers.stages is not None:
+            self._workers.stages.window_ended()
+            self._workers.not_own = False
+
     def _verdict(self, fields: State, denominator: float | None) -> Verdict:
         if self._statistics.measures_noise and not self._plan.holds():
             self._statistics.groups_changed()
@@ -413,7 +429,10 @@ class Window:
         divided, options = (fields, self._options) if denominator is None else self._divided(fields, denominator)
         unclipped = divisor(divided, options, select)
         finite = measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))
-        decision = Decision(*decide(divided, measured.norm, finite, options, select, self._plan.largest))
+        norm = measured.norm
+        if self._workers.stages is not None and self._measures:
+            norm, finite = self._workers.stages.agreed(fields, self.strategy.sums(), norm, finite)
+        decision = Decision(*decide(divided, norm, finite, options, select, self._plan.largest))
         return Verdict(fields, decision, unclipped, strayed, (divided, options))
 
     def _divided(self, fields: State, denominator: float) -> tuple[State, Options]:
@@ -446,7 +465,7 @@ class Window:
         after = close(ended, decision.apply, decision.overflow, options, select)
         self._fields, self._last = self._at_rest(after), Last(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
         through(self.strategy.window_ended)
-        self._workers.window_ended()
+        self._workers_ended()
         if self.strategy.expects:
             self._expect()
         if self._scaler is not None:
@@ -458,7 +477,7 @@ class Window:
         self._begun = Begun(window_size(self._options, fields.optimizer_step) if fields.micro_step else None, None)
         self.update.forget()
         self._statistics.restore(known, fields.micro_step)
-        self._workers.window_ended()
+        self._workers_ended()
         self._set(fields, grad_norm)
         self._expect()
         if self._scaler is not None:
@@ -480,6 +499,8 @@ class Window:
         self.strategy.require_whole()
         if call is not None:
             self._workers.require_own_sum(call)
+            if self._workers.stages is not None:
+                self._workers.stages.require_own_sum(call)
 
 
 class Plan:

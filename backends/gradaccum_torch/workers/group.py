@@ -110,11 +110,6 @@ class WorkerGroup(Workers):
         own = [each for group in self._optimizer.param_groups for each in group["params"]]
         return None if self._module is not None or module_averaging(own) is None else delivering_zeros(own)
 
-    def require_no_copy(self) -> None:
-        expected = "an optimizer without module= and process_group=, as a copy has no part in the process group"
-        fix = "Save opt.state_dict(), and wrap anew where it is loaded."
-        raise kit.explain(UsageError, "copy, pickle", expected=expected, found="one with several workers", fix=fix)
-
     def _hold(self, held: Literal["own", "of all", "torn"]) -> None:
         """Note whose sum the open window holds: this worker's, that of all until their update, or neither after a failed reduction."""
         self.joined, self.not_own = held == "of all", held != "own"

@@ -19,6 +19,7 @@ from gradaccum_torch.private import is_in_join
 if TYPE_CHECKING:
     from gradaccum_torch.parameters import Parameters
     from gradaccum_torch.strategy import Strategy
+    from gradaccum_torch.workers.stages import Stages
 
 Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""
@@ -51,6 +52,8 @@ class Workers(ABC):
     """The rank of this worker and their number, which its part of a saved sum belongs to; None: any worker can load any part."""
     group: dist.ProcessGroup | None = None
     """The process group that they make; None: this worker is alone, or a mesh of several groups shares its parameters."""
+    stages: Stages | None = None
+    """The other stages of a pipeline, whose norm and decision are one with this stage's."""
     strategy: Callable[[Parameters, torch.dtype | None], Strategy] | None = None
     """Makes the place of the sum, where the workers' engine keeps it until the window ends; None: the engine does not."""
 
@@ -90,8 +93,12 @@ class Workers(ABC):
         found = "gradients with a graph, which a reduction does not have"
         raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
 
-    def require_no_copy(self) -> None:  # noqa: B027
+    def require_no_copy(self) -> None:
         """Raise unless a copy of the optimizer could take part in the others' reductions."""
+        if self.group is not None or self.stages is not None:
+            expected = "an optimizer without module=, process_group= and norm_group=, as a copy has no part in the process group"
+            fix = "Save opt.state_dict(), and wrap anew where it is loaded."
+            raise explain(UsageError, "copy, pickle", expected=expected, found="one with several workers", fix=fix)
 
 
 def require_no_join(module: DistributedDataParallel) -> None:

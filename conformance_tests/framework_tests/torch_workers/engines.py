@@ -93,6 +93,74 @@ def pipeline_schedule_must_not_scale_gradients(rank: int) -> None:
             require_equal(layers[rank], whole[rank])
 
 
+def tied_stages() -> tuple[nn.Module, nn.Module, nn.Parameter]:
+    """Return an embedding and a head, and the table that both hold."""
+    torch.manual_seed(0)
+    first, last = nn.Embedding(7, 4).double(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 7, bias=False)).double()
+    last[1].weight = first.weight
+    return first, last, first.weight
+
+
+@check
+def stages_have_one_norm(rank: int) -> None:
+    """Over two stages whose embedding is tied: one norm, one clip, one overflow, one scale; a clip below and one above the norm."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    own = {"scale_grads": False} if "scale_grads" in inspect.signature(ScheduleGPipe).parameters else {}
+    for options in ({"clip_norm": 0.05}, {"clip_norm": 50.0}, {"separate_sums": True}):
+        first, last, table = tied_stages()
+        whole = nn.Sequential(*copy.deepcopy([first, last]))
+        if rank == 1:
+            table = last[1].weight = nn.Parameter(table.detach().clone())  # A stage of another process has a copy.
+        part = (first, last)[rank]
+        opt = gradaccum.wrap(sgd(part), steps=2, norm_group=dist.group.WORLD, tied={dist.group.WORLD: [table]}, **options)
+        reference = gradaccum.wrap(sgd(whole), steps=2, **options)
+        stage = PipelineStage(part, rank, WORLD, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: nn.functional.cross_entropy(y, target) / 2, **own)
+        for index, x in enumerate(torch.arange(48).reshape(6, 8) * 5 % 7):
+            factor = math.inf if index == 2 else 1.0  # One stage alone overflows.
+            hooks = [each[0].weight.register_hook(lambda grad, factor=factor: grad * factor) for each in (last, whole[1])]
+            schedule.step(*([x] if rank == 0 else []), **({"target": x.roll(1)} if rank == 1 else {}))
+            reference.backward(nn.functional.cross_entropy(whole(x), x.roll(1)))
+            for each, hook in ((opt, hooks[0]), (reference, hooks[1])):
+                each.step()
+                each.zero_grad()
+                hook.remove()
+            torch.testing.assert_close(opt.result.grad_norm, reference.result.grad_norm, rtol=1e-12, atol=0, equal_nan=True)
+            assert opt.result[:3] == reference.result[:3]
+        require_equal(part, whole[rank])
+        assert opt.result.optimizer_step == 2
+
+
+@check
+def stages_count_the_same_micro_batches(rank: int) -> None:
+    first, *_ = tied_stages()
+    part = nn.Linear(2, 2).double()
+    for arguments, words in (
+        ({"tied": {}}, "norm_group"),
+        ({"norm_group": dist.group.WORLD, "tied": [part.weight]}, "tied"),
+        ({"norm_group": dist.group.WORLD, "tied": {dist.group.WORLD: [first.weight]}}, "tied"),
+        ({"norm_group": dist.group.WORLD, "on_overflow": "drop_micro_batch"}, "on_overflow"),
+        ({"norm_group": dist.group.WORLD, "noise_scale": True}, "noise_scale"),
+    ):
+        with refused((gradaccum.ArgumentTypeError, gradaccum.ArgumentValueError), words):
+            gradaccum.wrap(sgd(part), steps=2, **arguments)
+    opt = gradaccum.wrap(sgd(part), steps=2, norm_group=dist.group.WORLD)
+    for call in ("other weights", "the same"):
+        x = torch.ones(3, 2).double()
+        opt.backward(part(x).sum(), 1 + rank * (call == "other weights"))
+        opt.step()
+        opt.backward(part(x).sum(), 1)
+        if call == "other weights":
+            with refused(gradaccum.UsageError, "norm_group", "opt.discard()"):
+                opt.step()
+            opt.discard()
+    opt.step()
+    assert opt.result.applied
+    with refused(gradaccum.UsageError, "copy, pickle"):
+        copy.deepcopy(opt)
+
+
 @check
 def buffers_are_sent_at_a_window_s_end(rank: int) -> None:
     """The first worker's, in the step that ends it: a forward pass that waited for the others would wait for ever if these flush."""
