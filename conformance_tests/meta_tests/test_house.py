@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 
 LIMITS = {
     "gradaccum": Limits(26, 3_265, 9),
-    "backends/gradaccum_torch": Limits(43, 6_405, 11),
+    "backends/gradaccum_torch": Limits(44, 6_525, 11),
     "backends/gradaccum_jax": Limits(35, 3_570, 9),
     "backends/gradaccum_mindspore": Limits(38, 4_555, 9),
 }
