@@ -56,7 +56,6 @@ from gradaccum_torch.sums import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, sum
 from gradaccum_torch.update import Loss, Progress, Rates, Update, through
 from gradaccum_torch.watch import PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
 from gradaccum_torch.workers.interface import Workers
-from gradaccum_torch.workers.stages import Stages
 
 _LEFTOVERS = (
     "gradaccum: each step() came after {passes} backward passes of its loop, which count as one micro-batch. Most likely two lines of the "
@@ -278,8 +277,7 @@ class Window:
                 return
         else:
             self._workers.require_one_weight(self._fields)
-        if self._workers.stages is not None:
-            self._add_tied(self._workers.stages)
+        self._add_tied()
         self._fields, decision, *_ = verdict = self._verdict(self._fields, denominator)
         try:
             if decision.apply:
@@ -408,12 +406,13 @@ class Window:
             self.strategy.load(joined.sums)
         self._fields = self._at_rest(joined.fields)
 
-    def _add_tied(self, stages: Stages) -> None:
-        own = self.strategy.sums()
-        added = stages.add_tied(self._fields, own, self._plan.zeros)
-        if added is not own:
-            self.strategy.load(added)
-            self._workers.not_own = True
+    def _add_tied(self) -> None:
+        if (stages := self._workers.stages) is not None:
+            own = self.strategy.sums()
+            added = stages.add_tied(self._fields, own, self._plan.zeros)
+            if added is not own:
+                self.strategy.load(added)
+                self._workers.not_own = True
 
     def _workers_ended(self) -> None:
         self._workers.window_ended()
