@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from gradaccum_torch.private import is_in_join
 if TYPE_CHECKING:
     from gradaccum_torch.parameters import Parameters
     from gradaccum_torch.strategy import Strategy
-    from gradaccum_torch.workers.stages import Stages
 
 Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""
@@ -37,6 +36,18 @@ class Joined(NamedTuple):
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return the learning rate of each group; waits for the device where one is there."""
     return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+
+
+class Stages(Protocol):
+    """The stages of a pipeline, as the window of one of them sees them."""
+
+    def window_ended(self) -> None: ...
+
+    def add_tied(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> Sums: ...
+
+    def agreed(self, fields: State, sums: Sums, norm: float, finite: bool) -> tuple[float, bool]: ...
+
+    def require_own_sum(self, call: str) -> None: ...
 
 
 class Workers(ABC):

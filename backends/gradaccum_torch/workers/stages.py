@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,16 @@ from gradaccum_torch.workers.group import require_group, require_same_options
 from gradaccum_torch.workers.interface import Sums
 
 
-class Stages:
+class Progress(NamedTuple):
+    """The collectives that a window's end has made."""
+
+    added: bool
+    """The tied sums are those of all stages."""
+    agreed: tuple[float, bool] | None
+    """The norm of all stages, and whether all are finite."""
+
+
+class StageGroup:
     """The stages of `norm_group`, and the groups of ranks that hold copies of a tied parameter."""
 
     def __init__(self, norm_group: object, tied: object, parameters: Sequence[Tensor], options: Options) -> None:
@@ -39,14 +49,13 @@ class Stages:
 
     def window_ended(self) -> None:
         """Begin the next window. Within one, an update that raised is made again without a second collective."""
-        self._added = False
-        self._agreed: tuple[float, bool] | None = None
+        self._now = Progress(added=False, agreed=None)
 
     @torch.no_grad()
     def add_tied(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor]) -> Sums:
         """Return `sums` with the tied ones added up over their stages; collective, and at most once per window."""
         made = list(sums)
-        if self._added or not self._tied:
+        if self._now.added or not self._tied:
             return sums
         try:
             for group, places in self._tied:
@@ -56,14 +65,14 @@ class Stages:
                     dist.all_reduce(made[place], group=group)
         except RuntimeError as error:
             raise missing_worker_error(fields, self._rank) from error
-        self._added = True
+        self._now = Progress(added=True, agreed=None)
         return made
 
     def agreed(self, fields: State, sums: Sums, norm: float, finite: bool) -> tuple[float, bool]:
         """Return the norm of all stages, in which a tied parameter counts once, and whether all of them are finite; collective."""
-        if self._agreed is None:
-            self._agreed = self._gathered(fields, sums, norm, finite)
-        return self._agreed
+        agreed = self._gathered(fields, sums, norm, finite) if self._now.agreed is None else self._now.agreed
+        self._now = self._now._replace(agreed=agreed)
+        return agreed
 
     def _gathered(self, fields: State, sums: Sums, norm: float, finite: bool) -> tuple[float, bool]:
         copies = [sums[place] for group, places in self._tied for place in places if dist.get_rank(group)]
@@ -83,7 +92,7 @@ class Stages:
         return largest * math.sqrt(math.fsum((a / largest) ** 2 - (b / largest) ** 2 for a, b in zip(norms, again, strict=True))), True
 
     def require_own_sum(self, call: str) -> None:
-        if self._added:
+        if self._now.added:
             raise update_due_error(call)
 
 

@@ -21,7 +21,7 @@ from gradaccum_torch.workers.deferred import Deferred, GradientSync, require_def
 from gradaccum_torch.workers.fsdp import ShardGroup, Shards
 from gradaccum_torch.workers.group import group_alone, group_of, require_parameters, require_same_options
 from gradaccum_torch.workers.interface import Joined, Sums, Workers, require_no_join
-from gradaccum_torch.workers.stages import Stages
+from gradaccum_torch.workers.stages import StageGroup
 
 _SYNCS = get_args(GradientSync)
 _AVERAGES = "AVG"
@@ -49,7 +49,7 @@ def workers_of(
         fix = "Leave it out: module= has a process group, and FSDP2 reduces gradients by itself."
         raise explain(ArgumentValueError, "process_group", expected="no module= and no fully_shard beside it", found="one", fix=fix)
     if norm_group is not None or tied is not None:
-        workers.stages = Stages(norm_group, tied, parameters, options)
+        workers.stages = StageGroup(norm_group, tied, parameters, options)
     if not workers.several and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _require_no_reduction(optimizer)
     return _require_allowed(workers, parameters, options)
