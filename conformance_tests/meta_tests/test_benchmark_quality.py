@@ -86,10 +86,10 @@ class Row(NamedTuple):
 
 
 def rows_of_page() -> list[Row]:
-    """The table of everyday loops; the framework stands in the first of its rows."""
+    """The table of everyday loops, whose first cells are like ``torch, by hand``."""
     section = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8").partition("## Everyday loops")[2].partition("\n## ")[0]
     lines = [re.split(r" *\| *", line.strip("| ")) for line in section.splitlines() if line.startswith("|")][2:]
-    return [Row(framework, loop, (number(short), number(counts)), told) for framework, loop, short, counts, told in lines]
+    return [Row(*loop.split(", ", 1), (number(short), number(counts)), told) for loop, short, counts, told in lines]
 
 
 def number(cell: str) -> float | None:

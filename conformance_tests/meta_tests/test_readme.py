@@ -53,8 +53,9 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_needs_no_scrolling(page: str) -> None:
-    """Lines of at most 88 columns in every block of every page."""
+    """Lines of at most 88 columns in every block of every page; a block that nobody closed would hide the next heading in it."""
     blocks = re.findall(r"^( *)```\w*\n(.*?)^\1```$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert not [block for _, block in blocks if "```" in block]
     assert not [line for _, block in blocks for line in block.splitlines() if len(line) > 88]
 
 
