@@ -40,8 +40,8 @@ class Call(NamedTuple):
 CALLS: list[Call] = []
 
 
-class Mirror(dist.ProcessGroup):
-    """Collectives of `size` ranks that all bring what this one brings."""
+class GroupInPython(dist.ProcessGroup):
+    """A process group without collectives."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
@@ -56,6 +56,27 @@ class Mirror(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         return self._name
+
+    def done(self, brought: Sequence[Tensor]) -> Any:
+        """Return the work of a collective that has been."""
+        future: Future[Any] = Future()
+        future.set_result(list(brought))
+        return _create_work_from_future(future)
+
+
+def registered(kind: type[GroupInPython], backend: str) -> str:
+    """Make `kind` the process group of `backend`, once; return `backend`."""
+
+    def create(common: Any, _: object) -> GroupInPython:
+        return kind(common.group_rank, common.group_size, common.group_id)
+
+    if backend not in dist.Backend.backend_list:
+        dist.Backend.register_backend(backend, create, extended_api=True, devices=["cpu", "cuda"])
+    return backend
+
+
+class Mirror(GroupInPython):
+    """Collectives of `size` ranks that all bring what this one brings."""
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -128,21 +149,13 @@ class Mirror(dist.ProcessGroup):
 
     def _done(self, name: str, brought: Sequence[Tensor]) -> Any:
         CALLS.append(Call(name, sum(tensor.nbytes for tensor in brought), self._size))
-        future: Future[Any] = Future()
-        future.set_result(list(brought))
-        return _create_work_from_future(future)
-
-
-def _create(common: Any, _: object) -> Mirror:
-    return Mirror(common.group_rank, common.group_size, common.group_id)
+        return self.done(brought)
 
 
 @contextmanager
 def mirror(workers: int, rank: int = 0) -> Iterator[list[Call]]:
     """Run the block as `rank` of `workers`; the list fills with the block's collectives."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=workers)
+    dist.init_process_group(registered(Mirror, BACKEND), store=dist.HashStore(), rank=rank, world_size=workers)
     CALLS.clear()
     try:
         yield CALLS

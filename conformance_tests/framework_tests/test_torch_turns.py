@@ -1,0 +1,177 @@
+"""Windows of several workers under interleavings that a seed chooses, with and without a worker that is lost.
+
+A failure names its seed: `require_alike` or `require_said` of that seed replays it.
+
+All workers make the updates of the large batches, and alike: parameters, learning rates, listeners. If a worker is lost, each other one has
+made the updates before, whole, and says so, or makes one more.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+import gradaccum  # noqa: E402
+from conformance_tests.framework_tests.torch_turns import Lost, run  # noqa: E402
+
+FEW, MANY = 40, 2000
+
+
+class Job(NamedTuple):
+    """A training run of several workers."""
+
+    steps: int
+    reduction: str
+    clip_norm: float | None
+    shares: list[list[tuple[Tensor, bool]]]
+    """By worker: its micro-batches, and whether each takes the second branch."""
+
+
+class Report(NamedTuple):
+    """What a worker has at the end, or when another one was lost."""
+
+    parameters: list[Tensor]
+    updates: int
+    windows: int
+    """As its listener counts them."""
+    rate: float
+    lost: bool
+    """The loss of another worker was said."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.frozen = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
+        self.double()
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        return (self.first(x) + (self.second(x) if second else 0) + self.frozen(x)).square().mean()
+
+
+def job_of(seed: int) -> Job:
+    chosen = random.Random(seed)
+    items = torch.Generator().manual_seed(seed)
+    shares = []
+    for _ in range(chosen.choice((2, 2, 3, 4))):
+        sizes = [chosen.randint(1, 4) for _ in range(chosen.randint(0, 6))]
+        micro_batches = [(torch.randn(size, 3, dtype=torch.float64, generator=items), chosen.random() < 0.3) for size in sizes]
+        if micro_batches and chosen.random() < 0.15:
+            chosen.choice(micro_batches)[0][0, 0] = math.inf
+        shares.append(micro_batches)
+    return Job(chosen.randint(1, 3), chosen.choice(("mean", "item_mean")), chosen.choice((None, 0.1)), shares)
+
+
+def train(model: Model, opt: Any, job: Job, micro_batches: Sequence[tuple[Tensor, bool]], lr: Any) -> Report:
+    windows: list[Any] = []
+    opt.add_listener(windows.append)
+    scheduler = gradaccum.wrap(torch.optim.lr_scheduler.ExponentialLR(opt, 0.9))
+    said = False
+    try:
+        for x, second in micro_batches:
+            loss = model(x, second)
+            opt.backward(loss * len(x) if job.reduction == "item_mean" else loss, weight=len(x))
+            opt.step()
+            scheduler.step()
+            opt.zero_grad()
+        opt.flush()
+        scheduler.step()
+    except gradaccum.UsageError as error:
+        said = "expected every worker to end its window too" in str(error)
+        if not said:
+            raise
+        opt.discard()
+        opt.state_dict()
+    return Report([each.detach().clone() for each in model.parameters()], opt.result.optimizer_step, len(windows), lr(opt), said)
+
+
+def as_worker(job: Job, rank: int, group: dist.ProcessGroup) -> Report:
+    model = Model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt = gradaccum.wrap(inner, job.steps, reduction=job.reduction, clip_norm=job.clip_norm, process_group=group)
+    return train(model, opt, job, job.shares[rank], lambda opt: opt.param_groups[0]["lr"])
+
+
+def large_batches(job: Job) -> list[Report]:
+    """Return what one worker has after each number of windows of all micro-batches, from none to all."""
+    model = Model()
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None, reduction=job.reduction, clip_norm=job.clip_norm)
+    windows: list[Any] = []
+    opt.add_listener(windows.append)
+    scheduler = gradaccum.wrap(torch.optim.lr_scheduler.ExponentialLR(opt, 0.9))
+
+    def report() -> Report:
+        state = [each.detach().clone() for each in model.parameters()]
+        return Report(state, opt.result.optimizer_step, len(windows), opt.param_groups[0]["lr"], False)
+
+    found = [report()]
+    for start in range(0, max(map(len, job.shares)), job.steps):
+        for share in job.shares:
+            for x, second in share[start : start + job.steps]:
+                loss = model(x, second)
+                opt.backward(loss * len(x) if job.reduction == "item_mean" else loss, weight=len(x))
+                opt.step()
+                opt.zero_grad()
+        opt.flush()
+        scheduler.step()
+        found.append(report())
+    return found
+
+
+def require_equal(mine: Report, large: Report) -> None:
+    assert (mine.updates, mine.windows, mine.rate) == (large.updates, large.windows, large.rate)
+    for a, b in zip(mine.parameters, large.parameters, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def seeds() -> list[Any]:
+    return [
+        pytest.param(range(start, start + FEW), id=f"{start}-", marks=[pytest.mark.deep] * (start > 0)) for start in range(0, MANY, FEW)
+    ]
+
+
+def as_workers(job: Job, seed: int, lost: tuple[int, int] | None = None) -> list[Any]:
+    return run(len(job.shares), seed, lambda rank, group: as_worker(job, rank, group), lost)
+
+
+def require_alike(seed: int) -> None:
+    job = job_of(seed)
+    for mine in as_workers(job, seed):
+        assert isinstance(mine, Report), repr(mine)
+        require_equal(mine, large_batches(job)[-1])
+
+
+def require_said(seed: int) -> None:
+    job, chosen = job_of(seed), random.Random(~seed)
+    lost = chosen.randrange(len(job.shares)), chosen.randint(5, 20)  # `wrap` has two collectives, of two points each.
+    everyone = as_workers(job, seed, lost)
+    after = {each.windows: each for each in large_batches(job)}
+    survivors = [each for each in everyone if not isinstance(each, Lost)]
+    assert len(survivors) in (len(everyone), len(everyone) - 1)
+    for mine in survivors:
+        assert isinstance(mine, Report), repr(mine)
+        require_equal(mine, after[mine.windows])
+        assert mine.lost or mine.windows == max(after) or len(survivors) == len(everyone)
+    windows = [each.windows for each in survivors]
+    assert max(windows) - min(windows) <= 1
+
+
+@pytest.mark.parametrize("check", [require_alike, require_said])
+@pytest.mark.parametrize("some", seeds())
+def test_interleavings(some: range, check: Callable[[int], None]) -> None:
+    for seed in some:
+        try:
+            check(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
