@@ -119,7 +119,7 @@ def require_number(
     fix = fix or f"Write for example {argument}={above + 1 if below == math.inf else (above + below) / 2:g}."
     try:
         number = None if isinstance(value, (bool, str)) else float(cast(SupportsFloat, value))
-    except TypeError:  # An array of several numbers, or a value that is being traced.
+    except (TypeError, ValueError, RuntimeError):  # An array of several numbers (torch has all three), or a value that is being traced.
         number = None
     if number is None:
         raise explain(ArgumentTypeError, argument, expected=expected, got=value, fix=fix)

@@ -13,7 +13,6 @@ from .jax_losses import (
     CLASSES,
     ITEMS,
     KEY,
-    LENGTHS,
     MASK,
     PARAMS,
     SEQUENCES,
@@ -27,12 +26,7 @@ from .jax_losses import (
     plain,
     squares,
 )
-from .jax_mistaken_losses import ignore_index, key_of_the_batch, token_mean
-
-
-def layer_norm(params: Any, x: Any, y: Any) -> Any:
-    h = hidden(params, x)
-    return squares(params, (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-5), y).mean()
+from .jax_mistaken_losses import key_of_the_batch
 
 
 def attention(params: Any, x: Any, mask: Any) -> Any:
@@ -103,20 +97,9 @@ def of(change: Callable[[jax.Array], jax.Array]) -> Any:
 
 
 HALF = of(lambda leaf: leaf.astype(jnp.bfloat16))
-TOKEN_WEIGHT = {"weight": lambda x, labels: (labels != -100).sum()}
 
 SOUND = {
-    "plain": Case(plain, (X, Y)),
-    "summed": Case(lambda p, x, y: squares(p, hidden(p, x), y).sum(), (X, Y), {"reduction": "sum"}),
-    "token_weight": Case(ignore_index, (SEQUENCES, TOKEN_LABELS), TOKEN_WEIGHT),
-    "item_mean": Case(
-        lambda p, x, mask: jnp.sum(hidden(p, x).sum(-1) ** 2 * mask),
-        (SEQUENCES, MASK),
-        {"reduction": "item_mean", "weight": lambda x, mask: mask.sum()},
-    ),
-    "weight_per_item": Case(token_mean, (SEQUENCES, MASK), {"weight": LENGTHS}),
     "bfloat16": Case(plain, (X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)), params=HALF),
-    "layer_norm": Case(layer_norm, (X, Y)),
     "attention": Case(attention, (SEQUENCES, MASK)),
     "tied": Case(tied, (TOKEN_LABELS,)),
     "recurrent": Case(recurrent, (SEQUENCES, Y)),
@@ -129,7 +112,6 @@ SOUND = {
     "frozen": Case(frozen, (X, Y)),
     "random_features": Case(random_features, (X, Y)),
     "columns_first": Case(columns_first, (X.T, Y, 3), {"axes": (1, 0, None)}),
-    "tiny": Case(lambda p, x, y: plain(p, x, y) * 1e-30, (X, Y)),
     "listening": Case(lambda p, x, y: listening(hidden(p, x) @ p["v"] - y).mean(), (X, Y)),
     "numpy_parameters": Case(plain, (np.asarray(X), np.asarray(Y)), params=of(np.asarray)),
 }

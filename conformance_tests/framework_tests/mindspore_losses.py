@@ -68,31 +68,6 @@ def info_nce(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
     return ops.cross_entropy(ops.matmul(a, b.T), Tensor(np.arange(x.shape[0]), ms.int32))
 
 
-def penalised(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
-    return summed(model, x, y) + (model[0].weight ** 2).sum()
-
-
-def over_positives(model: nn.Cell, x: Tensor, positives: Tensor) -> Tensor:
-    """A mean over positives, of which a micro-batch may have none: 0 / 0."""
-    return (model(x)[:, 0] ** 2 * positives).sum() / positives.sum()
-
-
-def hardest(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
-    """The largest error of the batch alone."""
-    return ((model(x) - y) ** 2).max()
-
-
-def with_sum(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
-    """A sum over items beside a mean over items."""
-    return plain(model, x, y) + 0.01 * (model(x) ** 2).sum()
-
-
-def standardised(model: nn.Cell, x: Tensor, rewards: Tensor) -> Tensor:
-    """Advantages by the mean and the deviation of the micro-batch."""
-    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-    return (model(x) * advantages).mean()
-
-
 class OwnNorm(nn.Cell):
     """A batch normalisation without its name."""
 
@@ -141,43 +116,14 @@ def seeding(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
     return plain(model, x, y)
 
 
-def noisy(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
-    """Noise that NumPy draws for each item."""
-    return plain(model, x + Tensor(np.random.randn(*x.shape).astype(np.float32)), y)
-
-
-def numpy_seeded(model: nn.Cell, x: Tensor, y: Tensor) -> Tensor:
-    np.random.seed(0)
-    return noisy(model, x, y)
-
-
-def two_counts(model: nn.Cell, x: Tensor, mask: Tensor) -> Tensor:
-    """A mean over tokens, and one over sequences."""
-    return token_mean(model, x, mask) + model(x)[:, 0].mean()
-
-
 PLANTED = {
-    "token_mean": Case(net, token_mean, (SEQUENCES, Tensor(MASK.astype(np.float32))), kind="unequal_counts", where="batch[1]"),
-    "ignore_index": Case(lambda: net(outputs=CLASSES), ignore_index, (SEQUENCES, LABELS), kind="unequal_counts", where="batch[1] != -100"),
     "info_nce": Case(lambda: net(outputs=CLASSES), info_nce, (X, Y), kind="coupled_loss"),
     "batch_norm": Case(lambda: net(nn.BatchNorm1d(CLASSES)), plain, (X, Y), kind="batch_statistics", where="1"),
     "own_norm": Case(lambda: net(OwnNorm()), plain, (X, Y), kind="batch_statistics", where="1"),
     "deaf": Case(lambda: net(Deaf()), plain, (X, Y), kind="custom_backward", where="Deaf"),
     "baseline": Case(lambda: net(Baseline()), plain, (X, Y), kind="state", where="1.mean"),
     "moving": Case(lambda: net(Moving()), plain, (X, Y), kind="state", where="moving"),
-    "penalised": Case(net, penalised, (X, Y), {"reduction": "sum"}, kind="repeated_term", where="0.weight"),
-    "wrong_reduction": Case(net, plain, (X, Y), {"reduction": "sum"}, kind="wrong_reduction"),
-    "over_positives": Case(net, over_positives, (X, POSITIVES), kind="unequal_counts", where="batch[1] != 0"),
-    "hardest": Case(net, hardest, (X, Y), kind="coupled_loss"),
-    "with_sum": Case(net, with_sum, (X, Y), kind="summed_term", where="0.weight"),
-    "standardised": Case(net, standardised, (X, Y), kind="coupled_loss"),
     "seeding": Case(lambda: net(nn.Dropout(p=0.5)), seeding, (X, Y), kind="shared_randomness", where="set_seed"),
-    "numpy_noise": Case(net, noisy, (X, Y), kind="randomness", where="numpy.random, a number for each item"),
-    "numpy_seeded": Case(net, numpy_seeded, (X, Y), kind="shared_randomness", where="numpy.random, which the loss seeds"),
-    "two_counts": Case(
-        net, two_counts, (SEQUENCES, Tensor(MASK.astype(np.float32))), kind="several_counts", where="the number of items; batch[1] != 0"
-    ),
-    "weakly_coupled": Case(net, lambda model, x, y: plain(model, x, y) + 1e-4 * model(x).mean() ** 2, (X, Y), kind="coupled_loss"),
 }
 
 
@@ -211,21 +157,14 @@ CLOSED_OVER = net()
 
 SOUND = {
     "plain": Case(net, plain, (X, Y)),
-    "summed": Case(net, summed, (X, Y), {"reduction": "sum"}),
     "dropout": Case(lambda: net(nn.Dropout(p=0.5), nn.Dropout(p=0.2)), plain, (X, Y)),
     "layer_norm": Case(lambda: net(nn.LayerNorm((CLASSES,))), plain, (X, Y)),
-    "token_weight": Case(
-        lambda: net(outputs=CLASSES), ignore_index, (SEQUENCES, LABELS), {"weight": lambda x, labels: (labels != -100).sum()}
-    ),
-    "weight_per_item": Case(net, token_mean, (SEQUENCES, Tensor(MASK.astype(np.float32))), {"weight": MASK.sum(1)}),
     "attention": Case(lambda: filled(Attention()), sequence_mean, (SEQUENCES, Tensor(MASK.astype(np.float32)))),
-    "float64": Case(lambda: net(dtype=ms.float64), plain, FLOAT64),
     "embedding": Case(
         lambda: filled(nn.SequentialCell(nn.Embedding(CLASSES, WIDTH), nn.Dense(WIDTH, 1))),
         embedded,
         ({"ids": LABELS, "target": Y, "names": [f"item {place}" for place in range(ITEMS)]},),
     ),
-    "drawn_once": Case(net, lambda model, x, y: plain(model, x, y) * np.random.random(), (X, Y)),
     "criterion": Case(net, nn.MSELoss(), (X, Y)),
     "functional_criterion": Case(net, ops.mse_loss, [X, Y]),
     "closing_over": Case(lambda: CLOSED_OVER, lambda x, y: plain(CLOSED_OVER, x, y), (X, Y)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +16,12 @@ import optax
 import gradaccum
 from gradaccum_jax import verify
 
-from .jax_losses import CLASSES, ITEMS, KEY, PARAMS, Case, X, Y, plain, squares
+from .jax_losses import CLASSES, KEY, PARAMS, Case, X, Y, plain, squares
 from .jax_mistaken_losses import PLANTED
 from .jax_sound_losses import SOUND
 
-DEAR = ("ignore_index", "class_weighted", "focal", "variance", "hardest_negative", "pairwise", "load_balance", "expert_capacity", "deaf")
-DEAR_SOUND = ("summed", "keys_per_item", "tied", "split_inside", "layer_norm", "recurrent", "per_item_vmap", "columns_first")
+DEAR = ("focal", "expert_capacity")
+DEAR_SOUND = ("keys_per_item", "tied", "split_inside", "recurrent", "per_item_vmap", "columns_first")
 """Each has a sister with the same cause in the default run."""
 
 
@@ -54,20 +53,6 @@ def test_sound_loss_passes(name: str) -> None:
     report = verified(SOUND[name])
     assert report.equivalent, str(report)
     assert not report.causes
-
-
-def test_float64_passes() -> None:
-    with (jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64)(True):
-        params, x, y = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), (PARAMS, X, Y))
-        report = verify(params, plain, (x, y))
-    assert report.equivalent, str(report)
-    assert max(report.units.values()) < 1e-14
-
-
-@pytest.mark.parametrize("steps", [2, 5, pytest.param(3, marks=pytest.mark.deep), pytest.param(ITEMS, marks=pytest.mark.deep)])
-def test_steps_that_do_not_divide(steps: int) -> None:
-    assert verify(PARAMS, plain, (X, Y), steps).equivalent
-    assert not verify(PARAMS, PLANTED["token_mean"].loss_fn, PLANTED["token_mean"].batch, steps).equivalent
 
 
 def test_flax_layers_are_named() -> None:
@@ -119,39 +104,6 @@ def test_a_list_of_a_loader_is_taken_apart() -> None:
     assert verify(PARAMS, jax.jit(plain), [X, Y]).equivalent
 
 
-def test_the_front_door_finds_jax() -> None:
-    assert gradaccum.verify(PARAMS, plain, (X, Y)).equivalent
-    assert gradaccum.verify(SOUND["numpy_parameters"].params, plain, (X, Y)).equivalent
-
-
-class Boom(Exception):
-    pass
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_random_states_stay(raises: bool) -> None:
-    """Also if the loss raises in the middle."""
-
-    def loss_fn(params: Any, x: Any, y: Any) -> Any:
-        random.random()
-        np.random.random()
-        if raises and len(x) != ITEMS:
-            raise Boom
-        return plain(params, x, y)
-
-    random.seed(1)
-    np.random.seed(1)
-    if raises:
-        with pytest.raises(Boom):
-            verify(PARAMS, loss_fn, (X, Y))
-    else:
-        verify(PARAMS, loss_fn, (X, Y))
-    ours = random.random(), np.random.random()
-    random.seed(1)
-    np.random.seed(1)
-    assert ours == (random.random(), np.random.random())
-
-
 def test_numpy_arrays_of_the_user_stay() -> None:
     case = SOUND["numpy_parameters"]
     before = jax.tree.map(np.copy, (case.params, case.batch))
@@ -160,20 +112,9 @@ def test_numpy_arrays_of_the_user_stay() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "loss that is no scalar": ({"loss_fn": lambda p, x, y: squares(p, jnp.tanh(x @ p["w"]), y)}, ValueError, r"shape \(12,\)"),
-    "loss that is a pair": ({"loss_fn": lambda p, x, y: (plain(p, x, y), x)}, ValueError, "tuple"),
     "loss that is no function": ({"loss_fn": 3}, TypeError, "loss_fn"),
     "criterion of outputs": ({"loss_fn": lambda out, y: ((out - y) ** 2).mean()}, TypeError, r"Write verify\(params, lambda params, x, y"),
     "criterion of optax": ({"loss_fn": optax.softmax_cross_entropy_with_integer_labels}, TypeError, "got a criterion"),
-    "leaves of unequal size": ({"batch": (X, Y[:-1])}, ValueError, r"batch\[1\]: expected 12 items"),
-    "axis that a leaf has not": ({"axes": (1, 1)}, ValueError, r"batch\[1\]: expected an array with an axis 1"),
-    "axis that is a text": ({"axes": "items"}, TypeError, "axes"),
-    "axes of another shape": ({"axes": (0, 0, 0)}, ValueError, "axes: expected a prefix"),
-    "nothing to split": ({"axes": None}, ValueError, "an array to split"),
-    "too few weights": ({"weight": [1.0, 2.0]}, ValueError, "12 finite numbers"),
-    "negative weights": ({"weight": [-1.0] * 12}, ValueError, "12 finite numbers"),
-    "negative weight": ({"weight": lambda x, y: -1.0}, ValueError, "weight"),
-    "weight that is an array": ({"weight": lambda x, y: y}, TypeError, "weight"),
     "no floating parameter": ({"params": {"n": jnp.asarray(1)}}, TypeError, "params"),
 }
 

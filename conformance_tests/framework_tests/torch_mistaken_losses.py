@@ -94,16 +94,6 @@ def grpo_token_denominator() -> Case:
     return Case(net(), loss, (batch,))
 
 
-def grpo_group_advantages() -> Case:
-    """Advantages are standardised over a group of completions, which the micro-batches cut."""
-
-    def loss(model: nn.Module, x: Tensor, rewards: Tensor) -> Tensor:
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        return -(F.log_softmax(model(x), -1)[:, 0] * advantages).mean()
-
-    return Case(net(), loss, (inputs(WIDTH), inputs()))
-
-
 class Experts(nn.Module):
     """Two experts, and a router with the auxiliary loss of Switch Transformers: a product of two means over the batch."""
 
@@ -127,49 +117,6 @@ def load_balance() -> Case:
     return Case(Experts(), loss, (inputs(WIDTH), classes()))
 
 
-def penalty_under_sum() -> Case:
-    """A weight decay in the loss, which each micro-batch adds in full."""
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y, reduction="sum") + sum(p.square().sum() for p in model[0].parameters())
-
-    return Case(net(), loss, (inputs(WIDTH), classes()), {"reduction": "sum"})
-
-
-def summed_z_loss() -> Case:
-    """A z-loss that is a sum, beside a cross entropy that is a mean."""
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        logits = model(x)
-        return F.cross_entropy(logits, y) + 0.01 * logits.logsumexp(-1).square().sum()
-
-    return Case(net(), loss, (inputs(WIDTH), classes()))
-
-
-def hardest_negative() -> Case:
-    """Triplets with the hardest negative of the micro-batch."""
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        found = model(x)
-        apart = torch.cdist(found, found)
-        other = torch.where(y[:, None] == y, torch.inf, apart)
-        nearest = other.min(1).values
-        return F.relu(1.0 + apart.mean(1) - torch.where(nearest.isfinite(), nearest, 0.0)).mean()
-
-    return Case(net(), loss, (inputs(WIDTH), classes()))
-
-
-def pairwise_ranking() -> Case:
-    """The area under the curve, by pairs of a positive and a negative."""
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        scores = model(x)[:, 0]
-        pairs = (y[:, None] > y).float()
-        return (F.softplus(scores - scores[:, None]) * pairs).sum() / pairs.sum().clamp(min=1)
-
-    return Case(net(), loss, (inputs(WIDTH), torch.tensor([0, 1, 0, 1, 1, 0, 0, 1])))
-
-
 def class_weights() -> Case:
     """`cross_entropy(weight=)` divides by the sum of the weights of the classes that came."""
     weights = torch.tensor([1.0, 2.0, 5.0])
@@ -186,24 +133,6 @@ def focal_positives() -> Case:
         return each.sum() / y.sum().clamp(min=1)
 
     return Case(net(), loss, (inputs(TOKENS, WIDTH), mask().float()))
-
-
-def standardised_targets() -> Case:
-    """Returns are standardised over the micro-batch, in front of a value head."""
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(model(x)[:, 0], (y - y.mean()) / y.std())
-
-    return Case(net(), loss, (inputs(WIDTH), inputs()))
-
-
-def summed_divergence() -> Case:
-    """`kl_div` with reduction="sum" under a mean: the micro-batches count 1 / N each."""
-
-    def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
-        return F.kl_div(F.log_softmax(model(x), -1), target, reduction="sum")
-
-    return Case(net(), loss, (inputs(WIDTH), inputs(CLASSES).softmax(-1)))
 
 
 def tokens_and_sequences() -> Case:
@@ -244,11 +173,6 @@ def tokens_and_coupling() -> Case:
         return (out[..., 0].square() * kept).sum() / kept.sum() + 1e-3 * out.mean().square()
 
     return Case(net(), loss, (inputs(TOKENS, WIDTH), mask()), {"weight": lambda x, kept: kept.sum()})
-
-
-def weak_coupling() -> Case:
-    """Some ten roundings: measured weights are equal."""
-    return Case(net(), lambda model, x: model(x).square().mean() + 1e-4 * model(x).mean().square(), (inputs(WIDTH),))
 
 
 def numpy_noise() -> Case:
@@ -294,14 +218,6 @@ def noisy_module_and_counts() -> Case:
     return Case(Noisy(), lambda model, x, y: F.cross_entropy(model(x), y), (inputs(WIDTH), labels))
 
 
-def numpy_seeded() -> Case:
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        np.random.seed(0)
-        return F.cross_entropy(model(x + torch.from_numpy(np.random.randn(*x.shape)).float()), y)
-
-    return Case(net(), loss, (inputs(WIDTH), classes()))
-
-
 def generator_made_in_the_loss() -> Case:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         noise = np.random.default_rng(0).standard_normal(x.shape)
@@ -316,26 +232,17 @@ MISTAKEN_LOSSES: dict[Callable[[], Case], tuple[tuple[str, ...], str]] = {
     open_clip_temperature: (("repeated_term",), "logit_scale"),
     info_nce: (("coupled_loss",), "the loss"),
     grpo_token_denominator: (("unequal_counts",), "batch[0]['completion_mask']"),
-    grpo_group_advantages: (("coupled_loss",), "the loss"),
     load_balance: (("coupled_loss",), "the loss"),
-    penalty_under_sum: (("repeated_term",), "0.weight"),
-    summed_z_loss: (("summed_term",), "0.weight"),
-    hardest_negative: (("coupled_loss",), "the loss"),
-    pairwise_ranking: (("coupled_loss",), "the loss"),
     class_weights: (("unequal_counts",), "a weight by batch[1]"),
     focal_positives: (("unequal_counts",), "batch[1]"),
-    standardised_targets: (("coupled_loss",), "the loss"),
-    summed_divergence: (("wrong_reduction",), "the loss"),
     tokens_and_sequences: (("several_counts",), "the number of items; batch[1] != 0"),
     two_heads: (("several_counts",), "the number of items; batch[1] != 0"),
     positives_and_negatives: (("several_counts",), "batch[1] != 0; batch[1] == 0"),
     tokens_and_coupling: (("coupled_loss",), "the loss"),
-    weak_coupling: (("coupled_loss",), "the loss"),
     numpy_noise: (("randomness",), "numpy.random, a number for each item"),
     python_noise: (("randomness",), "random, a number for each item"),
     noise_of_a_global_generator: (("randomness",), "OUTSIDE, a number for each item"),
     noisy_module_and_counts: (("randomness", "unequal_counts"), "rng, a number for each item"),
-    numpy_seeded: (("shared_randomness",), "numpy.random, which the loss seeds"),
     generator_made_in_the_loss: (("shared_randomness",), "the loss"),
 }
 """By case: the kinds of its causes, in order, and the beginning of the first one's place."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from gradaccum import StepResult
+from gradaccum import StepResult, VerificationReport
 from gradaccum.kit import Listener, State
 from gradaccum_conformance.couplings import Coupling
 from gradaccum_conformance.specs import Array, Arrays, Batch, Model, Optimizer
@@ -263,6 +263,27 @@ class LargeBatchHarness(Harness):
         of all outputs is that of `coupling`, with its parameter ``temperature``, a scalar that begins at `TEMPERATURE`. The gradient has
         an entry of that name.
         """
+
+
+class VerifyCall(NamedTuple):
+    """A call of `gradaccum.verify`."""
+
+    loss: Callable[..., Any]
+    """What the loss function returns, of the model's outputs (items, classes), its parameters by name, and the arrays of the batch. All of
+    them have NumPy's methods."""
+    batch: tuple[Array, ...]
+    """The model takes the first array."""
+    options: Mapping[str, Option] = MappingProxyType({})
+    """``steps``, ``reduction``, ``weight`` and ``axes``."""
+    dtype: Dtype = "float32"
+
+
+class VerifyingHarness(Harness):
+    """A backend that `gradaccum.verify` has a check for."""
+
+    @abstractmethod
+    def verify(self, model: Model, weights: Arrays, call: VerifyCall) -> VerificationReport:
+        """The report of `gradaccum.verify`."""
 
 
 class WorkersHarness(Harness):

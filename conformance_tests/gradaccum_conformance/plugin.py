@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gradaccum import available_backends, registered_backends
-from gradaccum_conformance.harness import Harness, LargeBatchHarness
+from gradaccum_conformance.harness import Harness, LargeBatchHarness, VerifyingHarness
 from gradaccum_conformance.loading import load_harness
 from gradaccum_conformance.measuring import Errors
 from gradaccum_conformance.no_skips import NoSkips
@@ -73,8 +73,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     harnesses = [load_harness(name) for name in chosen_backends(metafunc.config)]
     if "crews" in metafunc.fixturenames:
         workers.parametrize_crews(metafunc, harnesses)
-    elif _asks_for_one_call(metafunc):
-        _parametrize_one_call(metafunc, harnesses)
+    elif kind := _kind_of(metafunc):
+        _parametrize_able(metafunc, [harness for harness in harnesses if isinstance(harness, kind)])
     elif "mode" in metafunc.fixturenames:
         cases = [(harness, mode) for harness in harnesses for mode in harness.modes]
         parameters = [_parameter(harness, mode, brief=_is_brief(metafunc)) for harness, mode in cases]
@@ -83,14 +83,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", [_parameter(harness) for harness in harnesses], scope="session")
 
 
-def _asks_for_one_call(metafunc: pytest.Metafunc) -> bool:
-    """A test says so by the type of its backend."""
-    return metafunc.function.__annotations__.get("backend") in (LargeBatchHarness, LargeBatchHarness.__name__)
+def _kind_of(metafunc: pytest.Metafunc) -> type[Any] | None:
+    """What a backend must be able to do for a test, which says so by the type of its backend."""
+    asked = metafunc.function.__annotations__.get("backend")
+    return next((kind for kind in (LargeBatchHarness, VerifyingHarness) if asked in (kind, kind.__name__)), None)
 
 
-def _parametrize_one_call(metafunc: pytest.Metafunc, harnesses: Sequence[Harness]) -> None:
-    """A case for each backend that takes the large batch, and for each of its modes if the test asks for ``large_batch_mode``."""
-    able = [harness for harness in harnesses if isinstance(harness, LargeBatchHarness)]
+def _parametrize_able(metafunc: pytest.Metafunc, able: Sequence[Any]) -> None:
+    """A case for each of these backends, and for each of its modes if the test asks for ``large_batch_mode``."""
     if "large_batch_mode" in metafunc.fixturenames:
         cases = [_parameter(harness, mode, brief=_is_brief(metafunc)) for harness in able for mode in harness.large_batch_modes]
         none = pytest.param(None, "", marks=pytest.mark.no_such_backend)

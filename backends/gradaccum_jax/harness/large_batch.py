@@ -10,17 +10,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import gradaccum
 from gradaccum_conformance import (
     TEMPERATURE,
+    Arrays,
     Batch,
     Coupling,
     LargeBatchCall,
     LargeBatchHarness,
     Loss,
+    Model,
     Option,
     Outcome,
     Returns,
     Session,
+    VerifyCall,
+    VerifyingHarness,
     mirrored,
     outputs_of,
 )
@@ -32,7 +37,7 @@ from gradaccum_jax.harness.session import JaxSession, to_numpy
 from gradaccum_jax.harness.workers import JaxWorkers
 
 
-class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
+class JaxLargeBatch(JaxWorkers, VerifyingHarness, LargeBatchHarness):
     """The harness, with the calls that split a batch."""
 
     large_batch_modes = ("jit", "eager")
@@ -61,6 +66,16 @@ class JaxLargeBatch(JaxWorkers, LargeBatchHarness):
             value, updates, state = take(session.params, session.opt_state, *_arrays(batch, str(session.dtype)))
             session.params, session.opt_state = optax.apply_updates(session.params, updates), state
             return float(value)
+
+    def verify(self, model: Model, weights: Arrays, call: VerifyCall) -> gradaccum.VerificationReport:
+        def loss_fn(params: Any, *batch: Any) -> Any:
+            return call.loss(forward(model, params, batch[0]), params, *batch)
+
+        with x64(call.dtype == "float64"):
+            dtype = getattr(jnp, call.dtype)
+            params = {name: jnp.asarray(value, dtype) for name, value in weights.items()}
+            batch = tuple(jnp.asarray(each, dtype if each.dtype.kind == "f" else None) for each in call.batch)
+            return gradaccum.verify(params, loss_fn, batch, **call.options)
 
     def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
         def outputs_fn(params: Any, left: Any, right: Any, *_: Any) -> Any:

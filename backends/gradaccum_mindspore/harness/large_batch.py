@@ -9,19 +9,24 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+import gradaccum
 from gradaccum.kit import mapped
 from gradaccum_conformance import (
     TEMPERATURE,
     Array,
+    Arrays,
     Batch,
     Coupling,
     LargeBatchCall,
     LargeBatchHarness,
     Loss,
+    Model,
     Option,
     Outcome,
     Returns,
     Session,
+    VerifyCall,
+    VerifyingHarness,
     mirrored,
 )
 from gradaccum_mindspore.harness.couplings import COUPLINGS
@@ -82,7 +87,7 @@ class Network(nn.Cell):  # type: ignore[misc]
             write(p, Tensor(call.weights[name], self.dtype))
 
 
-class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
+class MindSporeLargeBatch(MindSporeWorkers, VerifyingHarness, LargeBatchHarness):
     """The harness, with the calls that split a batch."""
 
     large_batch_modes = MindSporeHarness.modes
@@ -121,6 +126,17 @@ class MindSporeLargeBatch(MindSporeWorkers, LargeBatchHarness):
             take = _in_mode(value_and_update(loss_fn, session.optimizer, **_options(options)), trainer.mode)
             classes = int(trainer.parameters[-1].shape[0])
             return float(take(Tensor(batch.x, trainer.dtype), Tensor(np.eye(classes)[batch.y], trainer.dtype)).asnumpy())
+
+    def verify(self, model: Model, weights: Arrays, call: VerifyCall) -> gradaccum.VerificationReport:
+        dtype = ms_dtype(call.dtype)
+        named = {name: Parameter(Tensor(value, dtype), name=name) for name, value in weights.items()}
+
+        def loss_fn(network: Any, *batch: Any) -> Any:
+            return call.loss(network(batch[0]), named, *batch)
+
+        batch = tuple(Tensor(each, dtype if each.dtype.kind == "f" else None) for each in call.batch)
+        with context_mode("pynative"):
+            return gradaccum.verify(build_network(model, named, dtype), loss_fn, batch, **call.options)
 
     def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
         network = Network(call)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import gradaccum
 from gradaccum.kit import mapped
 from gradaccum_conformance import (
     TEMPERATURE,
@@ -18,10 +19,13 @@ from gradaccum_conformance import (
     LargeBatchCall,
     LargeBatchHarness,
     Loss,
+    Model,
     Option,
     Outcome,
     Returns,
     Session,
+    VerifyCall,
+    VerifyingHarness,
     mirrored,
 )
 from gradaccum_torch.harness.couplings import COUPLINGS
@@ -30,7 +34,7 @@ from gradaccum_torch.harness.workers import TorchWorkers
 from gradaccum_torch.large_batch import backward, coupled_backward
 
 
-class TorchLargeBatch(TorchWorkers, LargeBatchHarness):
+class TorchLargeBatch(TorchWorkers, VerifyingHarness, LargeBatchHarness):
     """The harness, with the calls that split a batch."""
 
     large_batch_modes: ClassVar[tuple[str, ...]] = ("eager",)
@@ -62,6 +66,15 @@ class TorchLargeBatch(TorchWorkers, LargeBatchHarness):
             return made
 
         return float(backward(loss_fn, *_tensors(batch, model), optimizer=session.optimizer, **_options(options)))
+
+    def verify(self, model: Model, weights: Arrays, call: VerifyCall) -> gradaccum.VerificationReport:
+        module = SpecModel(model, weights, call.dtype)
+
+        def loss_fn(module: SpecModel, *batch: Tensor) -> Any:
+            return call.loss(module(batch[0]), module.named, *batch)
+
+        batch = tuple(torch.tensor(each, dtype=module.dtype if each.dtype.kind == "f" else None) for each in call.batch)
+        return gradaccum.verify(module, loss_fn, batch, **call.options)
 
     def coupled(self, call: LargeBatchCall, coupling: Coupling, batch: Batch) -> Outcome:
         module = SpecModel(call.model, call.weights, call.dtype)

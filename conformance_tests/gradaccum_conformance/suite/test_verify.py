@@ -1,0 +1,212 @@
+"""`gradaccum.verify` names the mistake that is planted in a loss, passes the sound ones, and leaves the user's random states alone."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradaccum
+from gradaccum_conformance.deep import deep_but
+from gradaccum_conformance.harness import Dtype, Option, VerifyCall, VerifyingHarness
+from gradaccum_conformance.specs import MLP, Array, make_batch, make_weights
+
+ITEMS, TOKENS = 12, 6
+LENGTHS = np.array([1, 6, 2, 5, 3, 4, 6, 1, 1, 5, 6, 2])
+X = make_batch(MLP, ITEMS).x
+Y = np.random.default_rng(1).normal(size=ITEMS)
+MASK = 1.0 * (np.arange(TOKENS) < LENGTHS[:, None])
+LABELS = np.where(MASK > 0, np.arange(TOKENS) % 4, -100)
+POSITIVES = np.array([0.0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0])
+Loss = Callable[..., Any]
+
+
+def verify(
+    backend: VerifyingHarness, loss: Loss, *batch: Array, dtype: Dtype = "float32", **options: Option
+) -> gradaccum.VerificationReport:
+    return backend.verify(MLP, make_weights(MLP), VerifyCall(loss, batch, {"steps": 4, **options}, dtype))
+
+
+def each(out: Any) -> Any:
+    """A number for each item."""
+    return (out**2).sum(1)
+
+
+def plain(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    return ((out[:, 0] - y) ** 2).mean()
+
+
+def summed(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    return ((out[:, 0] - y) ** 2).sum()
+
+
+def token_mean(out: Any, weights: Any, x: Any, mask: Any) -> Any:
+    return (each(out).reshape(-1, 1) * mask).sum() / mask.sum()
+
+
+def token_sum(out: Any, weights: Any, x: Any, mask: Any) -> Any:
+    return (each(out).reshape(-1, 1) * mask).sum()
+
+
+def ignored_labels(out: Any, weights: Any, x: Any, labels: Any) -> Any:
+    return token_mean(out, weights, x, (labels != -100) * 1.0)
+
+
+def over_positives(out: Any, weights: Any, x: Any, positives: Any) -> Any:
+    """A mean over positives, of which a micro-batch may have none: 0 / 0."""
+    return (each(out) * positives).sum() / positives.sum()
+
+
+def hardest(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    """The largest error of the batch alone."""
+    return ((out[:, 0] - y) ** 2).max()
+
+
+def pairs(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    return ((out @ out.T) ** 2).mean()
+
+
+def variance(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    return ((out - out.mean(0)) ** 2).mean()
+
+
+def weakly_coupled(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    return plain(out, weights, x, y) + 1e-3 * out.mean() ** 2
+
+
+def standardised(out: Any, weights: Any, x: Any, rewards: Any) -> Any:
+    """Advantages by the mean and the deviation of the micro-batch."""
+    return (out[:, 0] * (rewards - rewards.mean()) / (rewards.std() + 1e-4)).mean()
+
+
+def penalised(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    """A weight decay in a sum, which each micro-batch adds in full."""
+    return summed(out, weights, x, y) + (weights["0.weight"] ** 2).sum()
+
+
+def with_sum(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    """A sum over items beside a mean over items."""
+    return plain(out, weights, x, y) + 0.1 * (out**2).sum()
+
+
+def two_counts(out: Any, weights: Any, x: Any, mask: Any) -> Any:
+    """A mean over tokens, and one over sequences."""
+    return token_mean(out, weights, x, mask) + out[:, 0].mean()
+
+
+def infinite(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    return plain(out, weights, x, y) * np.inf
+
+
+def noisy(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    """Noise that NumPy draws for each item."""
+    return sum(each(out)[i] * float(noise) for i, noise in enumerate(np.random.randn(len(out)))) / len(out)
+
+
+def seeded(out: Any, weights: Any, x: Any, y: Any) -> Any:
+    np.random.seed(0)
+    return noisy(out, weights, x, y)
+
+
+MISTAKES: dict[str, tuple[Loss, Array, dict[str, Option], str, str]] = {
+    "token mean": (token_mean, MASK, {}, "unequal_counts", "batch[1]"),
+    "ignored labels": (ignored_labels, LABELS, {}, "unequal_counts", "batch[1] != -100"),
+    "over positives": (over_positives, POSITIVES, {}, "unequal_counts", "batch[1]"),
+    "hardest": (hardest, Y, {}, "coupled_loss", ""),
+    "pairs": (pairs, Y, {}, "coupled_loss", ""),
+    "variance": (variance, Y, {}, "coupled_loss", ""),
+    "weakly coupled": (weakly_coupled, Y, {}, "coupled_loss", ""),
+    "standardised": (standardised, Y, {}, "coupled_loss", ""),
+    "penalised": (penalised, Y, {"reduction": "sum"}, "repeated_term", "weight"),
+    "with sum": (with_sum, Y, {}, "summed_term", "weight"),
+    "two counts": (two_counts, MASK, {}, "several_counts", "the number of items; batch[1]"),
+    "sum under mean": (summed, Y, {}, "wrong_reduction", ""),
+    "mean under sum": (plain, Y, {"reduction": "sum"}, "wrong_reduction", ""),
+    "infinite": (infinite, Y, {}, "not_finite", ""),
+    "noisy": (noisy, Y, {}, "randomness", "numpy.random"),
+    "seeded": (seeded, Y, {}, "randomness", "numpy.random"),
+}
+"""The loss, the batch's second array, the options, the cause's kind and a part of its place."""
+USUAL = ("token mean", "pairs", "penalised", "mean under sum", "seeded")
+SOUND: dict[str, tuple[Loss, Array, dict[str, Option]]] = {
+    "plain": (plain, Y, {}),
+    "parts that differ": (plain, Y, {"steps": 5}),
+    "summed": (summed, Y, {"reduction": "sum"}),
+    "a function's weight": (ignored_labels, LABELS, {"weight": lambda x, labels: (labels != -100).sum()}),
+    "a weight for each item": (token_mean, MASK, {"weight": LENGTHS.tolist()}),
+    "micro-batches without labels": (over_positives, POSITIVES, {"weight": lambda x, positives: positives.sum()}),
+    "item mean": (token_sum, MASK, {"reduction": "item_mean", "weight": lambda x, mask: mask.sum()}),
+    "tiny": (lambda out, weights, x, y: plain(out, weights, x, y) * 1e-30, Y, {}),
+}
+BAD: dict[str, tuple[Loss, tuple[Array, ...], dict[str, Option], str]] = {
+    "no scalar": (lambda out, weights, x, y: out, (X, Y), {}, "loss_fn: expected a function that returns a scalar"),
+    "a pair": (lambda out, weights, x, y: (plain(out, weights, x, y), x), (X, Y), {}, "loss_fn: expected a function that returns a scalar"),
+    "unequal arrays": (plain, (X, Y[:-1]), {}, r"batch\[1\]: expected 12 items"),
+    "another axis": (plain, (X, Y), {"axes": (1, 1)}, r"batch\[1\]: expected an array with an axis 1"),
+    "axis by a name": (plain, (X, Y), {"axes": "first"}, "axes: expected an int"),
+    "axes of another nest": (plain, (X, Y), {"axes": (0, 0, 0)}, "axes: expected a prefix"),
+    "nothing to split": (plain, (X, Y), {"axes": None}, "batch: expected an array to split"),
+    "no item": (plain, (X[:0], Y[:0]), {}, "batch: expected at least one item"),
+    "too few weights": (plain, (X, Y), {"weight": [1.0, 2.0]}, "weight: expected 12"),
+    "negative weights": (plain, (X, Y), {"weight": [-1.0] * ITEMS}, "weight: expected"),
+    "a negative weight": (plain, (X, Y), {"weight": lambda x, y: -1.0}, "weight: expected"),
+    "weights of items": (plain, (X, Y), {"weight": lambda x, y: y}, "weight: expected"),
+}
+
+
+@pytest.mark.parametrize("name", deep_but(USUAL, MISTAKES))
+def test_mistake_is_named(backend: VerifyingHarness, name: str) -> None:
+    loss, second, options, kind, where = MISTAKES[name]
+    report = verify(backend, loss, X, second, **options)
+    assert not report.equivalent
+    assert report.causes[0].kind.removeprefix("shared_") == kind, str(report)
+    assert where in report.causes[0].where, str(report)
+    assert {cause.kind for cause in report.causes[1:]} <= {"randomness"}, str(report)
+
+
+@pytest.mark.parametrize("name", deep_but(("plain", "a function's weight"), SOUND))
+def test_sound_loss_passes(backend: VerifyingHarness, name: str) -> None:
+    loss, second, options = SOUND[name]
+    report = verify(backend, loss, X, second, **options)
+    assert report.equivalent, str(report)
+    assert not report.causes
+    assert len(report.errors) == len(make_weights(MLP))
+
+
+def test_float64_passes(backend: VerifyingHarness) -> None:
+    """Its rounding is the measure, not float32's."""
+    report = verify(backend, plain, X, Y, dtype="float64")
+    assert report.equivalent, str(report)
+    assert max(report.units.values()) < 1e-13
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(backend: VerifyingHarness, name: str) -> None:
+    loss, batch, options, words = BAD[name]
+    with pytest.raises(gradaccum.GradAccumError, match=f"^{words}"):
+        verify(backend, loss, *batch, **options)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_random_states_stay(backend: VerifyingHarness, raises: bool) -> None:
+    """Also if the loss raises in the middle."""
+
+    def drawing(out: Any, weights: Any, x: Any, y: Any) -> Any:
+        random.random()
+        np.random.random()
+        if raises and len(x) != ITEMS:
+            raise ZeroDivisionError
+        return plain(out, weights, x, y)
+
+    random.seed(1)
+    np.random.seed(1)
+    if raises:
+        with pytest.raises(ZeroDivisionError):
+            verify(backend, drawing, X, Y)
+    else:
+        verify(backend, drawing, X, Y)
+    ours = random.random(), np.random.random()
+    random.seed(1)
+    np.random.seed(1)
+    assert ours == (random.random(), np.random.random())
