@@ -59,6 +59,13 @@ def test_code_needs_no_scrolling(page: str) -> None:
     assert not [line for _, block in blocks for line in block.splitlines() if len(line) > 88]
 
 
+def test_pages_are_short() -> None:
+    """The words of the front page; and of all pages without their code."""
+    words = {page: len(re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL).split()) for page in PAGES}
+    assert sum(words.values()) <= 16_000, words
+    assert len(README.split()) <= 1_500
+
+
 def test_front_page_links_every_page() -> None:
     assert {page for page in PAGES if page != "README.md"} <= set(re.findall(r"\]\(([^)#:]+)\)", README))
 
