@@ -28,10 +28,7 @@ from conformance_tests.framework_tests.mindspore_common import MODES, WEIGHT, X,
 from conformance_tests.framework_tests.mindspore_driver import driver  # noqa: E402
 from gradaccum.kit import State, close, make_options  # noqa: E402
 from gradaccum_conformance.deep import deep_but  # noqa: E402
-from gradaccum_mindspore import (  # noqa: E402
-    TrainOneStepCell,
-    backend,
-)
+from gradaccum_mindspore import backend  # noqa: E402
 
 PATTERNS, WINDOWS = 400, 40
 
@@ -267,38 +264,6 @@ def test_unscale_or_adjust_raises(mode, left_in):
     with pytest.raises(gradaccum.UsageError, match=rf"scaler\.{left_in}.*left out"):
         stepping(mode, cell)(Tensor(ROWS[:2]))
     assert float(cell.scaler.scale_value) == 8.0
-
-
-class Square(nn.Cell):
-    def __init__(self, parameter):
-        super().__init__()
-        self.parameter = parameter
-
-    def construct(self, x):
-        return ops.square(self.parameter * x).mean()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_unscaled_loss_is_refused(mode):
-    optimizer, parameter = wrapped(amp.DynamicLossScaler(8.0, 2, 1))
-    backward = ms.value_and_grad(Square(parameter), None, optimizer.parameters)
-
-    def step(x):
-        return optimizer(backward(x)[1])
-
-    set_mode(mode)
-    with pytest.raises(gradaccum.UsageError, match="loss scale"):
-        (ms.jit(step) if mode == "jit" else step)(Tensor(ROWS[:2]))
-
-
-def test_training_cell_drives_the_scaler():
-    scaler = amp.DynamicLossScaler(8.0, 2, 1)
-    optimizer, parameter = wrapped(scaler)
-    cell = TrainOneStepCell(Square(parameter), optimizer)
-    for first in (0, 2):
-        cell(Tensor(ROWS[first : first + 2]))
-    assert float(scaler.scale_value) == 16.0
-    np.testing.assert_allclose(parameter.asnumpy(), 1 - 0.125 * 2 * np.square(ROWS[:4]).mean(0) / 3, rtol=1e-5)
 
 
 def test_scaler_for_two_optimizers_is_refused():
