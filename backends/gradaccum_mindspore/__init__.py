@@ -9,12 +9,13 @@ from gradaccum_mindspore.recomputation.module import recompute
 from gradaccum_mindspore.saving import load_checkpoint_into
 from gradaccum_mindspore.training import FlushAtEpochEnd, TrainOneStepCell, WatchWindows
 from gradaccum_mindspore.verification import verify, verify_loss_scaling
-from gradaccum_mindspore.workers.cross_entropy import sharded_cross_entropy
+from gradaccum_mindspore.workers.cross_entropy import GatherItems, sharded_cross_entropy
 from gradaccum_mindspore.workers.layout import redistributed
 
 __all__ = [
     "AccumulatingOptimizer",
     "FlushAtEpochEnd",
+    "GatherItems",
     "TrainOneStepCell",
     "WatchWindows",
     "backend",

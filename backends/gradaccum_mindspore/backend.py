@@ -54,14 +54,16 @@ class MindSporeBackend:
             options: the checked options.
             name: becomes part of the names of the Parameters that hold the state.
             data_parallel: True: a window is that of all workers, and its sum is reduced once, at its end. This call, the end of a window
-                and ``flush`` are then collective, and the parameters are marked as ``layerwise_parallel``, which MindSpore's own reducer
-                leaves alone. False: this worker's windows are its own. None: there must be no other worker.
+                and ``flush`` are then collective. A Parameter that you marked as ``layerwise_parallel`` is each worker's own: its sum is
+                not reduced. The others are marked so now, because MindSpore's own reducer leaves them alone then. False: this worker's
+                windows are its own. None: there must be no other worker.
 
         Raises:
             ArgumentTypeError: `optimizer` is no MindSpore optimizer, or is wrapped already.
             ArgumentValueError: `name` is empty, or a parameter of the model has a name of the state's; `optimizer` divides by a loss scale
                 of its own beside ``loss_scale=``; another wrapped optimizer drives the scaler given as ``loss_scale=``; with
-                ``data_parallel=True`` other workers have other options or other parameters.
+                ``data_parallel=True`` other workers have other options or other parameters; beside ``layerwise_parallel`` Parameters the
+                reduction is "mean", ``on_overflow="drop_micro_batch"`` or ``noise_scale=`` is given, or no other Parameter is left.
             UsageError: there are several workers, and `data_parallel` was not given; or it is True, and they are not initialised.
         """
         if isinstance(optimizer, AccumulatingOptimizer):

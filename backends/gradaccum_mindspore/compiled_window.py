@@ -176,6 +176,9 @@ class Workers(Protocol):
     def require_same_rates(self) -> None:
         """Raise unless no window was skipped because learning rates differ."""
 
+    def compiled_norm_of_all(self, whole: Tensor, own: Tensor) -> Tensor:
+        """Return the norm over all workers; `own` is of this worker's sharded sums."""
+
 
 def chosen(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a
@@ -210,7 +213,8 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         self.notes = Notes(storage.float_dtype)
         self.names_of = checks.compiled_names_of(storage.specs, storage.names)
         self.workers = workers
-        self.packed = Packed(storage.sums, storage.float_dtype)
+        self.packed, self.packed_shards = (Packed(each, storage.float_dtype) for each in (storage.whole, storage.shards))
+        self.sharded = len(storage.sharded) > 0
 
     def read(self) -> Fields:
         """Return the state as plain Tensors, in the order of `gradaccum.kit.State`'s fields."""
@@ -419,6 +423,10 @@ class CompiledWindow(nn.Cell):  # type: ignore[misc]
         state, sound = self.sized(notes.state())
         norm, state = notes.norm.value(), self.ending(state, divided)
         finite = self.fits(state, ops.isfinite(norm), options)
+        if self.sharded and self.workers is not None:
+            own, sound = sums.robust_measure(self.packed_shards(), self.float_dtype)
+            norm = self.workers.compiled_norm_of_all(norm, where(finite & sound, own, self.infinity))
+            finite = ops.isfinite(norm)
         if self.calls_steps:
             finite = finite & sound
         apply, overflow, divides, grad_norm = kit.decide(state, norm, finite, options, where, self.storage.largest)

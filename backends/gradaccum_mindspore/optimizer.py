@@ -143,13 +143,14 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         options = with_inner_scale(options, inner)
         if data_parallel and isinstance(options.steps, UntilWeight):
             raise kit.shared_until_weight_error(options.steps)
+        sharded: tuple[int, ...] = ()
         if data_parallel:
-            share(inner.parameters, options, name)
+            sharded = share(inner.parameters, options, name)
         else:
             part(inner.parameters)
         self.inner = inner
         self.options = options
-        self.storage = Storage(inner.parameters, options, name, inner_scale(inner), place() if data_parallel else None)
+        self.storage = Storage(inner.parameters, options, name, inner_scale(inner), place() if data_parallel else None, sharded)
         if options.master_weights:
             turn_to_masters(inner, self.storage.masters)
         self.update = Update(inner, self.storage.masters)

@@ -137,7 +137,7 @@ def _resumed(storage: Storage, parameter_dict: Saved) -> Iterator[tuple[str, flo
         yield getattr(storage, field).name, value
     yield storage.terms.name, encode_terms(terms_of(own, saved.optimizer_step))
     place = saved_place(parameter_dict, storage.prefix)
-    if saved.micro_step or place.held != OWN:
+    if saved.micro_step or place.held != OWN or storage.sharded:
         require_place(place, storage.place, storage.prefix)
     for name, start in storage.knowledge.starts().items():
         if name not in parameter_dict:

@@ -24,7 +24,7 @@ from gradaccum.kit import FIELD_DTYPES, Fields, Options, ScaleRule, Schedule, St
 from gradaccum_mindspore.grad_scaler import NEVER, drive, key_of
 from gradaccum_mindspore.parameters import Masters
 from gradaccum_mindspore.statistics import Knowledge, Listening
-from gradaccum_mindspore.sums import HALF, DType, hidden_parameter, narrows, sum_dtype
+from gradaccum_mindspore.sums import HALF, DType, Sums, hidden_parameter, narrows, sum_dtype
 
 Sizes = int | tuple[tuple[int, int], ...] | Callable[[Any], Any]
 """The sizes of windows: one, pairs, or a function of the optimizer step."""
@@ -95,6 +95,9 @@ OWN, OF_ALL, TORN = range(3)
 class Storage(nn.Cell):  # type: ignore[misc]
     """The Parameters of one accumulation."""
 
+    shards: Sums
+    whole: Sums
+
     def __init__(
         self,
         parameters: Sequence[Parameter],
@@ -102,6 +105,7 @@ class Storage(nn.Cell):  # type: ignore[misc]
         name: str,
         inner_scale: float = 1.0,
         place: tuple[int, int] | None = None,
+        sharded: tuple[int, ...] = (),
     ) -> None:
         super().__init__(auto_prefix=False)
         dtypes = [sum_dtype(parameter.dtype, options.accumulate_dtype) for parameter in parameters]
@@ -131,6 +135,11 @@ class Storage(nn.Cell):  # type: ignore[misc]
                 for parameter, dtype in zip(parameters, dtypes, strict=True)
             ]
         )
+        self.sharded = sharded
+        """Positions of the sums that each worker has for itself."""
+        # A Cell would list them as its own once more.
+        object.__setattr__(self, "shards", tuple(self.sums[position] for position in sharded))
+        object.__setattr__(self, "whole", tuple(total for position, total in enumerate(self.sums) if position not in sharded))
         codes = kit.encode_terms(self.terms_after(0))
         require_free_names(prefix, parameters)
         for field, entry in self.first_state(options, prefix).items():

@@ -75,6 +75,49 @@ def placement(
     return sum(sizes[:rank]), sizes, Tensor(1 - smoothing, wide), Tensor(uniform, wide)
 
 
+class GatherItems(nn.Cell):  # type: ignore[misc]
+    """Gathers the items of all workers, by rank, along axis 0. Collective: every worker of the group calls it, with equal shapes.
+
+    The gradient of a worker's items is the sum over the workers. Make it once, as a part of the network: for PyNative, `mindspore.jit` and
+    graph mode. MindSpore's `ops.AllGather` has no gradient on a CPU.
+
+    Args:
+        group: the name of a communication group; None: all workers, or this process alone where communication is not initialised.
+
+    Inputs:
+        x: shape ``(items, ...)``, float32, half precision, or an integer dtype, which has no gradient.
+
+    Outputs:
+        Shape ``(workers * items, ...)``, the dtype of `x`.
+
+    Raises:
+        ArgumentTypeError: `group` is no text.
+        UsageError: communication is not initialised where there are several workers, or there is no such group.
+    """
+
+    def __init__(self, group: str | None = None) -> None:
+        super().__init__(auto_prefix=False)
+        self.rank, self.workers = require_group(group)
+        if self.workers > 1:
+            name = GlobalComm.WORLD_COMM_GROUP if group is None else group
+            self.gather, self.add_up = ops.AllGather(name), ops.AllReduce(ops.ReduceOp.SUM, name)
+
+    def construct(self, x: Tensor) -> Tensor:
+        if self.workers == 1:
+            return x
+        if x.dtype == ms.bfloat16:  # A CPU does not gather it.
+            return self.gather(x.astype(ms.float32)).astype(ms.bfloat16)
+        return self.gather(x)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
+        """Return the sum of the workers' gradients of this worker's items."""
+        if self.workers == 1:
+            return (dout,)
+        items = x.shape[0]
+        total = self.add_up(dout.astype(ms.float32))
+        return (total[self.rank * items : (self.rank + 1) * items].astype(x.dtype),)
+
+
 LOWEST = -1e38
 """Stands for the maximum of no logit, and for -inf; what is subtracted from it stays finite in float32."""
 
@@ -92,9 +135,8 @@ def sharded_cross_entropy(
     """Return the loss of `mindspore.ops.cross_entropy` over all classes, from this worker's slice. Every worker of the group calls it.
 
     The first worker holds the first classes, the next one those that follow, and so on; slices may differ in size. All workers get the same
-    loss, and each gets the gradient of its own logits. The gradient of the features is a sum over the workers: the layer that multiplies
-    them by the class weights has to all-reduce it. For PyNative, `mindspore.jit` and graph mode. Half-precision logits are computed with in
-    float32. It cannot be differentiated twice.
+    loss, and each gets the gradient of its own logits; `GatherItems` adds up the gradient of the features over the workers. For PyNative,
+    `mindspore.jit` and graph mode. Half-precision logits are computed with in float32. It cannot be differentiated twice.
 
     Args:
         logits_shard: shape ``(*batch, own classes)``, any floating dtype. It may have no class at all, but has to take part.

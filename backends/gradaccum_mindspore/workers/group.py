@@ -37,7 +37,7 @@ from gradaccum.kit import Options, Schedule, State, explain
 from gradaccum_mindspore.compiled_window import NUMBERS, CompiledWindow
 from gradaccum_mindspore.parameters import Optimizer
 from gradaccum_mindspore.state import OF_ALL, OWN, STEPS, TORN, Storage
-from gradaccum_mindspore.sums import ARRAYS, Array, Gradients, Sums, array_of, each, hidden_parameter, working_dtype, write
+from gradaccum_mindspore.sums import ARRAYS, Array, Gradients, Sums, array_of, each, hidden_parameter, measure, working_dtype, write
 from gradaccum_mindspore.update import Update
 from gradaccum_mindspore.window import PyNativeWindow
 
@@ -133,8 +133,15 @@ def place() -> tuple[int, int]:
     return int(get_rank()), int(get_group_size())
 
 
-def share(parameters: Sequence[Parameter], options: Options, name: str) -> None:
+def is_sharded(parameter: Parameter) -> bool:
+    """True if each worker has a value of its own: the user marked the Parameter as ``layerwise_parallel``."""
+    return bool(parameter.layerwise_parallel) and not getattr(parameter, "shares_windows", False)
+
+
+def share(parameters: Sequence[Parameter], options: Options, name: str) -> tuple[int, ...]:
     """Let this worker share the windows of an optimizer of `parameters`. Collective: all workers call it, in the same order.
+
+    Returns the positions of the sharded parameters, which keep their own values and sums.
 
     The reducer that `mindspore.nn.TrainOneStepCell` has in MindSpore's data parallel mode leaves Parameters alone that are marked as
     ``layerwise_parallel``, and so they are.
@@ -145,6 +152,7 @@ def share(parameters: Sequence[Parameter], options: Options, name: str) -> None:
     # Two workers' functions and scalers are different objects.
     steps = "a function" if callable(options.steps) else options.steps
     mine = dict(options._asdict(), steps=steps, scaler=type(options.scaler).__name__, accumulate_dtype=str(options.accumulate_dtype))
+    sharded = tuple(position for position, parameter in enumerate(parameters) if is_sharded(parameter))
     text = json.dumps([str(dict(mine, name=name)), *map(_spec, parameters), *map(_values, parameters)])
     try:
         texts = gather_texts(text)
@@ -158,9 +166,26 @@ def share(parameters: Sequence[Parameter], options: Options, name: str) -> None:
     _require_equal([each[1 : len(each) // 2 + 1] for each in everyone], "parameters", fix)
     fix = "Call mindspore.set_seed(1) before the model is built, or load one checkpoint on every worker."
     _require_equal([each[len(each) // 2 + 1 :] for each in everyone], "parameters", fix)
+    if sharded:
+        _require_shardable(options, whole=len(parameters) - len(sharded))
     for parameter in parameters:
-        parameter.layerwise_parallel = True
-        parameter.shares_windows = True
+        if not is_sharded(parameter):
+            parameter.layerwise_parallel = parameter.shares_windows = True
+    return sharded
+
+
+def _require_shardable(options: Options, whole: int) -> None:
+    """Raise unless windows can have sharded parameters, whose loss is one of the items of all workers."""
+    beside, fix = "beside parameters marked as layerwise_parallel", 'Sum the loss, and write reduction="item_mean".'
+    if options.reduction == "mean":
+        raise explain(ArgumentValueError, "reduction", expected=f'"item_mean" or "sum" {beside}', got="mean", fix=fix)
+    for argument, wrong in (("on_overflow", options.on_overflow == "drop_micro_batch"), ("noise_scale", options.noise_decay is not None)):
+        if wrong:
+            fix = "Leave it out: one worker alone sees what a shard's gradient holds."
+            raise explain(ArgumentValueError, argument, expected=f"the default {beside}", found="another", fix=fix)
+    if not whole:
+        fix = "Write data_parallel=False, where no worker shares a parameter with another."
+        raise explain(ArgumentValueError, "data_parallel", expected=f"a parameter of all workers {beside}", found="none", fix=fix)
 
 
 def part(parameters: Sequence[Parameter]) -> None:
@@ -179,10 +204,13 @@ def _require_equal(everyone: Sequence[Sequence[str]], argument: str, fix: str) -
 
 
 def _spec(parameter: Parameter) -> str:
-    return f"{parameter.name!r}, {parameter.dtype} of shape {tuple(parameter.shape)}"
+    shape = "sharded, as layerwise_parallel says" if is_sharded(parameter) else f"of shape {tuple(parameter.shape)}"
+    return f"{parameter.name!r}, {parameter.dtype} {shape}"
 
 
 def _values(parameter: Parameter) -> str:
+    if is_sharded(parameter):
+        return ""
     wide = parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter
     return f"{parameter.name!r} with the checksum {zlib.crc32(wide.asnumpy().tobytes()):08x}"
 
@@ -283,7 +311,11 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         object.__setattr__(self, "inner", inner)  # A Cell would list it as its own.
         object.__setattr__(self, "rates", tuple(rates_of(inner)))
         self.own_places = Tensor(np.eye(self.workers)[self.rank][:, None], storage.float_dtype)
-        self.buckets = nn.CellList(buckets(storage.sums, self.workers), auto_prefix=False)
+        self.buckets = nn.CellList(buckets(storage.whole, self.workers), auto_prefix=False)
+        self.tellers = self.workers if storage.sharded else 1
+        """Workers that tell one and the same loss: that of all items, where some parameters are sharded."""
+        self.norms: list[float] | None = None
+        """Each worker's norm of its sharded sums, in the window that was joined last."""
         self.float_dtype = storage.float_dtype
         self.own, self.torn = (Tensor([held, *storage.place], ms.int32) for held in (OWN, TORN))
         self.last: Joined | None = None
@@ -293,6 +325,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         """Compiled code found different learning rates."""
         self.zero, self.one = (Tensor(number, self.float_dtype) for number in (0.0, 1.0))
         self.infinite = Tensor(float("inf"), self.float_dtype)
+        self.mine = Tensor(np.arange(self.workers) == self.rank)
         self.true, self.false = Tensor(True), Tensor(False)
 
     def join(self, state: State, flushing: bool) -> Joined:
@@ -301,7 +334,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             return Joined(state, True, True, False) if self.last is None else self.last._replace(state=state)
         self.require_own_sum("flush()")
         try:
-            numbers = [state.weight, state.overflow, state.micro_step, flushing, 0.0, *self.storage.knowledge.shares(state)]
+            loss, *others = self.storage.knowledge.shares(state)
+            numbers = [state.weight, state.overflow, state.micro_step, flushing, 0.0, loss / self.tellers, *others]
             rates = np.array([float(rate) for rate in rates_of(self.inner)], ARRAYS[self.float_dtype])
             placed = np.zeros((self.workers, len(rates)), rates.dtype)
             placed[self.rank] = rates
@@ -324,6 +358,7 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
             self.storage.push(whole, state)
             self.storage.knowledge.push_joined(whole, shares)
             self.storage.hold(OF_ALL)
+        self.norms = None
         self.last = Joined(whole, micro_batches > 0, flushes == self.workers, compiled > 0)
         return self.last
 
@@ -347,6 +382,8 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         weight = ops.where(sound, store.weight.value(), self.infinite)
         flags = ((store.overflow & self.true) | (sound == False), store.micro_step.value(), self.zero, self.one)  # noqa: E712
         shares = store.knowledge.compiled_shares(store.weight.value())
+        if self.tellers > 1:
+            shares = (shares[0] / self.tellers, *shares[1:])
         mine, drifted = ops.stack((weight, *[flag.astype(self.float_dtype) for flag in flags], *shares)), self.false
         if self.rates:
             rates = ops.stack([rate.astype(self.float_dtype) for rate in self.rates])
@@ -363,6 +400,25 @@ class WorkerGroup(nn.Cell):  # type: ignore[misc]
         ops.assign(store.weight, ops.where(drifted, self.infinite, numbers[0]))
         ops.assign(store.overflow, (numbers[1] > 0) | drifted)
         return True
+
+    def norm_of_all(self, whole: float, own: float, state: State) -> float:
+        """Return the norm over all workers: `whole` is equal on all, `own` is of this one's sharded sums. Collective, once in a window."""
+        if self.norms is None:
+            placed = np.zeros(self.workers, ARRAYS[self.float_dtype])
+            placed[self.rank] = own
+            try:
+                self.norms = added_up(placed).tolist()
+            except NoAnswerError as error:
+                raise kit.missing_worker_error(state, self.rank, _MORE_TIME) from error
+        return math.hypot(whole, *self.norms)
+
+    def compiled_norm_of_all(self, whole: Tensor, own: Tensor) -> Tensor:
+        """Return `norm_of_all` in compiled code, after everything that `whole` needs: all workers exchange in one order."""
+        norms = compiled_added_up(ops.depend(ops.where(self.mine, own, self.zero), whole), self.workers)
+        norms = ops.concat((norms, whole.reshape(1)))
+        largest = norms.max()
+        divisor = ops.where((largest > 0) & ops.isfinite(largest), largest, self.one)
+        return divisor * ops.sqrt(ops.square(norms / divisor).sum())
 
     def window_ended(self) -> Tensor:
         """Begin the next window, with this worker's own sum; for compiled code."""
@@ -434,6 +490,15 @@ class SharedWindow(PyNativeWindow):
             cell = CompiledEnd(self.compiled_window, update)
             self.compiled_end = cell if ms.get_context("mode") == ms.GRAPH_MODE else ms.jit(cell.construct)
         return self.compiled_end
+
+    def measure(self, ending: State, options: Options) -> tuple[float, bool]:
+        """Return the norm over all workers, and whether all sums are finite on all of them; collective if some are sharded."""
+        if not self.storage.sharded:
+            return super().measure(ending, options)
+        (whole, finite), (own, sound) = (measure(each, self.storage.float_dtype) for each in (self.storage.whole, self.storage.shards))
+        sound = sound and self.fits(ending, options, math.hypot(whole, own))
+        norm = self.workers.norm_of_all(whole, own if sound else math.inf, ending)
+        return norm, finite and math.isfinite(norm)
 
     def flush(self, update: Update, denominator: float | None = None) -> bool:
         """End windows until all workers flush; returns whether one of them held a micro-batch.

@@ -1,0 +1,117 @@
+"""A data-parallel backbone under a head whose classes the workers share: mixed precision, a dynamic scale, one norm, one overflow flag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+
+import gradaccum
+from conformance_tests.framework_tests.mindspore_common import set_mode
+from conformance_tests.framework_tests.mindspore_workers.checks import check
+from conformance_tests.framework_tests.mindspore_workers.common import WORLD, require_same_everywhere
+from gradaccum_mindspore import GatherItems, TrainOneStepCell, load_checkpoint_into, sharded_cross_entropy
+
+STEPS, OWN, CLASSES = 2, 3, (5, 3)
+"""Micro-batches of a window, items of each on each worker, classes of each worker."""
+WINDOWS = 3
+RANDOM = np.random.RandomState(3)
+X = RANDOM.randn(WINDOWS * STEPS, WORLD * OWN, 4).astype(np.float32)
+Y = RANDOM.randint(0, sum(CLASSES), X.shape[:2]).astype(np.int32)
+BACKBONE, HEAD = RANDOM.randn(4, 4).astype(np.float16), RANDOM.randn(sum(CLASSES), 4).astype(np.float32)
+RATE, CLIP = 0.25, 0.5
+
+
+def of_rank(rank: int) -> slice:
+    return slice(sum(CLASSES[:rank]), sum(CLASSES[: rank + 1]))
+
+
+class Network(nn.Cell):
+    """The summed loss of the items of all workers."""
+
+    def __init__(self, rank: int, dtype: Any = ms.float16) -> None:
+        super().__init__()
+        self.backbone = Parameter(Tensor(BACKBONE).astype(dtype), name="backbone")
+        self.head = Parameter(Tensor(HEAD[of_rank(rank)]), name="head", layerwise_parallel=True)
+        self.gather = GatherItems()
+
+    def construct(self, x: Any, labels: Any) -> Any:
+        features = self.gather(ops.tanh(ops.matmul(x, self.backbone.astype(ms.float32).T)))
+        logits = ops.matmul(features, self.head.T)
+        return sharded_cross_entropy(logits, self.gather(labels), shard_sizes=CLASSES, reduction="sum")
+
+
+def optimizer_of(network: Network, **options: Any) -> Any:
+    scale = gradaccum.DynamicLossScale(2.0**10, growth_interval=1)
+    given = {"steps": STEPS, "reduction": "item_mean", "loss_scale": scale, "master_weights": True, "clip_norm": CLIP, **options}
+    return gradaccum.wrap(nn.SGD(network.trainable_params(), RATE), data_parallel=True, **given)
+
+
+class Truth:
+    """One process that has all items and classes, in float64."""
+
+    def __init__(self, dtype: type) -> None:
+        self.dtype, self.backbone, self.head = dtype, BACKBONE.astype(np.float64), HEAD.astype(np.float64)
+
+    def window(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+        """Make the update of the large batch; its loss and norm."""
+        features = np.tanh(x @ self.backbone.astype(self.dtype).astype(np.float64).T)
+        logits = features @ self.head.T
+        shifted = np.exp(logits - logits.max(1, keepdims=True))
+        off = shifted / shifted.sum(1, keepdims=True)
+        loss = -np.log(off[np.arange(len(y)), y]).mean()
+        off[np.arange(len(y)), y] -= 1
+        by_head = off.T @ features / len(y)
+        by_backbone = ((off @ self.head) * (1 - features**2)).T @ x / len(y)
+        norm = np.sqrt(np.square(by_head).sum() + np.square(by_backbone).sum())
+        self.head -= RATE * min(1, CLIP / norm) * by_head
+        self.backbone -= RATE * min(1, CLIP / norm) * by_backbone
+        return loss, norm
+
+
+@check
+def sharded_head_makes_the_large_batch(rank: int) -> None:
+    """The second window has an inf in the gradient of one worker's classes: all skip it."""
+    mine = slice(rank * OWN, (rank + 1) * OWN)
+    for mode, dtype, off in (("pynative", "float32", 2e-5), ("graph", "float16", 1e-3)):
+        set_mode(mode)
+        network, truth = Network(rank, getattr(ms, dtype)), Truth(getattr(np, dtype))
+        opt = optimizer_of(network)
+        step = TrainOneStepCell(network, opt)
+        for window in range(WINDOWS):
+            rows = slice(window * STEPS, (window + 1) * STEPS)
+            if window == 1:
+                bad = Tensor(np.full(network.head.shape, np.inf if rank == 1 else 1.0, np.float32))
+                for _ in range(STEPS):
+                    opt((ops.ones_like(network.backbone.value()), bad), OWN)
+                assert (opt.result.overflow, opt.result.applied, opt.result.loss_scale) == (True, False, 2.0**10), mode
+                continue
+            for x, y in zip(X[rows], Y[rows], strict=True):
+                step(Tensor(x[mine]), Tensor(y[mine]))
+            loss, norm = truth.window(X[rows].reshape(-1, 4), Y[rows].reshape(-1))
+            np.testing.assert_allclose([opt.result.loss, opt.result.grad_norm], [loss, norm], rtol=off, err_msg=mode)
+        backbone = opt.storage.masters.masters[0] if dtype == "float16" else network.backbone
+        np.testing.assert_allclose(backbone.asnumpy(), truth.backbone, rtol=0, atol=off, err_msg=mode)
+        np.testing.assert_allclose(network.head.asnumpy(), truth.head[of_rank(rank)], rtol=0, atol=off, err_msg=mode)
+        require_same_everywhere([opt.result.grad_norm, opt.result.loss, network.backbone.asnumpy().tolist()])
+    assert np.abs(truth.head - HEAD).max() > 1e-2
+
+
+@check
+def sharded_head_loads_its_own_file(rank: int) -> None:
+    """Between two windows too: each worker has other classes."""
+    opt = optimizer_of(Network(rank))
+    saved = {p.name: Tensor(p.asnumpy().copy(), p.dtype) for p in opt.get_parameters()}
+    load_checkpoint_into(opt, saved)
+    with pytest.raises(gradaccum.CheckpointError, match=f"of rank {1 - rank} of 2"):
+        load_checkpoint_into(opt, {**saved, "gradaccum.workers": Tensor([0, 1 - rank, WORLD], ms.int32)})
+
+
+@check
+def sharded_head_is_refused(rank: int) -> None:
+    for argument, value in (("reduction", "mean"), ("on_overflow", "drop_micro_batch"), ("noise_scale", True)):
+        with pytest.raises(gradaccum.ArgumentValueError, match=f"^{argument}: .*layerwise_parallel"):
+            optimizer_of(Network(rank), **{argument: value})
