@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -19,9 +19,22 @@ from gradaccum import UsageError
 from gradaccum.kit import explain
 from gradaccum_torch.checks import Size
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private import untraced, version
+from gradaccum_torch.private import keep_own, untraced, version
 from gradaccum_torch.strategy import Strategy, Undivided
-from gradaccum_torch.sums import GRAD, REQUIRES_GRAD, add, coalesced, divide, fits, gradient_dtype, is_finite, multiply, narrowed, sum_dtype
+from gradaccum_torch.sums import (
+    GRAD,
+    REQUIRES_GRAD,
+    add,
+    add_together,
+    coalesced,
+    divide,
+    fits,
+    gradient_dtype,
+    is_finite,
+    multiply,
+    narrowed,
+    sum_dtype,
+)
 from gradaccum_torch.watch import NOTHING_SEEN, Allowed, Event, Hook, Watched, can_be_hooked, seen
 
 _MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()
@@ -37,22 +50,36 @@ class BufferStrategy(Strategy):
         self._held: dict[Tensor, Tensor] = {}
         super().__init__(parameters, accumulate_dtype, drops)
 
-    def take(self) -> bool:
+    def take(self, size: Size) -> bool:
         filled = self._filled()
+        self._require_takeable(filled, size)
         finite = not self._drops or is_finite([coalesced(parameter.grad) for parameter in filled if parameter.grad is not None])
-        new = self._copied(filled) if finite else {}  # Memory may run out here, before anything was added.
+        if finite:
+            self._add(filled)
         for parameter in filled:
-            if parameter in new:
-                self._held[parameter] = new[parameter]
-            elif finite:
-                self._absorb(parameter)
             parameter.grad = None
-        self.watch.reset()
+        self._took(filled)
         return finite
 
-    def _copied(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Return the first gradients that must be copied, since somebody else may hold them: none."""
-        return {}
+    def _filled(self) -> list[Tensor]:
+        return [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
+
+    def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
+        """Raise unless the gradients of `filled` are a micro-batch of a window of this `size`."""
+
+    def _add(self, filled: Sequence[Tensor]) -> None:
+        """Add the gradients of `filled` to the sums: in one call, if each has a sum already and all are of one kind."""
+        aligned = list(map(id, filled)) == list(map(id, self._held))
+        if not aligned or not add_together(list(self._held.values()), list(map(GRAD, filled))):
+            self._add_one_by_one(filled)
+
+    def _add_one_by_one(self, filled: Sequence[Tensor]) -> None:
+        for parameter in filled:
+            self._absorb(parameter)
+
+    def _took(self, filled: Sequence[Tensor]) -> None:
+        """Forget the micro-batch, which was moved out of ``.grad`` of these parameters."""
+        self.watch.reset()
 
     def settle(self) -> list[Tensor]:
         # In the order of the parameters, not of arrival: a resumed window must have the same norm to the last bit.
@@ -67,9 +94,6 @@ class BufferStrategy(Strategy):
             for parameter, held in self._held.items()
             if self._is_narrowed(parameter)
         )
-
-    def _filled(self) -> list[Tensor]:
-        return [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
 
     def hands_over_whole(self) -> bool:
         return not any(map(self._is_narrowed, self._held))
@@ -106,7 +130,7 @@ class BufferStrategy(Strategy):
         self._held = {parameter: held for parameter, held in pairs if held is not None}
 
     def release(self) -> list[Tensor | None]:
-        self.take()
+        self.take(None)
         return super().release()
 
     def pickled(self) -> dict[str, Any]:
@@ -150,10 +174,8 @@ class MovingStrategy(BufferStrategy):
 
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         self._staying: set[int] = set()
-        self._last: Watched | None = None
-        """The parameter whose gradient stays, because no small one has come in this micro-batch."""
-        self._seen_small = False
-        self._replaced = False
+        self._stays: Watched | Literal["small ones"] | None = None
+        """The parameter whose gradient stays until a small one arrives in this micro-batch, and then the small ones."""
         super().__init__(parameters, accumulate_dtype)
         self.watch.allowed = Allowed.NONE
 
@@ -165,15 +187,14 @@ class MovingStrategy(BufferStrategy):
         super().groups_changed()
         self._staying = {id(parameter) for group in self._parameters.groups() for parameter in _small(group["params"])}
 
-    def take(self) -> bool:
-        if self._replaced:
+    def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
+        if self._staying and not self._hooks:
             raise _replaced_error()
-        self._last, self._seen_small = None, False
-        return super().take()
+        self._stays = None
 
     def forget_micro_batch(self) -> None:
         self._held.clear()
-        self._last, self._seen_small = None, False
+        self._stays = None
         super().forget_micro_batch()
 
     def _hook_for(self, parameter: Tensor) -> Hook:
@@ -192,13 +213,14 @@ class MovingStrategy(BufferStrategy):
 
     def _move(self, arrived: Watched) -> None:
         """Add the arrived gradient to the sum, or let it stay and add the gradient that stayed before."""
-        moving: Watched | None = arrived
+        stayed = moving = self._stays
         if id(arrived.parameter) in self._staying:
-            self._seen_small = True
-            moving, self._last = self._last, None
-        elif not self._seen_small:
-            moving, self._last = self._last, arrived
-        if moving is not None and moving is not self._last:
+            self._stays = "small ones"
+        elif stayed == "small ones":
+            moving = arrived
+        else:
+            self._stays = arrived
+        if isinstance(moving, Watched) and moving is not self._stays:
             self._absorb(moving.parameter)
             moving.note()
 
@@ -206,8 +228,7 @@ class MovingStrategy(BufferStrategy):
         """Take the gradients over from an older wrapper, which raises at its next step."""
         other = _MOVERS.get(id(parameter))
         if other is not None and other is not self and parameter in other._hooks:
-            other._replaced = True
-            other._hooks.remove(parameter)
+            other._hooks.keep({})
 
 
 def _small(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -234,13 +255,10 @@ def _replaced_error() -> UsageError:
 class SeparateStrategy(BufferStrategy):
     """The sum is in buffers, and ``.grad`` holds the micro-batch when ``step`` is called."""
 
-    expects = True
-
     def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
         self._users: list[tuple[Tensor, Tensor]] | None = None
         """What is in ``.grad`` beside the window, while the inner optimizer has the window's gradient there."""
-        self._of_one = False
-        self._rivals: WeakSet[SeparateStrategy] = WeakSet()
+        self._rivals: list[weakref.ref[SeparateStrategy]] = []
         """Those that share one of these parameters. Taking turns does no harm; after one backward pass the second finds nothing."""
         self._lost: list[Tensor] = []
         """The parameters whose gradients another one took last."""
@@ -251,28 +269,56 @@ class SeparateStrategy(BufferStrategy):
         super().groups_changed()
         for other in _ALIVE:
             if other is not self and other._shared(self._parameters.unique()):
-                self._rivals.add(other)
-                other._rivals.add(self)
+                self._rivals.append(weakref.ref(other))
+                other._rivals.append(weakref.ref(self))
         _ALIVE.add(self)
-
-    def expect(self, size: Size) -> None:
-        self._of_one = size == 1
 
     @property
     def begun(self) -> bool:
         """False: autograd may deliver for somebody else until ``step`` takes the gradients."""
         return False
 
-    def take(self) -> bool:
+    def _hook_for(self, parameter: Tensor) -> Hook:
+        watch = self.watch
+
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is not None and parameter.grad._version == 0:
+                keep_own(parameter)  # Another backward pass of this micro-batch may come.
+            if not watch.known.under_way:
+                watch.begin()
+
+        untraced(hook)
+        return hook
+
+    def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
         if self._lost and not self.watch.known.arrived and any(parameter.grad is None for parameter in self._lost):
             raise _taken_error()
-        filled = self._filled()
-        _require_no_graph(filled)
-        if filled and not self._of_one:
-            _require_no_noise(filled[0])
-        finite = super().take()
-        self._took(filled)
-        return finite
+        if any(map(REQUIRES_GRAD, map(GRAD, filled))):
+            raise _graph_error()
+        if size != 1 and filled and hasattr(filled[0], "summed_grad"):
+            raise _noise_error()
+
+    def _add_one_by_one(self, filled: Sequence[Tensor]) -> None:
+        # A gradient without a sum is copied, since somebody else may hold it. Memory may run out here, before anything was added.
+        new = {
+            parameter: parameter.grad.detach().to(sum_dtype(parameter, self._accumulate_dtype), copy=True)
+            for parameter in filled
+            if parameter not in self._held and parameter.grad is not None
+        }
+        for parameter in filled:
+            if parameter in new:
+                self._held[parameter] = new[parameter]
+                parameter.grad = None
+            else:
+                self._absorb(parameter)
+
+    def _took(self, filled: Sequence[Tensor]) -> None:
+        self.watch.known = NOTHING_SEEN
+        if self._rivals:
+            self._lost = []
+        for reference in self._rivals:  # They find nothing in ``.grad`` of these parameters.
+            if (other := reference()) is not None and (lost := other._shared(filled)):
+                other._lost, other.watch.known = lost, NOTHING_SEEN
 
     def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
         if self._users is None:
@@ -300,20 +346,6 @@ class SeparateStrategy(BufferStrategy):
         own = set(map(id, self._parameters.unique()))
         return [parameter for parameter in parameters if id(parameter) in own]
 
-    def _took(self, filled: Sequence[Tensor]) -> None:
-        """Tell the rivals that the gradients of these parameters were moved out of ``.grad``."""
-        self._lost = []
-        for other in self._rivals:
-            if lost := other._shared(filled):
-                other._lost, other.watch.known = lost, NOTHING_SEEN
-
-    def _copied(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        return {
-            parameter: parameter.grad.detach().to(sum_dtype(parameter, self._accumulate_dtype), copy=True)
-            for parameter in parameters
-            if parameter not in self._held and parameter.grad is not None
-        }
-
     def _give_users_back(self) -> None:
         for parameter, gradient in self._users or ():
             parameter.grad = gradient
@@ -323,19 +355,17 @@ class SeparateStrategy(BufferStrategy):
 _ALIVE: WeakSet[SeparateStrategy] = WeakSet()
 
 
-def _require_no_graph(parameters: Sequence[Tensor]) -> None:
-    if any(map(REQUIRES_GRAD, map(GRAD, parameters))):
-        expected, found = "gradients without a graph", "a .grad that can be differentiated again, after backward(create_graph=True)"
-        fix = "Leave create_graph=True out; for an optimizer that needs it, such as AdaHessian, leave separate_sums=True out."
-        raise explain(UsageError, "separate_sums", expected=expected, found=found, fix=fix)
+def _graph_error() -> UsageError:
+    expected, found = "gradients without a graph", "a .grad that can be differentiated again, after backward(create_graph=True)"
+    fix = "Leave create_graph=True out; for an optimizer that needs it, such as AdaHessian, leave separate_sums=True out."
+    return explain(UsageError, "separate_sums", expected=expected, found=found, fix=fix)
 
 
-def _require_no_noise(parameter: Tensor) -> None:
-    """Raise unless the parameter has no ``summed_grad``: Opacus' optimizer adds noise before it calls ``step``."""
-    if hasattr(parameter, "summed_grad"):
-        found = "a longer window of micro-batches, to each of which Opacus has added the noise of a whole batch"
-        fix = "Take opacus.utils.batch_memory_manager.BatchMemoryManager in place of gradaccum.wrap: it adds noise once per batch."
-        raise explain(UsageError, "make_private", expected="an optimizer that is not wrapped, or with steps=1", found=found, fix=fix)
+def _noise_error() -> UsageError:
+    """Return the error for parameters with a ``summed_grad``: Opacus' optimizer adds noise before it calls ``step``."""
+    found = "a longer window of micro-batches, to each of which Opacus has added the noise of a whole batch"
+    fix = "Take opacus.utils.batch_memory_manager.BatchMemoryManager in place of gradaccum.wrap: it adds noise once per batch."
+    return explain(UsageError, "make_private", expected="an optimizer that is not wrapped, or with steps=1", found=found, fix=fix)
 
 
 def _taken_error() -> UsageError:

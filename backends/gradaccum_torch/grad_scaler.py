@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,19 +31,27 @@ _SET_BACK: WeakKeyDictionary[torch.amp.GradScaler, tuple[Mapping[int, Any], Tens
 """By scaler whose tracker was set back: its pending update, which its ``update`` replaces by another, and its true scale and tracker."""
 
 
+class Ended(NamedTuple):
+    """A window that has ended."""
+
+    after: State
+    """The state after it."""
+    scale: float
+    """The scale in it."""
+    overflow: bool
+
+
 class ScalerLink:
     """One scaler, as a window sees it."""
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self._scaler = scaler
         scaler.scale(torch.zeros((), device=device))
-        self._start = self._now().clone()
-        self._moved = self._start[0] != self._start[0]
-        self._used = 0.0
-        self._ended: tuple[State, bool] | None = None
-        """The state after the window that has ended in the step under way, and whether it was an overflow."""
-        self._update_follows = False
-        """``scaler.step`` asked for the window's end, and the user calls ``scaler.update`` after it."""
+        start = self._now().clone()
+        self._start = start, start[0] != start[0]
+        """Scale and growth tracker as the window began, and whether the scale has moved since."""
+        self._ended: list[Ended] | None = None
+        """The window that has ended in the step under way, if ``scaler.step`` asked for it, after which ``scaler.update`` is called."""
         self._probe = torch.zeros((), device=device)
         self._probe.grad = torch.zeros((), device=device)
 
@@ -63,27 +71,24 @@ class ScalerLink:
 
     def count(self, *, first: bool) -> None:
         """Count a micro-batch. The scale at the first is the window's; at the others it must be the same."""
-        if first:
-            self._start = self._now()
-            self._moved = self._start[0] != self._start[0]
-        else:
-            self._moved = self._moved | (self._now()[0] != self._start[0])
+        now, (start, moved) = self._now(), self._start
+        self._start = (now, now[0] != now[0]) if first else (start, moved | (now[0] != start[0]))
 
     def notes(self) -> tuple[Tensor, ...]:
         """Return the tensors, shape ``()``, whose values `used` needs on the host."""
-        return *self._start.unbind(), self._moved
+        start, moved = self._start
+        return *start.unbind(), moved
 
     def used(self, fields: State, notes: list[float]) -> State:
         scale, tracker, moved = notes
         if moved:
             raise _moved_error()
-        self._used = scale
         return fields._replace(loss_scale=scale, growth_tracker=int(tracker))
 
     def current(self, fields: State) -> State:
         """Return the state to save: in a window with the window's scale, between two with the scaler's."""
         if fields.micro_step:
-            scale, tracker = self._start.tolist()
+            scale, tracker = self._start[0].tolist()
         elif pending_update(self._scaler):
             return fields  # scaler.update() is still to come, and will give the scaler these values.
         else:
@@ -95,11 +100,11 @@ class ScalerLink:
         self._scaler.load_state_dict(scaler_state(self._scaler, fields.loss_scale, fields.growth_tracker))
         self.count(first=True)
 
-    def window_ended(self, fields: State, overflow: bool) -> None:
-        if self._update_follows:
-            self._ended = fields, overflow
+    def window_ended(self, ended: Ended) -> None:
+        if self._ended is None:
+            self.write(ended.after)
         else:
-            self.write(fields)
+            self._ended.append(ended)
 
     @contextmanager
     def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -107,21 +112,21 @@ class ScalerLink:
 
         The following ``scaler.update`` moves the scale if a window ended inside, otherwise it has no effect.
         """
-        self._update_follows, self._ended = True, None
+        self._ended = ended = list[Ended]()
         try:
             yield
         except BaseException:
             # scaler.step would delete them after this, but does not get there, and the next step may be the user's own.
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-            if self._ended is not None:
-                self.write(self._ended[0])
+            for each in ended:
+                self.write(each.after)
             raise
         finally:
-            self._update_follows = False
-        if self._ended is None:
+            self._ended = None
+        if not ended:
             self._hold()
-        else:
-            self._settle(optimizer, *self._ended)
+        for each in ended:
+            self._settle(optimizer, each)
 
     def groups_for(self, caller: LocalVariables) -> list[Group]:
         """Return the groups that ``scaler.step`` may look at: a probe in place of the gradients, so that it records a finite check."""
@@ -131,22 +136,23 @@ class ScalerLink:
 
     def _hold(self) -> None:
         """Make the following ``scaler.update()`` leave scale and tracker as they were when the window began."""
-        tracker_of(self._scaler).copy_(self._start[1] - 1)
-        self._note_set_back(self._start)
+        start, _ = self._start
+        tracker_of(self._scaler).copy_(start[1] - 1)
+        self._note_set_back(start)
 
-    def _settle(self, optimizer: torch.optim.Optimizer, fields: State, overflow: bool) -> None:
-        """Make the following ``scaler.update()`` end in the scale and tracker of `fields`, the state after the window.
+    def _settle(self, optimizer: torch.optim.Optimizer, ended: Ended) -> None:
+        """Make the following ``scaler.update()`` end in the scale and tracker of the state after the window.
 
         If the scale moves, ``update`` itself moves it, so that the user can compare it before and after. If it stays (a window of weight 0,
         a scale at its floor), ``update`` only counts up to the tracker.
         """
-        if fields.loss_scale == self._used:
-            start = self._start
-            self.write(fields._replace(growth_tracker=fields.growth_tracker - 1))
+        if ended.after.loss_scale == ended.scale:
+            start, _ = self._start
+            self.write(ended.after._replace(growth_tracker=ended.after.growth_tracker - 1))
             self._note_set_back(start)
         else:
             for found in found_inf_of(self._scaler, optimizer):
-                found.fill_(float(overflow))
+                found.fill_(float(ended.overflow))
 
     def _note_set_back(self, true: Tensor) -> None:
         """Note the tracker, since another wrapped optimizer with this scaler may ask before ``scaler.update()``."""

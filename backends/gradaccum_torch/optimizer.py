@@ -463,7 +463,7 @@ class WholeWindow:
             fix = "Call opt.flush() or opt.discard() first: this call makes a window of its own."
             raise explain(UsageError, "optimizer", expected="one between two windows", found="one with an open window", fix=fix)
         with_gradients = ((each, each.grad) for each in self._parameters.unique())
-        self._before = [(each, gradient) for each, gradient in with_gradients if gradient is not None]
+        self._before.extend((each, gradient) for each, gradient in with_gradients if gradient is not None)
         # zero_grad(set_to_none=False) leaves zeros, into which autograd adds; anything else would count as a part of the window.
         if any(bool(elements(gradient).any()) for _, gradient in self._before):
             fix = "Call opt.zero_grad() first: the window is this call's batch alone."

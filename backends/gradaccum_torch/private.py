@@ -97,6 +97,7 @@ def _norms(tensors: Iterable[Tensor], order: float = 2) -> list[Tensor]:
 
 
 foreach_norm: Callable[..., Sequence[Tensor]] = _found("torch:_foreach_norm", "Norms take a call for each tensor, which is slower.", _norms)
+foreach_add_ = _foreach("add_", "With `separate_sums` a micro-batch is added with a call for each tensor, which is slower.")
 foreach_div_ = _foreach("div_", "The division of a window's sum takes a call for each tensor, which is slower.")
 foreach_mul_ = _foreach("mul_", "Clipping takes a call for each tensor, which is slower.")
 foreach_sub_ = _foreach("sub_", "Master weights are compared with a call for each tensor, which is slower.")

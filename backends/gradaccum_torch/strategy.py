@@ -141,8 +141,8 @@ class Strategy(ABC):
         """True if ``.grad`` holds the window's whole sum."""
 
     @abstractmethod
-    def take(self) -> bool:
-        """Add the micro-batch in ``.grad`` to the sum; return False if it was dropped because it is not finite."""
+    def take(self, size: Size) -> bool:
+        """Add the micro-batch in ``.grad`` to the sum of a window of this `size`; return False if it was dropped as it is not finite."""
 
     @abstractmethod
     def settle(self) -> list[Tensor]:
@@ -194,7 +194,10 @@ class Strategy(ABC):
     def pickled(self) -> dict[str, Any]:
         """Return the state with the gradients: torch copies and pickles a parameter without its ``.grad``."""
         gradients = [None if parameter.grad is None else parameter.grad.detach() for parameter in self._parameters.positions()]
-        return {"gradients": gradients, "known": self.watch.known._replace(changed=not self.watch.intact())}
+        return {
+            "gradients": gradients,
+            "known": self.watch.known._replace(changed=None if self.watch.intact() else self.watch.found_change()),
+        }
 
     def unpickle(self, pickled: Mapping[str, Any]) -> None:
         for parameter, gradient in zip(self._parameters.positions(), pickled["gradients"], strict=True):
@@ -225,7 +228,7 @@ class GradStrategy(Strategy):
 
     keeps_micro_batch_apart = False
 
-    def take(self) -> bool:
+    def take(self, size: Size) -> bool:
         self.watch.known = NOTHING_SEEN
         return True
 

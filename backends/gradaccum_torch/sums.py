@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.kit import has_exact_inverse
-from gradaccum_torch.private import elements, foreach_div_, foreach_mul_, foreach_norm, is_sharded, local, mesh_of, version
+from gradaccum_torch.private import elements, foreach_add_, foreach_div_, foreach_mul_, foreach_norm, is_sharded, local, mesh_of, version
 
 HALF = (torch.float16, torch.bfloat16)
 """The dtypes that are summed in float32 unless the user says otherwise."""
@@ -88,6 +88,16 @@ def add(held: Tensor, gradient: Tensor) -> Tensor:
         _add_in_blocks(held.view(-1), gradient.view(-1), BLOCK * torch.get_num_threads())
         return held
     return held.add_(gradient)
+
+
+def add_together(totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """Add all `gradients` to the `totals` in one call; return False, and add none, if some are of another kind than plain dense tensors."""
+    kinds = {*map(DTYPE, totals), *map(DTYPE, gradients)}, {*map(type, totals), *map(type, gradients)}
+    special = any(map(IS_SPARSE, gradients)) or any(map(REQUIRES_GRAD, gradients)) or any(map(IS_SPARSE, totals))
+    if special or len(kinds[0]) > 1 or kinds[1] != {Tensor}:
+        return False
+    foreach_add_(totals, gradients)
+    return True
 
 
 def _is_copied_first(held: Tensor, gradient: Tensor) -> bool:

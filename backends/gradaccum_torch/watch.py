@@ -61,7 +61,8 @@ class MicroBatch(NamedTuple):
     """The backward pass that delivered gradients; of several the last in the list of events. 0: none did."""
     under_way: bool = False
     """A pass has delivered something and has not ended. Outside of a backward pass: the pass raised."""
-    changed: bool = False
+    changed: Change | None = None
+    """The change of a gradient that autograd has added to."""
     given: Given = Given.NOT
     weight: float = 1.0
     weighed: bool = False
@@ -107,11 +108,11 @@ class MicroBatch(NamedTuple):
 NOTHING_SEEN = MicroBatch()
 
 
-def seen(known: MicroBatch, event: Event) -> MicroBatch:
+def seen(known: MicroBatch, event: Event, change: Change = Change.WRITTEN) -> MicroBatch:
     if event is Event.TAKEN:
         return NOTHING_SEEN
     if event is Event.CHANGED:
-        return known._replace(changed=True)
+        return known._replace(changed=known.changed or change)
     if event is Event.PASS_ENDED:
         return known._replace(under_way=False)
     return known._replace(arrived=max(known.arrived, event), under_way=True)
@@ -160,8 +161,6 @@ class GradWatch:
         self._compared = Compared.FIRST
         self._norms: Tensor | None = None
         """The norms to compare with, shape ``(2, number)``; None: no comparison is to be made."""
-        self.change: Change | None = None
-        """The change that autograd has added to."""
         self.places: list[list[Place]] | None = [[]]
         """By micro-batch, the place of each backward pass in the user's program; None: nobody asks any more."""
 
@@ -244,8 +243,8 @@ class GradWatch:
 
     def found_change(self) -> Change:
         """Return what was done to ``.grad``, as far as the gradients tell; waits for the device."""
-        if self.change is not None:
-            return self.change
+        if self.known.changed:
+            return self.known.changed
         pairs = [(watched.gradient, watched.parameter.grad) for watched in self._watched.values()]
         if any(gradient is None for before, gradient in pairs if before is not None):
             return Change.CLEARED
@@ -254,7 +253,7 @@ class GradWatch:
         return Change.WRITTEN if any(bool(local(elements(each)).any()) for _, each in pairs if each is not None) else Change.CLEARED
 
     def reset(self, known: MicroBatch = NOTHING_SEEN) -> None:
-        self.known, self._norms, self.change = known, None, None
+        self.known, self._norms = known, None
         if self.places:
             self.places[-1].clear()
         for watched in self._watched.values():
@@ -305,7 +304,7 @@ class Watched:
         self.note()
         gradient = self.gradient
         if before is not None and (gradient is not before or self.version != expected) and not _by_autograd(before, gradient):
-            self.watch.known, self.watch.change = seen(self.watch.known, Event.CHANGED), self.watch.change or change
+            self.watch.known = seen(self.watch.known, Event.CHANGED, change)
 
 
 def _by_autograd(before: Tensor, gradient: Tensor | None) -> bool:
@@ -396,6 +395,9 @@ class Hooks:
         self._handles: dict[int, RemovableHandle] = {}
         weakref.finalize(self, _remove_all, self._handles).atexit = False
 
+    def __bool__(self) -> bool:
+        return bool(self._handles)
+
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._handles
 
@@ -405,9 +407,6 @@ class Hooks:
     def shared(self) -> bool:
         """True if another living wrapper watches one of these parameters."""
         return any(self._handles.keys() & other._handles.keys() for other in _WATCHING if other is not self)
-
-    def remove(self, parameter: Tensor) -> None:
-        self._handles.pop(id(parameter)).remove()
 
     def keep(self, parameters: dict[int, Tensor]) -> None:
         for number in self._handles.keys() - parameters.keys():

@@ -47,7 +47,7 @@ from gradaccum_torch.checks import (
     unfinished_error,
     window_size,
 )
-from gradaccum_torch.grad_scaler import ScalerLink
+from gradaccum_torch.grad_scaler import Ended, ScalerLink
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.saving import Saved, own_copy
 from gradaccum_torch.statistics import Known, Statistics, Told, as_told
@@ -253,7 +253,7 @@ class Window:
         if first and not self._plan.holds():
             self.groups_changed()
         losses = () if known.losses and known.arrived >= Event.PLAIN_PASS and known.is_plain else known.losses
-        finite, self._passes = self.strategy.take(), PASSES[0]
+        finite, self._passes = self.strategy.take(self._begun.size), PASSES[0]
         if self._scaler is not None:
             self._scaler.count(first=first)
         self._fields = at_rest(accumulate(fields, weight, finite, select), float64_weight=self._plan.float64_weight)
@@ -468,7 +468,7 @@ class Window:
         if self.strategy.expects:
             self._expect()
         if self._scaler is not None:
-            self._scaler.window_ended(self._fields, decision.overflow)
+            self._scaler.window_ended(Ended(self._fields, ended.loss_scale, decision.overflow))
         if self.listeners:
             self.listeners.note(self.result, weight=ended.weight, micro_batches=ended.micro_step)
 

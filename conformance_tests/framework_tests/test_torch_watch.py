@@ -355,7 +355,7 @@ def test_every_history_is_counted_right_or_refused(scale: float) -> None:
             known = moved(known, move)
             ledger.write(move, scale)
         states.add(known._replace(losses=()))
-        refused = known.changed
+        refused = known.changed is not None
         try:
             known.require_scaled(known.weight * scale, scales=scale != 1)
         except gradaccum.UsageError:

@@ -82,6 +82,11 @@ def trains(windows: int = 2, **options: Any) -> Any:
     return model, opt
 
 
+def sums_beside_grad() -> None:
+    trains(separate_sums=True)
+    trains(on_overflow="drop_micro_batch")
+
+
 def arithmetic() -> None:
     """A few windows: clipped or not, scaled past an overflow, saved in the middle, against torch's own arithmetic."""
     import torch
@@ -508,6 +513,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "torch.distributed.algorithms.join:Joinable._join_config": join_is_refused,
     "torch.distributed.fsdp._common_utils:FSDP_FLATTENED": flattened_is_refused,
     "torch.distributed.tensor.parallel.ddp:_reconstruct_dtensor._st_info": parts_are_refused,
+    "torch:_foreach_add_": sums_beside_grad,  # Last: a fused optimizer needs it itself, and the last group has none.
 }
 """By private name, in the order in which they run."""
 

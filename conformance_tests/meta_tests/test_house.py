@@ -25,14 +25,14 @@ class Limits(NamedTuple):
 
 LIMITS = {
     "gradaccum": Limits(26, 3_265, 9),
-    "backends/gradaccum_torch": Limits(44, 6_525, 11),
+    "backends/gradaccum_torch": Limits(44, 6_570, 11),
     "backends/gradaccum_jax": Limits(35, 3_570, 9),
     "backends/gradaccum_mindspore": Limits(38, 4_640, 9),
 }
 """The adapters' are without their harnesses, which only the suite imports."""
 IMPORTS = 0.105
 """The share of import statements in all code lines of production."""
-CHANGED_ATTRIBUTES = 92
+CHANGED_ATTRIBUTES = 59
 """The attributes in torch that are assigned outside of ``__init__``: more state that somebody must keep in mind."""
 
 
@@ -116,13 +116,18 @@ def test_no_constant_is_assigned_twice() -> None:
 def changed_attributes(package: str) -> set[tuple[str, str, str]]:
     """The attributes that something assigns outside of ``__init__``: by module, class or other object, and name.
 
-    Through another object than ``self`` only those count that a class of the package assigns too: torch's own do not.
+    Through another object than ``self`` those count that a class of another module assigns too: torch's own do not, and a class is one
+    thing with its neighbours.
     """
     files = modules(package)
     stores = [(name, *store) for name, file in files.items() for store in stores_in(ast.parse(file.read_text(encoding="utf-8")))]
     own = {attribute for _, _, _, of_self, attribute in stores if of_self}
-    outside = [store for store in stores if store[2] != "__init__"]
-    return {(module, cls if of_self else "", attribute) for module, cls, _, of_self, attribute in outside if of_self or attribute in own}
+    found = set()
+    for module, cls, function, of_self, attribute in stores:
+        if function != "__init__" and (of_self or attribute in own):
+            found.add((module, cls if of_self else "", attribute))
+    changed = {(module, attribute) for module, cls, attribute in found if cls}
+    return {each for each in found if each[1] or (each[0], each[2]) not in changed}
 
 
 def stores_in(node: ast.AST, cls: str = "", function: str = "") -> Iterator[tuple[str, str, bool, str]]:

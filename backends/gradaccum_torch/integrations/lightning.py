@@ -41,11 +41,12 @@ class AccumulationCallback(Callback):  # type: ignore[misc]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the optimizers' states until training starts: Lightning loads them, then clears the model's gradients."""
-        self._saved = checkpoint.get("optimizer_states", [])
+        self._saved[:] = checkpoint.get("optimizer_states", ())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what would make every window wrong; restore the sum of a resumed window."""
-        saved, self._saved = self._saved, []
+        saved = list(self._saved)
+        self._saved.clear()
         for optimizer, state in zip(trainer.optimizers, saved, strict=False):
             if isinstance(optimizer, AccumulatingOptimizer) and optimizer.result.micro_step:
                 optimizer.load_state_dict(state)

@@ -7,6 +7,7 @@ trains, `AccumulationCallback` replaces ``get_batch_samples`` and two methods of
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,6 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._opt: AccumulatingOptimizer
         self._replaced = ExitStack()
         self._norm = torch.zeros(())
         """What the Trainer logs. It asks before the optimizer's step, and reads after that."""
@@ -56,13 +56,13 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Check the Trainer and replace its clipping, its backward pass and its count of items."""
         require_trainer(self._trainer)
         self._replaced.close()  # An earlier run may have ended with an exception.
-        self._opt, self._weight = unwrapped(self._trainer.optimizer), None
+        self._weight, opt = None, unwrapped(self._trainer.optimizer)
         if state.global_step == 0:
-            self._opt.discard()
-        accelerator, self._counted = self._trainer.accelerator, self._trainer.get_batch_samples
+            opt.discard()
+        accelerator, counted = self._trainer.accelerator, self._trainer.get_batch_samples
         self._replace(accelerator, "backward", self._backward)
         self._replace(accelerator, "clip_grad_norm_", self._window_norm)
-        self._replace(self._trainer, "get_batch_samples", self._batch_samples)
+        self._replace(self._trainer, "get_batch_samples", partial(self._batch_samples, counted))
 
     def on_epoch_begin(self, args: Argument, state: Argument, control: Argument, **kwargs: Argument) -> None:
         """Close a window that was saved open at the end of an epoch; see `on_epoch_end`."""
@@ -76,7 +76,8 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             UsageError: a subclass differentiates by itself, or the Trainer clips by itself, as it does with gradients on several meshes.
         """
         needed = {"accelerator.backward"} | ({"accelerator.clip_grad_norm_"} if args.max_grad_norm > 0 else set())
-        missing, self._asked = sorted(needed - self._asked), set()
+        missing = sorted(needed - self._asked)
+        self._asked.clear()
         if missing:
             expected, found = f"a step that calls {', '.join(sorted(needed))}", f"one that did without {', '.join(missing)}"
             fix = "Leave training_step and clipping to the Trainer, or accumulate with gradient_accumulation_steps= and a bare optimizer."
@@ -96,6 +97,10 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Restore the Trainer's own methods."""
         self._replaced.close()
 
+    @property
+    def _opt(self) -> AccumulatingOptimizer:
+        return unwrapped(self._trainer.optimizer)
+
     def _flush(self) -> None:
         """Flush between two steps, where the Trainer does not move the scheduler; a gated one moves if an update was made."""
         self._opt.flush()
@@ -113,9 +118,9 @@ class AccumulationCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._asked.add("accelerator.clip_grad_norm_")
         return self._norm
 
-    def _batch_samples(self, *args: Argument, **kwargs: Argument) -> tuple[Any, Any]:
+    def _batch_samples(self, counted: Argument, *args: Argument, **kwargs: Argument) -> tuple[Any, Any]:
         """Replace ``trainer.get_batch_samples``: note the number of items in the mean of the micro-batch."""
-        samples, items = self._counted(*args, **kwargs)
+        samples, items = counted(*args, **kwargs)
         means = items is None or getattr(self._trainer, "loss_is_scaled_for_ga", None) is False
         self._weight = None if means else float(torch.as_tensor(items).flatten()[0])
         return samples, items

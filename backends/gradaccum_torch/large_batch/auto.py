@@ -47,12 +47,12 @@ def run_divided(
     assert large.items is not None
     tensors = large.tensors()
     require_device(sizes, [*tensors, *(each for module in modules for each in module.parameters(recurse=False))])
-    batch, key, vote = Versions(tensors), key_of(function, tensors), Vote(workers_of_call(optimizer))
+    batch, key, workers = Versions(tensors), key_of(function, tensors), workers_of_call(optimizer)
     size = sizes.start(key, large.items)
     while True:
         if batch.moved():
             raise _written_error()
-        vote.cast = False
+        vote = Vote(workers)
         try:
             made = run(division._replace(micro_batch_size=size), vote.fits)
         except BaseException as error:
@@ -148,7 +148,7 @@ class ElsewhereShortError(Exception):
 
 
 class Vote:
-    """The votes of all workers, one for each attempt; a process without workers agrees at once."""
+    """The vote of all workers on one attempt; a process without workers agrees at once."""
 
     def __init__(self, workers: dist.ProcessGroup | None) -> None:
         self._workers, self.cast = workers, False

@@ -7,7 +7,7 @@ divide at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -226,42 +226,47 @@ class _Ops:
 _OPS = _Ops()
 
 
+class _Sums(NamedTuple):
+    """The aux of the micro-batches so far, leaf by leaf."""
+
+    nest: kit.Nest
+    paths: list[str]
+    kinds: list[str]
+    so_far: list[Any]
+    items: int = 0
+    weight: float = 0.0
+
+
 class Merged:
     """The aux of the micro-batches seen so far."""
 
     def __init__(self, declared: kit.Nest) -> None:
         self._declared = declared
-        self._nest: kit.Nest = None
-        self._paths: list[str] = []
-        self._kinds: list[str] = []
-        self._so_far: list[Any] = []
-        self._items, self._weight = 0, 0.0
+        self._sums: _Sums | None = None
         require_kinds(declared)
 
     def add(self, aux: kit.Nest, micro_batch: MicroBatch) -> None:
         """Merge one micro-batch's aux; leaves are tensors of any dtype or Python numbers, and are detached."""
         leaves = kit.leaves_of(aux, "aux")
-        values = [_value(leaf.path, leaf.value) for leaf in leaves]
-        first = not self._kinds
-        if first:
-            self._nest, self._paths, self._kinds = aux, [leaf.path for leaf in leaves], kit.kinds_of(self._declared, aux)
-        elif [leaf.path for leaf in leaves] != self._paths:
+        paths, sums = [leaf.path for leaf in leaves], self._sums
+        kinds = kit.kinds_of(self._declared, aux) if sums is None else sums.kinds
+        if sums is not None and paths != sums.paths:
             fix = "Return the same structure for every micro-batch."
-            raise kit.explain(
-                ArgumentValueError, "aux", expected=f"the leaves {self._paths}", found=f"{[leaf.path for leaf in leaves]}", fix=fix
-            )
-        shares = [self._share(*each, micro_batch) for each in zip(self._kinds, self._paths, values, strict=True)]
-        if first:
-            self._so_far = [[given] if kind == "concatenate" else given for kind, given in zip(self._kinds, shares, strict=True)]
+            raise kit.explain(ArgumentValueError, "aux", expected=f"the leaves {sums.paths}", found=f"{paths}", fix=fix)
+        values = [_value(leaf.path, leaf.value) for leaf in leaves]
+        shares = [self._share(*each, micro_batch) for each in zip(kinds, paths, values, strict=True)]
+        if sums is None:
+            so_far: list[Any] = [[given] if kind == "concatenate" else given for kind, given in zip(kinds, shares, strict=True)]
+            sums = _Sums(aux, paths, kinds, so_far)
         else:
-            self._so_far = [_joined(*each) for each in zip(self._kinds, self._so_far, shares, self._paths, strict=True)]
-        self._items += micro_batch.items or 0
-        self._weight += micro_batch.weight
+            so_far = [_joined(*each) for each in zip(kinds, sums.so_far, shares, paths, strict=True)]
+        self._sums = sums._replace(so_far=so_far, items=sums.items + (micro_batch.items or 0), weight=sums.weight + micro_batch.weight)
 
     def result(self) -> kit.Nest:
         """Return the large batch's aux. Means of half precision are in float32; a total weight of 0 gives 0."""
-        pairs = zip(self._kinds, self._so_far, self._paths, strict=True)
-        return kit.with_leaves(self._nest, iter([self._finished(*each) for each in pairs]))
+        assert self._sums is not None
+        nest, paths, kinds, so_far, items, weight = self._sums
+        return kit.with_leaves(nest, iter([_finished(*each, items, weight) for each in zip(kinds, so_far, paths, strict=True)]))
 
     def _share(self, kind: str, path: str, value: Tensor, micro_batch: MicroBatch) -> Tensor:
         if kind == "concatenate" and value.dim() == 0:
@@ -273,11 +278,10 @@ class Merged:
             value = torch.zeros_like(value)
         return kit.share(kind, value, micro_batch.items, micro_batch.weight, _OPS)
 
-    def _finished(self, kind: str, so_far: Any, path: str) -> Tensor:
-        if kind == "concatenate":
-            return cat(path, so_far)
-        made: Tensor = kit.finished(kind, so_far, self._items, self._weight or 1.0)
-        return made
+
+def _finished(kind: str, so_far: Any, path: str, items: int, weight: float) -> Tensor:
+    made: Tensor = cat(path, so_far) if kind == "concatenate" else kit.finished(kind, so_far, items, weight or 1.0)
+    return made
 
 
 def require_kinds(declared: kit.Nest) -> None:

@@ -63,8 +63,8 @@ class Gradients:
         self._known.update(others)
 
     def leave(self, leaves: Iterable[Tensor]) -> None:
-        self._left = list(leaves)  # Alive, so that no other leaf gets the id of one.
-        self._first += self._left
+        self._left.extend(leaves)  # Alive, so that no other leaf gets the id of one.
+        self._first.extend(self._left)
         self._known.update(map(id, self._left))
 
     @contextmanager
@@ -150,7 +150,8 @@ class Gradients:
         self._hooks.keep({})
         self._wide.clear()
         self._nodes.clear()
-        self._noted, self._left, self._first = [], [], []
+        self._left.clear()
+        self._noted, self._first = [], []
 
     def _marks(self) -> list[Mark | None]:
         """Return the marks of the leaves, in one call for all, as it is made twice per micro-batch."""

@@ -125,8 +125,8 @@ class Buffers:
 
     def note(self, module: nn.Module) -> None:
         new = [(module, name, tensor) for name, tensor in buffers_of(module).items()]
-        self._copies += [None if tensor is None else tensor.detach().clone() for _, _, tensor in new]
-        self._noted += new
+        self._copies.extend(None if tensor is None else tensor.detach().clone() for _, _, tensor in new)
+        self._noted.extend(new)
 
     def put_back(self) -> None:
         for (module, name, tensor), copied in zip(self._noted, self._copies, strict=True):

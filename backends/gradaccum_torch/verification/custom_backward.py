@@ -92,11 +92,12 @@ class _Passes:
         self._loss, self._parameters = loss, parameters
         self._nodes = graph_of(loss)
         self._calls: dict[Any, tuple[Any, ...]] = {}
+        self._hooks: list[Any] = []
         self.dtypes = set().union(*map(input_dtypes, self._nodes))
         """The dtypes of everything that is differentiated: parameters, and the copies that autocast made of them."""
 
     def __enter__(self) -> _Passes:
-        self._hooks = [node.register_hook(self._note(node)) for node in self._nodes if _is_custom(node)]
+        self._hooks.extend(node.register_hook(self._note(node)) for node in self._nodes if _is_custom(node))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,12 +105,12 @@ class _Passes:
             hook.remove()
 
     def run(self, scale: float) -> _Pass:
-        self._calls = {}
+        self._calls.clear()
         upstream = torch.full_like(self._loss, scale)
         tensors = list(self._parameters.values())
         found = torch.autograd.grad(self._loss, tensors, upstream, retain_graph=True, allow_unused=True)
         pairs = zip(self._parameters, found, strict=True)
-        return _Pass(scale, {name: _dense(gradient) for name, gradient in pairs if gradient is not None}, self._calls)
+        return _Pass(scale, {name: _dense(gradient) for name, gradient in pairs if gradient is not None}, dict(self._calls))
 
     def _note(self, node: Any) -> Callable[[Any, Any], None]:
         def hook(given: Any, received: Any) -> None:

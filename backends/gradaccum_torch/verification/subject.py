@@ -79,7 +79,7 @@ class TorchSubject:
             for _ in range(REPETITIONS):
                 with Drawing() as drawing:
                     self._loss(self._batch.part(every))
-                self._generators |= {found: state for found, state in drawing.generators.items() if found not in self._generators}
+                self._generators.update({**drawing.generators, **self._generators})
                 runs.append(drawing.draws)
         return [*repeated(runs), *hosts]
 
@@ -138,7 +138,7 @@ class TorchSubject:
         drawing = Drawing()
         with self._isolated(conditions), drawing:
             loss = self._loss(self._batch.part(items))
-        self._generators |= {found: state for found, state in drawing.generators.items() if found not in self._generators}
+        self._generators.update({**drawing.generators, **self._generators})
         self._epsilon = max([self._epsilon, *(torch.finfo(dtype).eps for dtype in _differentiated(loss))])
         return drawing.draws
 
@@ -358,7 +358,7 @@ class Kept:
         for name, value in [("", vars(module)), *vars(module).items()]:
             if isinstance(value, dict) and (name == "" or name in ("_parameters", "_buffers", "_modules")):
                 self._seen[id(value)] = value
-                self._notes += filter(None, [_note_of(path, value)])
+                self._notes.extend(filter(None, [_note_of(path, value)]))
                 if name:
                     self._walk_all(path, value.items(), DEPTH)
             else:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradaccum import ArgumentValueError, UsageError
 from gradaccum.kit import Options, explain, torn_window_error
-from gradaccum_torch.checks import Change, changed_gradients_error
+from gradaccum_torch.checks import Change, Size, changed_gradients_error
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.private import Private, Sync, Unit, drop, keep_own, local, reduce, unreduced, untraced, version
 from gradaccum_torch.strategy import GradStrategy, Undivided
@@ -242,9 +242,9 @@ class DeferredStrategy(GradStrategy):
         super().require_whole()
         self._deferred.require_whole()
 
-    def take(self) -> bool:
+    def take(self, size: Size) -> bool:
         self._deferred.count()
-        return super().take()
+        return super().take(size)
 
     def sums(self) -> list[Tensor | None]:
         self._deferred.reduce()

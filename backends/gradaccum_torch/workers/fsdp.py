@@ -108,11 +108,12 @@ class Shards:
     """The units of FSDP2 that have an optimizer's parameters; none under tensor parallelism alone."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
-        self.optimizer, self._units = optimizer, units
+        self.optimizer = optimizer
         self.workers = max((unit.shards * unit.copies for unit in units), default=1)
         """The workers that have different items."""
         self._require_all(self._positions(), units)
-        self.note()
+        self._noted = [(unit, unit.divide_factor) for unit in units]
+        """Each unit, and its factor as the window began."""
 
     def add(self, parameters: Sequence[Tensor], waiting: bool) -> None:
         """Take in the units of new `parameters`; `waiting`: FSDP2 waits with the earlier units, but not with the new ones.
@@ -123,13 +124,12 @@ class Shards:
         own = [*self._positions(), *parameters]
         units = units_holding(own)
         self._require_all(own, units)
-        if waiting and len(units) > len(self._units):
+        if waiting and len(units) > len(self._noted):
             fix = "Give the optimizer all parameters before gradaccum.wrap, frozen ones too."
             found = "parameters of a part of the model that reduces each micro-batch"
             raise explain(ArgumentValueError, "param_group", expected="parameters that gradient_sync= waits for", found=found, fix=fix)
-        self._units = units
+        self._noted = [(unit, unit.divide_factor) for unit in units]
         self.require_averages()
-        self.note()
 
     def require_averages(self) -> None:
         if any(unit.is_summed_by_gloo for unit in self._units):
@@ -137,7 +137,7 @@ class Shards:
             raise explain(UsageError, "optimizer", expected="torch 2.11 or newer for FSDP2 on a CPU", found=found, fix="Install it.")
 
     def note(self) -> None:
-        self._noted = [unit.divide_factor for unit in self._units]
+        self._noted = [(unit, unit.divide_factor) for unit in self._units]
 
     def divisors(self) -> list[float]:
         """Return FSDP2's divisor of each parameter's sum by position; 1 where it has no part.
@@ -145,7 +145,7 @@ class Shards:
         Raises:
             UsageError: it was changed in the open window, or cannot be known.
         """
-        if self._noted != [unit.divide_factor for unit in self._units]:
+        if any(factor != unit.divide_factor for unit, factor in self._noted):
             raise _changed_error()
         known = {id(parameter): _divisor(unit) for unit in self._units for parameter in unit.parameters}
         return [known.get(id(parameter), 1.0) for parameter in self._positions()]
@@ -164,6 +164,10 @@ class Shards:
     def drop(self) -> None:
         for unit in self._units:
             unit.drop()
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for unit, _ in self._noted]
 
     def _positions(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from inspect import unwrap
 from typing import cast, final, get_args
 
@@ -137,8 +138,7 @@ class Alone(Workers):
 
     def __init__(self, optimizer: torch.optim.Optimizer, separate: bool) -> None:
         self._optimizer, self._separate = optimizer, separate
-        self._module: DistributedDataParallel | None = None
-        self._looked = self._compared = False
+        self._compared = False
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         return Joined(fields, sums, numbers)
@@ -169,10 +169,13 @@ class Alone(Workers):
     def require_no_graph(self) -> None: ...
 
     def _averaging(self) -> DistributedDataParallel | None:
-        """Return the module that averages; it may be built after the optimizer was wrapped, and is looked for once."""
-        if not self._looked and dist.is_available() and dist.is_initialized():
-            self._looked, self._module = True, module_averaging(self._parameters())
-        return self._module
+        """Return the module that averages; it may be built after the optimizer was wrapped."""
+        return self._module if dist.is_available() and dist.is_initialized() else None
+
+    @cached_property
+    def _module(self) -> DistributedDataParallel | None:
+        """The module that averages, looked for once: through all objects of Python."""
+        return module_averaging(self._parameters())
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

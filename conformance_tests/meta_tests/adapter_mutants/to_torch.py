@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "forget_a_change_before_an_addition",
-        "            self.watch.known, self.watch.change = seen(self.watch.known, Event.CHANGED), self.watch.change or change\n",
+        "            self.watch.known = seen(self.watch.known, Event.CHANGED, change)\n",
         "            pass\n",
         OWN + "test_torch_tampering.py::test_change_after_step_is_caught",
     ),
@@ -115,8 +115,8 @@ MUTANTS = (
     ),
     Mutant(
         "add_what_is_dropped",
-        "            elif finite:\n                self._absorb(parameter)\n",
-        "            else:\n                self._absorb(parameter)\n",
+        "        if finite:\n            self._add(filled)\n",
+        "        if True:\n            self._add(filled)\n",
         SUITE + "test_overflow.py::test_drop_in_every_mode",
     ),
     Mutant(
@@ -133,14 +133,14 @@ MUTANTS = (
     ),
     Mutant(
         "let_the_scaler_grow_each_micro_batch",
-        "        if self._ended is None:\n            self._hold()\n        else:\n",
-        "        if self._ended is not None:\n",
+        "        if not ended:\n            self._hold()\n",
+        "",
         OWN + "test_torch_loss_scale.py::test_window_is_one_scaler_step",
     ),
     Mutant(
         "let_the_scale_move_inside",
-        "            self._moved = self._moved | (self._now()[0] != self._start[0])\n",
-        "            pass\n",
+        "(start, moved | (now[0] != start[0]))",
+        "(start, moved)",
         OWN + "test_torch_loss_scale.py::test_scale_changes_only_between_windows",
     ),
     Mutant(
@@ -156,9 +156,9 @@ MUTANTS = (
         OWN + "test_torch_workers.py::test_two_workers",
     ),
     Mutant(
-        "weigh_by_the_first_worker",
-        "Numbers(math.fsum(values[::each])",
-        "Numbers(values[0]",
+        "weigh_all_workers_as_one_item",
+        "    return Numbers(weight, overflows > 0,",
+        "    return Numbers(1.0, overflows > 0,",
         SUITE + "test_workers.py::test_gradient_is_that_of_all_workers",
     ),
     Mutant(
@@ -253,7 +253,7 @@ MUTANTS = (
     ),
     Mutant(
         "wrap_a_wrapped_inner_optimizer",
-        "        require_unwrapped(self._inner)\n",
+        "        require_unwrapped(inner)\n",
         "",
         OWN + "test_torch_everyday.py::test_second_wrapper_is_refused",
     ),
