@@ -50,6 +50,7 @@ from gradaccum.options import (
     require_steps,
 )
 from gradaccum.refusals import (
+    RATE_MOVED,
     accumulate_dtype_error,
     half_made_error,
     missing_worker_error,
@@ -151,6 +152,7 @@ __all__ = [
     "FORMAT",
     "ITEMS",
     "KINDS",
+    "RATE_MOVED",
     "ROUNDINGS",
     "ROUNDING_LIMIT",
     "SCALES",

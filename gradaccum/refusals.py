@@ -71,6 +71,13 @@ def moving_weight_error(fix: str) -> ArgumentValueError:
     return explain(ArgumentValueError, "weight", expected=expected, found="one with a derivative", fix=fix)
 
 
+RATE_MOVED = (
+    "gradaccum: a learning rate moved inside a window; most likely a scheduler steps with each micro-batch. Build it on the wrapped "
+    "optimizer and write scheduler = gradaccum.wrap(scheduler), which moves once per update; opt.updates_in(loader) is its length."
+)
+"""The `GradAccumWarning` of a scheduler that is not wrapped."""
+
+
 def rate_bits(rates: Sequence[float]) -> list[int]:
     """Fingerprint an optimizer's learning rates as 32 numbers, each 0 or 1, whose sum over the workers is exact."""
     mark = zlib.crc32(struct.pack(f"<{len(rates)}d", *rates))

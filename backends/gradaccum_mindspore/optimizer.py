@@ -7,6 +7,7 @@ optimizer's attributes. So there is one learning rate and one ``global_step``: t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sized
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
-from gradaccum import ArgumentTypeError, StepResult, UsageError, kit, updates_in
+from gradaccum import ArgumentTypeError, GradAccumWarning, StepResult, UsageError, kit, updates_in
 from gradaccum.kit import Handle, Listener, Options, Schedule, State, UntilWeight, explain
 from gradaccum_mindspore.checks import (
     Loss,
@@ -346,6 +347,26 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
 
 class AccumulatingExperimentalOptimizer(AccumulatingOptimizer, optim.Optimizer):  # type: ignore[misc]
     """The same for a `mindspore.experimental.optim.Optimizer`, and an instance of that, so that its schedulers take it."""
+
+    def __init__(self, inner: Optimizer, options: Options, name: str = "gradaccum", *, data_parallel: bool = False) -> None:
+        super().__init__(inner, options, name, data_parallel=data_parallel)
+        self._rates: list[float] | None = []
+        """The learning rates at the last micro-batch; None if nobody looks at them any more: in the third window, or after a warning."""
+
+    def __call__(
+        self, gradients: Gradients | NamedGradients, *counted: Number | None, weight: Weight = None, loss: Loss = None
+    ) -> bool | Tensor:
+        """Take in one micro-batch, and warn, once, if a learning rate moved inside one of the first two windows."""
+        if self._rates is not None:
+            self._look_at_rates(self._rates)
+        return super().__call__(gradients, *counted, weight=weight, loss=loss)
+
+    def _look_at_rates(self, before: list[float]) -> None:
+        rates = [float(group["lr"]) for group in self.inner.param_groups]
+        moved = before not in ([], rates) and self.storage.micro_step.item() > 0
+        self._rates = None if moved or self.storage.optimizer_step.item() > 1 else rates
+        if moved:
+            warnings.warn(kit.RATE_MOVED, GradAccumWarning, stacklevel=3)
 
     def add_param_group(self, param_group: object) -> None:
         """Raise `UsageError`: only the parameters at the time of wrapping have sums."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradaccum import GradAccumWarning, StepResult, UsageError
 from gradaccum.kit import (
+    RATE_MOVED,
     Decision,
     Fields,
     Listeners,
@@ -61,10 +62,6 @@ _LEFTOVERS = (
     "gradaccum: each step() came after {passes} backward passes of its loop, which count as one micro-batch. Most likely two lines of the "
     "old loop are left: `if (i + 1) % {passes} == 0:` around step(), and `loss / {passes}`. Delete both, so that step() follows each "
     "backward pass. Or a trainer accumulates too: leave its gradient_accumulation_steps at 1."
-)
-_MOVED = (
-    "gradaccum: a learning rate moved inside a window; most likely a scheduler steps with each micro-batch. Build it on the wrapped "
-    "optimizer and write scheduler = gradaccum.wrap(scheduler), which moves once per update; opt.updates_in(loader) is its length."
 )
 
 
@@ -356,7 +353,7 @@ class Window:
         """Warn, once, that a learning rate has moved since the window began."""
         if self._warns_of_rates:
             self._warns_of_rates = False
-            warnings.warn(_MOVED, GradAccumWarning, stacklevel=4)
+            warnings.warn(RATE_MOVED, GradAccumWarning, stacklevel=4)
 
     def _look_for_leftovers(self, places: list[list[Place]], step: Place) -> None:
         """Warn if the first two micro-batches had equally many backward passes, all from one place in the loop that makes the `step`.

@@ -1,5 +1,7 @@
 """A function given as ``steps``: its result is checked at the wrap, at each PyNative call, and at compilation. Schedulers beside it."""
 
+import warnings
+
 import pytest
 
 ms = pytest.importorskip("mindspore", reason="needs MindSpore")
@@ -141,6 +143,27 @@ def test_experimental_scheduler_moves_per_update(mode):
     np.testing.assert_allclose(rates, [0.1] * 3 + [0.05] * 4 + [0.025] * 6 + [0.0125] * 2, rtol=1e-6)
     assert scheduler.get_last_lr() == [rates[-1]]
     assert "GatedScheduler(<" in repr(scheduler)
+
+
+@pytest.mark.parametrize("move", ["in mid-window", "later", "between windows", "gated"])
+def test_ungated_scheduler_is_said_once(move):
+    """A learning rate that moves inside one of the first two windows: once, at the micro-batch after it."""
+    set_mode("pynative")
+    optimizer = experimental()
+    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler = gradaccum.wrap(scheduler) if move == "gated" else scheduler
+    moves = {"in mid-window": range(1, 9), "later": (6,), "between windows": (4, 8), "gated": range(1, 9)}
+    said = {"in mid-window": [2], "later": [7]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        heard = []
+        for number in range(1, 13):
+            optimizer((Tensor([1.0], ms.float32),))
+            told = [each for each in caught if each.category is gradaccum.GradAccumWarning]
+            heard += [number] * (len(told) - len(heard))
+            if number in moves.get(move, ()):
+                scheduler.step()
+    assert heard == said.get(move, [])
 
 
 def test_gated_plateau_takes_its_metric():
