@@ -12,7 +12,7 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
 
 from conformance_tests.framework_tests.torch_auto_size import CHECKS  # noqa: E402
 from conformance_tests.framework_tests.torch_workers.common import WORLD  # noqa: E402
-from conformance_tests.framework_tests.torch_workers.processes import run_workers  # noqa: E402
+from conformance_tests.framework_tests.torch_workers.jobs import run_workers  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("torch_auto_size_workers")
 

@@ -15,7 +15,7 @@ if not torch.distributed.is_gloo_available():
 
 from conformance_tests.framework_tests.torch_fsdp import NEEDS_FSDP2_ON_CPU  # noqa: E402
 from conformance_tests.framework_tests.torch_shards import CHECKS, EARLY  # noqa: E402
-from conformance_tests.framework_tests.torch_workers.processes import ROOT, SECONDS, run_workers  # noqa: E402
+from conformance_tests.framework_tests.torch_workers.jobs import ROOT, SECONDS, run_workers  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("torch_shards")
 

@@ -16,7 +16,7 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
 from conformance_tests.framework_tests.torch_workers import CHECKS, WORLD  # noqa: E402
-from conformance_tests.framework_tests.torch_workers.processes import run_workers  # noqa: E402
+from conformance_tests.framework_tests.torch_workers.jobs import run_workers  # noqa: E402
 from gradaccum.kit import initial_state  # noqa: E402
 from gradaccum_torch.workers.group import LARGE_BYTES, decode, encode, riders  # noqa: E402
 

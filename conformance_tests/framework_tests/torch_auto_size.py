@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
 from conformance_tests.framework_tests.torch_workers.common import require_same_everywhere
-from conformance_tests.framework_tests.torch_workers.reporting import run_checks
+from conformance_tests.framework_tests.torch_workers.jobs import run_checks
 from gradaccum import AutoMicroBatchSize, UsageError
 from gradaccum_torch.large_batch import auto, backward
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from importlib import import_module
 
 NAMES = {
-    "exact": """
+    "windows": """
         schedule half_precision masters mixed_dtypes model chain scan ensemble
+        one_reduction_per_window one_for_each_dtype nothing_is_copied replicated_gradients benchmark
+        other_number_of_devices checked_state
     """,
-    "programs": "one_reduction_per_window one_for_each_dtype nothing_is_copied replicated_gradients benchmark",
-    "resuming": "other_number_of_devices checked_state",
-    "meshes": "two_axes axis_for_the_compiler explicit_axes one_device",
-    "sharded_losses": """
+    "meshes": """
+        two_axes axis_for_the_compiler explicit_axes one_device
         inside_and_around two_reductions_and_no_copy sharded_loss_is_linear labels_of_any_integers sharded_loss_refusals
     """,
     "refusals": """

@@ -1,13 +1,9 @@
 """Run by two processes: models whose parameters are split over both, against one process that has all micro-batches."""
 
-from conformance_tests.framework_tests.torch_shards import checkpoints, large, loop, names, refusals, sums, ways, whole
+from conformance_tests.framework_tests.torch_shards import loop, refusals, sums, ways
 from conformance_tests.framework_tests.torch_shards.common import CHECKS
 
-EARLY = {
-    name
-    for name, function in CHECKS.items()
-    if function.__module__ in (ways.__name__, names.__name__) and not name.startswith("half_precision")
-}
+EARLY = {name for name, function in CHECKS.items() if function.__module__ == ways.__name__ and not name.startswith("half_precision")}
 """The checks that run on imitated streams. The others count collectives by newer names, call newer methods, or have gloo average."""
 
-__all__ = ["CHECKS", "EARLY", "checkpoints", "large", "loop", "names", "refusals", "sums", "ways", "whole"]
+__all__ = ["CHECKS", "EARLY", "loop", "refusals", "sums", "ways"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conformance_tests.framework_tests.torch_fsdp import RUNS_ON_CPU, imitate_streams
 from conformance_tests.framework_tests.torch_shards import CHECKS, EARLY
-from conformance_tests.framework_tests.torch_workers.reporting import run_checks
+from conformance_tests.framework_tests.torch_workers.jobs import run_checks
 
 if __name__ == "__main__":
     imitate_streams()

@@ -1,6 +1,16 @@
-"""The sum over the workers, whatever FSDP2 divides it by; and the collectives of a window."""
+"""The sum over the workers and the collectives of a window; a sharded model against the whole one; the large batch in one call."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
@@ -9,16 +19,21 @@ from conformance_tests.framework_tests.torch_shards.common import (
     Way,
     alone,
     batches,
+    build,
     check,
     counted,
     learn,
+    numbers,
     require_equal,
     sgd,
     sharded,
     train,
+    whole,
     windows_of,
     wrap,
 )
+from gradaccum_torch.large_batch import backward, coupled_backward
+from gradaccum_torch.private import GLOO_SUMS
 
 SMALL = 80
 """Bytes: the first layer has more."""
@@ -91,3 +106,187 @@ def collectives_of_a_window(rank: int) -> None:
             assert sum(name == kind and size > SMALL for name, size in called) == units * per_window, (way, called)
             small = sum(name == "all_reduce" and size <= SMALL for name, size in called)
             assert small == len(way.shape) * (1 if way.sync == "micro_batch" else 2), (way, called)
+
+
+WORLD = 2
+X = torch.arange(32 * 6, dtype=torch.float32).reshape(32, 6) / 100 - 1
+WHOLE_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"clip_norm": 0.01},
+    {"skip_norm": 1e-3},
+    {"accumulate_dtype": "float64"},
+    {"on_overflow": "drop_micro_batch"},
+]
+
+
+def build_whole() -> nn.Module:
+    """The last layer has five rows, which two processes share unevenly."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 5))
+
+
+def shard(model: nn.Module, kind: str, mesh: DeviceMesh) -> nn.Module:
+    if kind == "fsdp":
+        return fully_shard(model, mesh=mesh)
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def compare(kind: str, dtype: torch.dtype, options: dict[str, Any], bad: bool, rank: int, mesh: DeviceMesh) -> None:
+    model, reference = shard(build_whole().to(dtype), kind, mesh), build_whole().to(dtype)
+    opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2, **options) for m in (model, reference))
+    for index in range(4):
+        rows = X[8 * index : 8 * index + 8].to(dtype) * (math.inf if bad and index == 1 else 1)
+        part = rows.chunk(WORLD)[rank] if kind == "fsdp" else rows
+        for m, o, x in ((model, opt, part), (reference, other, rows)):
+            m(x).float().square().mean().backward()
+            o.step()
+            o.zero_grad()
+    mine, expected = opt.result, other.result
+    off = 2.0**-20 if dtype == torch.float32 else 2.0**-6
+    assert mine._replace(grad_norm=0) == expected._replace(grad_norm=0), (mine, expected)
+    assert math.isclose(mine.grad_norm, expected.grad_norm, rel_tol=off), (mine, expected)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(p).detach(), q.detach(), rtol=off, atol=off)
+
+
+def compare_unequal(options: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
+    """FSDP2 averages the gradients of workers that hold five and three rows, each mean weighted by its rows."""
+    model, reference = fully_shard(build_whole().double(), mesh=mesh), build_whole().double()
+    opt, other = (gradaccum.wrap(torch.optim.SGD(m.parameters(), lr=0.5), steps=2, **options) for m in (model, reference))
+    for index in range(4):
+        rows = X[8 * index : 8 * index + 8].double()
+        cut = 5 if index % 2 else 4
+        for m, o, x in ((model, opt, (rows[:cut], rows[cut:])[rank]), (reference, other, rows)):
+            o.backward(m(x).square().mean(), weight=len(x))
+            o.step()
+            o.zero_grad()
+    assert math.isclose(opt.result.grad_norm, other.result.grad_norm, rel_tol=1e-12), (opt.result, other.result)
+    assert math.isclose(opt.result.loss, other.result.loss, rel_tol=1e-12), (opt.result, other.result)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(p).detach(), q.detach(), rtol=1e-12, atol=1e-12)
+
+
+def refuse(kind: str, rank: int, mesh: DeviceMesh) -> None:
+    model = shard(build_whole(), kind, mesh)
+    opt: Any = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
+    model(X[:8]).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+    try:
+        opt.step()
+    except gradaccum.UsageError:
+        return
+    raise AssertionError("a clip was not noticed")
+
+
+def train_together(dtype: torch.dtype, options: dict[str, Any], rank: int) -> None:
+    """DDP reduces ``.grad`` at the end of a backward pass. With ``steps=1`` it holds the whole window's gradient."""
+    model = build_whole().to(dtype)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    opt = gradaccum.wrap(torch.optim.SGD(model.parameters(), lr=0.5), steps=1, **options)
+    for index in range(4):
+        parallel(X[8 * index : 8 * index + 8].to(dtype).chunk(WORLD)[rank]).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    both = [torch.zeros_like(mine) for _ in range(WORLD)]
+    dist.all_gather(both, mine)
+    assert torch.equal(*both), "the processes train apart"
+
+
+def each_kind(rank: int, kind: str) -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for options in WHOLE_OPTIONS:
+        compare(kind, torch.float32, options, False, rank, mesh)
+    compare(kind, torch.bfloat16, {}, False, rank, mesh)
+    compare(kind, torch.float32, {}, True, rank, mesh)
+    refuse(kind, rank, mesh)
+
+
+@check
+def sharded_data_parallel_trains_as_one(rank: int) -> None:
+    if not GLOO_SUMS:
+        each_kind(rank, "fsdp")
+
+
+@check
+def tensor_parallel_trains_as_one(rank: int) -> None:
+    """`reduction="sum"` too: its workers see the same items."""
+    each_kind(rank, "tensor parallel")
+    compare("tensor parallel", torch.float32, {"reduction": "sum"}, False, rank, init_device_mesh("cpu", (WORLD,)))
+
+
+@check
+def workers_hold_unequal_numbers_of_items(rank: int) -> None:
+    for options in () if GLOO_SUMS else ({}, {"clip_norm": 0.01}, {"loss_scale": 64.0}):
+        compare_unequal(options, rank, init_device_mesh("cpu", (WORLD,)))
+
+
+@check
+def replicas_train_together_in_windows_of_one(rank: int) -> None:
+    train_together(torch.float32, {}, rank)
+    train_together(torch.float32, {"accumulate_dtype": "float64"}, rank)
+    train_together(torch.bfloat16, {}, rank)
+    train_together(torch.bfloat16, {"master_weights": True}, rank)
+
+
+STEPS = 3
+OPTIONS: list[dict[str, Any]] = [{}, {"clip_norm": 0.05}, {"loss_scale": 1024.0}, {"reduction": "sum"}]
+
+
+def batch_of(rank: int) -> Tensor:
+    """Of five or of eight items: the last micro-batch is smaller, and workers count by their items."""
+    return torch.randn(5 + 3 * rank, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+@check
+def large_batch_in_one_call(rank: int) -> None:
+    for way in WAYS:
+        for options in OPTIONS:
+            summed = options.get("reduction") == "sum"
+            model, whole = sharded(way), build()
+            opt, other = wrap(model, way, **{**options, "steps": None}), gradaccum.wrap(sgd(whole), steps=None, **options)
+
+            def loss(net: Any, x: Tensor, summed: bool = summed) -> Tensor:
+                each = net(x).square().mean(1)
+                return each.sum() if summed else each.mean()
+
+            for _ in range(2):
+                backward(lambda x, model=model, loss=loss: loss(model, x), batch_of(rank), steps=STEPS, optimizer=opt)
+                x = torch.cat([batch_of(0), batch_of(1)])
+                other.backward(loss(whole, x), len(x))
+                other.step()
+                other.flush()
+            require_equal(model, whole)
+            assert opt.result.optimizer_step == 2
+
+
+@check
+def sharded_model_needs_its_optimizer(rank: int) -> None:
+    for way in WAYS[:2]:
+        model = sharded(way)
+        with refused(gradaccum.UsageError, "optimizer", "several workers"):
+            backward(lambda x, model=model: model(x).mean(), batch_of(rank), steps=2)
+        with refused(gradaccum.UsageError, "optimizer", "several workers"):
+            coupled_backward(model, Tensor.std, batch_of(rank), steps=2)
+        assert all(p.grad is None for p in model.parameters())
+
+
+@check
+def an_error_leaves_a_sharded_model_as_it_was(rank: int) -> None:
+    """All workers fail in the second micro-batch; the next call is as if there had been none."""
+    for way in WAYS:
+        model, other = sharded(way), sharded(way)
+        opts = [wrap(each, way, steps=None) for each in (model, other)]
+        calls: list[int] = []
+
+        def failing(x: Tensor, model: Any = model, calls: list[int] = calls) -> Tensor:
+            calls.append(len(x))
+            if len(calls) == 2:
+                raise KeyError("mine")
+            return model(x).square().mean()  # type: ignore[no-any-return]
+
+        with refused(KeyError, "mine"):
+            backward(failing, batch_of(rank), steps=STEPS, optimizer=opts[0])
+        for each, opt in zip((model, other), opts, strict=True):
+            backward(lambda x, each=each: each(x).square().mean(), batch_of(rank), steps=STEPS, optimizer=opt)
+        assert all(map(torch.equal, numbers(model), numbers(other)))

@@ -1,12 +1,20 @@
-"""The three ways in which FSDP2 reduces a window: each is the large batch of all workers, and their numbers are equal everywhere."""
+"""The three ways in which FSDP2 reduces a window, each the large batch of all workers; also of a torch that lacks a private name."""
 
 from __future__ import annotations
 
+import gc
 import math
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
@@ -15,8 +23,10 @@ from conformance_tests.framework_tests.torch_shards.common import (
     Way,
     alone,
     batches,
+    build,
     check,
     learn,
+    mesh_of,
     numbers,
     require_equal,
     require_same_everywhere,
@@ -25,6 +35,7 @@ from conformance_tests.framework_tests.torch_shards.common import (
     windows_of,
     wrap,
 )
+from gradaccum_torch import private
 from gradaccum_torch.private import GLOO_SUMS
 
 OPTIONS: list[dict[str, Any]] = [
@@ -125,3 +136,130 @@ def half_precision_parameters_are_summed_sharded(rank: int) -> None:
     reference, _ = alone(windows_of(dtype=torch.bfloat16), dtype=torch.bfloat16, master_weights=True)
     require_equal(model, reference, off=2.0**-6)
     require_same_everywhere(opt.result)
+
+
+class Hidden:
+    """An attribute of a class or of its instances that only the module with the private names cannot see: torch goes on to use it."""
+
+    def __init__(self, owner: type, attribute: str) -> None:
+        self.value, self.attribute = vars(owner).get(attribute), attribute
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if sys._getframe(1).f_globals is vars(private):
+            raise AttributeError(self.attribute)
+        if instance is not None and self.attribute in vars(instance):
+            return vars(instance)[self.attribute]
+        return self.value.__get__(instance, owner) if hasattr(self.value, "__get__") else self.value
+
+    def __set__(self, instance: object, value: Any) -> None:
+        vars(instance)[self.attribute] = value
+
+
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    """Inside, torch lacks `name`."""
+    module, _, path = name.partition(":")
+    owner, _, attribute = path.rpartition(".")
+    exists = private.exists
+
+    def seen(asked: str) -> bool:
+        return asked != name and exists(asked)
+
+    private._require_names.cache_clear()
+    with mock.patch.object(private, "exists", seen):
+        if not owner:
+            with mock.patch.dict(sys.modules, {module: ModuleType(module)}):
+                yield
+        elif isinstance(kind := resolve_name(f"{module}:{owner}"), type):
+            plain = vars(kind).get(attribute)
+            setattr(kind, attribute, Hidden(kind, attribute))
+            yield
+            setattr(kind, attribute, plain) if plain is not None else delattr(kind, attribute)
+    private._require_names.cache_clear()
+
+
+FLAT, WINDOW, HYBRID = Way("micro_batch", (2,)), Way("window", (2,)), Way("micro_batch", (2, 1))
+Ways = tuple[list[Way], list[Way]]
+_NEEDED = ("_get_fsdp_state", "fsdp_params", "mesh_info", "mesh", "shard_mesh_dim", "sharded_param", "_unsharded_param")
+_PASS_END = ("_root_post_backward_final_callback", "_state_ctx", "all_states", "is_last_backward")
+_SETTINGS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
+REFUSES: dict[str, Ways] = {
+    **dict.fromkeys((*_NEEDED, "gradient_divide_factor", "_all_reduce_hook"), ([FLAT], [])),
+    **dict.fromkeys(("post_backward", "mp_policy"), ([WINDOW], [FLAT])),
+    "_partial_reduce_output": ([HYBRID], [WINDOW, FLAT]),
+    **dict.fromkeys((*_PASS_END, *_SETTINGS, "_module_state_mapping", "_fsdp_param_groups"), ([], [WINDOW])),
+}
+"""By private name: the ways that are refused where torch lacks the name, and those that train."""
+OLDER: dict[str, Ways] = {"_fsdp_param_group": ([FLAT], [])}
+"""In place of `_fsdp_param_groups` in an older torch."""
+SETTERS = {
+    "gradient_divide_factor": "set_gradient_divide_factor",
+    "_all_reduce_hook": "set_all_reduce_hook",
+    "reduce_scatter_unused_params": "set_reduce_scatter_unused_params",
+}
+"""The public method without which nobody needs the name."""
+
+
+def refuses() -> dict[str, Ways]:
+    """`REFUSES` in the installed torch."""
+    unset = {kept for kept, setter in SETTERS.items() if not hasattr(FSDPModule, setter)}
+    if not hasattr(sharded(FLAT)._get_fsdp_state(), "_fsdp_param_groups"):
+        return {name: ways for name, ways in {**REFUSES, **OLDER}.items() if name not in unset | {"_fsdp_param_groups"}}
+    return {name: ways for name, ways in REFUSES.items() if name not in unset}
+
+
+@check
+def private_names_that_torch_lacks(rank: int) -> None:
+    reference, _ = alone(windows_of())
+    names = {re.split("[.:]", name)[-1]: name for name in private.lost_in_fsdp()}
+    assert names.keys() == refuses().keys()
+    for attribute, (refused_ways, trained) in refuses().items():
+        name = names[attribute]
+        assert private.exists(name), name
+        with without(name):
+            for way in refused_ways:
+                model = sharded(way)
+                with refused(gradaccum.UsageError, name.rpartition(":")[2]):
+                    train(model, wrap(model, way), rank)
+            for way in trained:
+                model = sharded(way)
+                train(model, wrap(model, way), rank)
+                require_equal(model, reference)
+                gc.collect()
+        if trained:
+            default = private.Sync(True, True, False)
+            assert all(unit.sync == default for unit in private.units_of(model)), f"{name}: let go, and waits"
+
+
+@check
+def pass_of_fsdp_ends_with_the_window(rank: int) -> None:
+    """FSDP2 lets go of its last unit's buffer at the end of each of three backward passes, and at that of the window."""
+    state, name = resolve_name("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"), "_root_post_backward_final_callback"
+    model = sharded(WINDOW)
+    opt = wrap(model, WINDOW)
+    with mock.patch.object(state, name, autospec=True, side_effect=getattr(state, name)) as ended:
+        train(model, opt, rank, 3)
+    assert ended.call_count == 4, ended.call_count
+
+
+@check
+def parameters_on_two_meshes(rank: int) -> None:
+    """One module then has two units; torch raises where only the name with one unit is left."""
+    common: Any = resolve_name("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        return  # An older torch has one mesh for each module.
+
+    def two_units() -> Any:
+        model = build()
+        other = common.ShardPlacementResult(None, common.HSDPMeshInfo(mesh_of((2, 1)), shard_mesh_dim=1, replicate_mesh_dim=0))
+        own = set(map(id, model.first.parameters()))
+        fully_shard(model, mesh=mesh_of((2,)), shard_placement_fn=lambda parameter: other if id(parameter) in own else None)
+        return model
+
+    for way in (FLAT, WINDOW):
+        model = two_units()
+        train(model, wrap(model, way), rank)
+        require_equal(model, alone(windows_of())[0])
+    (groups,) = (name for name in private.lost_in_fsdp() if name.endswith("._fsdp_param_groups"))
+    with without(groups), refused(AssertionError, "1 param group"):
+        wrap(two_units(), FLAT)

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_workers.checks import check
 from conformance_tests.framework_tests.torch_workers.common import (
     WORLD,
     all_windows,
@@ -29,6 +28,7 @@ from conformance_tests.framework_tests.torch_workers.common import (
     require_same_everywhere,
     sgd,
 )
+from conformance_tests.framework_tests.torch_workers.jobs import check
 
 
 @check

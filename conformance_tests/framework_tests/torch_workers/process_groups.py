@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.refusing import refused
-from conformance_tests.framework_tests.torch_workers.checks import check
 from conformance_tests.framework_tests.torch_workers.common import (
     WORLD,
     all_windows,
@@ -21,6 +20,7 @@ from conformance_tests.framework_tests.torch_workers.common import (
     require_equal,
     require_same_everywhere,
 )
+from conformance_tests.framework_tests.torch_workers.jobs import check
 
 
 class Averaging(torch.optim.SGD):

@@ -1,0 +1,322 @@
+"""The window of four devices is the large batch of all: its numbers, its program, and other numbers of devices."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gradaccum
+import gradaccum_jax
+from benchmarks.questions.jax_workers import reductions
+from conformance_tests.framework_tests.jax_workers.common import (
+    DEVICES,
+    MESH,
+    P,
+    adam,
+    check,
+    closer,
+    events,
+    over,
+    parameters,
+    stepper,
+)
+from conformance_tests.framework_tests.refusing import refused
+
+SCALE = gradaccum.DynamicLossScale(init_scale=8.0, growth_interval=2)
+
+
+def schedule() -> None:
+    """Windows of two and three micro-batches, and a short one that is flushed."""
+    todo = events(6, windows=1, steps=2) + events(7, windows=1, steps=3) + events(8, windows=1, steps=2, close="flush")
+    assert all(result.applied for result in check(todo, {"steps": [(0, 2), (1, 3)]}))
+
+
+def half_precision() -> None:
+    """The sums are float32, and so reduced; in float16 an update that does not fit is an overflow on all devices."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        check(events(12, windows=2, steps=2), {"steps": 2}, off=2e-2, dtype=dtype)
+    tiny = {name: jnp.full((DEVICES, *leaf.shape), 2.0**-9) for name, leaf in parameters().items()}
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=None, axis_name="data")
+    state = over(tx.init)(parameters(jnp.bfloat16))
+
+    def add(params: Any, state: Any, gradients: Any) -> Any:
+        return params, tx.update(jax.tree.map(lambda leaf: leaf[0].astype(jnp.bfloat16), gradients), state, params)[1]
+
+    for _ in range(300):
+        state = over_once(add)(parameters(jnp.bfloat16), state, tiny)[1]
+    np.testing.assert_array_equal(state.accumulator["w"], np.full((DEVICES, 3, 5), 300 * 2.0**-9, np.float32))
+
+
+def masters() -> None:
+    options = {"steps": 2, "master_weights": True, "loss_scale": SCALE, "clip_norm": 1.0}
+    check(events(13, windows=4, steps=2, bad=math.inf), options, off=2e-2, dtype=jnp.bfloat16)
+
+
+def mixed_dtypes() -> None:
+    """Integers take no part; complex and float32 parameters stand beside each other."""
+    params = {"i": jnp.arange(3), "z": jnp.ones(2, jnp.complex64), "f": jnp.ones(2, jnp.float32), "none": None}
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=1, axis_name="data")
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads = {"i": None, "z": x[0] * params["z"], "f": x[0] * params["f"], "none": None}
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    after, _ = over(step)(params, over(tx.init)(params), jnp.arange(4, dtype=jnp.float32))
+    np.testing.assert_array_equal(after["f"], 1 - np.full(2, 1.5))
+    np.testing.assert_array_equal(after["z"], 1 - np.full(2, 1.5))
+    np.testing.assert_array_equal(after["i"], np.arange(3))
+
+
+def model() -> None:
+    """By `jax.grad` of a network, with padding, an unused parameter, and a loss that comes out for each device."""
+    rng = np.random.default_rng(14)
+    params = {"a": jnp.asarray(rng.normal(size=(3, 8))), "b": jnp.asarray(rng.normal(size=(8, 2))), "unused": jnp.ones(2)}
+    x, mask = rng.normal(size=(4, 12, 3)), rng.integers(2, size=(4, 12)).astype(float)
+    mask[2, :3] = 0
+
+    def loss_fn(params: Any, x: Any, mask: Any) -> Any:
+        losses = (jnp.tanh(x @ params["a"]) @ params["b"]).sum(1) ** 2
+        return (mask * losses).sum() / jnp.maximum(mask.sum(), 1)
+
+    def step(params: Any, state: Any, x: Any, mask: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, mask)
+        updates, state = tx.update(grads, state, params, weight=mask.sum())
+        return optax.apply_updates(params, updates), state, loss, jax.lax.pmean(loss, "data")
+
+    tx = gradaccum.wrap(adam(), steps=4, axis_name="data")
+    after, state = params, over(tx.init)(params)
+    for index in range(4):
+        after, state, losses, loss = over_once(step)(after, state, x[index], mask[index])
+        np.testing.assert_allclose(losses.mean(), loss, rtol=1e-12)
+    grads = jax.grad(loss_fn)(params, x.reshape(-1, 3), mask.reshape(-1))
+    updates, _ = adam().update(grads, adam().init(params), params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), after, optax.apply_updates(params, updates))
+
+
+def chain() -> None:
+    """The wrapped optimizer stands in a chain, whose other states are replicated."""
+    tx = optax.chain(gradaccum.wrap(optax.sgd(0.5), steps=1, axis_name="data"), optax.trace(0.9))
+    params = {"w": jnp.ones(3)}
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        updates, state = tx.update({"w": x[0] * jnp.ones(3)}, state, params)
+        return optax.apply_updates(params, updates), state
+
+    after, state = over(step)(params, over(tx.init)(params), jnp.arange(4.0))
+    np.testing.assert_array_equal(after["w"], 1 - 0.5 * np.full(3, 1.5))
+    np.testing.assert_array_equal(state[1].trace["w"], -0.5 * np.full(3, 1.5))
+
+
+def scan() -> None:
+    """A whole epoch inside: in `data_parallel`, and in a `jax.shard_map` of the user's own, where the state never comes out."""
+    tx = gradaccum.wrap(adam(), steps=3, axis_name="data", clip_norm=0.5)
+    params, gradients = {"w": jnp.ones(2)}, np.random.default_rng(15).normal(size=(DEVICES, 6, 2))
+
+    def epoch(params: Any, state: Any, rows: Any) -> Any:
+        def body(carry: Any, g: Any) -> Any:
+            updates, state = tx.update({"w": g}, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return jax.lax.scan(body, (params, state), rows[0])[0]
+
+    after, _ = over(epoch)(params, over(tx.init)(params), gradients)
+    whole = jax.shard_map(lambda p, rows: epoch(p, tx.init(p), rows)[0], mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
+    again = jax.jit(whole)(params, gradients)
+    alone = gradaccum.wrap(adam(), steps=1, clip_norm=0.5)
+    state, expected = alone.init(params), params
+    for g in (gradients[:, :3].mean((0, 1)), gradients[:, 3:].mean((0, 1))):
+        updates, state = alone.update({"w": jnp.asarray(g)}, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    for made in (after, again):
+        np.testing.assert_allclose(made["w"], expected["w"], rtol=1e-12)
+
+
+def ensemble() -> None:
+    """Members under `jax.vmap` on each device, all of them shared by the devices."""
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=1, axis_name="data", clip_norm=1.0)
+    params, gradients = jnp.zeros((3, 2)), np.random.default_rng(16).normal(size=(DEVICES, 3, 2))
+
+    def step(params: Any, state: Any, rows: Any) -> Any:
+        updates, state = jax.vmap(tx.update)(rows[0], state, params)
+        return params + updates, state
+
+    after, state = over(step)(params, over(jax.vmap(tx.init))(params), gradients)
+    mean = gradients.mean(0)
+    norms = np.linalg.norm(mean, axis=1, keepdims=True)
+    np.testing.assert_allclose(after, -mean / np.maximum(norms, 1), rtol=1e-12)
+    np.testing.assert_allclose(gradaccum_jax.result(state).grad_norm, norms[:, 0], rtol=1e-12)
+    assert gradaccum_jax.result(state).overflow.shape == (3,)
+
+
+_kept: dict[int, Any] = {}
+
+
+def over_once(step: Any) -> Any:
+    """`over(step)`, compiled once."""
+    return _kept.setdefault(id(step), over(step))
+
+
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\(")
+
+
+def computations(text: str) -> dict[str, str]:
+    """The computations of an optimized program by name; the one that runs in every micro-batch is ``"entry"``."""
+    found = re.findall(r"^(ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, flags=re.MULTILINE | re.DOTALL)
+    return {"entry" if entry else name: body for entry, name, body in found}
+
+
+def collectives(text: str) -> tuple[list[str], list[str]]:
+    """Those of every micro-batch, and those that stand in a branch or loop."""
+    parts = computations(text)
+    entry = COLLECTIVE.findall(parts.pop("entry"))
+    return entry, [name for body in parts.values() for name in COLLECTIVE.findall(body)]
+
+
+def compiled(params: Any, **options: Any) -> Any:
+    """A step on all devices, or on one without ``axis_name``, with everything donated."""
+    tx = gradaccum.wrap(optax.adamw(0.1), **options)
+    lift = over if "axis_name" in options else jax.jit
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: sum(jnp.sum(leaf * leaf).real for leaf in jax.tree.leaves(p)) * x.mean())(params)
+        updates, state = tx.update(grads, state, params, weight=x.sum())
+        return optax.apply_updates(params, updates), state
+
+    held = jax.device_put(params, jax.sharding.NamedSharding(MESH, P())) if "axis_name" in options else params
+    return jax.jit(lift(step), donate_argnums=(0, 1)).lower(held, lift(tx.init)(held), jnp.ones(2 * DEVICES, jnp.float32)).compile()
+
+
+def one_reduction_per_window() -> None:
+    """However long the window is, with every option that looks at the gradient: the sums, the weight, the flag and the loss."""
+    params = {f"p{index}": jnp.ones((8, 16), jnp.float32) for index in range(5)}
+    looking = {"clip_norm": 1.0, "skip_norm": 9.0, "on_overflow": "drop_micro_batch", "loss_scale": gradaccum.DynamicLossScale()}
+    for options in ({"steps": 1}, {"steps": 16}, {"steps": 4, **looking}):
+        text = compiled(params, axis_name="data", **options).as_text()
+        assert collectives(text) == ([], ["all-reduce"]), (options, collectives(text))
+        assert reductions(text, 0) == (1, sum(leaf.nbytes for leaf in params.values()) + 12)
+    assert collectives(compiled(params, axis_name="data", steps=None).as_text()) == ([], [])
+
+
+def one_for_each_dtype() -> None:
+    params = {"f": jnp.ones((3, 4), jnp.float32), "d": jnp.ones(4), "e": jnp.ones(5), "z": jnp.ones(2, jnp.complex64)}
+    entry, ending = collectives(compiled(params, steps=4, axis_name="data").as_text())
+    assert not entry
+    assert len(ending) <= 3, ending
+
+
+def nothing_is_copied() -> None:
+    """All that is donated is written in place, and a micro-batch in mid-window copies what it copies on one device."""
+    params = {f"p{index}": jnp.ones((256, 2048), jnp.float32) for index in range(2)}
+    alone, shared = compiled(params, steps=4), compiled(params, steps=4, axis_name="data")
+    size, memory = sum(leaf.nbytes for leaf in params.values()), shared.memory_analysis()
+    assert memory.alias_size_in_bytes >= 4 * size  # parameters, two moments, the sum
+    assert memory.argument_size_in_bytes <= 4 * size + 1000
+    kind = re.compile(r"= f32\[(?:1,)?256,2048\]\S* copy\(")
+    copies = [len(kind.findall(computations(program.as_text())["entry"])) for program in (alone, shared)]
+    assert copies[1] <= copies[0], copies
+    # At the end of a window the reduction of an array is a new one, which is written over the old.
+    assert memory.temp_size_in_bytes <= alone.memory_analysis().temp_size_in_bytes + size + 1000
+
+
+def replicated_gradients() -> None:
+    """What the error about reduced gradients protects from: JAX adds up the gradient of a replicated parameter over the devices."""
+    gradient = jax.grad(lambda w, x: (w * x).mean())
+    made = jax.jit(jax.shard_map(gradient, mesh=MESH, in_specs=(P(), P("data")), out_specs=P()))(jnp.ones(()), jnp.arange(4.0))
+    assert made == 6  # not the mean, 1.5
+    tx = gradaccum.wrap(optax.sgd(1.0), steps=1, axis_name="data")
+
+    def step(w: Any, state: Any, x: Any) -> Any:
+        updates, state = tx.update(gradient(w, x), state, w)
+        return w + updates, state
+
+    after, _ = over(step)(jnp.ones(()), over(tx.init)(jnp.ones(())), jnp.arange(4.0))
+    np.testing.assert_array_equal(after, 1 - 1.5)
+
+
+def benchmark() -> None:
+    """The contestants of the benchmark's question end with the same parameters, and only ours and the loop by hand reduce once."""
+    from benchmarks.questions import jax_workers as question
+
+    steps, width = 4, 16
+    x = jnp.asarray(np.random.default_rng(40).normal(size=(question.DEVICES, steps, 8, width)), jnp.float32)
+    ended, counts = {}, {}
+    for label, make in question.CONTESTANTS.items():
+        contestant = make(steps, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), question.model(width)))
+        run = jax.jit(contestant.window)
+        text = run.lower(contestant.params, contestant.state, x).compile().as_text()
+        counts[label] = question.reductions(str(text), steps)
+        params, state = run(contestant.params, contestant.state, x)
+        ended[label] = run(params, state, x)[0]
+    jax.tree.map(lambda *leaves: [np.testing.assert_allclose(leaf, leaves[0], rtol=1e-4, atol=1e-6) for leaf in leaves], *ended.values())
+    assert counts["gradaccum"][0] == 1, counts
+    assert counts["gradaccum"][1] == counts[question.BASELINE][1] + 12, counts  # the weight, the flag and the loss
+    assert counts["optax.MultiSteps"][1] == steps * counts[question.BASELINE][1], counts
+
+
+OPTIONS: dict[str, Any] = {"steps": 4, "clip_norm": 1.0, "on_overflow": "drop_micro_batch", "noise_scale": 0.5}
+
+
+def opened(tx: Any) -> tuple[Any, Any]:
+    """Parameters and state after two of four micro-batches, as a checkpoint holds them; one of these was dropped on one device."""
+    params = parameters()
+    state, step = over(tx.init)(params), over(stepper(tx))
+    for index, event in enumerate(events(20, windows=1, steps=2)):
+        if index:
+            event.gradients["w"][2] = np.inf
+        params, state = step(params, state, event.gradients, event.weight)
+    return jax.tree.map(np.asarray, (params, state))
+
+
+def other_number_of_devices() -> None:
+    """On two and on four: the sum and the weight are what they were, and so is the update; on four nothing changes at all."""
+    tx = gradaccum.wrap(adam(), axis_name="data", **OPTIONS)
+    params, saved = opened(tx)
+    ended = {}
+    for devices in (2, DEVICES):
+        state = gradaccum_jax.redistributed(gradaccum_jax.check_state(tx, saved, params), devices)
+        np.testing.assert_allclose(state.weight.sum(), saved.weight.sum(), rtol=1e-15)
+        np.testing.assert_allclose(state.loss.sum(), saved.loss.sum(), rtol=1e-15)
+        assert state.noise.first_weight.shape == (devices,)
+        assert state.noise.first_weight.any() == (devices == DEVICES)
+        assert state.overflow.any() == saved.overflow.any() == True  # noqa: E712
+        for own, old in zip(jax.tree.leaves(state.accumulator), jax.tree.leaves(saved.accumulator), strict=True):
+            np.testing.assert_allclose(own.sum(0), old.sum(0), rtol=1e-14)
+            assert devices != DEVICES or np.array_equal(own, old)
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
+        ended[devices] = over(closer(tx)["flush"], mesh)(params, state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ended[2][0], ended[DEVICES][0])
+    two, four = (gradaccum_jax.result(ended[devices][1]) for devices in (2, DEVICES))
+    assert (two.optimizer_step, np.isnan(two.noise_scale), np.isnan(four.noise_scale)) == (1, True, False)
+    np.testing.assert_allclose(two.loss, four.loss, rtol=1e-12)
+    assert not np.allclose(ended[2][0]["w"], params["w"])
+
+
+def checked_state() -> None:
+    """Plain dicts are rebuilt. Other options, a state of one device, and other shapes are refused."""
+    tx = gradaccum.wrap(adam(), axis_name="data", **OPTIONS)
+    params, saved = opened(tx)
+    restored = gradaccum_jax.check_state(tx, saved._asdict(), params)
+    assert jax.tree.structure(restored) == jax.tree.structure(saved)
+    jax.tree.map(np.testing.assert_array_equal, restored, saved)
+    with refused(gradaccum.CheckpointError, "reduction"):
+        gradaccum_jax.check_state(gradaccum.wrap(adam(), axis_name="data", **OPTIONS, reduction="sum"), saved, params)
+    alone = gradaccum.wrap(adam(), **OPTIONS)
+    with refused(gradaccum.CheckpointError, "weight", "one entry for each device"):
+        gradaccum_jax.check_state(tx, alone.init(params), params)
+    with refused(gradaccum.CheckpointError, "weight", "(4,)"):
+        gradaccum_jax.check_state(alone, saved, params)
+    with refused(gradaccum.CheckpointError, "overflow", "(4,)"):
+        gradaccum_jax.check_state(tx, saved._replace(overflow=saved.overflow[:2]), params)
+    closed = jax.tree.map(jnp.asarray, over(closer(tx)["discard"])(params, restored)[1])
+    scaled = gradaccum.wrap(adam(), axis_name="data", **OPTIONS, loss_scale=8.0)
+    assert gradaccum_jax.check_state(scaled, closed, params).loss_scale == 8
+    for state, workers, name in ((alone.init(params), 2, "state"), (saved, 0, "workers"), (saved, 2.0, "workers"), (3, 2, "state")):
+        with refused(gradaccum.GradAccumError, f"{name}: expected"):
+            gradaccum_jax.redistributed(state, workers)

@@ -1,0 +1,60 @@
+"""A job of two processes: the list of its checks, the report of each process, and the start, which leaves none behind."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from conformance_tests.framework_tests.torch_workers.common import WORLD
+
+Check = Callable[[int], None]
+"""A function of the rank; it raises if the check fails."""
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_checks(checks: Mapping[str, Check], rank: int, folder: Path) -> None:
+    """Run all of them as worker `rank`; the report goes to ``folder / f"{rank}.json"``."""
+    torch.set_num_threads(1)
+    store, timeout = f"file://{folder / 'store'}", datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timeout)
+    report = {}
+    for name, run in checks.items():
+        try:
+            run(rank)
+            report[name] = "passed"
+        except Exception:
+            report[name] = traceback.format_exc()
+        (folder / f"{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+        if report[name] != "passed":
+            break  # The workers may be at different calls now, and each further check would wait for the other.
+
+
+ROOT = Path(__file__).parents[3]
+SECONDS = 500
+"""A loaded machine took 240 for jobs of two workers that need 60."""
+
+
+def run_workers(module: str, *arguments: str, folder: Path, workers: int = WORLD) -> list[int]:
+    """Run ``python -m module ARGUMENTS RANK FOLDER`` once per worker; returns the exit codes, by rank."""
+    command = [sys.executable, "-m", module, *arguments]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        running += [subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT) for rank in range(workers)]
+        return [process.wait(timeout=SECONDS) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()

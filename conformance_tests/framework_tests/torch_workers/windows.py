@@ -1,0 +1,484 @@
+"""The window of two workers is the large batch of both: its reductions and schedule, windows of loaders, the large batch in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
+
+import gradaccum
+from conformance_tests.framework_tests.refusing import refused
+from conformance_tests.framework_tests.torch_workers.common import (
+    WORLD,
+    Batch,
+    Branches,
+    all_windows,
+    alone,
+    build,
+    learn,
+    micro_batches,
+    require_equal,
+    require_same_everywhere,
+    sgd,
+    together,
+)
+from conformance_tests.framework_tests.torch_workers.jobs import check
+from gradaccum_torch.large_batch import auto, backward, coupled_backward
+from gradaccum_torch.workers.group import all_reduce
+
+
+@check
+def every_kind_of_module(rank: int) -> None:
+    reference, _ = alone(all_windows())
+    for kind in ({"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-6}):
+        require_equal(together(rank, module=kind)[0], reference)
+    require_equal(together(rank, model=build(recomputed=True))[0], reference)
+    compiled = build()
+    compiled.compile(backend="eager")
+    require_equal(together(rank, model=compiled)[0], reference)
+
+
+@check
+def discarded_window_is_one_worker_s_own(rank: int) -> None:
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=None, module=parallel)
+    for batch in micro_batches(rank)[:3]:
+        learn(parallel, opt, batch)
+    if rank == 1:
+        opt.discard()
+    opt.flush()
+    require_equal(model, alone([micro_batches(0)[:3]])[0])
+
+
+@check
+def listeners_hear_the_window_of_all(rank: int) -> None:
+    """One worker's listener raises while the other still flushes: every window ends on both."""
+    model, heard = build(), []
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel)
+    opt.add_listener(heard.append)
+    if rank == 0:
+        opt.add_listener(lambda window: window.no_such_field)
+    calls = [*(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)), opt.flush]
+    raised = 0
+    for call in calls:
+        try:
+            call()
+        except AttributeError:
+            raised += 1
+    assert raised == (2 if rank == 0 else 0)
+    assert [window.weight for window in heard] == [sum(len(x) for x, _, _ in window) for window in all_windows()]
+    assert [window.micro_batches for window in heard] == ([4, 2] if rank == 0 else [3, 0])
+    require_equal(model, alone(all_windows())[0])
+
+
+# The reductions at the end of a window: how often, in which layouts, and never twice.
+
+
+PARTS = 271
+"""The elements of a weight or a loss, however many workers there are."""
+COUNTED = 33
+"""Sparse sums, and the bits of the learning rates."""
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The elements of each reduction that is made inside."""
+    called: list[int] = []
+    original = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        called.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        yield called
+    finally:
+        dist.all_reduce = original
+
+
+@check
+def one_reduction_per_window(rank: int) -> None:
+    """Numbers and small sums together, whatever the number of micro-batches; once more where the guess which sums exist was wrong."""
+    with counted() as called:
+        together(rank)
+    size = sum(p.numel() for p in Branches().parameters())
+    rare = sum(p.numel() for p in Branches().rare.parameters())
+    numbers = 2 * PARTS + 3 + COUNTED + 6  # The weight and the loss.
+    assert called == [numbers, numbers + size, numbers + size, numbers + size - rare]
+    model = build()
+    opt = gradaccum.wrap(sgd(model), steps=3, module=DistributedDataParallel(model, find_unused_parameters=True))
+    with counted() as called:
+        for batch in micro_batches(rank)[:3] * 4:
+            learn(model, opt, batch)
+    assert called == [numbers, *[numbers + size] * 4]
+
+
+@check
+def numbers_ride_with_every_dtype(rank: int) -> None:
+    """A bucket of bfloat16 could not hold a count, so there the numbers travel alone."""
+    expected, _ = alone(all_windows(torch.float32), torch.float32)
+    size = sum(p.numel() for p in Branches().parameters())
+    numbers = 2 * PARTS + 3 + COUNTED + 6  # The weight and the loss.
+    for dtype, rides, off in (("float64", True, 1e-6), ("bfloat16", False, 2**-5)):
+        with counted() as called:
+            model, opt, _ = together(rank, torch.float32, accumulate_dtype=dtype)
+        assert called[:2] == ([numbers, numbers + size] if rides else [numbers, size])
+        assert opt.result.optimizer_step == 2
+        require_equal(model, expected, off=off)
+
+
+@check
+def sums_come_and_go(rank: int) -> None:
+    """A branch that the workers take in some windows only, one of them or both; then a window that is empty on both."""
+    taken = [(False, True), (False, False), (True, True), (False, False), (False, False), (True, False)]
+    windows = [[(x, y, rare) for (x, y, _), rare in zip((micro_batches(0)[0], micro_batches(1)[0]), both, strict=True)] for both in taken]
+    for options in ({}, {"clip_norm": 0.05}):
+        model = build()
+        parallel = DistributedDataParallel(model, find_unused_parameters=True)
+        opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, **options)
+        for window in windows:
+            learn(parallel, opt, window[rank])
+        opt.flush()
+        require_equal(model, alone(windows, **options)[0])
+
+
+@check
+def model_is_cast_between_windows(rank: int) -> None:
+    """What rode in the last window has another dtype now, and rides again."""
+    model, reference = build(torch.float32), build(torch.float32)
+    parallel = DistributedDataParallel(model)
+    opt = gradaccum.wrap(sgd(model), steps=1, module=parallel, reduction="item_mean")
+    other = gradaccum.wrap(sgd(reference), steps=2, reduction="item_mean")
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype), reference.to(dtype)
+        x = torch.ones(1, 4, dtype=dtype)
+        with counted() as called:
+            opt.backward(parallel(x * (1 + rank)).sum() + 0 * model.rare(model.first(x)).sum(), weight=70001.0 + rank)
+            opt.step()
+        for each in range(WORLD):
+            other.backward(reference(x * (1 + each)).sum() + 0 * reference.rare(reference.first(x)).sum(), weight=70001.0 + each)
+            other.step()
+    assert len(called) == 1
+    require_equal(model, reference)
+
+
+@check
+def large_and_strided_sums_are_reduced(rank: int) -> None:
+    """Above four mebibytes a tensor travels alone; a layout that is not contiguous, as of a convolution in channels_last, is packed."""
+    tensors = [torch.full((1100, 1000), 1.0 + rank), torch.full((1200, 1000), 2.0 + rank).t(), torch.full((3, 2), 3.0 + rank).t()]
+    with counted() as called:
+        all_reduce([tensors[0], tensors[1] if rank else tensors[1].contiguous(), tensors[2]], dist.group.WORLD)
+    assert called == [1_100_000, 1_200_000, 6]
+    assert [float(tensor.min()) for tensor in (tensors[0], tensors[2])] == [3.0, 7.0]
+    if rank:
+        assert tensors[1].unique().tolist() == [5.0]
+
+
+@check
+def large_sums_follow_the_numbers(rank: int) -> None:
+    """They are reduced one by one, once all workers know which of them exist."""
+    model, reference = (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 500_000)).double() for _ in range(2))
+    parallel = DistributedDataParallel(model)
+    reference.load_state_dict(model.state_dict())
+    opt, other = gradaccum.wrap(sgd(model), steps=1, module=parallel), gradaccum.wrap(sgd(reference), steps=2)
+    for first in range(2):
+        with counted() as called:
+            parallel(torch.full((1, 4), 1.0 + rank + first).double()).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        for each in range(WORLD):
+            reference(torch.full((1, 4), 1.0 + each + first).double()).square().mean().backward()
+            other.step()
+            other.zero_grad()
+    assert called == [2 * PARTS + 3 + COUNTED + 4 + 15 + 500_000, 1_500_000]
+    require_equal(model, reference)
+
+
+@check
+def failed_update_is_not_reduced_twice(rank: int) -> None:
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    # Not "mean": twice the sum over twice the weight would be the same.
+    opt = gradaccum.wrap(sgd(model), steps=4, module=parallel, reduction="sum", noise_scale=0.5)
+    hook = opt.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+    batches = micro_batches(rank)
+    with refused(ZeroDivisionError):
+        for batch in batches[:4]:
+            learn(parallel, opt, batch)
+        opt.flush()
+    hook.remove()
+    with refused(gradaccum.UsageError, "flush()"):
+        opt.state_dict()
+    opt.flush()
+    require_equal(model, alone(all_windows()[:1], reduction="sum")[0])
+    again = build()
+    parallel = DistributedDataParallel(again, find_unused_parameters=True)
+    unhurt = gradaccum.wrap(sgd(again), steps=4, module=parallel, reduction="sum", noise_scale=0.5)
+    for batch in batches[:4]:
+        learn(parallel, unhurt, batch)
+    unhurt.flush()
+    assert opt.result == unhurt.result
+    assert opt.result.noise_scale == opt.result.noise_scale, "not NaN"
+
+
+# Events once per update, on a worker whose last windows all close in one `flush`.
+
+
+AVERAGE = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+HALVE: dict[str, Any] = {"step_size": 1, "gamma": 0.5}
+
+
+def averaged(model: nn.Module) -> torch.optim.swa_utils.AveragedModel:
+    return torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=AVERAGE)
+
+
+def reference() -> tuple[nn.Module, nn.Module]:
+    """One process with all micro-batches: the model, and its average over the updates."""
+    model = build()
+    opt, average = gradaccum.wrap(sgd(model), steps=None), averaged(model)
+    schedule = StepLR(opt, **HALVE)
+    for window in all_windows(steps=2):
+        for batch in window:
+            learn(model, opt, batch)
+        opt.flush()
+        schedule.step()
+        average.update_parameters(model)
+    assert opt.result.optimizer_step == 3
+    return model, average
+
+
+def trained(rank: int, follow: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """The share of one worker; ``follow(opt)`` is called first and returns what the loop calls after each micro-batch and after `flush`."""
+    model = build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt, average = gradaccum.wrap(sgd(model), steps=2, module=parallel), averaged(model)
+    opt.add_listener(lambda window: average.update_parameters(model) if window.applied else None)
+    after = follow(opt)
+    for call in (*(partial(learn, parallel, opt, batch) for batch in micro_batches(rank)), opt.flush):
+        call()
+        after()
+    return model, average, opt
+
+
+@check
+def schedules_and_averages_move_once_per_update(rank: int) -> None:
+    """One worker closes its three windows by ``step``; the other closes one so, and two in one ``flush``."""
+
+    def gated(opt: Any) -> Any:
+        return gradaccum.wrap(StepLR(opt, **HALVE)).step
+
+    def listening(opt: Any) -> Any:
+        schedule = StepLR(opt, **HALVE)
+        opt.add_listener(lambda window: schedule.step() if window.applied else None)
+        return lambda: None
+
+    for follow in (gated, listening):
+        model, average, opt = trained(rank, follow)
+        expected, expected_average = reference()
+        require_equal(model, expected)
+        require_equal(average, expected_average)
+        assert opt.param_groups[0]["lr"] == 0.1 * 0.5**3
+        require_same_everywhere(opt.result)
+
+
+@check
+def schedules_that_drift_apart_are_refused(rank: int) -> None:
+    """A schedule that looks at ``result`` after `flush` sees the last window alone. All workers raise, before the update."""
+
+    def by_hand(opt: Any) -> Any:
+        schedule = StepLR(opt, **HALVE)
+        opts.append(opt)
+        return lambda: schedule.step() if opt.result.applied else None
+
+    opts: list[Any] = []
+    with refused(gradaccum.UsageError, f"learning rates on rank {rank}", "listener", "0.025" if rank == 0 else "0.05"):
+        trained(rank, by_hand)
+    assert opts[0].result.optimizer_step == 2
+    for group in opts[0].param_groups:
+        group["lr"] = 0.025
+    opts[0].flush()
+    assert opts[0].result.optimizer_step == 3, "the sums are as they were"
+    require_same_everywhere([group["params"][0].tolist() for group in opts[0].param_groups])
+
+
+@check
+def failing_listener_keeps_the_other_windows(rank: int) -> None:
+    """It hears of each window, though it raised at the one before, and `flush` raises when every window is closed."""
+    model, heard = build(), []
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=2, module=parallel)
+
+    def fail(window: Any) -> None:
+        heard.append(window.optimizer_step)
+        raise ZeroDivisionError
+
+    for batch in micro_batches(rank)[: 2 * (1 - rank) * 3]:
+        opt.add_listener(heard.append).remove()
+        learn(parallel, opt, batch)
+    if rank == 0:
+        return opt.flush()
+    opt.add_listener(fail)
+    with refused(ZeroDivisionError):
+        opt.flush()
+    assert heard == [1, 2, 3]
+
+
+# Windows that two processes take from loaders of different length: their totals, and the update of a loss of two terms.
+
+
+COUNT = {"items": lambda batch: len(batch[0]), "positive": lambda batch: (batch[1] > 0).sum()}
+
+
+def reduce(values: list[float]) -> list[float]:
+    """As the docs say: the sum, in float64."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def terms(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sum over items, and one over the positive targets."""
+    x, y, rare = batch
+    off = (model(x, rare) - y).square()
+    return off.sum(), (off * (y > 0)).sum()
+
+
+@check
+def totals_are_those_of_both_workers(rank: int) -> None:
+    """A worker whose data end first goes on with empty windows, and the update is that of one large batch."""
+    model, reference = build(), build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = gradaccum.wrap(sgd(model), steps=None, reduction="sum", module=parallel)
+    seen = []
+    for window in gradaccum.windows(micro_batches(rank), 4, COUNT, reduce=reduce):
+        seen.append((window.number, dict(window.totals)))
+        for batch in window:
+            items, positive = terms(parallel, batch)
+            opt.backward(items / window.totals["items"] + positive / window.totals["positive"])
+            opt.step()
+            opt.zero_grad()
+        opt.flush()
+    optimizer = sgd(reference)
+    for first in (0, 4):
+        large = [batch for worker in range(WORLD) for batch in micro_batches(worker)[first : first + 4]]
+        sums = [terms(reference, batch) for batch in large]
+        total = [sum(float(count(batch)) for batch in large) for count in COUNT.values()]
+        loss = sum(items for items, _ in sums) / total[0] + sum(positive for _, positive in sums) / total[1]
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[union-attr]  # There are micro-batches.
+        optimizer.step()
+        assert seen[first // 4] == (first // 4, dict(zip(COUNT, total, strict=True)))
+    require_equal(model, reference)
+    require_same_everywhere((seen, opt.result.optimizer_step))
+
+
+@check
+def windows_end_by_the_weight_of_both_workers(rank: int) -> None:
+    by_weight = gradaccum.windows(micro_batches(rank), gradaccum.until_weight(15), COUNT, "items", reduce)
+    made = [(len(window), window.totals["items"]) for window in by_weight]
+    # Sizes are 3, 4, 5, 6, 7, 8 and 4, 5, 6: in each round one of each worker, while it has one.
+    assert [total for _, total in made] == [16, 17, 15]
+    assert [length for length, _ in made] == [[2, 2, 2], [2, 1, 0]][rank], made
+    require_same_everywhere([total for _, total in made])
+
+
+# Each worker has a large batch of its own, of another size, in one call: the update is by the gradient of both, reduced once.
+
+
+def batch_of(rank: int) -> tuple[Tensor, Tensor]:
+    """Seven items on one worker and four on the other."""
+    generator = torch.Generator().manual_seed(rank)
+    items = 7 if rank == 0 else 4
+    return torch.randn(items, 4, generator=generator).double(), torch.randn(items, 2, generator=generator).double()
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
+@check
+def large_batch_of_all_workers(rank: int) -> None:
+    model, reference = build(), build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt, inner = gradaccum.wrap(sgd(model), steps=None, module=parallel), sgd(reference)
+    whole = [torch.cat(parts) for parts in zip(*map(batch_of, range(WORLD)), strict=True)]
+    calls = []
+    ways = ({"micro_batch_size": 2}, {"micro_batch_size": 2}, {"steps": 6})  # More steps than the items of one worker.
+    for way in ways:
+        with counted() as called:
+            backward(lambda x, y: loss_of(parallel, x, y), *batch_of(rank), **way, optimizer=opt)
+        calls.append(len(called))
+        inner.zero_grad()
+        loss_of(reference, whole[0], whole[1]).backward()
+        inner.step()
+    assert calls[-1] == 1, calls
+    assert opt.result.optimizer_step == 3
+    require_equal(model, reference)
+
+
+@check
+def coupled_loss_on_each_worker(rank: int) -> None:
+    """Coupled within a worker; the update is by the mean over workers, reduced once."""
+    model, reference = build(), build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    opt, inner = gradaccum.wrap(sgd(model), steps=None, module=parallel), sgd(reference)
+    calls = []
+    for _ in range(3):
+        with counted() as called:
+            coupled_backward(lambda x: parallel(x), lambda o: o.std(), batch_of(rank)[0], steps=3, optimizer=opt)
+        calls.append(len(called))
+        inner.zero_grad()
+        (sum(reference(batch_of(each)[0]).std() for each in range(WORLD)) / WORLD).backward()
+        inner.step()
+    assert calls[-1] == 1, calls
+    require_equal(model, reference)
+
+
+@check
+def empty_batch_leaves_no_other_waiting(rank: int) -> None:
+    """It adds nothing to the window of the others; in the third call nobody has an item."""
+    limited = gradaccum.AutoMicroBatchSize()
+    with mock.patch.object(auto, "require_device"):  # A CPU: the model says when memory runs out.
+        for size in (2, limited):
+            _update_by_holders(rank, size)
+    assert 0 < limited.size < 4, limited
+
+
+def _update_by_holders(rank: int, size: Any) -> None:
+    model, reference = build(), build()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    parallel.register_forward_pre_hook(_need_memory)
+    opt, inner = gradaccum.wrap(sgd(model), steps=None, module=parallel), sgd(reference)
+    for holders in ((0,), (1,), ()):
+        x, y = batch_of(rank)
+        if rank not in holders:
+            x, y = x[:0], y[:0]
+        loss = backward(partial(loss_of, parallel), x, y, micro_batch_size=size, optimizer=opt)
+        coupled = coupled_backward(parallel, Tensor.std, x, micro_batch_size=size, optimizer=opt)
+        assert rank in holders or (loss, coupled) == (0, 0)
+        for each in holders:
+            x, y = batch_of(each)
+            inner.zero_grad()
+            loss_of(reference, x, y).backward()
+            inner.step()
+            inner.zero_grad()
+            reference(x).std().backward()
+            inner.step()
+    assert opt.result.optimizer_step == 4
+    require_equal(model, reference)
+
+
+def _need_memory(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+    if len(given[0]) > 3:
+        raise torch.OutOfMemoryError
