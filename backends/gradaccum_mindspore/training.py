@@ -24,14 +24,13 @@ from mindspore.train import Callback, ModelCheckpoint, RunContext
 from gradaccum import ArgumentTypeError, ArgumentValueError, UsageError
 from gradaccum.kit import Decision, Fields, Handle, Listener, Listeners, State, close, explain, has_exact_inverse, select
 from gradaccum_mindspore.checks import Weight
-from gradaccum_mindspore.compiled_window import CompiledWindow
 from gradaccum_mindspore.optimizer import AccumulatingOptimizer, wrapped
 from gradaccum_mindspore.private import OwnPhase, decides_on_host
 from gradaccum_mindspore.state import NUMPY_DTYPES
 from gradaccum_mindspore.statistics import Known
 from gradaccum_mindspore.sums import DType, compiled_clear, divide, multiply
 from gradaccum_mindspore.update import Update
-from gradaccum_mindspore.window import PyNativeWindow, require_room
+from gradaccum_mindspore.window import CompiledWindow, PyNativeWindow, require_room
 
 
 class Program(OwnPhase):

@@ -1,20 +1,37 @@
-"""The open window in PyNative: add, close, flush, discard. The core's transitions move the state as Python numbers.
+"""The open window: add, close, flush, discard; in PyNative, and inside `mindspore.jit` and in graph mode, where the state is a Tensor.
 
-There an operator costs more than reading a scalar, so a Python ``if`` leaves out every operator that it can.
+In PyNative the core's transitions move the state as Python numbers. There an operator costs more than reading a scalar, so a Python ``if``
+leaves out every operator that it can. What follows is about compiled code.
+
+The compiler drops operations that it believes to have no effect. So this code computes every new value from values that it read before its
+first write, and reads nothing that it wrote, except at the end of a window, which begins with reading; no branch returns a value that was
+computed in it. Each function returns something: the Python interpreter would compute a None. A kernel costs about the same for one number
+as for a thousand, so a micro-batch assigns only what it changes.
+
+The end of a window has two branches: the update, and a norm whose squares overflow. Each is a method of its own, because the compiler
+copies the rest of a function after an ``if`` into both branches. `Notes` carries values from one part to another.
+
+The compiler takes a global function for the method of its name, if that method calls it: so ``kit.close`` and ``kit.discard``. Structure,
+shapes, dtypes and Python numbers of arguments are constants of the program, so a wrong one raises while MindSpore compiles.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import count
+from typing import Any, Protocol
 
 import mindspore as ms
-from mindspore import Tensor
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import constexpr
 
 from gradaccum import UsageError, kit
-from gradaccum.kit import Decision, Options, Schedule, State, UntilWeight, explain
-from gradaccum_mindspore.state import Storage, window_size
-from gradaccum_mindspore.statistics import Known
-from gradaccum_mindspore.sums import Gradients, add_into, all_finite, clear, divided, fits, measure, parts, scaled, spoil
+from gradaccum.kit import Decision, Fields, Options, Schedule, State, UntilWeight, explain
+from gradaccum_mindspore import checks, sums
+from gradaccum_mindspore.checks import Loss, NamedGradients, Weight
+from gradaccum_mindspore.state import GRAD_NORM, STEPS, Storage, check_constant_size, check_size_dtype, sizes_of, window_size
+from gradaccum_mindspore.statistics import NO_LOSS, Known
+from gradaccum_mindspore.sums import DType, Gradients, Number, Packed, Shape, each, where
 from gradaccum_mindspore.update import Update
 
 FLOAT16_MAX = 65504.0
@@ -46,9 +63,9 @@ class PyNativeWindow:
         knowledge, begun = self.storage.knowledge, False
         known = None if loss is None and not knowledge.has_noise else knowledge.pull()
         try:
-            for total, part in parts(self.storage.sums, added, factor):
+            for total, part in sums.parts(self.storage.sums, added, factor):
                 begun = True
-                add_into(total, part)
+                sums.add_into(total, part)
             begun = True
             after = self.storage.push(kit.accumulate(state, weight, finite, kit.select), state)
             if not finite:
@@ -56,7 +73,7 @@ class PyNativeWindow:
             if loss is not None:
                 knowledge.add_loss(loss, weight, adds)
             if knowledge.needs_first(after):
-                norm, _ = measure(self.storage.sums, self.storage.float_dtype)
+                norm, _ = sums.measure(self.storage.sums, self.storage.float_dtype)
                 knowledge.see_first(after, norm)
         except BaseException:
             if begun:
@@ -68,12 +85,12 @@ class PyNativeWindow:
         """Put back the state before a micro-batch of which some sums may hold a part, and what was known then."""
         if known is not None:
             self.storage.knowledge.push(known)
-        (spoil if state.micro_step else clear)(self.storage.sums)
+        (sums.spoil if state.micro_step else sums.clear)(self.storage.sums)
         self.storage.push(state, self.storage.pull())
 
     def finite(self, gradients: Gradients, factor: float) -> bool:
         parts = zip(self.storage.sums, gradients, strict=True)
-        return all(g is None or all_finite(scaled(g, factor, s.dtype)) for s, g in parts)
+        return all(g is None or sums.all_finite(sums.scaled(g, factor, s.dtype)) for s, g in parts)
 
     def size(self) -> Schedule:
         """Return the micro-batches of a full open window, or its weight; None: the caller closes it.
@@ -119,7 +136,7 @@ class PyNativeWindow:
             raise
 
     def measure(self, ending: State, options: Options) -> tuple[float, bool]:
-        norm, finite = measure(self.storage.sums, self.storage.float_dtype)
+        norm, finite = sums.measure(self.storage.sums, self.storage.float_dtype)
         return norm, finite and self.fits(ending, options, norm)
 
     def fits(self, ending: State, options: Options, norm: float) -> bool:
@@ -128,8 +145,8 @@ class PyNativeWindow:
         # No element exceeds the norm, so the elements themselves are seldom looked at.
         if norm <= FLOAT16_MAX * divides:
             return True
-        sums, handed, operand = self.storage.sums, self.storage.handed, Tensor(divides, self.storage.float_dtype)
-        return all(fits(sums[i], operand, handed[i]).asnumpy().item() for i in self.storage.narrowed)
+        pairs, operand = tuple(zip(self.storage.sums, self.storage.handed, strict=True)), Tensor(divides, self.storage.float_dtype)
+        return all(sums.fits(pairs[i][0], operand, pairs[i][1]).asnumpy().item() for i in self.storage.narrowed)
 
     def finish(self, state: State, decision: Decision, known: Known) -> None:
         """Clear the sums, write the state after the window and what is known of it; a second call does the same."""
@@ -162,10 +179,10 @@ class PyNativeWindow:
         self.storage.push_event(False, False, False)
 
     def clear(self) -> None:
-        clear(self.storage.sums)
+        sums.clear(self.storage.sums)
 
     def gradients(self, divides: float) -> tuple[Tensor, ...]:
-        return divided(self.storage.sums, divides / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
+        return sums.divided(self.storage.sums, divides / self.storage.inner_scale, self.storage.handed, self.storage.float_dtype)
 
 
 def require_room(state: State, size: Schedule) -> None:
@@ -180,3 +197,477 @@ def require_room(state: State, size: Schedule) -> None:
             found=f"a micro-batch more for a window {full}",
             fix="Write optimizer.flush() to make the update that is due.",
         )
+
+
+NUMBERS = count()
+"""Tells the notes of one program apart: compiled code takes no two Parameters of one name."""
+
+
+class Notes(nn.Cell):  # type: ignore[misc]
+    """The measure and the decision of the window that ends: Parameters that hold a value for the time of one call.
+
+    MindSpore's runtime copies a value that one branch computes and another uses, and with an even ``steps`` never frees the copy: 12 KiB of
+    host memory per window. It does not copy a Parameter that is read at one place. So inside the end of a window no computed value crosses
+    into an inner branch or past it, and each condition there is a bool Parameter. No checkpoint has notes.
+    """
+
+    weight: Parameter
+    before: Parameter
+    """bool: `State.overflow` before the decision."""
+    loss_scale: Parameter
+    terms: Parameter
+    norm: Parameter
+    """inf or NaN if the sums are not finite."""
+    measured: Parameter
+    """bool: `norm` is right already."""
+    overflow: Parameter
+    divisor: Parameter
+    grad_norm: Parameter
+    applied: Parameter
+    apply: Parameter
+    """bool: `applied`, as a condition."""
+    denominator: Parameter
+    """Of ``flush(denominator=...)``."""
+
+    def __init__(self, float_dtype: DType) -> None:
+        super().__init__(auto_prefix=False)
+        self.float_dtype = float_dtype
+        number = next(NUMBERS)
+        self.add("loss_scale", Tensor(1.0, ms.float32), number)
+        self.add("terms", Tensor(kit.encode_terms(kit.Terms("mean", "skip_window", "unused", 1)), ms.int32), number)
+        for field in ("weight", "norm", "divisor", "grad_norm", "denominator"):
+            self.add(field, Tensor(0.0, float_dtype), number)
+        for field in ("before", "measured", "overflow", "applied", "apply"):
+            self.add(field, Tensor(False), number)
+
+    def add(self, field: str, value: Tensor, number: int) -> None:
+        object.__setattr__(self, field, Parameter(value, name=f"gradaccum.note{number}.{field}", requires_grad=False))
+
+    def write_state(self, weight: Parameter, overflow: Parameter, loss_scale: Parameter) -> bool:
+        """Note the fields that the decision reads. The state itself is written after the decision."""
+        ops.assign(self.weight, weight)
+        ops.assign(self.before, overflow)
+        ops.assign(self.loss_scale, loss_scale)
+        return True
+
+    def write_terms(self, terms: Parameter) -> Tensor:
+        return ops.assign(self.terms, terms)
+
+    def write_denominator(self, denominator: Tensor) -> Tensor:
+        return ops.assign(self.denominator, denominator)
+
+    def state(self) -> Fields:
+        """Return the noted fields as a state; no decision reads the other fields, which are zero."""
+        weight, zero = self.weight.value(), 0 * self.weight.value()
+        return zero, zero, zero, weight, self.before & True, self.loss_scale.value(), zero
+
+    def write_measure(self, norm: Tensor, right: Tensor) -> bool:
+        ops.assign(self.norm, norm.astype(self.float_dtype))
+        ops.assign(self.measured, right)
+        return True
+
+    def write_decision(self, apply: Tensor, overflow: Tensor, divisor: Tensor, grad_norm: Tensor) -> bool:
+        ops.assign(self.divisor, divisor.astype(self.float_dtype))
+        ops.assign(self.grad_norm, grad_norm.astype(self.float_dtype))
+        ops.assign(self.overflow, overflow)
+        ops.assign(self.applied, apply)
+        ops.assign(self.apply, apply)
+        return True
+
+
+MICRO_STEP, OPTIMIZER_STEP, SKIPPED_WINDOWS, WEIGHT, OVERFLOW, LOSS_SCALE, GROWTH_TRACKER = range(7)
+"""The places of the state's fields: MindSpore warns of a field that code unpacks and does not use."""
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-40, 2.0**40
+"""Between these a weight, and the sum of a window's weights, are above 0 and finite in float32."""
+
+
+def exact_in(dtype: DType, options: Options) -> Options:
+    """Return `options` with float64 limits as Tensors: MindSpore rounds a Python number to float32."""
+    if dtype != ms.float64:
+        return options
+    limits = {name: getattr(options, name) for name in ("clip_norm", "skip_norm", "noise_decay")}
+    return options._replace(**{name: Tensor(limit, dtype) for name, limit in limits.items() if limit is not None})
+
+
+def number_of(weight: Number) -> Number:
+    """Return a weight as a number or a scalar Tensor; raises while compiling if it is neither."""
+    if isinstance(weight, Tensor):
+        checks.check_compiled_shape("weight", weight.shape)
+        return weight.reshape(())
+    checks.check_compiled_weight(weight)
+    return weight
+
+
+def shape_of(gradient: Tensor | None) -> Shape:
+    """Return the gradient's shape, a constant while compiling."""
+    return () if gradient is None else gradient.shape
+
+
+def dtype_of(gradient: Tensor | None) -> DType | None:
+    """Return the gradient's dtype, a constant while compiling."""
+    return None if gradient is None else gradient.dtype
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def is_constant(number: float | None) -> bool:
+    """True if a number is a constant of the program; otherwise it comes as None."""
+    return number is not None
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def is_certain(weight: float | None) -> bool:
+    """True if a weight is a constant, not None, that leaves nothing to be decided about its micro-batch."""
+    return weight is not None and bool(SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT)
+
+
+@constexpr  # type: ignore[untyped-decorator]
+def float64_of(number: float) -> Tensor:
+    """Return a constant as a Tensor: MindSpore rounds a Python number to float32."""
+    return Tensor(number, ms.float64)
+
+
+class Workers(Protocol):
+    """All workers that share a window, as the window of one of them sees them."""
+
+    def compiled_join(self) -> bool:
+        """Add up the window of all workers."""
+
+    def window_ended(self) -> Tensor:
+        """Begin the next window, with this worker's own sum."""
+
+    def require_same_rates(self) -> None:
+        """Raise unless no window was skipped because learning rates differ."""
+
+    def compiled_norm_of_all(self, whole: Tensor, own: Tensor) -> Tensor:
+        """Return the norm over all workers; `own` is of this worker's sharded sums."""
+
+
+def chosen(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return a
+
+
+class CompiledWindow(nn.Cell):  # type: ignore[misc]
+    """One window as Tensors, for the compiler to follow; `PyNativeWindow` has the same methods."""
+
+    def __init__(self, storage: Storage, options: Options, workers: Workers | None = None) -> None:
+        super().__init__(auto_prefix=False)
+        self.storage = storage
+        self.steps: Any = options.steps
+        self.sizes: Any = sizes_of(options.steps)
+        self.calls_steps, self.by_weight = callable(self.sizes), isinstance(options.steps, kit.UntilWeight)
+        self.measures, self.measures_noise = kit.measures(options), options.noise_decay is not None
+        # The compiler cannot follow a function or an object inside a named tuple.
+        self.options = exact_in(storage.float_dtype, options._replace(steps=None, scaler=None))
+        self.dividing = self.options._replace(reduction="item_mean") if options.reduction == "sum" else self.options
+        self.closing = (options.steps is None, options.noise_decay is not None)
+        self.float_dtype = storage.float_dtype
+        self.scale_moves = options.scale_rule._replace(init_scale=1.0) != kit.ScaleRule()
+        self.true = Tensor(True)
+        self.one = Tensor(1.0, storage.float_dtype)
+        self.false, self.no_step, self.one_step = Tensor(False), Tensor(0, ms.int32), Tensor(1, ms.int32)
+        self.zero = Tensor(0.0, storage.float_dtype)
+        self.unknown = Tensor(NO_LOSS, storage.float_dtype)
+        self.nan, self.infinity = (Tensor(float(number), storage.float_dtype) for number in ("nan", "inf"))
+        self.inner_scale = Tensor(storage.inner_scale, storage.float_dtype)
+        self.varies = storage.varies
+        self.size_code = Tensor([0] * STEPS + [-1 if self.by_weight else 1], ms.int32)
+        self.other_codes = Tensor([*kit.encode_terms(storage.terms_after(0))[:-1], 0], ms.int32)
+        self.notes = Notes(storage.float_dtype)
+        self.names_of = checks.compiled_names_of(storage.specs, storage.names)
+        self.workers = workers
+        self.packed, self.packed_shards = (Packed(each, storage.float_dtype) for each in (storage.whole, storage.shards))
+        self.sharded = len(storage.sharded) > 0
+
+    def read(self) -> Fields:
+        """Return the state as plain Tensors, in the order of `gradaccum.kit.State`'s fields."""
+        store = self.storage
+        return (
+            store.micro_step.value(),
+            store.optimizer_step.value(),
+            store.skipped_windows.value(),
+            store.weight.value(),
+            store.overflow & self.true,
+            store.loss_scale.value(),
+            store.growth_tracker.value(),
+        )
+
+    def size(self, optimizer_step: Tensor) -> Tensor:
+        """Return the size of the window that follows this update, as the user's function returns it."""
+        if self.calls_steps:
+            given = self.sizes(optimizer_step)
+            if isinstance(given, Tensor):
+                check_size_dtype(given.dtype, self.by_weight)
+                return given.reshape(())
+            check_constant_size(given, self.by_weight)
+            return 0 * optimizer_step + given
+        return kit.steps_at(self.sizes, optimizer_step, where)
+
+    def is_full(self, state: Fields) -> Tensor:
+        if self.calls_steps:
+            # Not `ends`: the compiler takes a Tensor for a function there.
+            micro_step, optimizer_step, _, weight, _, _, _ = state
+            held = weight if self.by_weight else micro_step
+            return held >= self.size(optimizer_step)
+        return kit.ends(state, self.steps, where)
+
+    def grad_norm(self) -> Tensor:
+        return self.storage.last_event.value()[GRAD_NORM]
+
+    def event(self, applied: Tensor, skipped: Tensor, overflow: Tensor, grad_norm: Tensor) -> Tensor:
+        return ops.stack([value.astype(self.float_dtype) for value in (applied, skipped, overflow, grad_norm)])
+
+    def write_event(self, event: Tensor) -> Tensor:
+        return ops.assign(self.storage.last_event, event)
+
+    def write_open(self, state: Fields, event: Tensor | None) -> bool:
+        """Assign what a micro-batch changes; without an `event` it changes neither that nor the overflow flag."""
+        ops.assign(self.storage.micro_step, state[MICRO_STEP].astype(ms.int32))
+        ops.assign(self.storage.weight, state[WEIGHT].astype(self.float_dtype))
+        if event is not None:
+            ops.assign(self.storage.overflow, state[OVERFLOW])
+            self.write_event(event)
+        return True
+
+    def write_empty(self, event: Tensor) -> bool:
+        """Assign what an empty window holds. The core's zeros would be operators."""
+        ops.assign(self.storage.micro_step, self.no_step)
+        ops.assign(self.storage.weight, self.zero)
+        ops.assign(self.storage.overflow, self.false)
+        self.write_event(event)
+        return True
+
+    def write_size(self, state: Fields) -> bool:
+        if self.varies:
+            ops.assign(self.storage.terms, self.other_codes + self.size_code * self.size(state[OPTIMIZER_STEP]).astype(ms.int32))
+        return True
+
+    def write_counters(self, state: Fields) -> bool:
+        ops.assign(self.storage.optimizer_step, state[OPTIMIZER_STEP].astype(ms.int32))
+        ops.assign(self.storage.skipped_windows, state[SKIPPED_WINDOWS].astype(ms.int32))
+        if self.scale_moves:
+            ops.assign(self.storage.loss_scale, state[LOSS_SCALE].astype(ms.float32))
+            ops.assign(self.storage.growth_tracker, state[GROWTH_TRACKER].astype(ms.int32))
+        return True
+
+    def ordered(self, gradients: Gradients | NamedGradients) -> Gradients:
+        """Return the gradients in the parameters' order; raises `GradientError` while compiling."""
+        specs = self.storage.specs
+        if isinstance(gradients, dict):
+            gradients = self.by_name(gradients)
+        gradients = tuple(gradients)
+        checks.check_compiled_structure(len(gradients), specs)
+        checked = checks.check_compiled_gradients(each(shape_of, gradients), each(dtype_of, gradients), specs)
+        return gradients if checked else ()  # MindSpore 2.7 warns of a check whose result is unused
+
+    def by_name(self, gradients: NamedGradients) -> Gradients:
+        ordered: Gradients = ()
+        for name in self.names_of(tuple(gradients.keys())):
+            ordered = (*ordered, gradients[name])
+        return ordered
+
+    def adds_certainly(self, weight: Weight) -> bool:
+        """True if the micro-batch is added whatever it holds, and its weight is a constant of the program."""
+        if weight is None:
+            checks.check_compiled_no_weight(self.options.reduction)
+        if self.options.on_overflow == "drop_micro_batch":
+            return False
+        if weight is None:
+            return True
+        if isinstance(weight, Tensor):
+            return False
+        checks.check_compiled_weight(weight)
+        certain: bool = is_certain(weight)
+        return certain
+
+    def amount(self, weight: Weight) -> Tensor | None:
+        """Return a weight as a scalar of the dtype of `State.weight`; None stays None."""
+        return None if weight is None else self.scalar(number_of(weight))
+
+    def loss_number(self, loss: Number) -> Tensor:
+        if isinstance(loss, Tensor):
+            checks.check_compiled_shape("loss", loss.shape)
+            return self.scalar(loss.reshape(()))
+        checks.check_compiled_loss(loss)
+        return self.scalar(loss)
+
+    def scalar(self, number: Number) -> Tensor:
+        if isinstance(number, Tensor):
+            return number.astype(self.float_dtype)
+        if self.float_dtype == ms.float64 and is_constant(number):
+            return float64_of(number)
+        return self.one * number
+
+    def add(self, gradients: Gradients, weight: Weight, loss: Loss) -> tuple[Fields, Tensor | None, Tensor | None]:
+        """Add one micro-batch of ordered gradients to the sums.
+
+        Returns the state after it; the event, if a gradient may be dropped; the value of `Knowledge.loss`, if its loss is passed. The
+        caller then asks `is_full` and `needs_first`, and calls `write_added` and `see_first`: the compiler drops an ``if`` on a flag that
+        comes out of a function that writes.
+        """
+        before, known, told = self.read(), self.storage.knowledge, None
+        if self.adds_certainly(weight):
+            amount = self.amount(weight)
+            if loss is not None:
+                told = known.compiled_certain(self.loss_number(loss), amount)
+            factor = None if weight is None or self.options.reduction != "mean" else amount
+            sums.compiled_add(self.storage.sums, gradients, factor, None)
+            return kit.accumulate(before, self.one if weight is None else amount, self.true, chosen), None, told
+        amount = self.one if weight is None else self.amount(weight)
+        factor = kit.contribution(amount, self.options)
+        finite = self.true
+        if self.options.on_overflow == "drop_micro_batch":
+            finite = sums.compiled_finite(self.storage.sums, gradients, factor) | (amount == 0)
+        state = kit.accumulate(before, amount, finite, where)
+        never, dropped = state[MICRO_STEP] < 0, (finite == False).astype(self.float_dtype)  # noqa: E712
+        event = self.event(never, never, dropped * (state[MICRO_STEP] + 1), self.grad_norm())
+        adds = kit.usable(before, amount, finite)
+        if loss is not None:
+            told = known.compiled_told(self.loss_number(loss), amount, adds)
+        sums.compiled_add(self.storage.sums, gradients, None if weight is None else factor, adds)
+        return state, event, told
+
+    def write_added(self, state: Fields, event: Tensor | None, told: Tensor | None, weight: Weight) -> bool:
+        if event is None:
+            # The same numbers as the state's. One operator each, where adding and assigning are two.
+            ops.assign_add(self.storage.micro_step, self.one_step)
+            ops.assign_add(self.storage.weight, self.one if weight is None else self.amount(weight))
+            if told is not None:
+                ops.assign_add(self.storage.knowledge.loss, told)
+            return self.write_size(state)
+        self.write_open(state, event)
+        if told is not None:
+            ops.assign(self.storage.knowledge.loss, told)
+        return self.write_size(state)
+
+    def needs_first(self, state: Fields) -> Tensor:
+        return self.storage.knowledge.compiled_needs_first(state) if self.measures_noise else self.true
+
+    def see_first(self, needed: Tensor) -> bool:
+        """Measure the sum for the noise scale if `needed`; a branch of its own."""
+        if needed:
+            self.storage.knowledge.compiled_see_first(self.packed(), self.storage.weight, self.storage.loss_scale)
+        return True
+
+    def close(self, update: Update, untold: bool, divided: bool = False) -> bool:
+        """End the window: make the `update` with its gradients, or not at all.
+
+        `untold`: some micro-batch did not tell its loss. `divided`: the denominator was noted.
+        """
+        if self.workers is not None:
+            self.workers.compiled_join()
+        return self.close_joined(update, untold, divided)
+
+    def close_joined(self, update: Update, untold: bool, divided: bool = False) -> bool:
+        self.note_decision(divided)
+        self.apply(update)
+        return self.finish(untold, divided)
+
+    def ending(self, state: Fields, divided: bool) -> Fields:
+        """Return the state by which the window is divided, with `options_of`."""
+        if divided:
+            state, _ = kit.with_denominator(state, self.notes.denominator.value(), self.dividing, where)
+        return state
+
+    def options_of(self, divided: bool) -> Options:
+        return self.dividing if divided else self.options
+
+    def note_decision(self, divided: bool) -> bool:
+        notes, options = self.notes, self.options_of(divided)
+        notes.write_state(self.storage.weight, self.storage.overflow, self.storage.loss_scale)
+        if self.calls_steps and self.workers is None:
+            notes.write_terms(self.storage.terms)
+        if not self.measures:
+            state, sound = self.sized(notes.state())
+            return notes.write_decision(*kit.decide(self.ending(state, divided), self.nan, sound, options, where, self.storage.largest))
+        norm, right = sums.compiled_measure(self.packed(), self.float_dtype)
+        notes.write_measure(norm, right)
+        self.measure_again()
+        state, sound = self.sized(notes.state())
+        norm, state = notes.norm.value(), self.ending(state, divided)
+        finite = self.fits(state, ops.isfinite(norm), options)
+        if self.sharded and self.workers is not None:
+            own, sound = sums.robust_measure(self.packed_shards(), self.float_dtype)
+            norm = self.workers.compiled_norm_of_all(norm, where(finite & sound, own, self.infinity))
+            finite = ops.isfinite(norm)
+        if self.calls_steps:
+            finite = finite & sound
+        apply, overflow, divides, grad_norm = kit.decide(state, norm, finite, options, where, self.storage.largest)
+        return notes.write_decision(apply, overflow, divides, grad_norm)
+
+    def measure_again(self) -> bool:
+        """Note the norm in the robust way if the squares overflow or vanish: inf if it is not finite."""
+        # A condition is a Parameter as it is: `not` would be an operator more in each window.
+        if self.notes.measured:
+            pass
+        else:
+            norm, finite = sums.robust_measure(self.packed(), self.float_dtype)
+            ops.assign(self.notes.norm, where(finite, norm, self.infinity))
+        return True
+
+    def sized(self, state: Fields) -> tuple[Fields, Tensor]:
+        """Return `state`, and whether the user's function gave a size >= 1; otherwise the state has no weight and an overflow."""
+        if self.calls_steps and self.workers is None:
+            micro_step, optimizer_step, skipped, weight, overflow, loss_scale, tracker = state
+            sound = self.size_code[STEPS] * self.notes.terms.value()[STEPS] >= 1
+            weight = where(sound, weight, ops.zeros_like(weight))
+            overflow = overflow | (sound == False)  # noqa: E712
+            return (micro_step, optimizer_step, skipped, weight, overflow, loss_scale, tracker), sound
+        return state, self.true
+
+    def fits(self, state: Fields, finite: Tensor, options: Options) -> Tensor:
+        if self.storage.narrowed:
+            divides = kit.divisor(state, options, where)
+            finite = finite & sums.compiled_fits(self.storage.sums, self.handed_over(divides), self.storage.handed)
+        return finite
+
+    def apply(self, update: Update) -> bool:
+        if self.notes.apply:
+            update(self.gradients(self.notes.divisor.value()))
+        return True
+
+    def finish(self, untold: bool, divided: bool = False) -> bool:
+        """Clear the sums, assign the state after the window and its last event; `untold` as for `close`."""
+        notes = self.notes
+        apply, overflow = notes.applied & self.true, notes.overflow & self.true
+        before, grad_norm = self.read(), notes.grad_norm.value()
+        loss, noise = self.storage.knowledge.compiled_after(before, grad_norm, self.ending(before, divided), self.options_of(divided))
+        if untold and self.workers is None:
+            loss = self.unknown
+        after = kit.close(before, apply, overflow, self.options, where)
+        sums.compiled_clear(self.storage.sums, after[WEIGHT])
+        if self.workers is not None:
+            self.workers.window_ended()
+        self.storage.knowledge.compiled_write(loss, noise)
+        self.write_empty(self.event(apply, apply == False, overflow, grad_norm))  # noqa: E712
+        return self.write_counters(after)
+
+    def flush(self, update: Update, denominator: Weight = None) -> Tensor:
+        """Close the open window; returns whether there was one, a bool Tensor of shape ()."""
+        divided = denominator is not None
+        if divided:
+            checks.check_compiled_denominator(None if isinstance(denominator, Tensor) else denominator, *self.closing)
+            self.notes.write_denominator(self.amount(denominator))
+        is_open = self.storage.micro_step.value() > 0
+        if is_open:
+            self.close(update, False, divided)
+        return is_open
+
+    def discard(self) -> bool:
+        state = kit.discard(self.read())
+        never = state[MICRO_STEP] < 0
+        event = self.event(never, never, never, self.grad_norm())
+        loss, noise = self.storage.knowledge.compiled_forgotten()
+        self.storage.knowledge.compiled_write(loss, noise)
+        sums.compiled_clear(self.storage.sums, state[WEIGHT])
+        if self.workers is not None:
+            self.workers.window_ended()
+        return self.write_open(state, event)
+
+    def gradients(self, divides: Tensor) -> tuple[Tensor, ...]:
+        return sums.divide(self.storage.sums, self.handed_over(divides), self.storage.handed)
+
+    def handed_over(self, divides: Tensor) -> Tensor:
+        """Return `divides` without the scale that the inner optimizer divides by itself."""
+        if self.storage.inner_scale == 1:
+            return divides
+        return divides / self.inner_scale

@@ -10,7 +10,7 @@ from mindspore.experimental import optim  # noqa: E402
 
 import gradaccum  # noqa: E402
 from conformance_tests.framework_tests.mindspore_common import two_parameters, values  # noqa: E402
-from gradaccum_mindspore import load_checkpoint_into, sums, window  # noqa: E402
+from gradaccum_mindspore import load_checkpoint_into, sums  # noqa: E402
 
 
 class Stop(BaseException):
@@ -87,7 +87,7 @@ def test_interrupted_discard_is_finished(monkeypatch):
 def test_first_micro_batch_can_be_retried(monkeypatch):
     """An empty window's sums are cleared again after the failure."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2)
-    monkeypatch.setattr(window, "add_into", StopsAt(window.add_into, 2))
+    monkeypatch.setattr(sums, "add_into", StopsAt(sums.add_into, 2))
     raises(lambda: optimizer(gradients(2.0)))
     assert counted(optimizer) == (0, 0)
     optimizer(gradients(2.0))
@@ -100,7 +100,7 @@ def test_half_added_micro_batch_skips_the_window(policy, monkeypatch, tmp_path):
     """The sums can be neither used nor restored, so the window counts as an overflow, also after a resume."""
     optimizer = gradaccum.wrap(nn.SGD(two_parameters(), 1.0), steps=2, on_overflow=policy)
     optimizer(gradients(2.0))
-    monkeypatch.setattr(window, "add_into", StopsAt(window.add_into, 2))
+    monkeypatch.setattr(sums, "add_into", StopsAt(sums.add_into, 2))
     raises(lambda: optimizer(gradients(4.0)))
     assert counted(optimizer) == (1, 0)
     ms.save_checkpoint(optimizer, str(tmp_path / "interrupted.ckpt"))

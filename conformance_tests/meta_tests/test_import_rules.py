@@ -83,7 +83,7 @@ WINDOW = {
     "gradaccum_torch": ("checks", "parameters", "saving", "statistics", "sums", "strategy", "buffers", "update", "watch", "window"),
     "gradaccum_jax": ("checks", "parameters", "saving", "state", "statistics", "sums", "update", "window"),
     "gradaccum_mindspore": (
-        *("checks", "compiled_window", "grad_scaler", "parameters", "private", "saving", "state", "statistics", "sums", "update", "window"),
+        *("checks", "grad_scaler", "parameters", "private", "saving", "state", "statistics", "sums", "update", "window"),
     ),
 }
 

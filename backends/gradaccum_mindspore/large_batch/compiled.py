@@ -19,11 +19,11 @@ from mindspore.ops import constexpr
 
 from gradaccum import UsageError
 from gradaccum.kit import aux_shape_error, contribution, divided, divisor, explain, require_one_size
-from gradaccum_mindspore.compiled_window import number_of
 from gradaccum_mindspore.large_batch.batch import SplitOptions, as_array, moving, sizes_of, slices_of
 from gradaccum_mindspore.large_batch.gradients import require_scalar
 from gradaccum_mindspore.large_batch.replay import require_one_program
 from gradaccum_mindspore.sums import DType, hidden_parameter, sum_dtype, where, working_dtype
+from gradaccum_mindspore.window import number_of
 
 
 class CompiledLoop(nn.Cell):  # type: ignore[misc]
