@@ -139,7 +139,7 @@ class Statistics:
     @property
     def unread(self) -> list[Tensor]:
         """The losses that are on their device."""
-        return [loss for loss, _ in self._open.unread]
+        return [loss for loss, _ in self._open.unread] if self._open.unread else []
 
     def read(self, values: Sequence[float]) -> None:
         self._open = self._open.read(values, self._options)

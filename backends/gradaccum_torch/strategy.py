@@ -1,25 +1,44 @@
-"""The place of a window's sum: the interface that `Window` and `Update` use, and the sum in ``.grad``.
+"""The place of a window's sum: the interface that `Window` and `Update` use, and its four kinds.
 
-`GradStrategy` keeps the sum in ``.grad``, `MovingStrategy` moves it into buffers of another dtype, `BufferStrategy` checks a micro-batch
-before it is added, and `SeparateStrategy` leaves ``.grad`` to the user. `Plan` chooses.
+`GradStrategy` keeps the sum in ``.grad``, `BufferStrategy` checks a micro-batch before it is added, `MovingStrategy` moves each gradient
+into a buffer of another dtype once autograd has filled it, and `SeparateStrategy` leaves ``.grad`` to the user. `Plan` chooses.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from gradaccum import UsageError
+from gradaccum.kit import explain
 from gradaccum_torch.checks import Change, Size, changed_gradients_error, interrupted_error, unfinished_error
 from gradaccum_torch.parameters import Parameters
-from gradaccum_torch.private import is_sharded, module_averaging, version
-from gradaccum_torch.sums import GRAD, IS_SPARSE, REQUIRES_GRAD, Measured, coalesced, divide, measure, multiply, narrowed
-from gradaccum_torch.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, can_be_hooked, seen
+from gradaccum_torch.private import is_sharded, keep_own, module_averaging, untraced, version
+from gradaccum_torch.sums import (
+    GRAD,
+    IS_SPARSE,
+    REQUIRES_GRAD,
+    add,
+    add_together,
+    coalesced,
+    divide,
+    fits,
+    gradient_dtype,
+    is_finite,
+    measure,
+    multiply,
+    narrowed,
+    sum_dtype,
+)
+from gradaccum_torch.watch import NOTHING_SEEN, OWN_PASSES, Allowed, Event, GradWatch, Hook, Hooks, Watched, can_be_hooked, seen
 
 
 class Undivided(NamedTuple):
@@ -152,10 +171,6 @@ class Strategy(ABC):
         """Return the global 2-norm of the open window's sum, inf if it is not finite; change nothing."""
         sums = {id(total): coalesced(total) for total in self.sums() if total is not None}
         return measure(list(sums.values())).norm
-
-    def measure(self, notes: Sequence[Tensor] = ()) -> Measured:
-        """Return the sum's global 2-norm and whether all is finite; `notes` are scalars read in the same transfer."""
-        return measure(self.settle(), notes)
 
     def fits(self, norm: float, divisor: float) -> bool:
         """True if the sum, of that norm, divided by `divisor` is finite in the inner optimizer's dtype."""
@@ -314,3 +329,344 @@ class GradStrategy(Strategy):
         """True if the inner optimizer has a master of another dtype than the sum's in its place."""
         master = self._parameters.worked_on(parameter)
         return master is not parameter and parameter.grad is not None and parameter.grad.dtype != master.dtype
+
+
+# Sums in buffers, for sums of another dtype than the gradient and micro-batches that must first prove finite.
+
+
+_MOVERS: WeakValueDictionary[int, MovingStrategy] = WeakValueDictionary()
+"""The strategy that moves a parameter's gradients, by the parameter's id. The strategy holds the parameter, so no other gets that id."""
+
+
+class BufferStrategy(Strategy):
+    """The sum is in buffers; ``.grad`` holds at most the micro-batch under way, which is dropped if asked for and not finite."""
+
+    keeps_micro_batch_apart = True
+
+    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
+        self._held: dict[Tensor, Tensor] = {}
+        super().__init__(parameters, accumulate_dtype, drops)
+
+    def take(self, size: Size) -> bool:
+        filled = self._filled()
+        self._require_takeable(filled, size)
+        finite = not self._drops or is_finite([coalesced(parameter.grad) for parameter in filled if parameter.grad is not None])
+        if finite:
+            self._add(filled)
+        for parameter in filled:
+            parameter.grad = None
+        self._took(filled)
+        return finite
+
+    def _filled(self) -> list[Tensor]:
+        return [parameter for parameter in self._parameters.unique() if parameter.grad is not None]
+
+    def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
+        """Raise unless the gradients of `filled` are a micro-batch of a window of this `size`."""
+
+    def _add(self, filled: Sequence[Tensor]) -> None:
+        """Add the gradients of `filled` to the sums: in one call, if each has a sum already and all are of one kind."""
+        aligned = list(map(id, filled)) == list(map(id, self._held))
+        if not aligned or not add_together(list(self._held.values()), list(map(GRAD, filled))):
+            self._add_one_by_one(filled)
+
+    def _add_one_by_one(self, filled: Sequence[Tensor]) -> None:
+        for parameter in filled:
+            self._absorb(parameter)
+
+    def _took(self, filled: Sequence[Tensor]) -> None:
+        """Forget the micro-batch, which was moved out of ``.grad`` of these parameters."""
+        self.watch.reset()
+
+    def settle(self) -> list[Tensor]:
+        # In the order of the parameters, not of arrival: a resumed window must have the same norm to the last bit.
+        self._held = {parameter: coalesced(self._held[parameter]) for parameter in self._parameters.unique() if parameter in self._held}
+        self._parameters.note_gradients(self._held)
+        return list(self._held.values())
+
+    def fits(self, norm: float, divisor: float) -> bool:
+        # No element exceeds the norm. So this seldom needs the largest element.
+        return all(
+            norm / divisor <= torch.finfo(gradient_dtype(parameter)).max or fits(held, divisor, gradient_dtype(parameter))
+            for parameter, held in self._held.items()
+            if self._is_narrowed(parameter)
+        )
+
+    def hands_over_whole(self) -> bool:
+        return not any(map(self._is_narrowed, self._held))
+
+    def undivided(self) -> Undivided:
+        return Undivided(list(self._held), list(map(version, self._held.values())), [], [])
+
+    def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
+        whole = [held for parameter, held in self._held.items() if not self._is_narrowed(parameter)]
+        divide(whole, divisor)
+        undivided.divided.extend(whole)
+        for parameter, held in self._held.items():
+            own = self._parameters.worked_on(parameter)
+            if self._is_narrowed(parameter):
+                # One by one, each frees the sum it came from: the gradients and the sums never live in full at once.
+                held = self._held[parameter] = narrowed(held, divisor, gradient_dtype(own))
+            own.grad = held
+
+    def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
+        for parameter, noted in zip(undivided.parameters, undivided.versions, strict=True):
+            held, dtype = self._held[parameter], sum_dtype(parameter, self._accumulate_dtype)
+            divided = held.dtype != dtype or undivided.is_divided(held, noted)
+            self._parameters.worked_on(parameter).grad = None
+            self._held[parameter] = held = held.to(dtype)
+            if divided:
+                multiply([held], divisor)
+        self.watch.reset(seen(NOTHING_SEEN, Event.CHANGED) if spoiled else NOTHING_SEEN)
+
+    def sums(self) -> list[Tensor | None]:
+        return [self._held.get(parameter) for parameter in self._parameters.positions()]
+
+    def load(self, sums: Sequence[Tensor | None]) -> None:
+        pairs = zip(self._parameters.positions(), sums, strict=True)
+        self._held = {parameter: held for parameter, held in pairs if held is not None}
+
+    def release(self) -> list[Tensor | None]:
+        self.take(None)
+        return super().release()
+
+    def pickled(self) -> dict[str, Any]:
+        return {**super().pickled(), "sums": self.sums()}
+
+    def unpickle(self, pickled: Mapping[str, Any]) -> None:
+        self.load(pickled["sums"])
+        super().unpickle(pickled)
+
+    def clear(self) -> None:
+        self._held.clear()
+        super().clear()
+
+    def _is_all_in_grad(self, first: bool, flushing: bool) -> bool:
+        return first and self.keeps_micro_batch_apart and not flushing
+
+    def _absorb(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        held = self._held.get(parameter)
+        if held is None:
+            self._held[parameter] = gradient.detach().to(sum_dtype(parameter, self._accumulate_dtype))
+        elif (total := add(held, gradient)) is not held:
+            self._held[parameter] = total
+        parameter.grad = None
+
+    def _is_narrowed(self, parameter: Tensor) -> bool:
+        return gradient_dtype(self._parameters.worked_on(parameter)) != sum_dtype(parameter, self._accumulate_dtype)
+
+
+class MovingStrategy(BufferStrategy):
+    """The strategy that moves gradients out of ``.grad`` as autograd produces them.
+
+    The small gradients, or the last one to arrive, stay in ``.grad`` until `take`, so that a clip or an all-reduce finds something to write
+    into and is noticed. In a window of one micro-batch all stay, as in the bare loop.
+    """
+
+    keeps_micro_batch_apart = False
+    expects = True
+
+    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
+        self._staying: set[int] = set()
+        self._stays: Watched | Literal["small ones"] | None = None
+        """The parameter whose gradient stays until a small one arrives in this micro-batch, and then the small ones."""
+        super().__init__(parameters, accumulate_dtype)
+        self.watch.allowed = Allowed.NONE
+
+    def expect(self, size: Size) -> None:
+        self.keeps_micro_batch_apart = size == 1
+        self.watch.allowed = Allowed.SAME_VALUES if size == 1 else Allowed.NONE
+
+    def groups_changed(self) -> None:
+        super().groups_changed()
+        self._staying = {id(parameter) for group in self._parameters.groups() for parameter in _small(group["params"])}
+
+    def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
+        if self._staying and not self._hooks:
+            raise _replaced_error()
+        self._stays = None
+
+    def forget_micro_batch(self) -> None:
+        self._held.clear()
+        self._stays = None
+        super().forget_micro_batch()
+
+    def _hook_for(self, parameter: Tensor) -> Hook:
+        self._replace_other(parameter)
+        _MOVERS[id(parameter)] = self
+        watched, alive = self.watch.of(parameter), weakref.ref(self)
+
+        def hook(parameter: Tensor) -> None:
+            watched.arrive(parameter)
+            living = alive()
+            if living is not None and not living.keeps_micro_batch_apart:
+                living._move(watched)
+
+        untraced(hook)
+        return hook
+
+    def _move(self, arrived: Watched) -> None:
+        """Add the arrived gradient to the sum, or let it stay and add the gradient that stayed before."""
+        stayed = moving = self._stays
+        if id(arrived.parameter) in self._staying:
+            self._stays = "small ones"
+        elif stayed == "small ones":
+            moving = arrived
+        else:
+            self._stays = arrived
+        if isinstance(moving, Watched) and moving is not self._stays:
+            self._absorb(moving.parameter)
+            moving.note()
+
+    def _replace_other(self, parameter: Tensor) -> None:
+        """Take the gradients over from an older wrapper, which raises at its next step."""
+        other = _MOVERS.get(id(parameter))
+        if other is not None and other is not self and parameter in other._hooks:
+            other._hooks.keep({})
+
+
+def _small(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameters whose gradients may stay in ``.grad``: the smallest, up to a 256th of the memory."""
+    trainable = sorted(filter(can_be_hooked, parameters), key=Tensor.numel)
+    budget = sum(map(Tensor.numel, trainable)) // 256
+    ends = itertools.accumulate(map(Tensor.numel, trainable))
+    fitting = [each for each, end in zip(trainable, ends, strict=True) if end <= budget]
+    return fitting or trainable[:1]
+
+
+def _replaced_error() -> UsageError:
+    expected = "one wrapped optimizer per parameter where the sum has another dtype than the gradient"
+    found, fix = "parameters that were wrapped again", "Use the optimizer that gradaccum.wrap returned last, and drop this one."
+    return explain(UsageError, "optimizer", expected=expected, found=found, fix=fix)
+
+
+# Sums apart from ``.grad``, which stays the user's between two steps: to clear, assign, reduce or clip, as beside a bare optimizer.
+#
+# ``step`` copies the micro-batch out of ``.grad``, since somebody else may hold that tensor (the bucket of a reducer, a loop that assigned
+# it), and empties ``.grad``. Nothing is watched: every change is the user's to make. A flushed window leaves ``.grad`` as the user has it.
+
+
+class SeparateStrategy(BufferStrategy):
+    """The sum is in buffers, and ``.grad`` holds the micro-batch when ``step`` is called."""
+
+    def __init__(self, parameters: Parameters, accumulate_dtype: torch.dtype | None, drops: bool = False) -> None:
+        self._users: list[tuple[Tensor, Tensor]] | None = None
+        """What is in ``.grad`` beside the window, while the inner optimizer has the window's gradient there."""
+        self._rivals: list[weakref.ref[SeparateStrategy]] = []
+        """Those that share one of these parameters. Taking turns does no harm; after one backward pass the second finds nothing."""
+        self._lost: list[Tensor] = []
+        """The parameters whose gradients another one took last."""
+        super().__init__(parameters, accumulate_dtype, drops)
+        self.watch.allowed = Allowed.ALL
+
+    def groups_changed(self) -> None:
+        super().groups_changed()
+        for other in _ALIVE:
+            if other is not self and other._shared(self._parameters.unique()):
+                self._rivals.append(weakref.ref(other))
+                other._rivals.append(weakref.ref(self))
+        _ALIVE.add(self)
+
+    @property
+    def begun(self) -> bool:
+        """False: autograd may deliver for somebody else until ``step`` takes the gradients."""
+        return False
+
+    def _hook_for(self, parameter: Tensor) -> Hook:
+        watch = self.watch
+
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is not None and parameter.grad._version == 0:
+                keep_own(parameter)  # Another backward pass of this micro-batch may come.
+            if not watch.known.under_way:
+                watch.begin()
+
+        untraced(hook)
+        return hook
+
+    def _require_takeable(self, filled: Sequence[Tensor], size: Size) -> None:
+        if self._lost and not self.watch.known.arrived and any(parameter.grad is None for parameter in self._lost):
+            raise _taken_error()
+        if any(map(REQUIRES_GRAD, map(GRAD, filled))):
+            raise _graph_error()
+        if size != 1 and filled and hasattr(filled[0], "summed_grad"):
+            raise _noise_error()
+
+    def _add_one_by_one(self, filled: Sequence[Tensor]) -> None:
+        # A gradient without a sum is copied, since somebody else may hold it. Memory may run out here, before anything was added.
+        new = {
+            parameter: parameter.grad.detach().to(sum_dtype(parameter, self._accumulate_dtype), copy=True)
+            for parameter in filled
+            if parameter not in self._held and parameter.grad is not None
+        }
+        for parameter in filled:
+            if parameter in new:
+                self._held[parameter] = new[parameter]
+                parameter.grad = None
+            else:
+                self._absorb(parameter)
+
+    def _took(self, filled: Sequence[Tensor]) -> None:
+        self.watch.known = NOTHING_SEEN
+        if self._rivals:
+            self._lost = []
+        for reference in self._rivals:  # They find nothing in ``.grad`` of these parameters.
+            if (other := reference()) is not None and (lost := other._shared(filled)):
+                other._lost, other.watch.known = lost, NOTHING_SEEN
+
+    def hand_over(self, undivided: Undivided, divisor: float, unclipped: float) -> None:
+        if self._users is None:
+            pairs = [(parameter, parameter.grad) for parameter in self._parameters.unique()]
+            self._users = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+            self._parameters.free_gradients()
+        super().hand_over(undivided, divisor, unclipped)
+
+    def take_back(self, undivided: Undivided, divisor: float, spoiled: bool) -> None:
+        super().take_back(undivided, divisor, spoiled)
+        self._give_users_back()
+
+    def window_ended(self) -> None:
+        self._held.clear()
+        if self._users is not None:
+            self._parameters.free_gradients()
+            self._give_users_back()
+
+    def clear(self) -> None:
+        self._users, self._lost = None, []
+        super().clear()
+
+    def _shared(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of `parameters` that are this one's too."""
+        own = set(map(id, self._parameters.unique()))
+        return [parameter for parameter in parameters if id(parameter) in own]
+
+    def _give_users_back(self) -> None:
+        for parameter, gradient in self._users or ():
+            parameter.grad = gradient
+        self._users = None
+
+
+_ALIVE: WeakSet[SeparateStrategy] = WeakSet()
+
+
+def _graph_error() -> UsageError:
+    expected, found = "gradients without a graph", "a .grad that can be differentiated again, after backward(create_graph=True)"
+    fix = "Leave create_graph=True out; for an optimizer that needs it, such as AdaHessian, leave separate_sums=True out."
+    return explain(UsageError, "separate_sums", expected=expected, found=found, fix=fix)
+
+
+def _noise_error() -> UsageError:
+    """Return the error for parameters with a ``summed_grad``: Opacus' optimizer adds noise before it calls ``step``."""
+    found = "a longer window of micro-batches, to each of which Opacus has added the noise of a whole batch"
+    fix = "Take opacus.utils.batch_memory_manager.BatchMemoryManager in place of gradaccum.wrap: it adds noise once per batch."
+    return explain(UsageError, "make_private", expected="an optimizer that is not wrapped, or with steps=1", found=found, fix=fix)
+
+
+def _taken_error() -> UsageError:
+    """Return the error for gradients that the ``step`` of another wrapped optimizer took."""
+    expected = "a backward pass since the step() of another wrapped optimizer of these parameters, which took their gradients"
+    found, fix = "two calls of step() after one", "Give each optimizer parameters of its own, or call backward() before each step()."
+    return explain(UsageError, "separate_sums", expected=expected, found=found, fix=fix)

@@ -148,18 +148,13 @@ def measure(gradients: Sequence[Tensor], notes: Sequence[Tensor] = ()) -> Measur
     taken of the elements scaled by the largest.
     """
     with without_graph(gradients):
-        return _measured(dense_parts(gradients), notes)
-
-
-def _measured(tensors: list[Tensor], notes: Sequence[Tensor]) -> Measured:
-    norms = norms_in_few_calls(tensors)
-    norm, *read = _fetch(norms, notes)
-    if FAINT_HALF <= norm < math.inf or (FAINT <= norm < math.inf and not _are_narrow(norms)):
-        return Measured(norm, True, read)
-    peak = largest(tensors)
-    if not math.isfinite(peak):
-        return Measured(math.inf, False, read)
-    return Measured(_scaled_norm(tensors, peak), True, read)
+        tensors = dense_parts(gradients)
+        norms = norms_in_few_calls(tensors)
+        norm, *read = _fetch(norms, notes)
+        if FAINT_HALF <= norm < math.inf or (FAINT <= norm < math.inf and torch.float16 not in map(DTYPE, norms)):
+            return Measured(norm, True, read)
+        peak = largest(tensors)
+        return Measured(_scaled_norm(tensors, peak), True, read) if math.isfinite(peak) else Measured(math.inf, False, read)
 
 
 @torch.no_grad()
@@ -180,7 +175,7 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """Return norms of shape ``()`` whose norm is that of all `tensors`: one per tensor, or one for all that are split the same way."""
     norms: list[Tensor] = []
     for group in together(tensors):
-        if not is_sharded(group[0]):
+        if type(group[0]) is Tensor or not is_sharded(group[0]):
             norms += foreach_norm(group, order)
         else:
             norms.append(_whole_peak(group) if order == math.inf else _whole(list(foreach_norm(group, order)), order))
@@ -193,10 +188,6 @@ def norms_in_few_calls(tensors: list[Tensor]) -> list[Tensor]:
         return norms_of(tensors)
     large = [tensor for tensor in tensors if tensor.numel() > SMALL]
     return [*norms_of(large), torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in small]))]
-
-
-def _are_narrow(norms: Sequence[Tensor]) -> bool:
-    return torch.float16 in map(DTYPE, norms)
 
 
 def _scaled_norm(tensors: Sequence[Tensor], peak: float) -> float:

@@ -39,7 +39,6 @@ from gradaccum.kit import (
     terms_of,
     with_denominator,
 )
-from gradaccum_torch.buffers import BufferStrategy, MovingStrategy, SeparateStrategy
 from gradaccum_torch.checks import (
     Size,
     cast_in_window_error,
@@ -52,11 +51,11 @@ from gradaccum_torch.grad_scaler import Ended, ScalerLink
 from gradaccum_torch.parameters import Parameters
 from gradaccum_torch.saving import Saved, own_copy
 from gradaccum_torch.statistics import Known, Statistics, Told, as_told
-from gradaccum_torch.strategy import GradStrategy, Strategy
-from gradaccum_torch.sums import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, sum_dtype
+from gradaccum_torch.strategy import BufferStrategy, GradStrategy, MovingStrategy, SeparateStrategy, Strategy
+from gradaccum_torch.sums import DTYPE, REQUIRES_GRAD, UNMEASURED, Measured, measure, sum_dtype
 from gradaccum_torch.update import Loss, Progress, Rates, Update, through
 from gradaccum_torch.watch import PASSES, Allowed, Event, Given, MicroBatch, Place, place_of, share_loop
-from gradaccum_torch.workers.interface import Workers
+from gradaccum_torch.workers.interface import Stages, Workers
 
 _LEFTOVERS = (
     "gradaccum: each step() came after {passes} backward passes of its loop, which count as one micro-batch. Most likely two lines of the "
@@ -274,7 +273,8 @@ class Window:
                 return
         else:
             self._workers.require_one_weight(self._fields)
-        self._add_tied()
+        if self._workers.stages is not None:
+            self._add_tied(self._workers.stages)
         self._fields, decision, *_ = verdict = self._verdict(self._fields, denominator)
         try:
             if decision.apply:
@@ -403,13 +403,12 @@ class Window:
             self.strategy.load(joined.sums)
         self._fields = self._at_rest(joined.fields)
 
-    def _add_tied(self) -> None:
-        if (stages := self._workers.stages) is not None:
-            own = self.strategy.sums()
-            added = stages.add_tied(self._fields, own, self._plan.zeros)
-            if added is not own:
-                self.strategy.load(added)
-                self._workers.not_own = True
+    def _add_tied(self, stages: Stages) -> None:
+        own = self.strategy.sums()
+        added = stages.add_tied(self._fields, own, self._plan.zeros)
+        if added is not own:
+            self.strategy.load(added)
+            self._workers.not_own = True
 
     def _workers_ended(self) -> None:
         self._workers.window_ended()
@@ -437,15 +436,17 @@ class Window:
 
     def _measured(self, fields: State) -> tuple[State, Measured, bool]:
         """Return the state with the loss scale in use, the norm, and whether the model may differ from the masters: one wait, or none."""
+        sums = self.strategy.settle()
         if not self._measures:
-            self.strategy.settle()
             return fields, UNMEASURED, self._parameters.may_have_strayed()
-        strayed, scale = self._parameters.strayed(), () if self._scaler is None else self._scaler.notes()
+        strayed = self._parameters.strayed() if self._parameters.masters else ()
+        scale = () if self._scaler is None else self._scaler.notes()
         losses, of_scale = self._statistics.unread, len(scale)
-        measured = self.strategy.measure((*scale, *losses, *strayed))
+        measured = measure(sums, (*scale, *losses, *strayed))
         if self._scaler is not None:
             fields = self._scaler.used(fields, measured.notes[:of_scale])
-        self._statistics.read(measured.notes[of_scale : of_scale + len(losses)])
+        if losses:
+            self._statistics.read(measured.notes[of_scale : of_scale + len(losses)])
         return fields, measured, any(measured.notes[of_scale + len(losses) :])
 
     def _require_true_gradient(self, after: State, flushing: bool = False) -> None:
@@ -459,7 +460,8 @@ class Window:
         # A `torch.amp.GradScaler` moves the loss scale by its own rule.
         options = self._options if self._scaler is None else self._options._replace(scale_rule=self._scaler.rule)
         after = close(ended, decision.apply, decision.overflow, options, select)
-        self._fields, self._last = self._at_rest(after), Last(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
+        self._fields = at_rest(after, float64_weight=self._plan.float64_weight)
+        self._last = Last(decision.apply, not decision.apply, decision.overflow, decision.grad_norm)
         through(self.strategy.window_ended)
         self._workers_ended()
         if self.strategy.expects:

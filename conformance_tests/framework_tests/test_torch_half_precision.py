@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gradaccum
 from conformance_tests.framework_tests.torch_operations import Operations
-from gradaccum_torch import buffers, window
+from gradaccum_torch import strategy, window
 
 LAYERS, SIZE = 6, 32
 
@@ -62,8 +62,8 @@ def test_peak_is_sum_and_one_gradient(dtype: torch.dtype, master_weights: bool, 
         peaks.append(live_bytes([*opt._window.strategy.sums(), *(p.grad for p in model.parameters()), result]))
         return result
 
-    narrowed = buffers.narrowed
-    monkeypatch.setattr(buffers, "narrowed", noting)
+    narrowed = strategy.narrowed
+    monkeypatch.setattr(strategy, "narrowed", noting)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(note)
     opt.register_step_pre_hook(note)
@@ -82,7 +82,7 @@ def test_other_dtypes_skip_the_range_check(options: dict, monkeypatch: pytest.Mo
     def never(*_: object) -> bool:
         raise AssertionError("the elements were looked at")
 
-    monkeypatch.setattr(buffers, "fits", never)
+    monkeypatch.setattr(strategy, "fits", never)
     for dtype in (torch.float32, torch.bfloat16):
         model, opt = make(dtype, **options)
         for _ in range(2):

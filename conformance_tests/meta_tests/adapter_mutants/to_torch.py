@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         "keep_the_sum_of_all_workers",
-        "        through(self.strategy.window_ended)\n        self._workers.window_ended()\n",
+        "        through(self.strategy.window_ended)\n        self._workers_ended()\n",
         "        through(self.strategy.window_ended)\n",
         SUITE + "test_workers_windows.py::test_full_windows_need_no_flush",
     ),
@@ -193,14 +193,14 @@ MUTANTS = (
     ),
     Mutant(
         "divide_a_short_window_by_steps",
-        "Decision(*decide(divided, measured.norm,",
-        "Decision(*decide(divided._replace(weight=float(self._options.steps or fields.weight)), measured.norm,",
+        "Decision(*decide(divided, norm,",
+        "Decision(*decide(divided._replace(weight=float(self._options.steps or fields.weight)), norm,",
         SUITE + "test_windows.py::test_flush_in_every_mode",
     ),
     Mutant(
         "clip_the_scaled_norm",
-        "Decision(*decide(divided, measured.norm,",
-        "Decision(*decide(divided._replace(loss_scale=1.0), measured.norm,",
+        "Decision(*decide(divided, norm,",
+        "Decision(*decide(divided._replace(loss_scale=1.0), norm,",
         SUITE + "test_loss_scale.py::test_scale_leaves_no_trace",
     ),
     Mutant(
