@@ -8,6 +8,7 @@ made the updates before, whole, and says so, or makes one more.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -19,21 +20,36 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import gradaccum  # noqa: E402
-from conformance_tests.framework_tests.torch_turns import Lost, run  # noqa: E402
+from conformance_tests.framework_tests.torch_turns import Group, Lost, run  # noqa: E402
 
 FEW, MANY = 40, 2000
+
+
+class MicroBatch(NamedTuple):
+    """Some items, and what else happens."""
+
+    x: Tensor
+    second: bool
+    """The model takes its second branch."""
+    counts: bool
+    """It has a weight; False: weight 0, and a loss that is NaN."""
+    resumes: bool
+    """The optimizer is saved and loaded before it."""
 
 
 class Job(NamedTuple):
     """A training run of several workers."""
 
     steps: int
+    engine: str
+    """Who tells the optimizer which workers share the window."""
     reduction: str
     clip_norm: float | None
-    shares: list[list[tuple[Tensor, bool]]]
-    """By worker: its micro-batches, and whether each takes the second branch."""
+    shares: list[list[MicroBatch]]
+    """By worker."""
 
 
 class Report(NamedTuple):
@@ -65,25 +81,36 @@ def job_of(seed: int) -> Job:
     shares = []
     for _ in range(chosen.choice((2, 2, 3, 4))):
         sizes = [chosen.randint(1, 4) for _ in range(chosen.randint(0, 6))]
-        micro_batches = [(torch.randn(size, 3, dtype=torch.float64, generator=items), chosen.random() < 0.3) for size in sizes]
+        micro_batches = [
+            MicroBatch(torch.randn(size, 3, dtype=torch.float64, generator=items), *(chosen.random() < often for often in (0.3, 0.9, 0.2)))
+            for size in sizes
+        ]
         if micro_batches and chosen.random() < 0.15:
-            chosen.choice(micro_batches)[0][0, 0] = math.inf
+            chosen.choice(micro_batches).x[0, 0] = math.inf
         shares.append(micro_batches)
-    return Job(chosen.randint(1, 3), chosen.choice(("mean", "item_mean")), chosen.choice((None, 0.1)), shares)
+    engine = chosen.choice(("process_group", "module"))
+    return Job(chosen.randint(1, 3), engine, chosen.choice(("mean", "item_mean")), chosen.choice((None, 0.1)), shares)
 
 
-def train(model: Model, opt: Any, job: Job, micro_batches: Sequence[tuple[Tensor, bool]], lr: Any) -> Report:
+def learn(model: nn.Module, opt: Any, job: Job, micro_batch: MicroBatch) -> None:
+    x, second, counts, _ = micro_batch
+    loss = model(x, second) * (1 if counts else math.nan)
+    opt.backward(loss * len(x) if job.reduction == "item_mean" else loss, weight=len(x) * counts)
+    opt.step()
+    opt.zero_grad()
+
+
+def train(model: nn.Module, opt: Any, job: Job, micro_batches: Sequence[MicroBatch]) -> Report:
     windows: list[Any] = []
     opt.add_listener(windows.append)
     scheduler = gradaccum.wrap(torch.optim.lr_scheduler.ExponentialLR(opt, 0.9))
     said = False
     try:
-        for x, second in micro_batches:
-            loss = model(x, second)
-            opt.backward(loss * len(x) if job.reduction == "item_mean" else loss, weight=len(x))
-            opt.step()
+        for micro_batch in micro_batches:
+            if micro_batch.resumes:
+                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+            learn(model, opt, job, micro_batch)
             scheduler.step()
-            opt.zero_grad()
         opt.flush()
         scheduler.step()
     except gradaccum.UsageError as error:
@@ -92,14 +119,20 @@ def train(model: Model, opt: Any, job: Job, micro_batches: Sequence[tuple[Tensor
             raise
         opt.discard()
         opt.state_dict()
-    return Report([each.detach().clone() for each in model.parameters()], opt.result.optimizer_step, len(windows), lr(opt), said)
+    return Report(
+        [each.detach().clone() for each in model.parameters()], opt.result.optimizer_step, len(windows), opt.param_groups[0]["lr"], said
+    )
 
 
 def as_worker(job: Job, rank: int, group: dist.ProcessGroup) -> Report:
-    model = Model()
+    model: nn.Module = Model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    opt = gradaccum.wrap(inner, job.steps, reduction=job.reduction, clip_norm=job.clip_norm, process_group=group)
-    return train(model, opt, job, job.shares[rank], lambda opt: opt.param_groups[0]["lr"])
+    if job.engine == "module":
+        model = DistributedDataParallel(model, find_unused_parameters=True)
+    workers = {job.engine: {"module": model, "process_group": group}[job.engine]}
+    opt = gradaccum.wrap(inner, job.steps, reduction=job.reduction, clip_norm=job.clip_norm, **workers)
+    Group.turns.count(rank)
+    return train(model, opt, job, job.shares[rank])
 
 
 def large_batches(job: Job) -> list[Report]:
@@ -117,11 +150,8 @@ def large_batches(job: Job) -> list[Report]:
     found = [report()]
     for start in range(0, max(map(len, job.shares)), job.steps):
         for share in job.shares:
-            for x, second in share[start : start + job.steps]:
-                loss = model(x, second)
-                opt.backward(loss * len(x) if job.reduction == "item_mean" else loss, weight=len(x))
-                opt.step()
-                opt.zero_grad()
+            for micro_batch in share[start : start + job.steps]:
+                learn(model, opt, job, micro_batch)
         opt.flush()
         scheduler.step()
         found.append(report())
@@ -153,7 +183,7 @@ def require_alike(seed: int) -> None:
 
 def require_said(seed: int) -> None:
     job, chosen = job_of(seed), random.Random(~seed)
-    lost = chosen.randrange(len(job.shares)), chosen.randint(5, 20)  # `wrap` has two collectives, of two points each.
+    lost = chosen.randrange(len(job.shares)), chosen.randint(1, 16)
     everyone = as_workers(job, seed, lost)
     after = {each.windows: each for each in large_batches(job)}
     survivors = [each for each in everyone if not isinstance(each, Lost)]

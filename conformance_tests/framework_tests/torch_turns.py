@@ -42,7 +42,7 @@ class Turns:
         """By number: what each worker brought to a collective."""
         self.failing: dict[int, set[int]] = {}
         """By number: the workers on which a collective fails."""
-        self._lost, self._points = lost, [0] * workers
+        self._lost, self._points = lost, [-(10**9)] * workers
         self._go = [threading.Semaphore(0) for _ in range(workers)]
         self._until: list[Callable[[], bool]] = [lambda: True] * workers
         self.stuck = False
@@ -53,6 +53,10 @@ class Turns:
     def run(self, rank: int) -> None:
         """Wait for the first turn."""
         assert self._go[rank].acquire(timeout=SECONDS)
+
+    def count(self, rank: int) -> None:
+        """Count the points at which this worker may be lost from here on."""
+        self._points[rank] = 0
 
     def point(self, rank: int) -> bool:
         """Hand the turn on; True if this worker is lost here."""
@@ -143,7 +147,7 @@ def run(workers: int, seed: int, program: Callable[[int, dist.ProcessGroup], Any
         workers: their number.
         seed: of the turns; a run with it replays.
         program: called with the rank and the process group of all.
-        lost: a worker and the number of the point where it is lost; None: nobody is.
+        lost: a worker and the number of the point where it is lost, two in each collective since its `count`; None: nobody is.
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded  # Each thread has process groups of its own.
 
