@@ -18,6 +18,7 @@ from gradaccum_jax.checks import align, require_dtype, require_plain
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.optimizer import require_transformation
 from gradaccum_jax.sharding import require_ordinary
+from gradaccum_jax.state import all_like
 from gradaccum_jax.update import Update
 from gradaccum_jax.window import check_known, probe, size_at
 
@@ -140,8 +141,13 @@ class MultiSteps:
         full = ends(fields, steps, jnp.where) & (steps >= 1) if callable(self._options.steps) else ends(fields, steps, jnp.where)
         total = self._add(state, gradients, accepted)
         last = full & accepted
-        made, total, inner_state = update.run(total, state.inner_opt_state, 1, traced, last)
-        after = _counters(accepted, last, fields, close(fields, True, False, self._options, jnp.where), state)
+        before = (jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step))
+
+        def closed() -> list[Array]:
+            return all_like(close(fields, jnp.asarray(True), False, self._options, jnp.where)[:2], before)
+
+        counted = all_like((jnp.where(accepted, fields[0], before[0]), before[1]), before)
+        made, total, inner_state, after = update.run(total, state.inner_opt_state, 1, traced, last, counted, closed)
         return made, optax.MultiStepsState(*after, inner_state, sums.emptied(total, last), cast_like(skip_state, state.skip_state))
 
     def _add(self, state: optax.MultiStepsState, gradients: Gradients, accepted: Scalar) -> Tree:
@@ -176,9 +182,3 @@ def _fields(state: optax.MultiStepsState) -> Fields:
     zero = jnp.zeros((), jnp.int32)
     count = jnp.asarray(state.mini_step)
     return count, jnp.asarray(state.gradient_step), zero, count.astype(jnp.float32), zero > 0, jnp.ones(()), zero
-
-
-def _counters(accepted: Scalar, last: Scalar, counted: Fields, closed: Fields, state: optax.MultiStepsState) -> tuple[Scalar, Scalar]:
-    """Return `mini_step` and `gradient_step`: unchanged by a rejected mini-step, else counted, or closed at the window's end."""
-    mini_step = jnp.where(last, closed[0], jnp.where(accepted, counted[0], state.mini_step))
-    return mini_step, jnp.where(last, closed[1], state.gradient_step)

@@ -24,7 +24,7 @@ from gradaccum_jax.checks import align, as_loss, as_weight, require_arrays, requ
 from gradaccum_jax.control_flow import call_jitted
 from gradaccum_jax.parameters import in_place_of
 from gradaccum_jax.sharding import ShardAxes, replicated, require_ordinary, vary_like
-from gradaccum_jax.state import AccumulationState, event_of, fields_of, first_terms, fresh, with_event
+from gradaccum_jax.state import AccumulationState, event_of, fields_of, first_terms, fresh
 from gradaccum_jax.update import ANY, Takes, Update, require_none_of_a_batch, require_taken
 from gradaccum_jax.window import MicroBatch, check_known, size_at
 from gradaccum_jax.workers import group
@@ -146,17 +146,16 @@ class Accumulation:
         steps = size_at(self.options.steps, state.optimizer_step)
         state, dropped = window.add(state, micro_batch, steps, self.options, self.shard_axes)
         update, full = self._inner_update(state, params, extra, micro_batch.gradients), ends(fields_of(state), steps, jnp.where)
-        told = {"dropped": dropped, "tells": micro_batch.loss is not None}
+        event, tells = (False, False, dropped), micro_batch.loss is not None
         if steps is None and ends_here is None:
-            return window.keep(state, update, self.options, never=full, **told)
-        return window.close(state, update, self.options, at_end=full if ends_here is None else full | ends_here, **told)
+            return window.keep(state, update, self.options, never=full, event=event, tells=tells)
+        at_end = full if ends_here is None else full | ends_here
+        return window.close(state, update, self.options, at_end=at_end, event=event, tells=tells)
 
     def _flush(self, state: AccumulationState, params: Params, extra: Extra, denominator: Scalar) -> tuple[Updates, AccumulationState]:
-        update, before, is_open = self._inner_update(state, params, extra), event_of(state), jnp.asarray(state.micro_step) > 0
-        tells = extra.get("value") is None
-        updates, state = window.close(state, update, self.options, at_end=is_open, tells=tells, denominator=denominator)
-        event = (jnp.where(is_open, new, old) for new, old in zip(event_of(state), before, strict=True))
-        return updates, with_event(state, *event)
+        update, is_open = self._inner_update(state, params, extra), jnp.asarray(state.micro_step) > 0
+        told = {"event": event_of(state), "tells": extra.get("value") is None, "denominator": denominator}
+        return window.close(state, update, self.options, at_end=is_open, **told)
 
     def _inner_update(self, state: AccumulationState, params: Params, extra: Extra, gradients: Gradients | None = None) -> Update:
         dtypes = handed(state.accumulator, in_place_of(params, state.masters), gradients)

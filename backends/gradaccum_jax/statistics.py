@@ -64,19 +64,15 @@ def averaged(added: Firsts, state: AccumulationState) -> Firsts:
     return (*kit.joined_noise(state.noise, weights, squares, jnp.where)[:2], count)
 
 
-def close(
-    state: AccumulationState, loss: Scalar, firsts: Firsts, grad_norm: Scalar, fields: Fields, options: Options, at_end: Scalar
-) -> AccumulationState:
-    """Return the state after a window if `at_end` holds, otherwise as it is."""
-    losses = jnp.where(at_end, 0, state.loss), jnp.where(at_end, as_stored(loss), state.last_loss)
-    held, last = all_like(losses, (state.loss, state.last_loss))
+def close(state: AccumulationState, loss: Scalar, firsts: Firsts, grad_norm: Scalar, fields: Fields, options: Options) -> AccumulationState:
+    """Return the state after a window of this `loss`, with these `firsts`, that was decided on by `fields`."""
+    held, last = all_like((jnp.zeros_like(state.loss), as_stored(loss)), (state.loss, state.last_loss))
     ended = state._replace(loss=held, last_loss=last)
     if state.noise is None:
         return ended
     weight, square, count = firsts
     seen = kit.window_seen((weight, square, *state.noise[2:]), fields, grad_norm, options, jnp.where, count)
-    noise = [jnp.where(at_end, new, old) for new, old in zip(seen, state.noise, strict=True)]
-    return ended._replace(noise=Noise(*all_like(noise, state.noise)))
+    return ended._replace(noise=Noise(*all_like(seen, state.noise)))
 
 
 def discard(state: AccumulationState) -> AccumulationState:

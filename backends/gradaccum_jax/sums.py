@@ -20,7 +20,7 @@ from jax import lax
 from gradaccum import ArgumentTypeError, ArgumentValueError
 from gradaccum.kit import Scalar, Where, explain
 from gradaccum_jax.arrays import Array, DType, Gradients, Leaves, Params, Tree, is_key, takes_part, typeof, wider
-from gradaccum_jax.control_flow import once
+from gradaccum_jax.control_flow import repeated
 from gradaccum_jax.sharding import ShardAxes, axes_of, shards_of, vary
 
 
@@ -213,17 +213,11 @@ def all_of(flags: list[Scalar]) -> Scalar:
     return jnp.argmin(jnp.stack([every, jnp.asarray(False)])) == 1
 
 
-@jax.custom_jvp
 def sum_of(values: Array) -> Array:
     """Return the compensated sum along the first axis (Neumaier, 1974), as good as rounded once; inf or NaN where an element is."""
     nothing = jnp.zeros((), values.dtype)
     total, lost = lax.reduce((values, jnp.zeros_like(values)), (nothing, nothing), _add, (0,))
     return jnp.where(jnp.isfinite(total), total + lost, total)
-
-
-@sum_of.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Scalar, Scalar]:
-    return sum_of(*primals), jnp.sum(*tangents, axis=0)
 
 
 def _add(a: Pair, b: Pair) -> Pair:
@@ -237,26 +231,52 @@ def _add(a: Pair, b: Pair) -> Pair:
 #
 # Squares of large finite elements overflow, and squares of tiny ones vanish. Then the norm is that of the elements times a power of two
 # that brings them into range. So a norm that is not finite means a gradient that is not finite. The arrays are measured again for it, only
-# then.
+# then: by a loop, as XLA would compile the arrays' kernels twice for a conditional.
 #
-# XLA compiles a kernel for each sum of squares. So the squares of small arrays of one type are added up element by element before.
+# XLA compiles a kernel for each sum of squares, unless it has compiled the same before. So the squares of small arrays of one type are
+# added up element by element before, and all these sums have one form.
 
 
 SMALL = 2**14
 """Elements of an array at most that is measured together with others: 64 KiB, if devices have to exchange one."""
 MOST_TOGETHER = 16
 """Beyond it XLA takes longer to compile a kernel than it takes for two."""
-Groups = list[tuple[tuple[str, ...], Leaves]]
-"""Arrays that are measured together, with the mesh axes along which they are sharded inside `jax.shard_map`."""
+Shards = tuple[tuple[str, ...], ...]
+"""The mesh axes along which each group of arrays is sharded inside `jax.shard_map`."""
 
 
 def measure(accumulator: Tree, dtype: DType, shard_axes: ShardAxes = None) -> tuple[Scalar, Scalar]:
     """Return the global 2-norm and whether every element is finite: scalars of `dtype` and bool."""
-    groups = [(shards_of(group[0], shard_axes), group) for group in _grouped(_real_leaves(accumulator, dtype))]
-    squares = _squares(groups, jnp.ones((), dtype))
-    in_range = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
-    norm = once(~in_range, lambda _: _out_of_range(groups, squares), _root(squares))
+    groups = _grouped(_real_leaves(accumulator, dtype))
+    norm = _norm(tuple(shards_of(group[0], shard_axes) for group in groups), jnp.dtype(dtype), groups)
     return norm, norm < jnp.inf
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _norm(axes: Shards, dtype: DType, groups: list[Leaves]) -> Scalar:
+    """Return the norm of arrays that are measured in groups; `axes` are the mesh axes along which each group is sharded."""
+    kind = np.finfo(dtype)
+    large = jnp.asarray(2.0 ** (0.75 * int(kind.maxexp)), dtype)
+
+    def look(held: tuple[Scalar, Scalar, Scalar]) -> tuple[Scalar, Scalar, Scalar]:
+        wanted, _, before = held
+        squares = _squares(axes, groups, wanted, before)
+        in_range = (squares > _smallest_sum(dtype)) & (squares < jnp.inf)
+        return jnp.where(in_range | (wanted != 1), 0, jnp.where(squares < 1, large, 1 / large)), wanted, squares
+
+    one = jnp.ones((), dtype)
+    _, power, squares = repeated(lambda held: held[0] > 0, look, (one, one, 0 * one))
+    return jnp.where(squares < jnp.inf, jnp.minimum(jnp.sqrt(squares) / power, float(kind.max)), jnp.inf)
+
+
+@_norm.defjvp
+def _(axes: Shards, dtype: DType, primals: tuple[list[Leaves]], tangents: tuple[list[Leaves]]) -> tuple[Scalar, Scalar]:
+    # The derivative is 0 at 0, and where the norm is not finite: a window of zero gradients has no 0 x inf.
+    norm = _norm(axes, dtype, *primals)
+    tells = (norm > 0) & (norm < jnp.inf)
+    unit = jax.tree.map(lambda leaf: jnp.where(tells, leaf / jnp.where(tells, norm, 1), 0), primals[0])
+    moved = [sum(jnp.sum(a * b) for a, b in zip(*pair, strict=True)) for pair in zip(unit, tangents[0], strict=True)]
+    return norm, _over_shards(axes, moved, jnp.zeros_like(norm), functools.partial(jnp.sum, axis=0))
 
 
 def _grouped(leaves: Leaves) -> list[Leaves]:
@@ -266,33 +286,28 @@ def _grouped(leaves: Leaves) -> list[Leaves]:
     return [group[start : start + MOST_TOGETHER] for group in alike.values() for start in range(0, len(group), MOST_TOGETHER)]
 
 
-def _out_of_range(groups: Groups, squares: Scalar) -> Scalar:
-    """Return the norm of arrays whose sum of `squares` is out of range."""
-    kind = jnp.finfo(squares.dtype)
-    power = jnp.where(squares < 1, 2.0 ** (0.75 * kind.maxexp), 2.0 ** (-0.75 * kind.maxexp)).astype(kind.dtype)
-    total = _squares(groups, power)
-    return jnp.where(total < jnp.inf, jnp.minimum(_root(total) / power, float(kind.max)), jnp.inf)
+def _squares(axes: Shards, groups: list[Leaves], power: Scalar, before: Scalar) -> Scalar:
+    """Return the sum of the squares of all elements, each times `power`. The sum `before` is never below 0."""
+    done: list[Array] = []
+    last: dict[tuple[str, ...], Array] = {}
+    for own, leaves in zip(axes, groups, strict=True):
+        # The dependence makes XLA, which writes out squares on a CPU before JAX 0.10, measure one group after the other.
+        previous: Scalar = last.get(own, before)
+        factor = jnp.where(previous < 0, previous, power)
+        last[own] = jnp.sum(functools.reduce(operator.add, [jnp.square(leaf * factor) for leaf in leaves]))
+        done.append(last[own])
+    return _over_shards(axes, done, 0 * power, sum_of)
 
 
-def _root(total: Scalar) -> Scalar:
-    """Return the square root, with derivative 0 at 0: a window of zero gradients has derivative 0, not 0 x inf."""
-    positive = total > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, total, 1)), total)
-
-
-def _squares(groups: Groups, power: Scalar) -> Scalar:
-    """Return the sum of the squares of all elements, each times `power`, over all shards; a copy counts once."""
+def _over_shards(axes: Shards, values: list[Array], nothing: Scalar, add_up: Callable[[Array], Array]) -> Scalar:
+    """Return the sum of one value per group over all shards; a copy counts once."""
     alike: dict[tuple[str, ...], list[Array]] = {}
-    for axes, leaves in groups:
-        done = alike.setdefault(axes, [])
-        # Never below 0. The dependence makes XLA, which writes out squares on a CPU before JAX 0.10, measure one group after the other.
-        factor = jnp.where(done[-1] < 0, done[-1], power) if done else power
-        done.append(jnp.sum(functools.reduce(operator.add, [jnp.square(leaf * factor) for leaf in leaves])))
-    whole = 0 * power
-    for axes, squares in alike.items():
-        total = sum_of(jnp.stack(squares))
-        whole = whole + (lax.psum(total, axes) if axes else total)  # type: ignore[no-untyped-call]
-    return whole
+    for own, value in zip(axes, values, strict=True):
+        alike.setdefault(own, []).append(value)
+    for own, held in alike.items():
+        total = add_up(jnp.stack(held))
+        nothing = nothing + (lax.psum(total, own) if own else total)  # type: ignore[no-untyped-call]
+    return nothing
 
 
 def _smallest_sum(dtype: DType) -> float:

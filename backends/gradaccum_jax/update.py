@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from difflib import get_close_matches
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from gradaccum_jax.sharding import ShardAxes, replicated
 from gradaccum_jax.sums import divide, emptied, fills, pick, to
 from gradaccum_jax.workers.group import same
 
+T = TypeVar("T")
 Call = Callable[[Tree, InnerState], tuple[Any, Any]]
 
 
@@ -76,21 +77,31 @@ class Update(NamedTuple):
         require_no_reduction(named_axes(program), self.shard_axes)
         return Traced(_still(updates, accumulator), call)
 
-    def run(self, accumulator: Tree, held: InnerState, divisor: Scalar, traced: Traced, apply: Scalar) -> tuple[Updates, Tree, InnerState]:
+    def run(
+        self,
+        accumulator: Tree,
+        held: InnerState,
+        divisor: Scalar,
+        traced: Traced,
+        apply: Scalar,
+        skipped: T,
+        applied: Callable[[], T],
+    ) -> tuple[Updates, Tree, InnerState, T]:
         """Run the inner optimizer if `apply` holds.
 
         Returns:
-            The updates (zeros unless `apply`), the accumulator (the updates if `apply`) and the inner optimizer's state.
+            The updates (zeros unless `apply`), the accumulator (the updates if `apply`), the inner optimizer's state, and `skipped` or what
+            `applied` returns.
         """
         buffer = jax.tree.map(_wide_enough, accumulator, traced.updates)
 
-        def call(operand: tuple[Tree, InnerState]) -> tuple[Updates, InnerState]:
+        def call(operand: tuple[Tree, InnerState, T]) -> tuple[Updates, InnerState, T]:
             gradients = self._gradients(cast_like(operand[0], accumulator), divisor)
             made, after = traced.call(gradients, operand[1])
-            return cast_like(_still(made, accumulator), buffer), cast_like(after, held)
+            return cast_like(_still(made, accumulator), buffer), cast_like(after, held), applied()
 
-        buffer, after = once(apply, call, (buffer, held))
-        return self._updates_where(apply, buffer, traced.updates), cast_like(buffer, accumulator), after
+        buffer, after, counts = once(apply, call, (buffer, held, skipped))
+        return self._updates_where(apply, buffer, traced.updates), cast_like(buffer, accumulator), after, counts
 
     def keep(self, accumulator: Tree, updates: Updates, never: Scalar) -> tuple[Updates, Tree]:
         """Return the updates, all zeros, and the accumulator of a micro-batch that can end no window.

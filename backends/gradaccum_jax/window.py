@@ -6,7 +6,6 @@ These are pure functions of the state. Only the device knows whether a window en
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import jax
@@ -24,8 +23,13 @@ from gradaccum_jax.sharding import ShardAxes, everywhere
 from gradaccum_jax.state import AccumulationState, as_read, as_stored, current_terms, fields_of, like, with_event, with_fields
 from gradaccum_jax.statistics import Firsts
 from gradaccum_jax.sums import measure
-from gradaccum_jax.update import Traced, Update
+from gradaccum_jax.update import Update
 from gradaccum_jax.workers.group import Window, all_reduce, require_told
+
+Event = tuple[Scalar, Scalar, Scalar]
+"""The last event as a state has it: applied, skipped, overflow."""
+Counts = dict[str, Scalar]
+"""Fields of a state that count an update otherwise than a skipped window."""
 
 
 class MicroBatch(NamedTuple):
@@ -70,45 +74,85 @@ def add(
     return statistics.add(counted, loss, weight, adds, options, shard_axes), ~harmless if dropping else False
 
 
+class Ending(NamedTuple):
+    """The results of a window's end, without the update."""
+
+    state: AccumulationState
+    """The state of a window that makes no update, `bare` of its trees."""
+    total: Tree
+    """The sum of all devices that share the window; None if they do not."""
+    apply: Scalar
+    divisor: Scalar
+    loss: Scalar
+
+
 def close(
     state: AccumulationState,
     update: Update,
     options: Options,
     *,
     at_end: Scalar,
-    dropped: Scalar = False,
+    event: Event,
     tells: bool = True,
     denominator: Scalar = None,
 ) -> tuple[Updates, AccumulationState]:
-    """Close the window where it ends: make its update or skip it, and count that.
+    """Close the window where it ends: make its update or skip it, and count that; elsewhere leave `event`.
+
+    All numbers come from two conditionals, the end and the update. XLA compiles a kernel for each select of a number, and none for a number
+    that a conditional passes through.
 
     Returns:
         The updates (zeros if none was made) and the state.
     """
-    decision, whole, options = decide_on(state, update, options, at_end, denominator)
-    loss = kit.window_loss(whole.loss, whole.fields, options, jnp.where)
-    update = update.told(loss) if tells else update
-    traced, held = _traced(state, update, options, decision.divisor), (state.inner_state, state.masters)
-    apply, overflow = at_end & decision.apply, decision.overflow
-    updates, total, held = update.run(whole.total, held, decision.divisor, traced, apply)
-    fields = _where(at_end, close_fields(whole.fields, apply, overflow, options, jnp.where), fields_of(state))
+    require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
+
+    def end(start: Ending) -> Ending:
+        decision, whole, divides = decide_on(state, start.total, update, options, denominator)
+        loss = kit.window_loss(whole.loss, whole.fields, divides, jnp.where)
+        skipped = _closed(whole.fields, False, decision.overflow, options)
+        norm = like(as_stored(decision.grad_norm), state.last_grad_norm)
+        ended = statistics.close(with_fields(bare, skipped), loss, whole.firsts, decision.grad_norm, whole.fields, options)
+        ended = with_event(ended._replace(last_grad_norm=norm), False, True, decision.overflow)
+        return Ending(ended, whole.total if update.axes else None, decision.apply, decision.divisor, loss)
+
+    def applied() -> Counts:
+        return _counts(with_event(with_fields(bare, _closed(fields_of(state), True, state.overflow, options)), True, False, False))
+
+    bare = with_event(state._replace(accumulator=None, inner_state=None, masters=None, terms=None), *event)
+    nothing = jnp.zeros_like(state.weight)
+    start = Ending(bare, state.accumulator if update.axes else None, jnp.asarray(False), nothing + 1, nothing)
+    ended, total, apply, divisor, loss = once(at_end, end, start)
+    total = total if update.axes else state.accumulator
+    update, held = update.told(loss) if tells else update, (state.inner_state, state.masters)
+    traced = update.traced(total, held, divisor)
+    updates, total, held, counts = update.run(total, held, divisor, traced, apply, _counts(ended), applied)
     # On its way out of `data_parallel` a device's sum gets a leading axis, for which XLA would copy it; a select is written in place.
     total = sums.emptied(total, at_end) if update.axes else total
-    norm = jnp.asarray(jnp.where(at_end, as_stored(decision.grad_norm), state.last_grad_norm), jnp.result_type(state.last_grad_norm))
-    state = statistics.close(state, loss, whole.firsts, decision.grad_norm, whole.fields, options, at_end)
-    ended = with_fields(state, fields)._replace(accumulator=total, inner_state=held[0], masters=held[1], last_grad_norm=norm)
-    return updates, with_event(ended, apply, at_end & ~apply, jnp.where(at_end, overflow, dropped))
+    ended = ended._replace(**counts, accumulator=total, inner_state=held[0], masters=held[1], terms=state.terms)
+    return updates, ended
+
+
+def _closed(fields: Fields, apply: bool, overflow: Scalar, options: Options) -> Fields:
+    closed, rule = close_fields(fields, jnp.asarray(apply), overflow, options, jnp.where), options.scale_rule
+    # XLA does not see that a static scale, whose factors are 1, and its tracker never move.
+    return (*closed[:5], *fields[5:]) if rule.growth_factor == rule.backoff_factor else closed
+
+
+def _counts(state: AccumulationState) -> Counts:
+    names = ("optimizer_step", "skipped_windows", "last_applied", "last_skipped")
+    return {name: getattr(state, name) for name in names}
 
 
 def keep(
-    state: AccumulationState, update: Update, options: Options, *, never: Scalar, dropped: Scalar, tells: bool
+    state: AccumulationState, update: Update, options: Options, *, never: Scalar, event: Event, tells: bool
 ) -> tuple[Updates, AccumulationState]:
     """Replace `close` in a window that only the caller closes: zeros, and the sum as it is."""
     never = never if state.noise is None else never & (state.weight >= 0)  # always so, but see `statistics.add`
     update = update.told(jnp.zeros_like(state.loss)) if tells else update
-    traced = _traced(state, update, options, jnp.ones_like(state.weight))
+    require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
+    traced = update.traced(state.accumulator, (state.inner_state, state.masters), jnp.ones_like(state.weight))
     updates, total = update.keep(state.accumulator, traced.updates, never)
-    return updates, with_event(state._replace(accumulator=total), False, False, dropped)
+    return updates, with_event(state._replace(accumulator=total), *event)
 
 
 def discard(state: AccumulationState) -> AccumulationState:
@@ -116,24 +160,9 @@ def discard(state: AccumulationState) -> AccumulationState:
     return with_event(emptied._replace(accumulator=sums.clear(state.accumulator)), False, False, False)
 
 
-def _traced(state: AccumulationState, update: Update, options: Options, divisor: Scalar) -> Traced:
-    require_told(state.accumulator, frozenset(update.axes), update.shard_axes, options)
-    return update.traced(state.accumulator, (state.inner_state, state.masters), divisor)
-
-
-def _where(condition: Scalar, a: Fields, b: Fields) -> Fields:
-    return tuple([jnp.where(condition, new, old) for new, old in zip(a, b, strict=True)])
-
-
 # The end of a window: the norm of its sum, and the decision on it.
 #
-# With ``on_overflow="ignore"`` and no option that asks for the norm, nothing is measured: the decision is made of scalars alone.
-
-
-Look = Callable[[Fields, Tree], tuple[Scalar, Scalar]]
-"""The norm of a window's sum, and whether all of it is finite and fits the gradient's dtype."""
-Held = tuple[Window, Scalar, Scalar]
-"""A window, and what `Look` says of it."""
+# With ``on_overflow="ignore"`` and no option that asks for the norm, nothing is measured.
 
 
 class Whole(NamedTuple):
@@ -149,51 +178,36 @@ class Whole(NamedTuple):
 
 
 def decide_on(
-    state: AccumulationState, update: Update, options: Options, at_end: Scalar, denominator: Scalar = None
+    state: AccumulationState, total: Tree, update: Update, options: Options, denominator: Scalar
 ) -> tuple[Decision, Whole, Options]:
-    """Return the decision, the window, and the options under which it is divided. If the window goes on, nothing is measured."""
-    dtype, measuring = jnp.result_type(state.weight), measures(options)
-    start = (jnp.full((), 0 if measuring else jnp.nan, dtype), jnp.asarray(True))
+    """Return the decision on the window that ends here, the window, and the options under which it is divided.
 
-    def look(fields: Fields, accumulator: Tree) -> tuple[Scalar, Scalar]:
-        norm, finite = measure(accumulator, dtype, update.shard_axes)
-        fitting = sums.fits(accumulator, divisor(*_divided(fields, options, denominator), jnp.where), update.dtypes.like)
-        return norm, finite & everywhere(fitting, update.shard_axes)
-
-    if update.axes:
-        whole, norm, finite = _join(state, look if measuring else lambda *_: start, update, at_end)
-    else:
-        whole = Whole(fields_of(state), state.accumulator, as_read(state.loss), statistics.firsts_of(state))
-        norm, finite = once(at_end, lambda _: look(whole.fields, whole.total), start) if measuring else start
-    fields, options = _divided(whole.fields, options, denominator)
-    decision = Decision(*decide(fields, norm, finite, options, jnp.where, float(jnp.finfo(dtype).max)))
-    if measuring and options.on_overflow == "ignore":
-        # Never below 0. Nothing else tells XLA to measure the sum before the optimizer's updates take its place: see `statistics.add`.
-        decision = decision._replace(divisor=jnp.where(norm < 0, norm, decision.divisor))
-    return decision, whole._replace(fields=fields), options
-
-
-def _divided(fields: Fields, options: Options, denominator: Scalar) -> tuple[Fields, Options]:
-    """Return both as they are divided by, where the caller chose a denominator."""
-    return (fields, options) if denominator is None else kit.with_denominator(fields, denominator, options, jnp.where)
-
-
-def _join(state: AccumulationState, look: Look, update: Update, at_end: Scalar) -> tuple[Whole, Scalar, Scalar]:
-    """Return the window of all devices where it ends, and what `look` says of it; elsewhere this device's own sum.
-
-    Everything but the sum starts with numbers that are the same on all devices, so that its type says so at the end too.
+    If devices share the window, `total` is this device's sum.
     """
-    fields, nothing = fields_of(state), jnp.zeros((), jnp.result_type(state.weight))
-    own = Window(state.accumulator, state.weight, state.overflow, as_read(state.loss), statistics.addends(state))
+    dtype = jnp.result_type(state.weight)
+    whole = _joined(state, total, update.axes) if update.axes else _own(state)
+    fields = whole.fields
+    divides = options
+    if denominator is not None:
+        fields, divides = kit.with_denominator(fields, denominator, options, jnp.where)
+    norm, finite = jnp.full((), jnp.nan, dtype), jnp.asarray(True)
+    if measures(options):
+        norm, finite = measure(whole.total, dtype, update.shard_axes)
+        fitting = sums.fits(whole.total, divisor(fields, divides, jnp.where), update.dtypes.like)
+        finite = finite & everywhere(fitting, update.shard_axes)
+    decision = Decision(*decide(fields, norm, finite, divides, jnp.where, float(jnp.finfo(dtype).max)))
+    return decision, whole._replace(fields=fields), divides
 
-    def add_up(held: Held) -> Held:
-        whole = all_reduce(own._replace(accumulator=held[0].accumulator), update.axes)
-        return whole, *look(joined(fields, whole.weight, whole.overflow), whole.accumulator)
 
-    empty = Window(state.accumulator, nothing, jnp.asarray(False), nothing, tuple(nothing for _ in own.firsts))
-    window, norm, finite = once(at_end, add_up, (empty, nothing, jnp.asarray(True)))
-    fields = joined(fields, window.weight, window.overflow)
-    return Whole(fields, window.accumulator, window.loss, statistics.averaged(window.firsts, state)), norm, finite
+def _own(state: AccumulationState) -> Whole:
+    return Whole(fields_of(state), state.accumulator, as_read(state.loss), statistics.firsts_of(state))
+
+
+def _joined(state: AccumulationState, total: Tree, axes: tuple[str, ...]) -> Whole:
+    """Return the window of all devices."""
+    window = all_reduce(Window(total, state.weight, state.overflow, as_read(state.loss), statistics.addends(state)), axes)
+    fields = joined(fields_of(state), window.weight, window.overflow)
+    return Whole(fields, window.accumulator, window.loss, statistics.averaged(window.firsts, state))
 
 
 # The size of a window where a callable in ``steps`` says it. The size is checked as far as it is known.

@@ -37,26 +37,26 @@ MUTANTS = (
     ),
     Mutant(
         "apply_in_mid_window",
-        "apply, overflow = at_end & decision.apply,",
-        "apply, overflow = decision.apply,",
+        "else None, jnp.asarray(False), nothing + 1, nothing)",
+        "else None, jnp.asarray(True), nothing + 1, nothing)",
         SUITE + "test_windows.py::test_nothing_moves_between_window_ends",
     ),
     Mutant(
         "apply_what_is_to_be_skipped",
-        "apply, overflow = at_end & decision.apply,",
-        "apply, overflow = at_end,",
+        "Ending(ended, whole.total if update.axes else None, decision.apply,",
+        "Ending(ended, whole.total if update.axes else None, jnp.asarray(True),",
         SUITE + "test_overflow.py::test_overflow_in_every_mode",
     ),
     Mutant(
         "forget_the_overflow",
-        "_where(at_end, close_fields(whole.fields, apply, overflow, options, jnp.where), fields_of(state))",
-        "_where(at_end, close_fields(whole.fields, apply, overflow & False, options, jnp.where), fields_of(state))",
+        "_closed(whole.fields, False, decision.overflow, options)",
+        "_closed(whole.fields, False, decision.overflow & False, options)",
         SUITE + "test_loss_scale.py::test_scale_moves_once_per_window",
     ),
     Mutant(
         "close_this_device_s_fields",
-        "_where(at_end, close_fields(whole.fields, apply, overflow, options, jnp.where), fields_of(state))",
-        "_where(at_end, close_fields(fields_of(state), apply, overflow, options, jnp.where), fields_of(state))",
+        "_closed(whole.fields, False, decision.overflow, options)",
+        "_closed(fields_of(state), False, decision.overflow, options)",
         SUITE + "test_workers_limits.py::test_one_worker_drops_a_micro_batch",
     ),
     Mutant(
@@ -73,20 +73,20 @@ MUTANTS = (
     ),
     Mutant(
         "report_no_norm",
-        "jnp.where(at_end, as_stored(decision.grad_norm), state.last_grad_norm)",
-        "jnp.where(at_end, state.last_grad_norm, as_stored(decision.grad_norm))",
+        "ended._replace(last_grad_norm=norm)",
+        "ended",
         SUITE + "test_clipping.py::test_norm_is_reported",
     ),
     Mutant(
         "hide_a_dropped_micro_batch",
-        "at_end & ~apply, jnp.where(at_end, overflow, dropped))",
-        "at_end & ~apply, at_end & overflow)",
+        "event, tells = (False, False, dropped),",
+        "event, tells = (False, False, False),",
         SUITE + "test_lockstep.py::test_one_sequence_in_every_mode",
     ),
     Mutant(
         "report_an_open_window_as_skipped",
-        "with_event(ended, apply, at_end & ~apply,",
-        "with_event(ended, apply, ~apply,",
+        "event, tells = (False, False, dropped),",
+        "event, tells = (False, True, dropped),",
         SUITE + "test_windows.py::test_result_inside_and_at_end",
     ),
     Mutant(
@@ -97,20 +97,20 @@ MUTANTS = (
     ),
     Mutant(
         "forget_the_event_at_an_empty_flush",
-        "        event = (jnp.where(is_open, new, old) for new, old in zip(event_of(state), before, strict=True))\n",
-        "        event = event_of(state)\n",
+        '{"event": event_of(state), ',
+        '{"event": (False, False, False), ',
         SUITE + "test_windows.py::test_flush_of_empty_window_leaves_the_last_event_alone",
     ),
     Mutant(
         "forget_what_float16_holds",
-        "return norm, finite & everywhere(fitting, update.shard_axes)",
-        "return norm, finite",
+        "finite = finite & everywhere(fitting, update.shard_axes)",
+        "finite = finite | (fitting & False)",
         SUITE + "test_half_precision.py::test_sum_at_the_edge_of_float16",
     ),
     Mutant(
         "go_on_after_the_last_micro_batch",
-        "at_end=full if ends_here is None else full | ends_here",
-        "at_end=full",
+        "at_end = full if ends_here is None else full | ends_here",
+        "at_end = full",
         OWN + "test_jax_everyday.py::test_the_last_window_of_a_loader_ends_in_the_step",
     ),
     Mutant(
@@ -133,8 +133,8 @@ MUTANTS = (
     ),
     Mutant(
         "divide_by_the_weight_all_the_same",
-        "return (fields, options) if denominator is None else kit.with_denominator(",
-        "return (fields, options) if True else kit.with_denominator(",
+        "    if denominator is not None:\n        fields,",
+        "    if False:\n        fields,",
         SUITE + "test_weights.py::test_denominator_is_chosen_as_the_window_is_closed",
     ),
     Mutant(
@@ -145,14 +145,14 @@ MUTANTS = (
     ),
     Mutant(
         "divide_a_short_window_by_steps",
-        "decide(fields, norm, finite, options,",
-        "decide((*fields[:3], fields[3] * 0 + (options.steps or 1), *fields[4:]), norm, finite, options,",
+        "decide(fields, norm, finite, divides,",
+        "decide((*fields[:3], fields[3] * 0 + (options.steps or 1), *fields[4:]), norm, finite, divides,",
         SUITE + "test_windows.py::test_flush_divides_by_held_weight",
     ),
     Mutant(
         "clip_the_scaled_norm",
-        "decide(fields, norm, finite, options,",
-        "decide((*fields[:5], jnp.ones_like(fields[5]), *fields[6:]), norm, finite, options,",
+        "decide(fields, norm, finite, divides,",
+        "decide((*fields[:5], jnp.ones_like(fields[5]), *fields[6:]), norm, finite, divides,",
         SUITE + "test_loss_scale.py::test_scale_leaves_no_trace",
     ),
     Mutant(
@@ -169,8 +169,8 @@ MUTANTS = (
     ),
     Mutant(
         "reduce_each_micro_batch",
-        "window, norm, finite = once(at_end, add_up, ",
-        "window, norm, finite = add_up(",
+        "ended, total, apply, divisor, loss = once(at_end, end, start)",
+        "ended, total, apply, divisor, loss = end(start)",
         OWN + "test_jax_workers.py::test_four_devices",
         "one_reduction_per_window",
     ),
@@ -224,8 +224,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave_the_loss_for_the_next_window",
-        "losses = jnp.where(at_end, 0, state.loss), ",
-        "losses = state.loss, ",
+        "all_like((jnp.zeros_like(state.loss), as_stored(loss)),",
+        "all_like((state.loss, as_stored(loss)),",
         SUITE + "test_knowledge.py::test_loss_is_the_large_batch_s",
     ),
     Mutant(
