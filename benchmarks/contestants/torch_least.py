@@ -20,6 +20,20 @@ from gradaccum.kit import accumulate, at_rest, close, decide, ends, initial_stat
 
 _VERSION = attrgetter("_version")
 _OPTIONS = make_options(STEPS, on_overflow="ignore")
+_MEASURING = make_options(STEPS)
+
+
+def least_separate(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> Window:
+    """A loop as with ``separate_sums=True``, around `LeastSeparate`."""
+    accumulator = LeastSeparate(model, optimizer)
+
+    def window() -> None:
+        for _ in range(STEPS):
+            loss(model).backward()  # type: ignore[no-untyped-call]
+            accumulator.step()
+        wait()
+
+    return window
 
 
 def least(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> Window:
@@ -118,3 +132,45 @@ class LeastAccumulator:
         for watched in self.watched:
             watched.parameter.grad = watched.gradient = None
             watched.version = -1
+
+
+class LeastSeparate:
+    """The floor of ``separate_sums=True``: ``.grad`` is the user's between two steps, and an inf or NaN skips the window's update."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.inner, self.parameters, self.passes = optimizer, list(model.parameters()), _Passes()
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
+        self.fields, self.sums = initial_state(), list[Tensor]()
+
+    def _arrive(self, _: Tensor) -> None:
+        if not self.passes.under_way:
+            self.passes.begin()
+
+    def step(self) -> None:
+        """Move a micro-batch out of ``.grad``; the last one of the window makes the update."""
+        if self.passes.under_way:
+            raise RuntimeError("a backward pass raised")
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.sums:
+            torch._foreach_add_(self.sums, gradients)
+        else:  # Copies, since somebody else may hold the memory.
+            self.sums = [gradient.clone() for gradient in gradients]
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.fields = fields = at_rest(accumulate(self.fields, 1.0, True, select))
+        if ends(fields, STEPS, select):
+            self._close()
+
+    def _close(self) -> None:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.sums))).item()
+        apply, overflow, divisor, _ = decide(self.fields, norm, math.isfinite(norm), _MEASURING, select)
+        if apply:
+            torch._foreach_mul_(self.sums, torch.tensor(1 / divisor, device=DEVICE))
+            for parameter, total in zip(self.parameters, self.sums, strict=True):
+                parameter.grad = total
+            self.inner.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.sums = []
+        self.fields = at_rest(close(self.fields, apply, overflow, _MEASURING, select))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case
-from benchmarks.contestants.torch_least import least
+from benchmarks.contestants.torch_least import least, least_separate
 from benchmarks.contestants.torch_loops import (
     BASELINE,
     DEVICE,
@@ -54,6 +54,7 @@ def cases(quick: bool) -> Iterator[Case]:
             windows["gradaccum, ignoring overflow"] = _window(IGNORING, width, layers, kind, x)
             windows["the least with its promises"] = _window(least, width, layers, kind, x)
             windows["gradaccum, separate_sums"] = _window(SEPARATE, width, layers, kind, x)
+            windows["the least with separate_sums"] = _window(least_separate, width, layers, kind, x)
             if kind == "foreach" and find_spec("keras") and width <= 512:
                 windows["Keras"] = _keras(width, layers, x)
             yield Case(f"{name}, {kind}", BASELINE, windows)

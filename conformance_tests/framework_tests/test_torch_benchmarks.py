@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 
 from benchmarks.contestants.bert import LARGE, TINY, WAYS
-from benchmarks.contestants.torch_least import LeastAccumulator, least
+from benchmarks.contestants.torch_least import LeastAccumulator, least, least_separate
 from benchmarks.contestants.torch_loops import hand_written, wrapped
 from benchmarks.peak import saved_bytes
 from benchmarks.questions import torch_memory, torch_split
@@ -36,7 +36,7 @@ def test_memory_contestants_run() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_loops_make_the_same_updates(fused: bool) -> None:
     x, trained = torch.randn(4, 16), list[list[torch.Tensor]]()
-    for recipe in (hand_written, least, wrapped):
+    for recipe in (hand_written, least, least_separate, wrapped):
         net = torch_split.model(16)
         window = recipe(net, torch.optim.SGD(net.parameters(), lr=0.1, fused=fused), lambda net: torch_split.loss(net, x))
         for _ in range(2):
