@@ -1,4 +1,4 @@
-"""Beside other parts of torch: a scaler, sharded optimizer state, a pipeline, the buffers of a batch norm."""
+"""Beside other parts of torch: a scaler, sharded optimizer state, a pipeline, a split sequence, the buffers of a batch norm."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
@@ -292,3 +294,83 @@ def last_micro_batch_of_a_loop_is_no_other(rank: int) -> None:
             learn(called, opt, batch)
         opt.flush()
         require_equal(model, alone(all_windows())[0])
+
+
+class Block(nn.Module):
+    """A language model of one block, without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.up, self.down = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.out = nn.Linear(8, 11)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return cross_entropy(self.out(h + self.down(self.up(self.norm(h)).tanh())).flatten(0, 1), x.roll(1, 1).flatten())
+
+
+@check
+def sequence_parallel_norm_is_exact(rank: int) -> None:
+    """The gradient of a norm whose items are split along the sequence is a part on each worker: it is added up before it is measured."""
+    torch.manual_seed(0)
+    whole = Block().double()
+    model = copy.deepcopy(whole)
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "out": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+    opt, alone = (gradaccum.wrap(sgd(each), steps=3, clip_norm=0.05) for each in (model, whole))
+    for index in range(6):
+        x = torch.arange(8 * (1 + index % 3)).reshape(-1, 8) * (3 + index) % 11
+        for each, own in ((model, opt), (whole, alone)):
+            own.backward(each(x), weight=len(x))
+            own.step()
+            own.zero_grad()
+    assert opt.result.applied
+    torch.testing.assert_close(opt.result.grad_norm, alone.result.grad_norm, rtol=1e-12, atol=0)
+    for mine, large in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor() if isinstance(mine, DTensor) else mine, large, rtol=1e-12, atol=1e-12)
+
+
+class Attention(nn.Module):
+    """Over a sequence of which each worker has a part, if there is a mesh."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inputs, self.mesh = nn.Linear(4, 12).double(), mesh
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        query, key, value = self.inputs(x).chunk(3, -1)
+        return (scaled_dot_product_attention(query, self.whole(key), self.whole(value)) * counts.unsqueeze(-1)).square().sum()
+
+    def whole(self, part: Tensor) -> Tensor:
+        if self.mesh is None:
+            return part
+        return DTensor.from_local(part, self.mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
+
+
+@check
+def context_parallel_tokens_weigh(rank: int) -> None:
+    """Each worker has a half of each sequence, and weighs its own tokens; padding stands at the end, in the second half."""
+    model, large = Attention(init_device_mesh("cpu", (WORLD,))), Attention(None)
+    module = DistributedDataParallel(model)
+    options: dict[str, Any] = {"steps": 3, "clip_norm": 0.05, "reduction": "item_mean"}
+    opt, alone = gradaccum.wrap(sgd(model), module=module, **options), gradaccum.wrap(sgd(large), **options)
+    for index in range(6):
+        x = torch.arange(64.0).double().reshape(2, 8, 4).add(index).sin()
+        counts = (torch.arange(8) < 8 - index).expand(2, 8)
+        own, mine = x.chunk(WORLD, 1)[rank], counts.chunk(WORLD, 1)[rank]
+        opt.weigh(int(mine.sum()))
+        module(own, mine).backward()
+        alone.backward(large(x, counts), weight=int(counts.sum()))
+        for each in (opt, alone):
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close(opt.result.grad_norm, alone.result.grad_norm, rtol=1e-12, atol=0)
+    require_equal(model, large)
