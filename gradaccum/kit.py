@@ -3,7 +3,7 @@
 - `accumulate`, `usable`, `contribution`, `ends`, `with_denominator`, `decide`, `close`, `discard`: transitions of the `State`;
 - `add_loss`, `window_loss`, `is_first`, `first_seen`, `window_seen`, `noise_scale`: a window's loss and noise;
 - `terms_of`, `resumed`, `redistributed`: saving and resuming an open window;
-- `epoch`: a pass over a loader;
+- `epoch`, `Sizes`: a pass over a loader;
 - `make_division`, `divided`, `leaves_of`, `share`: cutting a large batch and merging its outputs;
 - `explain`, ``require_...`` and ``..._error``: one class and one wording for each mistake in every backend;
 - `Listeners`: callbacks for closed windows; `described`, `status`: the state in one line;
@@ -145,7 +145,7 @@ from gradaccum.verification import (
     item_axis,
 )
 from gradaccum.watching.watch import Handle, Listener, Listeners
-from gradaccum.window_loop import epoch
+from gradaccum.window_loop import Sizes, epoch
 
 __all__ = [
     "FIELD_DTYPES",
@@ -181,6 +181,7 @@ __all__ = [
     "ScaleRule",
     "ScalerDriver",
     "Schedule",
+    "Sizes",
     "State",
     "Steps",
     "Subject",

@@ -6,6 +6,7 @@ such weight: divide each term by the window's total of it, and sum the window wi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from types import MappingProxyType
 from typing import Generic, SupportsFloat, TypeVar, cast
@@ -14,6 +15,7 @@ from gradaccum.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     GradAccumError,
+    GradAccumWarning,
     UsageError,
     explain,
     imported,
@@ -21,6 +23,7 @@ from gradaccum.errors import (
     require_int,
     require_number,
 )
+from gradaccum.nests import leaves_of
 from gradaccum.options import Schedule, UntilWeight, make_schedule, require_steps
 from gradaccum.transitions import select, steps_at
 
@@ -135,6 +138,12 @@ def _weight_error(kind: type[GradAccumError], names: tuple[str, ...], got: objec
 # One pass over a loader: how many updates it makes, and the flush at its end.
 
 
+_UNEQUAL = (
+    "gradaccum: micro-batches of {} and {} items count the same, since none has a weight. If the loss is a mean over the items, pass their "
+    "number as weight=, with each. If they are to count the same, pass weight=1."
+)
+
+
 def updates_in(micro_batches: Sized | int, steps: object, *, epochs: int = 1, optimizer_step: int = 0) -> int:
     """Return the number of updates in `epochs` passes over a loader, each of which ends with a flush: the length of a scheduler.
 
@@ -168,7 +177,35 @@ def updates_in(micro_batches: Sized | int, steps: object, *, epochs: int = 1, op
     return updates - first
 
 
-def epoch(loader: Iterable[M], flush: Callable[[], object], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
+class Sizes:
+    """The numbers of items of the micro-batches that were counted without a weight; once they differ, a `GradAccumWarning` says so."""
+
+    def __init__(self, reduction: str) -> None:
+        self.weighed = True
+        """bool: the last micro-batch that was counted had a weight, or was seen already."""
+        self._looks, self._first = reduction == "mean", 0
+
+    def see(self, micro_batch: object) -> None:
+        """Take in the last micro-batch, whose first array has its items along the first axis."""
+        if self.weighed or not self._looks:
+            return
+        self.weighed = True
+        shapes: Iterator[tuple[int, ...]] = (getattr(leaf.value, "shape", ()) for leaf in leaves_of(micro_batch))
+        items = next((int(shape[0]) for shape in shapes if len(shape)), 0)
+        if items and self._first not in (0, items):
+            self._looks = False
+            warnings.warn(_UNEQUAL.format(self._first, items), GradAccumWarning, stacklevel=3)
+        self._first = self._first or items
+
+
+def epoch(
+    loader: Iterable[M],
+    flush: Callable[[], object],
+    *,
+    carry: bool = False,
+    progress: bool = False,
+    see: Callable[[M], object] | None = None,
+) -> Iterator[M]:
     """Return an iterator over the micro-batches of a loader, which flushes when the loader ends.
 
     A loop that is left early (``break``, an error) leaves its window open.
@@ -178,6 +215,7 @@ def epoch(loader: Iterable[M], flush: Callable[[], object], *, carry: bool = Fal
         flush: closes the open window.
         carry: leave the last window open for the next pass.
         progress: show a progress bar with rich.
+        see: called with each micro-batch after the loop's body has run.
 
     Raises:
         ArgumentTypeError: `loader` is no iterable, or a flag no bool.
@@ -185,11 +223,14 @@ def epoch(loader: Iterable[M], flush: Callable[[], object], *, carry: bool = Fal
     """
     _require_iterable(loader)
     require_bool("carry", carry)
-    return _epoch(_with_progress(loader) if require_bool("progress", progress) else loader, None if carry else flush)
+    return _epoch(_with_progress(loader) if require_bool("progress", progress) else loader, None if carry else flush, see)
 
 
-def _epoch(loader: Iterable[M], flush: Callable[[], object] | None) -> Iterator[M]:
-    yield from loader
+def _epoch(loader: Iterable[M], flush: Callable[[], object] | None, see: Callable[[M], object] | None) -> Iterator[M]:
+    for micro_batch in loader:
+        yield micro_batch
+        if see is not None:
+            see(micro_batch)
     if flush is not None:
         flush()
 

@@ -162,6 +162,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         self.micro_batch = MicroBatch(self.compiled_window, self.update)
         self.flush = Flush(self.compiled_window, self.pynative_window, self.update)
         self.discard = Discard(self.compiled_window, self.pynative_window)
+        object.__setattr__(self, "_sizes", kit.Sizes(options.reduction))
         object.__setattr__(self, "_complete", True)
 
     def __getattr__(self, name: str) -> Any:
@@ -216,6 +217,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
         require_told_apart(len(counted), getattr((*counted, None)[0], "dtype", None), weight is None, loss is None)
         if counted:
             weight, loss = counted[0], counted[1] if len(counted) > 1 else loss
+        self._sizes.weighed = weight is not None
         full: bool | Tensor = self.storage.listening.after(1, self._take, gradients, weight, loss)
         return full
 
@@ -264,7 +266,8 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
     def epoch(self, loader: Iterable[M], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
         """Iterate over the micro-batches of a loader, and flush when it ends: ``for x, y in opt.epoch(loader):``, from Python.
 
-        A loop that is left early leaves its window open. With several workers each flushes once, when its own loader ends.
+        A loop that is left early leaves its window open. With several workers each flushes once, when its own loader ends. A
+        `GradAccumWarning` tells, once, of micro-batches of unequal size that were counted from Python without a weight.
 
         Args:
             loader: yields the micro-batches, such as a `mindspore.dataset` dataset.
@@ -275,7 +278,7 @@ class AccumulatingOptimizer(OwnPhase, nn.Optimizer):  # type: ignore[misc]
             ArgumentTypeError: `loader` is no iterable, or a flag no bool.
             MissingPackageError: `progress` without rich.
         """
-        return kit.epoch(loader, self.flush, carry=carry, progress=progress)
+        return kit.epoch(loader, self.flush, carry=carry, progress=progress, see=self._sizes.see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
         """Return the number of updates in `epochs` passes of `epoch` over a loader from here on: the length of a scheduler.

@@ -208,7 +208,8 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
     def epoch(self, loader: Iterable[M], *, carry: bool = False, progress: bool = False) -> Iterator[M]:
         """Iterate over the micro-batches of a loader, and flush when it ends: ``for x, y in opt.epoch(loader):``.
 
-        A loop that is left early, by ``break`` or an error, leaves its window open.
+        A loop that is left early, by ``break`` or an error, leaves its window open. A `GradAccumWarning` tells, once, of micro-batches of
+        unequal size that have no weight.
 
         Args:
             loader: yields the micro-batches.
@@ -219,7 +220,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             ArgumentTypeError: `loader` is no iterable, or a flag no bool.
             MissingPackageError: `progress` without rich.
         """
-        return epoch(loader, self.flush, carry=carry, progress=progress)
+        return epoch(loader, self.flush, carry=carry, progress=progress, see=self._window.sizes.see)
 
     def updates_in(self, loader: Sized | int, epochs: int = 1) -> int:
         """Return the number of updates in `epochs` passes of `epoch` over a loader from here on: the length of a scheduler.

@@ -20,6 +20,7 @@ from gradaccum.kit import (
     Listeners,
     Options,
     ScaleRule,
+    Sizes,
     State,
     accumulate,
     at_rest,
@@ -124,6 +125,7 @@ class Window:
         self._plan = Plan(parameters, options, workers)
         self.strategy = self._plan.strategy()
         self._begun, self._passes, self._warns_of_rates = Begun(None, None), PASSES[0], True
+        self.sizes = Sizes(options.reduction)
         self._fields = at_rest(initial_state(options.scale_rule.init_scale), float64_weight=self._plan.float64_weight)
         self._last = _NOTHING_CLOSED
         self._expect()
@@ -248,6 +250,7 @@ class Window:
             self._rates_moved()
         if first and not self._plan.holds():
             self.groups_changed()
+        self.sizes.weighed = known.weighed
         losses = () if known.losses and known.arrived >= Event.PLAIN_PASS and known.is_plain else known.losses
         finite, self._passes = self.strategy.take(self._begun.size), PASSES[0]
         if self._scaler is not None:

@@ -103,7 +103,7 @@ def plain(batches: list[Batch], first: Arrays) -> Arrays:
 
 
 def unweighted(batches: list[Batch], first: Arrays) -> Arrays:
-    return by_epoch(batches, first, lambda batch: 1)
+    return by_epoch(batches, first, lambda batch: None)
 
 
 def careful(batches: list[Batch], first: Arrays) -> Arrays:

@@ -135,7 +135,7 @@ def plain(batches: list[Batch], first: Arrays) -> Arrays:
 
 
 def unweighted(batches: list[Batch], first: Arrays) -> Arrays:
-    return by_epoch(batches, first, lambda y: 1)
+    return by_epoch(batches, first, lambda y: None)
 
 
 def careful(batches: list[Batch], first: Arrays) -> Arrays:

@@ -1,6 +1,8 @@
 """Everyday mistakes in MindSpore: each is refused by name, or right."""
 
 import gc
+import warnings
+from functools import partial
 
 import pytest
 
@@ -112,6 +114,25 @@ def test_epoch_flushes_at_the_loader_s_end(mode):
         opt(gradient(number))
         break
     assert (opt.result.optimizer_step, opt.result.micro_step) == (6, 0), "the carried window was closed by the first"
+
+
+@pytest.mark.parametrize("way", ["Python", "weights", "compiled"])
+def test_unequal_sizes_without_weights_are_said_once(way):
+    """Each counts the same: not the large batch, and nothing else would tell. Compiled code may have weights that Python does not see."""
+    opt = gradaccum_mindspore.wrap(nn.SGD([parameter()], 1.0), steps=4)
+
+    @ms.jit
+    def compiled(gradients):
+        return opt(gradients)
+
+    step = {"Python": opt, "weights": partial(opt, weight=1.0), "compiled": compiled}[way]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", gradaccum.GradAccumWarning)
+        for _ in range(2):
+            for (rows,) in opt.epoch([(Tensor(np.ones((size, 2), np.float32)),) for size in (3, 3, 2)]):
+                step((rows.mean(0),))
+    told = [str(each.message) for each in caught if each.category is gradaccum.GradAccumWarning]
+    assert ["3 and 2 items" in each for each in told] == [True] * (way == "Python")
 
 
 def test_epoch_of_a_dataset():
