@@ -9,6 +9,7 @@ learning-rate scheduler writes into the groups. The hooks are this optimizer's o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial, wraps
 from types import FunctionType, MethodType, TracebackType
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradaccum import StepResult, UsageError, updates_in
+from gradaccum import GradAccumWarning, StepResult, UsageError, updates_in
 from gradaccum.kit import Handle, Listener, Listeners, Options, described, epoch, explain, require_weight
 from gradaccum_torch.checks import known_window_size, require_loss
 from gradaccum_torch.grad_scaler import foreign_scaler_error, link_scaler
@@ -53,6 +54,10 @@ from gradaccum_torch.workers.workers import workers_of
 OptimizerState = Any
 """``optimizer.state``: a mapping from each parameter to what the optimizer keeps for it."""
 M = TypeVar("M")
+_TORN = (
+    "gradaccum: this worker's part of the window is lost, as the reduction of its large sums failed halfway. The window goes on "
+    "without it; workers that lost no part keep theirs."
+)
 _FROM_SCALER = "grad_scale"
 """What ``scaler.step`` sets on an optimizer for the time of its step."""
 
@@ -77,7 +82,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         require_unwrapped(inner)
         # The base class would build groups and state of its own; of its attributes only the tables of hooks are needed.
         self.__dict__.update(hook_tables())
-        self._inner, self._options, self._workers = inner, options, workers
+        self._inner, self._options = inner, options
         self._parameters = Parameters(inner, options.master_weights, masters)
         self._scaler = link_scaler(options, self._parameters.device())
         self._window = Window(self._parameters, options, Update(self, inner, self._parameters), self._scaler, workers)
@@ -133,7 +138,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
                 is asked for; or other workers wait for a backward pass, and a `loss` of weight 0 has no graph.
         """
         if kwargs.get("create_graph"):
-            self._workers.require_no_graph()
+            self._window.workers.require_no_graph()
         self._window.backward(require_loss(loss), None if weight is None else require_weight(weight), kwargs)
 
     def weigh(self, weight: float) -> None:
@@ -239,9 +244,41 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         """Forget the open window and the micro-batch under way: no update, nothing counted, the loss scale as it was."""
         self._window.discard()
 
+    def regroup(self, workers: torch.nn.Module | dist.ProcessGroup | None) -> None:
+        """Share the windows with other workers from here on, after one was lost or before one joins; collective among them.
+
+        Each worker keeps its part of the open window, which the next end or ``flush`` closes as the large batch of all parts. If some have
+        closed a window in which the reduction failed on others, these take over the update: parameters, inner state, counters. So does
+        a worker that joins.
+
+        Args:
+            workers: the process group of all that are there, each with a copy of the model; or a `DistributedDataParallel` module over it;
+                None: this worker alone.
+
+        Raises:
+            ArgumentTypeError, ArgumentValueError: `workers` is none of these, or other workers gave other options.
+            UsageError: workers hold shards of the model; the window of all was added up and its update raised: call ``flush`` or
+                ``discard`` first; or a worker with an open window of its own is behind.
+        """
+        window, options = self._window, self._options
+        held = window.workers.leave()
+        is_module = isinstance(workers, torch.nn.Module)
+        made = workers_of(self._inner, workers if is_module else None, options, process_group=None if is_module else workers)
+        if held == "torn":
+            window.discard()
+        window.regroup(made)
+        fields = window.fields_to_save()
+        has_own = held == "own" and fields.micro_step > 0
+        closed = int(fields.optimizer_step + fields.skipped_windows)
+        sent = made.catch_up(closed, has_own, lambda: save(window.between_windows(), self._parameters, self._inner, None))
+        if sent is not None:
+            self.load_state_dict(sent)
+        elif held == "torn":
+            warnings.warn(_TORN, GradAccumWarning, stacklevel=2)
+
     def whole_window(self) -> WholeWindow:
         """Return the next window for one call to fill, such as `gradaccum_torch.backward`."""
-        return WholeWindow(self._window, self._parameters, self._options, self._workers.group)
+        return WholeWindow(self._window, self._parameters, self._options, self._window.workers.group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear ``.grad`` between two windows; in mid-window keep the partial sum.
@@ -258,9 +295,9 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
             ArgumentValueError: workers share the window, and they do not train a parameter of the group together.
         """
         given = param_group["params"]
-        if self._workers.several and not isinstance(given, set):
+        if self._window.workers.several and not isinstance(given, set):
             given = param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
-            self._workers.require_parameters([each[1] if isinstance(each, tuple) else each for each in given])
+            self._window.workers.require_parameters([each[1] if isinstance(each, tuple) else each for each in given])
         self._inner.add_param_group(param_group)
         self._window.groups_changed()
 
@@ -354,7 +391,7 @@ class AccumulatingOptimizer(torch.optim.Optimizer):
         return described(type(self).__name__, type(self._inner).__name__, self._options, state, size)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._workers.require_no_copy()
+        self._window.workers.require_no_copy()
         state = {"inner": self._inner, "options": self._options, "loads": self._loads}
         return {**state, "masters": self._parameters.masters_by_position(), "window": self._window.pickled()}
 

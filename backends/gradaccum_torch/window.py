@@ -115,7 +115,7 @@ class Window:
 
     def __init__(self, parameters: Parameters, options: Options, update: Update, scaler: ScalerLink | None, workers: Workers) -> None:
         self._parameters, self._options, self.update = parameters, options, update
-        self._scaler, self._workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
+        self._scaler, self.workers, self._scale_in_use = scaler, workers, options.scale_rule != ScaleRule()
         self.listeners: Listeners | None = None
         self.schedulers: WeakSet[Follower] = WeakSet()
         """Those that follow the updates."""
@@ -182,7 +182,7 @@ class Window:
             self._differentiate(loss, weight, arguments)
             gradient = arguments.get("gradient")
             losses = (as_told(loss if gradient is None else loss.detach() * gradient),)
-        elif (taking_part := self._workers.taking_part()) is not None:
+        elif (taking_part := self.workers.taking_part()) is not None:
             with taking_part:
                 self._differentiate(require_graph(loss), weight, arguments)
         watch.known = watch.known.told(weight, Given.TO_BACKWARD, *losses, weighed=given is not None)
@@ -219,7 +219,7 @@ class Window:
         self._statistics.groups_changed()
         self._parameters.groups_changed()
         self.forget_rates()
-        self._plan, old = Plan(self._parameters, self._options, self._workers), self.strategy
+        self._plan, old = Plan(self._parameters, self._options, self.workers), self.strategy
         self.strategy = self._plan.carried_over(old)
         if self.strategy is not old:
             self._expect()
@@ -233,7 +233,7 @@ class Window:
                 self.strategy.expect(self._begun.size)
         known = watch.known
         weight = known.weight
-        if self.update.progress is Progress.HALF_MADE or known.under_way or self._workers.not_own:
+        if self.update.progress is Progress.HALF_MADE or known.under_way or self.workers.not_own:
             self._require_whole("step()")
         if not known.weighed and self._options.reduction == "item_mean":
             given_weight(None, "item_mean")
@@ -270,14 +270,14 @@ class Window:
         """
         if not self._plan.holds_dtypes():
             raise cast_in_window_error()
-        if self._workers.several:
+        if self.workers.several:
             self._join()
-            if not self._workers.joined:
+            if not self.workers.joined:
                 return
         else:
-            self._workers.require_one_weight(self._fields)
-        if self._workers.stages is not None:
-            self._add_tied(self._workers.stages)
+            self.workers.require_one_weight(self._fields)
+        if self.workers.stages is not None:
+            self._add_tied(self.workers.stages)
         self._fields, decision, *_ = verdict = self._verdict(self._fields, denominator)
         try:
             if decision.apply:
@@ -295,13 +295,13 @@ class Window:
 
     def flush(self, denominator: float | None = None) -> None:
         if denominator is not None:
-            require_denominator(denominator, self._options, several=self._workers.several)
+            require_denominator(denominator, self._options, several=self.workers.several)
         self._require_whole()
         if self._known.given or (self._fields.micro_step and self.strategy.begun):
             raise unfinished_error("flush()")
         if self._fields.micro_step and not self.strategy.watch.intact():
             self._require_true_gradient(self._fields, flushing=True)
-        self._workers.flush(partial(self.close, denominator), self._between_windows, is_open=self._fields.micro_step > 0)
+        self.workers.flush(partial(self.close, denominator), self._between_windows, is_open=self._fields.micro_step > 0)
 
     def discard(self) -> None:
         self.strategy.clear()
@@ -309,6 +309,15 @@ class Window:
         self._workers_ended()
         self._set(discard(self._fields), self._last.grad_norm)
         self._statistics.discard()
+
+    def regroup(self, workers: Workers) -> None:
+        """Share the windows with `workers`, and take this worker's part of the open one along."""
+        self.workers, self._plan = workers, Plan(self._parameters, self._options, workers)
+
+    def between_windows(self) -> Saved:
+        """Return the state as it was when the last window closed, without the open one."""
+        saved = self.save()
+        return saved._replace(fields=State(*discard(saved.fields)), sums={}, known=saved.known._replace(loss=0.0))
 
     def save(self) -> Saved:
         """Return the window for a checkpoint, with the tensors themselves; may wait for the device."""
@@ -320,13 +329,13 @@ class Window:
         terms = terms_of(self._options._replace(steps=self._begun.size if fields.micro_step else None), fields.optimizer_step)
         held = {index: total for index, total in enumerate(self.strategy.sums() if fields.micro_step else ()) if total is not None}
         known = self._statistics.saved(fields.micro_step)
-        return Saved(fields, terms, self._last.grad_norm, held, self._parameters.masters_by_position(), self._workers.place, known)
+        return Saved(fields, terms, self._last.grad_norm, held, self._parameters.masters_by_position(), self.workers.place, known)
 
     def resumed(self, saved: Saved) -> State:
         """Return the state to resume with; refuse an open window under other options, or of another worker."""
         if self._scaler is not None and not saved.fields.micro_step and (saved.terms is None or saved.terms.scale != "dynamic"):
             return self._scaler.current(saved.fields)  # The scaler is the user's, and may have been loaded from a file of its own.
-        return saved.resumed(self._options, self._workers.place)
+        return saved.resumed(self._options, self.workers.place)
 
     def restore(self, saved: Saved) -> None:
         """Resume with `saved`, whose fields `resumed` returned and whose sums become this window's own."""
@@ -400,7 +409,7 @@ class Window:
         if self._scaler is not None and fields.micro_step == 0:
             self._scaler.count(first=True)
         own = self.strategy.sums()
-        joined = self._workers.join(fields, own, self._plan.zeros, self._statistics.numbers(fields.micro_step))
+        joined = self.workers.join(fields, own, self._plan.zeros, self._statistics.numbers(fields.micro_step))
         self._statistics.join(joined.numbers)
         if joined.sums is not own:
             self.strategy.load(joined.sums)
@@ -411,13 +420,13 @@ class Window:
         added = stages.add_tied(self._fields, own, self._plan.zeros)
         if added is not own:
             self.strategy.load(added)
-            self._workers.not_own = True
+            self.workers.not_own = True
 
     def _workers_ended(self) -> None:
-        self._workers.window_ended()
-        if self._workers.stages is not None:
-            self._workers.stages.window_ended()
-            self._workers.not_own = False
+        self.workers.window_ended()
+        if self.workers.stages is not None:
+            self.workers.stages.window_ended()
+            self.workers.not_own = False
 
     def _verdict(self, fields: State, denominator: float | None) -> Verdict:
         if self._statistics.measures_noise and not self._plan.holds():
@@ -428,8 +437,8 @@ class Window:
         unclipped = divisor(divided, options, select)
         finite = measured.finite and (not self._measures or self.strategy.fits(measured.norm, unclipped))
         norm = measured.norm
-        if self._workers.stages is not None and self._measures:
-            norm, finite = self._workers.stages.agreed(fields, self.strategy.sums(), norm, finite)
+        if self.workers.stages is not None and self._measures:
+            norm, finite = self.workers.stages.agreed(fields, self.strategy.sums(), norm, finite)
         decision = Decision(*decide(divided, norm, finite, options, select, self._plan.largest))
         return Verdict(fields, decision, unclipped, strayed, (divided, options))
 
@@ -499,9 +508,9 @@ class Window:
         self.update.require_whole()
         self.strategy.require_whole()
         if call is not None:
-            self._workers.require_own_sum(call)
-            if self._workers.stages is not None:
-                self._workers.stages.require_own_sum(call)
+            self.workers.require_own_sum(call)
+            if self.workers.stages is not None:
+                self.workers.stages.require_own_sum(call)
 
 
 class Plan:

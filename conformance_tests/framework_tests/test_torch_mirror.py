@@ -289,6 +289,16 @@ def large_batches(model: nn.Module, times: int, reduction: str) -> tuple[nn.Modu
     return model, norms
 
 
+@pytest.mark.skipif(not RUNS_ON_CPU, reason=REASON)
+def test_workers_with_shards_cannot_regroup() -> None:
+    """A lost worker takes its shards along."""
+    with mirror(8):
+        job = fsdp(8, "window")
+        opt = gradaccum.wrap(sgd(job.model.parameters()), steps=2, **job.options)
+        with pytest.raises(gradaccum.UsageError, match=r"(?s)regroup\(\).*a whole copy.*checkpoint"):
+            opt.regroup(dist.group.WORLD)
+
+
 LAWS = {
     "DistributedDataParallel": ("DistributedDataParallel", 1),
     "process_group": ("DistributedDataParallel", 1),

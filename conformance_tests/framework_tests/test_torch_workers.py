@@ -93,6 +93,18 @@ def test_job_of_a_killed_worker_goes_on(tmp_path: Path) -> None:
         _require_same_bits(undisturbed, again)
 
 
+MOMENTS = ("in_mid_window", "before_the_reduction", "during_the_reduction", "before_the_buffers", "after_the_reduction")
+LOST = [(when, size) for size in ("small", "large", "in_place") for when in (*MOMENTS, *["between_two_reductions"] * (size != "small"))]
+USUAL = [("between_two_reductions", "large")]
+
+
+@pytest.mark.parametrize(("when", "size"), [case if case in USUAL else pytest.param(*case, marks=pytest.mark.deep) for case in LOST])
+def test_a_lost_worker_s_window_is_taken_over(when: str, size: str, tmp_path: Path) -> None:
+    """Two of three are left, and a new one joins them: each window is the large batch of what arrived."""
+    assert run_workers(f"{PACKAGE}.lost", when, size, folder=tmp_path, workers=4) == [0, 0, -signal.SIGKILL, 0]
+    assert [(tmp_path / f"{rank}.txt").exists() for rank in range(2)] == [True, True]
+
+
 def _require_same_bits(one: Any, other: Any) -> None:
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, other)

@@ -22,7 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,9 @@ from gradaccum_torch.private import (
     were_sharded,
 )
 from gradaccum_torch.watch import delivering_zeros
-from gradaccum_torch.workers.interface import Joined, Sums, Workers, learning_rates, require_no_join
+from gradaccum_torch.workers.interface import Held, Joined, Sums, Workers, learning_rates, require_no_join
+
+_REGROUP = "If a worker is lost, call opt.regroup(process_group) with those that are left, and then opt.flush()."
 
 
 @final
@@ -60,6 +62,10 @@ class WorkerGroup(Workers):
         """The positions of the sums that rode with the numbers in the last window: the same on all workers, as each end is collective."""
         self._hold("own")
 
+    @property
+    def joined(self) -> bool:
+        return self._held == "of all"
+
     def join(self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         if self.joined:
             return Joined(fields, sums, numbers)
@@ -67,15 +73,15 @@ class WorkerGroup(Workers):
             require_no_join(self._module)
         if any(each.grad is not None and each.grad.requires_grad for group in self._optimizer.param_groups for each in group["params"]):
             self.require_no_graph()
+        self.require_own_sum("the end of a window")
         try:
             added, whole = self._added_up(fields, sums, zeros, numbers)
-            if added.micro_batches and self._module is not None:
-                send_buffers(self._module)
         except UsageError:  # Raised on every worker, before any sum has changed.
             raise
         except RuntimeError as error:
-            self._hold("torn")
-            raise kit.missing_worker_error(fields, self._rank) from error
+            if self._held != "torn":
+                self._hold("kept")
+            raise kit.missing_worker_error(fields, self._rank, _REGROUP) from error
         self._all_flush = added.flushes == self._workers
         self._hold("of all" if added.micro_batches else "own")
         return Joined(kit.joined(fields, added.weight, added.overflow), whole, added.others)
@@ -96,8 +102,11 @@ class WorkerGroup(Workers):
     def require_own_sum(self, call: str) -> None:
         if self.joined:
             raise kit.update_due_error(call)
-        if self.not_own:
+        if self._held == "torn":
             raise kit.torn_window_error(call)
+        if self._held == "kept" and call != "state_dict()":
+            expected, found = "a whole group of workers", "one whose reduction failed; this worker's part of the window is whole"
+            raise kit.explain(UsageError, call, expected=expected, found=found, fix=f"{_REGROUP} Or call opt.discard() on every worker.")
 
     def require_parameters(self, parameters: Sequence[Tensor]) -> None:
         whole, sharded = ([each for each in parameters if is_sharded(each) is split] for split in (False, True))
@@ -110,9 +119,33 @@ class WorkerGroup(Workers):
         own = [each for group in self._optimizer.param_groups for each in group["params"]]
         return None if self._module is not None or module_averaging(own) is None else delivering_zeros(own)
 
-    def _hold(self, held: Literal["own", "of all", "torn"]) -> None:
-        """Note whose sum the open window holds: this worker's, that of all until their update, or neither after a failed reduction."""
-        self.joined, self.not_own = held == "of all", held != "own"
+    def leave(self) -> Held:
+        if self.joined:
+            raise kit.update_due_error("regroup()")
+        return self._held if self.stages is None else super().leave()
+
+    @torch.no_grad()
+    def catch_up(self, closed: int, has_own: bool, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Send, or take over, what the base class says and the parameters.
+
+        A worker whose reduction failed is a part of the window that others closed.
+        """
+        everyone = [(0, False)] * self._workers
+        dist.all_gather_object(everyone, (closed, has_own), group=self.group)
+        counts = [count for count, _ in everyone]
+        most, first = max(counts), counts.index(max(counts))
+        if min(counts) == most:
+            return None
+        if (self._module is not None and first) or any(own and count < most for count, own in everyone):
+            raise _behind_error(counts, self._module is not None)
+        source, sent = dist.get_global_rank(self.group, first), [state() if first == self._rank else {}]
+        dist.broadcast_object_list(sent, source, group=self.group)
+        for parameter in (each for group in self._optimizer.param_groups for each in group["params"]):
+            dist.broadcast(parameter, source, group=self.group)
+        return sent[0] if closed < most else None
+
+    def _hold(self, held: Held) -> None:
+        self._held, self.not_own = held, held != "own"
 
     @torch.no_grad()
     def _added_up(self, fields: kit.State, sums: Sums, zeros: Callable[[int], Tensor], others: Sequence[float]) -> tuple[Numbers, Sums]:
@@ -136,9 +169,15 @@ class WorkerGroup(Workers):
             if self._riders == guess:
                 break
             guess = self._riders
-        bucket.unpack()
         rode, rest = set(guess), enumerate(whole)
-        all_reduce([total for index, total in rest if total is not None and index not in rode and not is_sharded(total)], self.group)
+        left = [total for index, total in rest if total is not None and index not in rode and not is_sharded(total)]
+        if not (apart := sum(total.nbytes for total in left) <= APART_BYTES):
+            self._hold("torn")
+        unpack = all_reduce(left, self.group, apart)
+        if numbers.micro_batches and self._module is not None:
+            send_buffers(self._module)
+        bucket.unpack()
+        unpack()
         return numbers, whole
 
 
@@ -149,6 +188,14 @@ def _filled(sums: Sums, positions: Sequence[int], zeros: Callable[[int], Tensor]
         total = sums[index]
         filled[index] = zeros(index) if total is None else total
     return filled
+
+
+def _behind_error(closed: Sequence[int], has_module: bool) -> UsageError:
+    expected = "workers that have closed as many windows, or were lost at the end of the next one, or are new and have no open window"
+    if has_module:
+        expected += "; and beside a module a first worker that is ahead, as DistributedDataParallel sends its parameters"
+    fix = "Call opt.discard() on the worker that is behind. With a process group in the place of the module any worker may be first."
+    return kit.explain(UsageError, "regroup()", expected=expected, found=f"windows closed, by rank: {list(closed)}", fix=fix)
 
 
 def _sparse_error() -> UsageError:
@@ -292,6 +339,9 @@ def require_same_workers(group: dist.ProcessGroup, sharded: Sequence[Tensor]) ->
 BUCKET_BYTES = 25 * 2**20
 LARGE_BYTES = 4 * 2**20
 """From here on a collective of its own costs less than packing and unpacking (measured with gloo, two processes)."""
+APART_BYTES = 2**30
+"""Up to here sums are reduced from copies, so that a failed reduction leaves each worker its own. Activations, which took more, are gone by
+then."""
 IN_FLIGHT = 2
 """Buckets packed at a time: they take at most this much memory beside the tensors."""
 _EXACT = (torch.float32, torch.float64)
@@ -327,17 +377,20 @@ class FirstBucket:
 
 
 @torch.no_grad()
-def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each tensor by its sum over the workers of `group`, in place; all have the same shapes and dtypes in one order."""
+def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, apart: bool) -> Callable[[], None]:
+    """Add up each tensor over the workers of `group`, and return a function that writes the sums into the tensors.
+
+    All have the same shapes and dtypes in one order. Until that call they keep their values if the sums are `apart`.
+    """
     # By the size alone, which is the same on every worker, as a layout may not be.
-    large = [_Reduction([tensor], group) for tensor in tensors if tensor.nbytes >= LARGE_BYTES]
+    large = [_Reduction([tensor], group, apart) for tensor in tensors if tensor.nbytes >= LARGE_BYTES]
     flying: deque[_Reduction] = deque()
     for bucket in buckets([tensor for tensor in tensors if tensor.nbytes < LARGE_BYTES]):
-        if len(flying) == IN_FLIGHT:
-            flying.popleft().finish()
-        flying.append(_Reduction(bucket, group))
-    for reduction in (*flying, *large):
-        reduction.finish()
+        if len(flying) == IN_FLIGHT and not apart:
+            flying.popleft().wait().unpack()
+        flying.append(_Reduction(bucket, group, apart))
+    arrived = [reduction.wait() for reduction in (*flying, *large)]
+    return lambda: deque(map(_Reduction.unpack, arrived), maxlen=0).clear()
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -355,17 +408,20 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class _Reduction:
-    """Tensors on their way: one in place if it is contiguous, else packed into one."""
+    """Tensors on their way: one in place if it is contiguous and not `apart`, else packed into one."""
 
-    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, apart: bool) -> None:
         self._tensors = tensors
-        alone = len(tensors) == 1 and tensors[0].is_contiguous()
+        alone = len(tensors) == 1 and tensors[0].is_contiguous() and not apart
         self._packed = None if alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._work = dist.all_reduce(tensors[0] if self._packed is None else self._packed, group=group, async_op=True)
 
-    def finish(self) -> None:
+    def wait(self) -> _Reduction:
         assert self._work is not None
         self._work.wait()
+        return self
+
+    def unpack(self) -> None:
         if self._packed is not None:
             _unpack(self._packed, self._tensors)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 Sums = Sequence[Tensor | None]
 """Sums by position, None where there is none."""
+
+
+Held = Literal["own", "of all", "kept", "torn"]
+"""The sum that an open window holds: this worker's; that of all until their update; after a failed reduction this worker's, or neither."""
 
 
 class Joined(NamedTuple):
@@ -57,8 +61,6 @@ class Workers(ABC):
     """There are others, so that a window's end must `join` them."""
     not_own = False
     """The open window's sum is not this worker's own; see `require_own_sum`."""
-    joined = True
-    """After `join`: the window holds a micro-batch."""
     place: tuple[int, int] | None = None
     """The rank of this worker and their number, which its part of a saved sum belongs to; None: any worker can load any part."""
     group: dist.ProcessGroup | None = None
@@ -67,6 +69,11 @@ class Workers(ABC):
     """The other stages of a pipeline, whose norm and decision are one with this stage's."""
     strategy: Callable[[Parameters, torch.dtype | None], Strategy] | None = None
     """Makes the place of the sum, where the workers' engine keeps it until the window ends; None: the engine does not."""
+
+    @property
+    def joined(self) -> bool:
+        """After `join`: True if the window holds a micro-batch."""
+        return True
 
     @abstractmethod
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
@@ -103,6 +110,21 @@ class Workers(ABC):
         fix = "Leave create_graph= out; second derivatives over several workers are not supported."
         found = "gradients with a graph, which a reduction does not have"
         raise explain(UsageError, "create_graph", expected="False where several workers reduce gradients", found=found, fix=fix)
+
+    def leave(self) -> Held:
+        """Return the sum that this worker takes along to other workers; raise if it cannot leave."""
+        fix = "Start all workers anew from a checkpoint."
+        raise explain(UsageError, "regroup()", expected="a whole copy of the model on each worker", found="parts of it", fix=fix)
+
+    def catch_up(self, closed: int, has_own: bool, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the `state` of a worker that has closed more than this one's `closed` windows, if there is one; collective.
+
+        Args:
+            closed: the windows that this worker has closed.
+            has_own: it holds a part of an open window that no failed reduction took along.
+            state: returns the state to send.
+        """
+        return None
 
     def require_no_copy(self) -> None:
         """Raise unless a copy of the optimizer could take part in the others' reductions."""

@@ -21,7 +21,7 @@ from gradaccum_torch.watch import delivering_zeros
 from gradaccum_torch.workers.deferred import Deferred, GradientSync, require_deferrable
 from gradaccum_torch.workers.fsdp import ShardGroup, Shards
 from gradaccum_torch.workers.group import group_alone, group_of, require_parameters, require_same_options
-from gradaccum_torch.workers.interface import Joined, Sums, Workers, require_no_join
+from gradaccum_torch.workers.interface import Held, Joined, Sums, Workers, require_no_join
 from gradaccum_torch.workers.stages import StageGroup
 
 _SYNCS = get_args(GradientSync)
@@ -142,6 +142,9 @@ class Alone(Workers):
 
     def join(self, fields: State, sums: Sums, zeros: Callable[[int], Tensor], numbers: Sequence[float]) -> Joined:
         return Joined(fields, sums, numbers)
+
+    def leave(self) -> Held:
+        return "own" if self.stages is None else super().leave()
 
     def require_one_weight(self, fields: State) -> None:
         module = self._averaging() if self._separate and not self._compared else None

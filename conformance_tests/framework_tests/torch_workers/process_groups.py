@@ -108,3 +108,40 @@ def reducing_optimizer_without_its_workers_is_refused(rank: int) -> None:
     other = nn.Linear(4, 2 + rank)
     with refused(gradaccum.ArgumentValueError, "options", "on rank 1", "elements"):
         gradaccum.wrap(Averaging(other.parameters(), lr=0.1), steps=4, process_group=dist.group.WORLD)
+
+
+@check
+def a_worker_leaves_and_one_joins(rank: int) -> None:
+    """One trains alone in mid-window, then shares the window; the other comes with another model, or with a window that is refused."""
+    model, reference = built(), built()
+    opt, other = (gradaccum.wrap(torch.optim.AdamW(each.parameters(), lr=0.1), steps=None) for each in (model, reference))
+    batches = [batch for worker in range(WORLD) for batch in micro_batches(worker)]
+    if rank == 0:
+        learn(model, opt, batches[0])
+        opt.flush()
+    else:
+        torch.nn.init.ones_(model.usual.weight)
+    learn(model, opt, batches[1 + rank])
+    with refused(gradaccum.UsageError, "windows closed, by rank: [1, 0]", "discard()"):
+        opt.regroup(dist.group.WORLD)
+    if rank == 1:
+        opt.discard()
+    opt.regroup(dist.group.WORLD)
+    if rank == 1:
+        learn(model, opt, batches[2])
+    opt.flush()
+    opt.regroup(None)
+    learn(model, opt, batches[3])
+    opt.flush()
+    with refused(gradaccum.ArgumentTypeError, "process_group"):
+        opt.regroup("WORLD")
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    opt.regroup(parallel)
+    learn(parallel, opt, batches[4 + rank])
+    opt.flush()
+    for window in ([batches[0]], batches[1:3], [batches[3]], batches[4:6]):
+        for batch in window:
+            learn(reference, other, batch)
+        other.flush()
+    assert opt.result._replace(grad_norm=0, loss=0) == other.result._replace(grad_norm=0, loss=0)
+    require_equal(model, reference)

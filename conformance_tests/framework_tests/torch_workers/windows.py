@@ -176,13 +176,16 @@ def model_is_cast_between_windows(rank: int) -> None:
 @check
 def large_and_strided_sums_are_reduced(rank: int) -> None:
     """Above four mebibytes a tensor travels alone; a layout that is not contiguous, as of a convolution in channels_last, is packed."""
-    tensors = [torch.full((1100, 1000), 1.0 + rank), torch.full((1200, 1000), 2.0 + rank).t(), torch.full((3, 2), 3.0 + rank).t()]
-    with counted() as called:
-        all_reduce([tensors[0], tensors[1] if rank else tensors[1].contiguous(), tensors[2]], dist.group.WORLD)
-    assert called == [1_100_000, 1_200_000, 6]
-    assert [float(tensor.min()) for tensor in (tensors[0], tensors[2])] == [3.0, 7.0]
-    if rank:
-        assert tensors[1].unique().tolist() == [5.0]
+    for apart in (False, True):
+        tensors = [torch.full((1100, 1000), 1.0 + rank), torch.full((1200, 1000), 2.0 + rank).t(), torch.full((3, 2), 3.0 + rank).t()]
+        with counted() as called:
+            write = all_reduce([tensors[0], tensors[1] if rank else tensors[1].contiguous(), tensors[2]], dist.group.WORLD, apart)
+        assert called == [1_100_000, 1_200_000, 6]
+        assert not apart or [float(tensor.min()) for tensor in tensors] == [1.0 + rank, 2.0 + rank, 3.0 + rank]
+        write()
+        assert [float(tensor.min()) for tensor in (tensors[0], tensors[2])] == [3.0, 7.0]
+        if rank:
+            assert tensors[1].unique().tolist() == [5.0]
 
 
 @check
@@ -218,8 +221,9 @@ def failed_update_is_not_reduced_twice(rank: int) -> None:
             learn(parallel, opt, batch)
         opt.flush()
     hook.remove()
-    with refused(gradaccum.UsageError, "flush()"):
-        opt.state_dict()
+    for call in (opt.state_dict, lambda: opt.regroup(dist.group.WORLD)):
+        with refused(gradaccum.UsageError, "flush()"):
+            call()
     opt.flush()
     require_equal(model, alone(all_windows()[:1], reduction="sum")[0])
     again = build()

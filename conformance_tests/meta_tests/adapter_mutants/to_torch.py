@@ -151,9 +151,16 @@ MUTANTS = (
     ),
     Mutant(
         "reduce_small_sums_alone",
-        "        all_reduce([total for index, total in rest if",
-        "        (lambda *_: None)([total for index, total in rest if",
+        "unpack = all_reduce(left, self.group, apart)",
+        "unpack = all_reduce(left[:0], self.group, apart)",
         OWN + "test_torch_workers.py::test_two_workers",
+    ),
+    Mutant(
+        "leave_a_new_worker_s_parameters",
+        "            dist.broadcast(parameter, source, group=self.group)\n",
+        "            pass\n",
+        OWN + "test_torch_workers.py::test_two_workers",
+        only="a_worker_leaves_and_one_joins",
     ),
     Mutant(
         "weigh_all_workers_as_one_item",
